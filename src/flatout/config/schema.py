@@ -1,0 +1,267 @@
+"""Every knob of a run, typed, with one sentence each. No torch here: a config error must answer at once.
+
+`speed` holds the switches that may not change what is learned; everything that does change it lives in the other
+sections. A value of null means "work it out"; what was worked out is shown in the run's first record.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(ge=1, le=2**40)]
+Natural = Annotated[int, Field(ge=0, le=2**40)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Switch = Literal["auto", "on", "off"]
+
+
+class Section(BaseModel):
+    """A strict, frozen group of fields: no unknown keys, no silent conversions, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+# What `model.family` decides when a field is not written. The fields of gpt2 are fixed: with other values it would
+# not be GPT-2, and its weights could not be exchanged with other libraries.
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "mlp": "swiglu",
+        "bias": False,
+        "qk_norm": True,
+        "residual_scale": None,
+        "tied": True,
+        "kv_heads": None,
+        "mlp_width": None,
+    },
+    "gpt2": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "mlp": "gelu",
+        "bias": True,
+        "qk_norm": False,
+        "residual_scale": None,
+        "tied": True,
+        "kv_heads": None,
+        "mlp_width": None,
+    },
+}
+
+
+class ModelConfig(Section):
+    family: Literal["gpt", "gpt2"] = Field("gpt", description="`gpt2` is exactly GPT-2; `gpt` is the modern decoder.")
+    layers: Annotated[int, Field(ge=1, le=1000)] = Field(6, description="Number of transformer blocks.")
+    width: Annotated[int, Field(ge=1, le=65536)] = Field(384, description="Size of the residual stream.")
+    heads: Annotated[int, Field(ge=1, le=1024)] = Field(6, description="Query heads per block; must divide width.")
+    kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="Key and value heads per block, fewer than heads for grouped-query attention; null means heads."
+    )
+    context: Annotated[int, Field(ge=1, le=2**24)] = Field(256, description="Tokens the model sees at once.")
+    vocab: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
+        None, description="Number of token ids; null takes the tokenizer's."
+    )
+    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation before attention and MLP.")
+    positions: Literal["rope", "learned"] = Field("rope", description="How the model knows where a token stands.")
+    rope_base: Annotated[float, Field(gt=1.0)] = Field(10000.0, description="Base of the rotary frequencies.")
+    mlp: Literal["swiglu", "relu2", "gelu"] = Field("swiglu", description="Feed-forward kind; gelu is the tanh form.")
+    mlp_width: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
+        None,
+        description="Hidden size of the MLP; null means 4 times width, or two thirds of that for swiglu, which has three matrices.",
+    )
+    bias: bool = Field(False, description="Bias vectors in linear layers and LayerNorm.")
+    qk_norm: bool = Field(True, description="RMS-normalise queries and keys per head before the product.")
+    residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = Field(
+        None, description="Initial value of learned scales on both residual branches; null has no scales."
+    )
+    tied: bool = Field(True, description="Share one matrix between token embedding and output head.")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout share in training.")
+    init_from: str | None = Field(
+        None, description="Folder with Hugging Face GPT-2 weights (config.json, model.safetensors) to start from."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_family(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            defaults = FAMILY_DEFAULTS.get(values.get("family", "gpt")) if _is_text(values.get("family", "gpt")) else None
+            return {**(defaults or {}), **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.positions == "rope" and (self.width // self.heads) % 2:
+            raise ValueError(f"rotary positions need an even head size, not {self.width // self.heads}")
+        if self.family == "gpt2":
+            for name, fixed in FAMILY_DEFAULTS["gpt2"].items():
+                if getattr(self, name) != fixed:
+                    raise ValueError(f"family gpt2 fixes {name} to {fixed}; use family gpt for {getattr(self, name)}")
+        if self.init_from is not None and self.family != "gpt2":
+            raise ValueError("init_from loads GPT-2 weights and needs family gpt2")
+        return self
+
+
+class DataConfig(Section):
+    source: str | None = Field(
+        "shakespeare", description="Raw text to prepare: `shakespeare` (shipped), a .txt or .jsonl file, or a folder of them."
+    )
+    folder: str | None = Field(
+        None, description="Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."
+    )
+    tokenizer: str = Field("char", description="`char`, `bytes`, `gpt2`, or the path of a Hugging Face tokenizer.json.")
+    split: Literal["contiguous", "document"] = Field(
+        "contiguous", description="Take validation from the end of the text, or choose whole documents by hash."
+    )
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.1, description="Share of the text kept for validation.")
+    stride: Positive | None = Field(None, description="Tokens between window starts; null means the context, so no overlap.")
+
+
+class OptimConfig(Section):
+    learning_rate: Annotated[float, Field(gt=0.0, le=100.0)] = Field(1e-3, description="Peak learning rate.")
+    schedule: Literal["cosine", "linear", "wsd", "one-cycle", "constant"] = Field(
+        "cosine", description="Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."
+    )
+    warmup_steps: Natural = Field(100, description="Updates over which the rate rises to its peak; 0 starts at the peak.")
+    min_ratio: Share = Field(0.1, description="Final learning rate as a share of the peak.")
+    decay_fraction: Share = Field(0.2, description="Share of the run that wsd spends decaying at its end.")
+    weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = Field(
+        0.1, description="Decoupled weight decay, on matrices only: never on biases, norms or scales."
+    )
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW's memory of the gradient.")
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's memory of the squared gradient.")
+    eps: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1e-8, description="AdamW's guard against division by zero.")
+    clip: Annotated[float, Field(ge=0.0)] = Field(1.0, description="Largest gradient norm, larger ones are scaled down; 0 never clips.")
+
+
+class TrainConfig(Section):
+    steps: Positive | None = Field(None, description="Length of the run in optimizer steps; give one of steps, epochs, tokens.")
+    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(None, description="Length of the run in passes over the windows.")
+    tokens: Positive | None = Field(None, description="Length of the run in training tokens, rounded up to whole steps.")
+    batch_tokens: Positive = Field(16384, description="Tokens per optimizer step over all micro-batches and devices.")
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        0.0, description="Label smoothing in training; evaluation never smooths."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1337, description="Seed of initial weights, data order and dropout.")
+    deterministic: bool = Field(False, description="Use only kernels whose result repeats bit for bit, at some cost in speed.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        given = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give exactly one of steps, epochs, tokens, not {' and '.join(given) or 'none'}")
+        return self
+
+
+class SpeedConfig(Section):
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda|cuda:\d{1,3})$")] = Field(
+        "auto", description="auto, cpu, mps, cuda or cuda:N; auto takes the fastest there is."
+    )
+    precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
+        "auto", description="Arithmetic of matrix products; weights and optimizer state stay fp32, auto is bf16 where the GPU has it."
+    )
+    attention: Literal["auto", "sdpa", "reference"] = Field(
+        "auto", description="Attention kernel: torch's fused one or the plain reference; auto is sdpa."
+    )
+    compile: Switch = Field("auto", description="torch.compile the model; auto does so on CUDA.")
+    fused_optimizer: Switch = Field("auto", description="One kernel for the AdamW update; auto where torch has it.")
+    pad_vocab: Annotated[int, Field(ge=1, le=4096)] = Field(
+        64, description="Compute logits for a vocabulary rounded up to this multiple, the padding cut off before the loss; 1 is off."
+    )
+    micro_batch: Positive | None = Field(
+        None, description="Most sequences at once on a device, rounded down to a divisor of the batch; null is the whole batch."
+    )
+    accumulation: Positive | None = Field(
+        None, description="Micro-batches per optimizer step; null follows from batch_tokens, context and micro_batch."
+    )
+    checkpointing: Literal["none", "full"] = Field(
+        "none", description="Recompute each block in backward instead of keeping its activations: less memory, more time."
+    )
+    loader: Literal["auto", "host", "device"] = Field(
+        "auto", description="Where tokens live: host memory with prefetch, or on the device; auto is the device for small corpora on CUDA."
+    )
+    workers: Annotated[int, Field(ge=0, le=64)] = Field(
+        1, description="Threads that read batches ahead on the host; 0 reads in the loop, and the batches are the same."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _booleans_are_switches(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            words = {True: "on", False: "off"}
+            switches = ("compile", "fused_optimizer")
+            return {k: words[v] if k in switches and isinstance(v, bool) else v for k, v in values.items()}
+        return values
+
+
+class EvalConfig(Section):
+    every: Natural = Field(250, description="Steps between evaluations; 0 evaluates only at the end.")
+    epoch_end: bool = Field(False, description="Evaluate at the end of every epoch as well.")
+    tokens: Positive | None = Field(None, description="Validation tokens to use, from the start; null uses all.")
+    patience: Natural = Field(0, description="Stop after this many evaluations without improvement; 0 never stops early.")
+    min_delta: Annotated[float, Field(ge=0.0)] = Field(0.0, description="Smallest fall in loss that counts as improvement.")
+    sample_every: Natural = Field(0, description="Steps between printed samples; 0 samples only at the end.")
+    sample_tokens: Natural = Field(200, description="Length of each sample in tokens; 0 never samples.")
+    sample_prompt: str = Field("\n", description="Text the samples continue.")
+
+
+class CheckpointConfig(Section):
+    every: Natural = Field(500, description="Steps between checkpoints; 0 saves only at the end and when interrupted.")
+    keep: Annotated[int, Field(ge=1, le=10000)] = Field(2, description="Newest checkpoints to keep.")
+    best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
+
+
+class OutputConfig(Section):
+    folder: str | None = Field(None, description="Run folder; null means runs/NAME, numbered when that is taken.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field("run", description="Name of the run, for its folder.")
+    log_every: Positive = Field(10, description="Steps between lines on the terminal; metrics.jsonl gets every step.")
+
+
+class RunConfig(Section):
+    """The whole of a run. `flatout config explain` prints it with the source of each value."""
+
+    model: ModelConfig = Field(default_factory=lambda: ModelConfig(), description="The network.")
+    data: DataConfig = Field(default_factory=lambda: DataConfig(), description="The text and its tokens.")
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(), description="The optimizer and its schedule.")
+    train: TrainConfig = Field(description="Length, batch and seed of the run.")
+    speed: SpeedConfig = Field(default_factory=lambda: SpeedConfig(), description="Switches that may not change what is learned.")
+    eval: EvalConfig = Field(default_factory=lambda: EvalConfig(), description="Validation, early stopping and samples.")
+    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="What is saved and when.")
+    output: OutputConfig = Field(default_factory=lambda: OutputConfig(), description="Where the run writes.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        context, batch = self.model.context, self.train.batch_tokens
+        if batch % context:
+            raise ValueError(f"train.batch_tokens {batch} is not a multiple of model.context {context}")
+        sequences, count = batch // context, self.speed.accumulation
+        if count is not None and sequences % count:
+            raise ValueError(f"a batch of {sequences} sequences does not split into speed.accumulation {count}")
+        if count is not None and self.speed.micro_batch is not None and count * self.speed.micro_batch != sequences:
+            raise ValueError(
+                f"speed.micro_batch {self.speed.micro_batch} times speed.accumulation {count} is not the batch of {sequences} sequences"
+            )
+        return self
+
+
+def micro_batch_of(config: RunConfig, world_size: int = 1) -> tuple[int, int]:
+    """(sequences per micro-batch, micro-batches per step) on each of `world_size` devices.
+
+    The global batch never changes: a `micro_batch` that does not divide it is lowered to the next divisor.
+    """
+    sequences = config.train.batch_tokens // config.model.context
+    if sequences % world_size:
+        raise ValueError(f"a batch of {sequences} sequences does not split over {world_size} devices")
+    share = sequences // world_size
+    if config.speed.accumulation is not None and config.speed.micro_batch is None:
+        most = share // config.speed.accumulation
+    else:
+        most = min(config.speed.micro_batch or share, share)
+    size = next(size for size in range(max(most, 1), 0, -1) if share % size == 0)
+    return size, share // size
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)

@@ -1,0 +1,56 @@
+"""Errors a user can fix.
+
+Each one says what happened (with the value) and what to do about it; the command line prints exactly two lines,
+`error:` and `hint:`, and exits with the class's code. Anything that is not a `UserError` is our bug and keeps its
+traceback.
+"""
+
+
+class UserError(Exception):
+    """Something the user can mend; `message` says what is wrong, `hint` the way out."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.message = " ".join(message.split())
+        self.hint = " ".join(hint.split())
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})"
+
+
+class UsageError(UserError):
+    """A command line that cannot be understood."""
+
+
+class ConfigError(UserError):
+    """A config value that is unknown, mistyped, out of range or in conflict with another."""
+
+
+class HardwareError(UserError):
+    """This machine cannot do what was asked."""
+
+
+class DataError(UserError):
+    """Text, shards or a tokenizer that are missing, damaged or do not fit."""
+
+    exit_code = 3
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged or belongs to something else."""
+
+    exit_code = 3
+
+
+class DivergedError(UserError):
+    """Training produced non-finite values and was stopped before they could reach the weights."""
+
+    exit_code = 4
+
+
+class ResourceError(UserError):
+    """Out of memory or disk."""
+
+    exit_code = 5

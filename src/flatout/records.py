@@ -1,0 +1,163 @@
+"""What a run says about itself, as frozen dataclasses and JSON lines.
+
+The engine yields these and does not know who reads them; console, files and reports read these and do not know the
+engine. A record holds plain numbers and strings only, never a tensor, so it can outlive the run that made it.
+"""
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Feature:
+    """One switch: what was asked for, what really runs, and why they differ (empty when they do not)."""
+
+    name: str
+    asked: str
+    used: str
+    why: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """The first record of every run: what is trained, on what, with which switches."""
+
+    flatout: str
+    torch: str
+    device: str
+    folder: str
+    family: str
+    parameters: int
+    flops_per_token: float
+    memory_estimate_bytes: int
+    steps: int
+    batch_tokens: int
+    micro_batch: int
+    accumulation: int
+    context: int
+    vocab: int
+    train_tokens: int
+    val_tokens: int
+    windows: int
+    dataset: str
+    tokenizer: str
+    start_step: int
+    resumed_from: str | None
+    features: tuple[Feature, ...]
+    config: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One optimizer step. `loss` is the mean over the labelled tokens of the step, label smoothing included."""
+
+    step: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    applied: bool
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    mfu: float | None
+    memory_bytes: int | None
+    loss_scale: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalRecord:
+    """Loss on the fixed validation set, without dropout and without label smoothing."""
+
+    step: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    seconds: float
+    best: bool
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """An epoch's end: every training window was seen once since the last one."""
+
+    step: int
+    epoch: int
+    mean_loss: float
+    seconds: float
+    windows_per_second: float
+    tokens_per_second: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    step: int
+    path: str
+    bytes: int
+    seconds: float
+    best: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NoticeRecord:
+    """Something the user should know and need not act on at once: a fallback, a skipped update."""
+
+    step: int
+    message: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EndRecord:
+    """The last record. `reason` is finished, early_stop or interrupted."""
+
+    step: int
+    reason: str
+    seconds: float
+    val_loss: float | None
+    best_loss: float | None
+    best_step: int | None
+    checkpoint: str | None
+
+
+Record = (
+    RunInfo | StepRecord | EvalRecord | EpochRecord | SampleRecord | CheckpointRecord | NoticeRecord | EndRecord
+)
+
+_NAMES: dict[type, str] = {
+    RunInfo: "run",
+    StepRecord: "step",
+    EvalRecord: "eval",
+    EpochRecord: "epoch",
+    SampleRecord: "sample",
+    CheckpointRecord: "checkpoint",
+    NoticeRecord: "notice",
+    EndRecord: "end",
+}
+
+
+def record_to_json(record: Record) -> str:
+    """One JSON line. Non-finite numbers become the strings "nan", "inf", "-inf": JSON has no word for them, and a
+    NaN loss must be visible in the log, never averaged or filtered away."""
+    body = {"type": _NAMES[type(record)], **dataclasses.asdict(record)}
+    return json.dumps(_finite(body), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

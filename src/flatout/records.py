@@ -130,9 +130,7 @@ class EndRecord:
     checkpoint: str | None
 
 
-Record = (
-    RunInfo | StepRecord | EvalRecord | EpochRecord | SampleRecord | CheckpointRecord | NoticeRecord | EndRecord
-)
+Record = RunInfo | StepRecord | EvalRecord | EpochRecord | SampleRecord | CheckpointRecord | NoticeRecord | EndRecord
 
 _NAMES: dict[type, str] = {
     RunInfo: "run",

@@ -54,7 +54,8 @@ class ModelConfig(Section):
     width: Annotated[int, Field(ge=1, le=65536)] = Field(384, description="Size of the residual stream.")
     heads: Annotated[int, Field(ge=1, le=1024)] = Field(6, description="Query heads per block; must divide width.")
     kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None, description="Key and value heads per block, fewer than heads for grouped-query attention; null means heads."
+        None,
+        description="Key and value heads per block, fewer than heads for grouped-query attention; null means heads.",
     )
     context: Annotated[int, Field(ge=1, le=2**24)] = Field(256, description="Tokens the model sees at once.")
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
@@ -83,7 +84,9 @@ class ModelConfig(Section):
     @classmethod
     def _fill_from_family(cls, values: Any) -> Any:
         if isinstance(values, dict):
-            defaults = FAMILY_DEFAULTS.get(values.get("family", "gpt")) if _is_text(values.get("family", "gpt")) else None
+            defaults = (
+                FAMILY_DEFAULTS.get(values.get("family", "gpt")) if _is_text(values.get("family", "gpt")) else None
+            )
             return {**(defaults or {}), **values}
         return values
 
@@ -106,7 +109,8 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     source: str | None = Field(
-        "shakespeare", description="Raw text to prepare: `shakespeare` (shipped), a .txt or .jsonl file, or a folder of them."
+        "shakespeare",
+        description="Raw text to prepare: `shakespeare` (shipped), a .txt or .jsonl file, or a folder of them.",
     )
     folder: str | None = Field(
         None, description="Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."
@@ -115,8 +119,12 @@ class DataConfig(Section):
     split: Literal["contiguous", "document"] = Field(
         "contiguous", description="Take validation from the end of the text, or choose whole documents by hash."
     )
-    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(0.1, description="Share of the text kept for validation.")
-    stride: Positive | None = Field(None, description="Tokens between window starts; null means the context, so no overlap.")
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
+        0.1, description="Share of the text kept for validation."
+    )
+    stride: Positive | None = Field(
+        None, description="Tokens between window starts; null means the context, so no overlap."
+    )
 
 
 class OptimConfig(Section):
@@ -124,7 +132,9 @@ class OptimConfig(Section):
     schedule: Literal["cosine", "linear", "wsd", "one-cycle", "constant"] = Field(
         "cosine", description="Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."
     )
-    warmup_steps: Natural = Field(100, description="Updates over which the rate rises to its peak; 0 starts at the peak.")
+    warmup_steps: Natural = Field(
+        100, description="Updates over which the rate rises to its peak; 0 starts at the peak."
+    )
     min_ratio: Share = Field(0.1, description="Final learning rate as a share of the peak.")
     decay_fraction: Share = Field(0.2, description="Share of the run that wsd spends decaying at its end.")
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = Field(
@@ -133,19 +143,31 @@ class OptimConfig(Section):
     beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW's memory of the gradient.")
     beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's memory of the squared gradient.")
     eps: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1e-8, description="AdamW's guard against division by zero.")
-    clip: Annotated[float, Field(ge=0.0)] = Field(1.0, description="Largest gradient norm, larger ones are scaled down; 0 never clips.")
+    clip: Annotated[float, Field(ge=0.0)] = Field(
+        1.0, description="Largest gradient norm, larger ones are scaled down; 0 never clips."
+    )
 
 
 class TrainConfig(Section):
-    steps: Positive | None = Field(None, description="Length of the run in optimizer steps; give one of steps, epochs, tokens.")
-    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(None, description="Length of the run in passes over the windows.")
-    tokens: Positive | None = Field(None, description="Length of the run in training tokens, rounded up to whole steps.")
+    steps: Positive | None = Field(
+        None, description="Length of the run in optimizer steps; give one of steps, epochs, tokens."
+    )
+    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
+        None, description="Length of the run in passes over the windows."
+    )
+    tokens: Positive | None = Field(
+        None, description="Length of the run in training tokens, rounded up to whole steps."
+    )
     batch_tokens: Positive = Field(16384, description="Tokens per optimizer step over all micro-batches and devices.")
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
         0.0, description="Label smoothing in training; evaluation never smooths."
     )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(1337, description="Seed of initial weights, data order and dropout.")
-    deterministic: bool = Field(False, description="Use only kernels whose result repeats bit for bit, at some cost in speed.")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        1337, description="Seed of initial weights, data order and dropout."
+    )
+    deterministic: bool = Field(
+        False, description="Use only kernels whose result repeats bit for bit, at some cost in speed."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -160,7 +182,8 @@ class SpeedConfig(Section):
         "auto", description="auto, cpu, mps, cuda or cuda:N; auto takes the fastest there is."
     )
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
-        "auto", description="Arithmetic of matrix products; weights and optimizer state stay fp32, auto is bf16 where the GPU has it."
+        "auto",
+        description="Arithmetic of matrix products; weights and optimizer state stay fp32, auto is bf16 where the GPU has it.",
     )
     attention: Literal["auto", "sdpa", "reference"] = Field(
         "auto", description="Attention kernel: torch's fused one or the plain reference; auto is sdpa."
@@ -168,19 +191,23 @@ class SpeedConfig(Section):
     compile: Switch = Field("auto", description="torch.compile the model; auto does so on CUDA.")
     fused_optimizer: Switch = Field("auto", description="One kernel for the AdamW update; auto where torch has it.")
     pad_vocab: Annotated[int, Field(ge=1, le=4096)] = Field(
-        64, description="Compute logits for a vocabulary rounded up to this multiple, the padding cut off before the loss; 1 is off."
+        64,
+        description="Compute logits for a vocabulary rounded up to this multiple, the padding cut off before the loss; 1 is off.",
     )
     micro_batch: Positive | None = Field(
-        None, description="Most sequences at once on a device, rounded down to a divisor of the batch; null is the whole batch."
+        None,
+        description="Most sequences at once on a device, rounded down to a divisor of the batch; null is the whole batch.",
     )
     accumulation: Positive | None = Field(
         None, description="Micro-batches per optimizer step; null follows from batch_tokens, context and micro_batch."
     )
     checkpointing: Literal["none", "full"] = Field(
-        "none", description="Recompute each block in backward instead of keeping its activations: less memory, more time."
+        "none",
+        description="Recompute each block in backward instead of keeping its activations: less memory, more time.",
     )
     loader: Literal["auto", "host", "device"] = Field(
-        "auto", description="Where tokens live: host memory with prefetch, or on the device; auto is the device for small corpora on CUDA."
+        "auto",
+        description="Where tokens live: host memory with prefetch, or on the device; auto is the device for small corpora on CUDA.",
     )
     workers: Annotated[int, Field(ge=0, le=64)] = Field(
         1, description="Threads that read batches ahead on the host; 0 reads in the loop, and the batches are the same."
@@ -200,8 +227,12 @@ class EvalConfig(Section):
     every: Natural = Field(250, description="Steps between evaluations; 0 evaluates only at the end.")
     epoch_end: bool = Field(False, description="Evaluate at the end of every epoch as well.")
     tokens: Positive | None = Field(None, description="Validation tokens to use, from the start; null uses all.")
-    patience: Natural = Field(0, description="Stop after this many evaluations without improvement; 0 never stops early.")
-    min_delta: Annotated[float, Field(ge=0.0)] = Field(0.0, description="Smallest fall in loss that counts as improvement.")
+    patience: Natural = Field(
+        0, description="Stop after this many evaluations without improvement; 0 never stops early."
+    )
+    min_delta: Annotated[float, Field(ge=0.0)] = Field(
+        0.0, description="Smallest fall in loss that counts as improvement."
+    )
     sample_every: Natural = Field(0, description="Steps between printed samples; 0 samples only at the end.")
     sample_tokens: Natural = Field(200, description="Length of each sample in tokens; 0 never samples.")
     sample_prompt: str = Field("\n", description="Text the samples continue.")
@@ -215,7 +246,9 @@ class CheckpointConfig(Section):
 
 class OutputConfig(Section):
     folder: str | None = Field(None, description="Run folder; null means runs/NAME, numbered when that is taken.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field("run", description="Name of the run, for its folder.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
+        "run", description="Name of the run, for its folder."
+    )
     log_every: Positive = Field(10, description="Steps between lines on the terminal; metrics.jsonl gets every step.")
 
 
@@ -226,9 +259,15 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=lambda: DataConfig(), description="The text and its tokens.")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(), description="The optimizer and its schedule.")
     train: TrainConfig = Field(description="Length, batch and seed of the run.")
-    speed: SpeedConfig = Field(default_factory=lambda: SpeedConfig(), description="Switches that may not change what is learned.")
-    eval: EvalConfig = Field(default_factory=lambda: EvalConfig(), description="Validation, early stopping and samples.")
-    checkpoint: CheckpointConfig = Field(default_factory=lambda: CheckpointConfig(), description="What is saved and when.")
+    speed: SpeedConfig = Field(
+        default_factory=lambda: SpeedConfig(), description="Switches that may not change what is learned."
+    )
+    eval: EvalConfig = Field(
+        default_factory=lambda: EvalConfig(), description="Validation, early stopping and samples."
+    )
+    checkpoint: CheckpointConfig = Field(
+        default_factory=lambda: CheckpointConfig(), description="What is saved and when."
+    )
     output: OutputConfig = Field(default_factory=lambda: OutputConfig(), description="Where the run writes.")
 
     @model_validator(mode="after")

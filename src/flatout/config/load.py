@@ -1,0 +1,412 @@
+"""Layers of values become one config, and each value remembers where it was written.
+
+The idea: every layer (preset, hardware overlay, file, command line) is a flat mapping from dotted path to value and
+source. Merging is one pass from the lowest layer to the highest; only the merged values meet the schema.
+
+The contract: `load_config` returns a `LoadedConfig` whose `sources` holds every leaf field, or raises `ConfigError`.
+The trap: some fields are alternatives to each other (`train.steps` and `train.tokens`), so a value in a higher layer
+must also silence its alternatives in lower ones, or no preset could ever be shortened by a file.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flatout.config.complain import (
+    field_facts,
+    nearest_paths,
+    section_class,
+    section_paths,
+    shorten_path,
+    unknown_key,
+    validate,
+    value_at,
+)
+from flatout.config.schema import FAMILY_DEFAULTS, RunConfig
+from flatout.config.yaml_loader import Node, format_value, parse_scalar, printable, read_yaml, shorten
+from flatout.errors import ConfigError
+
+DEFAULT_PRESET = "shakespeare-char"
+
+SourceKind = Literal["default", "family", "preset", "hardware", "file", "override"]
+_FILE_KEYS = ("preset", "hardware")
+
+# A layer that gives one of a group silences those it does not give itself in the layers below.
+_ALTERNATIVES = (
+    ("train.steps", "train.epochs", "train.tokens"),
+    ("speed.micro_batch", "speed.accumulation"),
+)
+# A hardware overlay says what fits, so it may lower these and never raises them.
+_LOWERED_BY_HARDWARE = ("model.context", "speed.micro_batch")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value was written: `where` is for people, such as `preset gpt2-124m`, `my.yaml:12`, `command line`."""
+
+    kind: SourceKind
+    where: str
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A valid config and, for every leaf by dotted path, the source of its value."""
+
+    config: RunConfig
+    sources: Mapping[str, Source]
+
+
+@dataclass(frozen=True)
+class ExplainRow:
+    """One line of `flatout config explain`; `value` is the plain value, `format_value` writes it as YAML."""
+
+    path: str
+    value: Any
+    source: str
+    description: str
+
+
+@dataclass(frozen=True)
+class PresetInfo:
+    """A shipped preset or overlay and the sentence its first line gives."""
+
+    name: str
+    summary: str
+
+
+@dataclass(frozen=True)
+class _Setting:
+    value: Any
+    source: Source
+
+
+_Layer = dict[str, _Setting]
+
+
+def load_config(
+    target: str | Path | None = None, overrides: Sequence[str] = (), *, hardware: str | None = None
+) -> LoadedConfig:
+    """Merge defaults < preset < hardware overlay < file < `a.b=c` overrides, and check the result.
+
+    `target` is a preset's name or a config file; None is the default preset. A file may name a `preset:` to stand on
+    and a `hardware:` overlay; the `hardware` argument wins over the file's.
+    """
+    path = _path_of(target)
+    tree = read_yaml(path) if path is not None else {}
+    file_name = printable(str(path))
+    if path is None:
+        preset = str(target) if target is not None else DEFAULT_PRESET
+        preset_where = "command line"
+    else:
+        preset, preset_where = _named_in_file(tree, "preset", file_name)
+    if hardware is None:
+        hardware, hardware_where = _named_in_file(tree, "hardware", file_name)
+    else:
+        hardware_where = "command line"
+
+    layers: list[_Layer] = []
+    if preset is not None:
+        layers.append(_shipped_layer("preset", preset, preset_where))
+    if hardware is not None:
+        below = _merge(layers)
+        layers.append(_only_lowering(_shipped_layer("hardware", hardware, hardware_where), below))
+    values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
+    layers.append(dict(_settings(values, "file", file_name, extras=_FILE_KEYS)))
+    layers.append(_override_layer(overrides))
+    merged = _merge(layers)
+
+    name = _run_name(path.stem if path is not None else str(preset))
+    merged.setdefault("output.name", _Setting(name, Source("default", "name of the config")))
+    written = {key: setting.source.where for key, setting in merged.items() if setting.source.kind != "default"}
+    fallback = file_name if path is not None else f"preset {preset}"
+    config = validate(_nested({key: setting.value for key, setting in merged.items()}), written, fallback)
+    return LoadedConfig(config, _sources(config, merged))
+
+
+def resolve_from_mapping(values: Mapping[str, Any], where: str = "stored config") -> RunConfig:
+    """The config that a nested mapping from `config.model_dump()` holds, as kept in checkpoints."""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: is {shorten(values)}, not a mapping", "it must hold sections such as model, train")
+    return validate(values, {}, where)
+
+
+def explain(loaded: LoadedConfig) -> list[ExplainRow]:
+    """Every field with its value, where that came from, and its sentence, in the schema's order."""
+    return [
+        ExplainRow(path, value_at(loaded.config, path), loaded.sources[path].where, fact.description)
+        for path, fact in field_facts().items()
+    ]
+
+
+def show(config: RunConfig) -> str:
+    """The whole config as YAML that loads back to an equal config."""
+    lines: list[str] = []
+    waiting: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(config.model_dump().items()))]
+    while waiting:
+        depth, items = waiting[-1]
+        for name, value in items:
+            if isinstance(value, dict) and value:
+                lines.append(f"{'  ' * depth}{name}:")
+                waiting.append((depth + 1, iter(value.items())))
+                break
+            lines.append(f"{'  ' * depth}{name}: {format_value(value)}")
+        else:
+            waiting.pop()
+    return "\n".join(lines) + "\n"
+
+
+def schema_json() -> dict[str, Any]:
+    """JSON Schema of a config file, for editors: nothing is required, and `preset` and `hardware` are allowed."""
+    schema = RunConfig.model_json_schema()
+    schema.pop("required", None)
+    schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    schema["properties"] = {
+        "preset": {"enum": _names("preset"), "description": "Preset whose values this file changes."},
+        "hardware": {"enum": _names("hardware"), "description": "Overlay that makes a run fit a card's memory."},
+        **schema["properties"],
+    }
+    return schema
+
+
+def list_presets() -> list[PresetInfo]:
+    """The shipped presets, by name."""
+    return [_info("preset", name) for name in _names("preset")]
+
+
+def list_hardware() -> list[PresetInfo]:
+    """The hardware overlays, the smallest card first."""
+    return [_info("hardware", name) for name in _names("hardware")]
+
+
+def preset_text(name: str) -> str:
+    """The YAML of a preset, with its comments."""
+    return _shipped_path("preset", name, "command line").read_text(encoding="utf-8")
+
+
+def copy_preset(name: str, destination: Path) -> Path:
+    """Write a preset, comments and all, to a new file that loads to the same config; never overwrites.
+
+    A folder as destination gets NAME.yaml. The run's name is written out where the new file's name would change it.
+    """
+    text = preset_text(name)
+    path = destination / f"{name}.yaml" if destination.is_dir() else destination
+    if _run_name(path.stem) != name:
+        text += f"\noutput:\n  name: {format_value(name)}\n"
+    shown = printable(str(path))
+    try:
+        with path.open("x", encoding="utf-8", newline="\n") as file:  # "x" cannot overwrite, not even in a race
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{shown}: already exists", "choose another name or remove that file") from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{shown}: cannot be written: {printable(reason)}", "check that the folder exists and is writable"
+        ) from None
+    return path
+
+
+def hardware_for(vram_bytes: int) -> str:
+    """The overlay for a card with this much memory; a card below the smallest overlay gets the smallest.
+
+    Cards report less than their name says (ECC, firmware: a 24 GB A10G reports 22 GiB), so nine tenths are enough.
+    """
+    names = _names("hardware")
+    fitting = [name for name in names if vram_bytes >= 0.9 * _gigabytes(name) * 2**30]
+    return fitting[-1] if fitting else names[0]
+
+
+def _path_of(target: str | Path | None) -> Path | None:
+    """The config file `target` means, or None for a preset. A preset's name wins over a file of that very name."""
+    if target is None or isinstance(target, Path):
+        return target
+    separators = [separator for separator in (os.sep, os.altsep) if separator]
+    looks_like_file = target.endswith((".yaml", ".yml")) or any(separator in target for separator in separators)
+    if looks_like_file or (target not in _names("preset") and os.path.isfile(target)):
+        return Path(target)
+    return None
+
+
+def _named_in_file(tree: Mapping[str, Node], key: str, file_name: str) -> tuple[str | None, str]:
+    """The preset or overlay a file names, and where it does so."""
+    node = tree.get(key)
+    if node is None:
+        return None, file_name
+    where = f"{file_name}:{node.line}"
+    if node.value is not None and not isinstance(node.value, str):
+        raise ConfigError(
+            f"{where}: {key} is {shorten(_plain(node))}, but it must be a name",
+            f"the names are {', '.join(_names(key))}",
+        )
+    return node.value, where
+
+
+def _settings(
+    tree: Mapping[str, Node], kind: SourceKind, where: str, *, extras: tuple[str, ...] = ()
+) -> Iterator[tuple[str, _Setting]]:
+    """The leaves of a parsed file as (path, setting). A file's sources carry line numbers, those of presets do not."""
+    waiting = [("", tree, RunConfig)]
+    while waiting:
+        prefix, nodes, section = waiting.pop()
+        for name, node in nodes.items():
+            path = prefix + name
+            place = f"{where}:{node.line}"
+            if name not in section.model_fields:
+                if path in field_facts() and "." in name:
+                    parent, _, last = path.rpartition(".")
+                    raise ConfigError(
+                        f"{place}: {path} is written with a dot",
+                        f"dots are for the command line; here, write `{parent}:` and indent `{last}:` below it",
+                    )
+                raise unknown_key(path, place, top_level_extras=extras)
+            inner = section_class(section.model_fields[name].annotation)
+            if inner is None:
+                source = Source(kind, place if kind == "file" else where)
+                yield path, _Setting(_as_field_wants(path, _plain(node)), source)
+            elif isinstance(node.value, dict):
+                waiting.append((f"{path}.", node.value, inner))
+            elif node.value is not None:  # a section whose lines are all comments is empty, not wrong
+                raise ConfigError(
+                    f"{place}: {path} is {shorten(_plain(node))}, but it is a section",
+                    f"write `{path}:` alone and its fields, such as `{next(iter(inner.model_fields))}:`, indented below",
+                )
+
+
+def _override_layer(overrides: Sequence[str]) -> _Layer:
+    layer: _Layer = {}
+    source = Source("override", "command line")
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        path = path.strip()
+        if not equals or not path:
+            close = [f"{known}=..." for known in nearest_paths(path)] if path else []
+            example = f"; did you mean {' or '.join(close)}?" if close else ""
+            raise ConfigError(
+                f"command line: {shorten(override)} is not of the form section.field=value",
+                f"write an override like train.steps=100{example}",
+            )
+        if path in _FILE_KEYS:
+            raise ConfigError(
+                f"command line: {path} cannot be set by an override",
+                f"a file names it as `{path}: NAME` in its first lines; the names are {', '.join(_names(path))}",
+            )
+        if path not in field_facts():
+            raise unknown_key(path, "command line")
+        value = parse_scalar(text, f"command line: {path}")
+        layer[path] = _Setting(_as_field_wants(path, value), source)
+    return layer
+
+
+def _as_field_wants(path: str, value: Any) -> Any:
+    """`1e9` is a float by YAML's rules; where only whole numbers are taken, a whole float is one."""
+    if isinstance(value, float) and value.is_integer() and field_facts()[path].takes_integers_only:
+        return int(value)
+    return value
+
+
+def _merge(layers: Sequence[_Layer]) -> _Layer:
+    merged: _Layer = {}
+    for layer in layers:
+        for group in _ALTERNATIVES:
+            given = next((path for path in group if path in layer and layer[path].value is not None), None)
+            if given is None:
+                continue
+            source = layer[given].source
+            for path in group:
+                if path in merged and path not in layer:
+                    merged[path] = _Setting(None, Source(source.kind, f"{source.where} ({given})"))
+        merged.update(layer)
+    return merged
+
+
+def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:
+    """The overlay without the entries that would raise what the preset or the schema says."""
+
+    def raises(path: str) -> bool:
+        fact = field_facts()[path]
+        now = below[path].value if path in below else fact.owner.model_fields[fact.name].default
+        return path in _LOWERED_BY_HARDWARE and isinstance(now, int) and now <= overlay[path].value
+
+    return {path: setting for path, setting in overlay.items() if not raises(path)}
+
+
+def _sources(config: RunConfig, merged: _Layer) -> dict[str, Source]:
+    family = config.model.family
+    by_family = {f"model.{name}" for name in FAMILY_DEFAULTS.get(family, {})}
+    sources: dict[str, Source] = {}
+    for path in field_facts():
+        if path in merged:
+            sources[path] = merged[path].source
+        elif path in by_family:
+            sources[path] = Source("family", f"family {family}")
+        else:
+            sources[path] = Source("default", "default")
+    return sources
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted paths as nested mappings. Every section is present, so that its own checks run instead of `missing`."""
+    nested: dict[str, Any] = {}
+    for path in [*(f"{section}." for section in section_paths()), *values]:
+        *parents, name = path.split(".")
+        inner = nested
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        if name:
+            inner[name] = values[path]
+    return nested
+
+
+def _plain(node: Node) -> Any:
+    """A node without its line numbers. The loader's limit on depth bounds the recursion."""
+    if isinstance(node.value, list):
+        return [_plain(item) for item in node.value]
+    if isinstance(node.value, dict):
+        return {key: _plain(item) for key, item in node.value.items()}
+    return node.value
+
+
+def _shipped_layer(kind: Literal["preset", "hardware"], name: str, where: str) -> _Layer:
+    tree = read_yaml(_shipped_path(kind, name, where))
+    return dict(_settings(tree, kind, f"{kind} {name}"))
+
+
+def _shipped_path(kind: str, name: str, where: str) -> Path:
+    from difflib import get_close_matches
+
+    names = _names(kind)
+    if name not in names:
+        close = get_close_matches(name[:100].lower(), names, n=2, cutoff=0.5)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        listed = "`flatout config presets` lists the presets; a file's name ends in .yaml"
+        hint = meant + (listed if kind == "preset" else f"the overlays are {', '.join(names)}")
+        noun = "preset" if kind == "preset" else "hardware overlay"
+        raise ConfigError(f"{where}: there is no {noun} {shorten_path(name)}", hint)
+    return _shipped_folder(kind) / f"{name}.yaml"
+
+
+def _shipped_folder(kind: str) -> Path:
+    presets = Path(__file__).with_name("presets")
+    return presets if kind == "preset" else presets / "hardware"
+
+
+def _names(kind: str) -> list[str]:
+    names = [path.stem for path in _shipped_folder(kind).glob("*.yaml")]
+    return sorted(names, key=_gigabytes) if kind == "hardware" else sorted(names)
+
+
+def _gigabytes(overlay: str) -> int:
+    return int(overlay.removesuffix("gb"))
+
+
+def _info(kind: str, name: str) -> PresetInfo:
+    with (_shipped_folder(kind) / f"{name}.yaml").open(encoding="utf-8") as file:
+        return PresetInfo(name, file.readline().removeprefix("# summary:").strip())
+
+
+def _run_name(stem: str) -> str:
+    """A run's name from a file's: what `output.name` allows, and `run` when nothing is left."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:100] or "run"

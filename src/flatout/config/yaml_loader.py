@@ -1,0 +1,327 @@
+"""Strict YAML: text in, values with line numbers out, and `ConfigError` for everything else.
+
+The idea: PyYAML is used for its event parser only, which never recurses and never constructs an object. The tree is
+composed here, with a stack, so that depth, duplicates, tags, anchors and key types are checked as they appear.
+Scalars follow the YAML 1.2 core rules, so `1e-4` is a number and `on`, `no`, `2024-01-01` and `12:30` are text.
+
+The contract: whatever the bytes are, the result is a mapping of text keys to `Node`s or a `ConfigError` whose message
+begins with `file:line:`. The trap: PyYAML also breaks lines at U+0085, U+2028 and U+2029, which would put its line
+numbers out of step with an editor's; these characters are refused together with the control characters.
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from flatout.errors import ConfigError
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 20
+MAX_NODES = 10_000  # a hundred times what the schema has room for; bounds the time a hostile file can take
+MAX_DIGITS = 100  # Python itself refuses to read or print integers of more than 4300 digits
+
+Scalar = None | bool | int | float | str
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value and the line it stands on; for a value in a mapping that is the line of its key."""
+
+    value: "Scalar | list[Node] | dict[str, Node]"
+    line: int
+
+
+@dataclass
+class _Open:
+    """A collection whose end has not been seen. `key` is set between a key and its value."""
+
+    items: "list[Node] | dict[str, Node]"
+    line: int
+    key: str | None = None
+    key_line: int = 0
+
+
+_CONTROL_IN_VALUE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+_CONTROL_IN_TEXT = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
+_INTEGER = re.compile(r"[-+]?[0-9]+(?:_[0-9]+)*")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_NOT_FINITE = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+_PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
+_WORDS: dict[str, Scalar] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+}
+_ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
+
+
+def read_yaml(path: Path) -> dict[str, Node]:
+    """The top-level mapping of a config file; an empty file has no values."""
+    name = printable(str(path))
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{name}: is a folder, not a config file", "give the path of a .yaml file")
+        with path.open("rb") as file:
+            # One byte more than allowed is enough to know; a device or pipe may have no end.
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{name}: no such file", "check the path; `flatout config presets` lists what needs no file"
+        ) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{name}: cannot be read: {printable(reason)}", "check the path and its permissions"
+        ) from None
+    return parse_yaml(data, name)
+
+
+def parse_yaml(data: bytes, name: str) -> dict[str, Node]:
+    """The top-level mapping of one YAML document; `name` is what errors call it."""
+    if len(data) > MAX_BYTES:
+        raise ConfigError(
+            f"{name}: is larger than {MAX_BYTES} bytes", "a config file holds a few dozen lines; is this the right file?"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        _fail(name, line, f"byte 0x{data[error.start]:02x} is not UTF-8", "save the file as UTF-8 text")
+    control = _CONTROL_IN_TEXT.search(text)
+    if control is not None:
+        # The decoder let everything before this character pass, so only \n and \r can have ended lines.
+        line = len(re.findall(r"\r\n|\n|\r", text[: control.start()])) + 1
+        _fail(
+            name,
+            line,
+            f"contains the control character {ascii(control.group())}",
+            'remove it; in double quotes it can be written as an escape such as "\\n"',
+        )
+    root = _compose(text, name)
+    if root is None or root.value is None:
+        return {}
+    if not isinstance(root.value, dict):
+        _fail(
+            name,
+            root.line,
+            f"holds {_kind(root.value)}, not a mapping of keys to values",
+            "write sections such as `train:` with indented lines such as `steps: 100` below",
+        )
+    return root.value
+
+
+def parse_scalar(text: str, where: str) -> Scalar:
+    """The value of one command-line argument, by the same scalar rules as in a file.
+
+    Unquoted text is taken whole, so `ROMEO:` and `a #b` need no quotes here, although a file would need them. What
+    YAML gives a meaning to at the start of a value (lists, anchors, tags) is refused rather than taken as text.
+    """
+    text = text.strip(" \t")
+    control = re.search("[\n\r]", text) or _CONTROL_IN_TEXT.search(text)
+    if control is not None:
+        raise ConfigError(
+            f"{where}: the value contains the control character {ascii(control.group())}",
+            'write line breaks inside double quotes as \\n, as in eval.sample_prompt="\\n" with quotes the shell keeps',
+        )
+    if not text:
+        raise ConfigError(f"{where}: no value after =", 'write null for no value, or "" for empty text')
+    if text[0] in "\"'":
+        root = _compose(text, where, one_line=True)
+        if root is None or not isinstance(root.value, str):
+            raise ConfigError(f"{where}: {shorten(text)} is not one quoted text", "close the quote at the very end")
+        return root.value
+    if text[0] in "[]{},&*!|>%@`#" or text.startswith(("- ", "? ", ": ", "---")):
+        raise ConfigError(
+            f"{where}: {shorten(text)} is not a single value",
+            f"a value cannot begin with {text[0]} unless it is quoted text; put quotes around it inside the shell's own",
+        )
+    return resolve_scalar(text, where)
+
+
+def resolve_scalar(text: str, where: str) -> Scalar:
+    """An unquoted scalar as null, boolean, integer, float or text; `where` names the place in errors."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        digits = text.replace("_", "")
+        if len(digits) > MAX_DIGITS:
+            raise ConfigError(
+                f"{where}: the number {shorten(text)} has more than {MAX_DIGITS} digits",
+                "write a smaller number, or put quotes around it if it is text",
+            )
+        return int(digits)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", ""))
+    return text
+
+
+def format_value(value: object) -> str:
+    """One line of YAML that reads back as `value`: null, booleans, numbers, text, and lists and mappings of them."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else (".inf" if value > 0 else "-.inf")
+    if isinstance(value, int | float):
+        return repr(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(format_value(item) for item in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{format_value(key)}: {format_value(item)}" for key, item in value.items()) + "}"
+    text = str(value)
+    if _PLAIN.fullmatch(text) and text not in _WORDS:
+        return text
+    return '"' + "".join(_escape(character) for character in text) + '"'
+
+
+def printable(text: str) -> str:
+    """`text` with everything a terminal could act on written as an escape, so that a message stays one line."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
+def shorten(value: object, limit: int = 80) -> str:
+    """A value as it is shown in a message: escaped, on one line, about `limit` characters, safe at any depth."""
+    if value is None or isinstance(value, bool):
+        return format_value(value)
+    if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
+        return f"a number of more than {MAX_DIGITS} digits"
+    form = reprlib.Repr()
+    form.maxlevel, form.maxstring, form.maxlong, form.maxother = 2, limit, limit, limit
+    shown = printable(form.repr(value))
+    return shown if len(shown) <= limit else shown[: limit - 4] + "..." + shown[-1]
+
+
+def has_control_character(text: str) -> bool:
+    """Whether text holds characters that no value may hold: controls other than tab and line breaks, or surrogates."""
+    return _CONTROL_IN_VALUE.search(text) is not None
+
+
+def _compose(text: str, name: str, *, one_line: bool = False) -> Node | None:
+    """The tree of the only document, built with a stack. `one_line` leaves line numbers out of errors."""
+    root: Node | None = None
+    stack: list[_Open] = []
+    nodes = documents = 0
+    for event in _events(text, name, one_line):
+        line = 0 if one_line else event.start_mark.line + 1
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                _fail(name, line, "a second document begins here", "keep one document; remove this `---`")
+            continue
+        if isinstance(event, yaml.SequenceEndEvent | yaml.MappingEndEvent):
+            done = stack.pop()
+            root = _attach(stack, Node(done.items, done.line), name, root)
+            continue
+        if not isinstance(event, yaml.NodeEvent):
+            continue
+        nodes += 1
+        if nodes > MAX_NODES:
+            _fail(name, line, f"holds more than {MAX_NODES} values", "a config file holds a few dozen values")
+        if event.anchor is not None:
+            mark = "*" if isinstance(event, yaml.AliasEvent) else "&"
+            _fail(name, line, f"{shorten(mark + event.anchor)}: anchors and aliases are not used here", "write it out")
+        if isinstance(event, yaml.ScalarEvent):
+            root = _attach(stack, _scalar(event, name, line), name, root)
+        elif isinstance(event, yaml.CollectionStartEvent):
+            _refuse_tag(event.tag, name, line)
+            if len(stack) >= MAX_DEPTH:
+                _fail(name, line, f"nested more than {MAX_DEPTH} deep", "sections are one level deep")
+            if stack and isinstance(stack[-1].items, dict) and stack[-1].key is None:
+                _fail(name, line, "a list or mapping is used as a key", "a key is a word such as `train`")
+            stack.append(_Open({} if isinstance(event, yaml.MappingStartEvent) else [], line))
+    return root
+
+
+def _events(text: str, name: str, one_line: bool) -> Iterator[yaml.Event]:
+    """PyYAML's events. The pure-Python loader is used everywhere, so that errors do not depend on the build."""
+    try:
+        yield from yaml.parse(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = 0 if one_line or mark is None else mark.line + 1
+        problem = printable(error.problem or error.context or "not understood")
+        tabs = "indent with spaces, not tabs" if "'\\t'" in problem else None
+        _fail(name, line, f"not valid YAML: {problem}", tabs or "check indentation, quotes and colons around there")
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        # ValueError and OverflowError: PyYAML hands escapes such as "\UFFFFFFFF" and %YAML versions to chr and int.
+        _fail(name, 0, f"not valid YAML: {printable(str(error))[:160]}", "check quotes, escapes and % at line starts")
+
+
+def _scalar(event: yaml.ScalarEvent, name: str, line: int) -> Node:
+    _refuse_tag(event.tag, name, line)
+    if event.style is None:
+        return Node(resolve_scalar(event.value, _place(name, line)), line)
+    if has_control_character(event.value):
+        _fail(name, line, f"{shorten(event.value)} contains a control character", "remove it from the text")
+    return Node(event.value, line)
+
+
+def _attach(stack: list[_Open], node: Node, name: str, root: Node | None) -> Node | None:
+    """Put a finished node where it belongs; returns the root, which is this node when nothing is open."""
+    if not stack:
+        return node
+    top = stack[-1]
+    if isinstance(top.items, list):
+        top.items.append(node)
+    elif top.key is not None:
+        top.items[top.key] = Node(node.value, top.key_line)
+        top.key = None
+    else:
+        _open_key(top, node, name)
+    return root
+
+
+def _open_key(top: _Open, node: Node, name: str) -> None:
+    assert isinstance(top.items, dict)
+    if not isinstance(node.value, str):
+        assert not isinstance(node.value, list | dict)
+        _fail(name, node.line, f"the key {shorten(node.value)} is {_kind(node.value)}, not text", "keys are words")
+    if node.value == "<<":
+        _fail(name, node.line, "merge keys (<<) are not used here", "write the values out, or name a `preset:`")
+    if node.value in top.items:
+        first = top.items[node.value].line
+        _fail(
+            name,
+            node.line,
+            f"the key {shorten(node.value)} is written twice, first on line {first}",
+            "keep one of the two lines",
+        )
+    top.key, top.key_line = node.value, node.line
+
+
+def _refuse_tag(tag: str | None, name: str, line: int) -> None:
+    if tag is not None:
+        _fail(name, line, f"the tag {shorten(tag)} is not used here", "remove it; a value's form says its type")
+
+
+def _escape(character: str) -> str:
+    if character in _ESCAPES:
+        return _ESCAPES[character]
+    if character.isprintable():
+        return character
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
+    return names[type(value)]
+
+
+def _place(name: str, line: int) -> str:
+    return f"{name}:{line}" if line else name
+
+
+def _fail(name: str, line: int, problem: str, hint: str) -> NoReturn:
+    raise ConfigError(f"{_place(name, line)}: {problem}", hint)

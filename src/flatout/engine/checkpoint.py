@@ -1,0 +1,272 @@
+"""Checkpoints that are either whole or absent: safetensors and JSON, no pickle.
+
+Writing: a temporary folder beside the target; every file written and fsynced; `manifest.json` with the SHA-256 of each
+file last; folder fsynced; renamed; parent fsynced; only then are older checkpoints removed. A process killed at any
+moment leaves the previous checkpoint as it was, and at worst a temporary folder that the next start sweeps away.
+
+Reading: every byte is hashed before any of it is used. The manifest must equal its own canonical form and carries its
+own hash, so a flipped bit in it is found too.
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flatout.errors import CheckpointError, ResourceError
+from flatout.model.weights import read_safetensors
+
+FORMAT = 1
+_NAME = re.compile(r"^step-(\d{8})$")
+_TENSOR_FILES = ("model", "optimizer", "run")
+_JSON_FILES = ("state", "config", "tokenizer")
+_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Everything a run needs to go on as if it had never stopped."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    run: dict[str, Tensor]
+    state: dict[str, Any]
+    config: dict[str, Any]
+    tokenizer: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.state["step"])
+
+
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every finished checkpoint in a `checkpoints` folder, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = ((_NAME.match(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
+    """Writes `folder/step-N` atomically; returns it and its size in bytes."""
+    target = checkpoint_path(folder, checkpoint.step)
+    temporary = folder / f"{target.name}.tmp-{os.getpid()}"
+    with disk_errors(f"checkpoint {target}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.mkdir()
+            size = _write_files(temporary, checkpoint)
+            _publish(temporary, target)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return target, size
+
+
+def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
+    entries: dict[str, dict[str, Any]] = {}
+    for name in _TENSOR_FILES:
+        path = folder / f"{name}.safetensors"
+        tensors: dict[str, Tensor] = getattr(checkpoint, name)
+        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+        entries[path.name] = _sync_and_hash(path)
+    for name in _JSON_FILES:
+        path = folder / f"{name}.json"
+        path.write_bytes(_canonical(getattr(checkpoint, name)))
+        entries[path.name] = _sync_and_hash(path)
+    manifest = {"format": FORMAT, "step": checkpoint.step, "files": entries}
+    manifest["sha256"] = hashlib.sha256(_canonical(manifest)).hexdigest()
+    path = folder / "manifest.json"
+    path.write_bytes(_canonical(manifest))
+    _sync_and_hash(path)
+    sync_folder(folder)
+    return sum(entry["bytes"] for entry in entries.values())
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    if target.exists():  # the same step saved before, in a run that was rolled back: the new one takes its place
+        old = target.with_name(f"{target.name}.old-{os.getpid()}")
+        os.rename(target, old)
+        os.rename(temporary, target)
+        shutil.rmtree(old)
+    else:
+        os.rename(temporary, target)
+    sync_folder(target.parent)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Renames first: a half-deleted folder must not be taken for a checkpoint."""
+    doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
+
+
+def sweep_leftovers(folder: Path) -> None:
+    """Removes what killed processes left half written or half deleted. Call it only while holding the run's lock."""
+    if folder.is_dir():
+        for path in folder.iterdir():
+            if re.search(r"\.(tmp|old)-\d+$", path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def keep_newest(folder: Path, keep: int, best_step: int | None) -> None:
+    """Removes all but the newest `keep` checkpoints and the best one."""
+    steps = list_checkpoints(folder)
+    for step, path in steps[: max(0, len(steps) - keep)]:
+        if step != best_step:
+            remove_checkpoint(path)
+
+
+def write_json_atomically(path: Path, value: Any) -> None:
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with disk_errors(str(path)):
+        temporary.write_bytes(_canonical(value))
+        _sync_and_hash(temporary)
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turns a full, read-only or failing disk into an error that says what is safe and what to do."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _FULL_DISK:
+            hint = "free some space or lower checkpoint.keep, then go on with --resume auto; earlier checkpoints are intact"
+        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            hint = "make the folder writable or set output.folder elsewhere, then go on with --resume auto; earlier checkpoints are intact"
+        else:
+            hint = "check the disk, then go on with --resume auto; earlier checkpoints are intact"
+        raise ResourceError(f"could not write {what}: {reason}", hint) from error
+    except Exception as error:  # noqa: BLE001 - safetensors wraps the operating system's error in its own type
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise ResourceError(
+            f"could not write {what}: {error}",
+            "free some space or make the folder writable, then go on with --resume auto; earlier checkpoints are intact",
+        ) from error
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def verify_checkpoint(path: Path) -> None:
+    """Hashes every file; the first that is missing, torn or changed is named in a CheckpointError."""
+    manifest = _read_manifest(path)
+    for name, entry in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise _damaged(file, "is missing")
+        if file.stat().st_size != entry["bytes"]:
+            raise _damaged(file, f"has {file.stat().st_size:,} bytes, not {entry['bytes']:,}")
+        if _hash_file(file) != entry["sha256"]:
+            raise _damaged(file, "does not match its SHA-256")
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """The verified contents of a checkpoint folder, tensors on the CPU."""
+    verify_checkpoint(path)
+    tensors = {name: read_safetensors(path / f"{name}.safetensors") for name in _TENSOR_FILES}
+    values = {name: json.loads((path / f"{name}.json").read_bytes()) for name in _JSON_FILES}
+    return Checkpoint(**tensors, **values)
+
+
+def newest_good(folder: Path, notice: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that verifies; damaged newer ones are set aside, each with a notice.
+
+    None when there are no checkpoints at all. When there are some and none is good, that is an error: starting over
+    in silence would throw the run away.
+    """
+    damage: CheckpointError | None = None
+    for step, path in reversed(list_checkpoints(folder)):
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as error:
+            damage = error
+            aside = path.with_name(f"{path.name}.damaged")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(path, aside)
+            notice(f"checkpoint of step {step} is damaged and was set aside as {aside.name}: {error.message}")
+        else:
+            return path
+    if damage is not None:
+        raise CheckpointError(
+            f"no good checkpoint is left in {folder}: {damage.message}",
+            "restore the folder from a backup, or start a new run with another output.folder",
+        )
+    return None
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / "manifest.json"
+    try:
+        raw = file.read_bytes()
+        manifest = json.loads(raw)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing", "name a run folder or one of its checkpoints/step-N folders") from error
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check the path and its permissions") from error
+    except ValueError as error:
+        raise _damaged(file, "is not valid JSON") from error
+    if not isinstance(manifest, dict) or raw != _canonical(manifest):
+        raise _damaged(file, "is not in the form it was written")
+    body = {key: value for key, value in manifest.items() if key != "sha256"}
+    if manifest.get("sha256") != hashlib.sha256(_canonical(body)).hexdigest():
+        raise _damaged(file, "does not match its own SHA-256")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{file} has format {manifest['format']}, this Flatout reads format {FORMAT}", "update Flatout to read it"
+        )
+    return manifest
+
+
+def _damaged(file: Path, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"damaged checkpoint: {file} {how}", "use --resume auto to fall back to the previous good one, or restore the file"
+    )
+
+
+def _canonical(value: Any) -> bytes:
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode("ascii")
+
+
+def _hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_and_hash(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames inside `path` durable; a no-op where folders cannot be opened (Windows)."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

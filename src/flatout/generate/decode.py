@@ -1,0 +1,78 @@
+"""Model to text, one token at a time, with a key/value cache.
+
+Contract: with temperature 0 the cached and the uncached path give the same tokens; with a seed sampling repeats, and
+never touches the process-wide random state. When the context is full, both paths go on from its second half.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from flatout.model.gpt import GPT
+
+
+def sample_token(
+    logits_V: Tensor, *, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
+) -> int:
+    """One token id. Temperature 0 is greedy; top_k and top_p always leave at least one candidate."""
+    if temperature == 0.0:
+        return int(logits_V.argmax())
+    scaled_V = logits_V.float().cpu() / temperature
+    if top_k is not None and top_k < scaled_V.numel():
+        smallest = torch.topk(scaled_V, top_k).values[-1]
+        scaled_V = scaled_V.masked_fill(scaled_V < smallest, -torch.inf)
+    probabilities_V = torch.softmax(scaled_V, dim=-1)
+    if top_p is not None and top_p < 1.0:
+        ordered_V, order_V = probabilities_V.sort(descending=True)
+        before_V = ordered_V.cumsum(dim=-1) - ordered_V  # mass ahead of each candidate: 0 for the first, which stays
+        ordered_V = ordered_V.masked_fill((before_V >= top_p) & (before_V > 0), 0.0)
+        probabilities_V = torch.zeros_like(probabilities_V).scatter(0, order_V, ordered_V)
+    return int(torch.multinomial(probabilities_V, 1, generator=generator))
+
+
+def generate_tokens(
+    model: GPT,
+    prompt: Sequence[int],
+    *,
+    count: int,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    stop: int | None = None,
+    cached: bool = True,
+    scope: AbstractContextManager[None] | None = None,
+) -> Iterator[int]:
+    """Yields up to `count` token ids after `prompt`, ending early after `stop`. The model's mode is put back."""
+    if not prompt:
+        raise ValueError("the prompt needs at least one token")
+    device = model.embedding.weight.device
+    generator = torch.Generator().manual_seed(seed)
+    context = model.config.context
+    ids = list(prompt)
+    start = max(0, len(ids) - context)
+    cache = None
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(count):
+            if len(ids) - start > context:  # full: keep the second half and begin a new window there
+                start = len(ids) - max(1, context // 2)
+                cache = None
+            with torch.inference_mode(), scope or nullcontext():
+                if cache is None:
+                    cache = model.empty_cache() if cached else None
+                    feed = ids[start:]
+                else:
+                    feed = ids[-1:]
+                tokens_BT = torch.tensor([feed], device=device)
+                logits_V = model.logits(tokens_BT, cache, last=True)[0, -1]
+            token = sample_token(logits_V, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            ids.append(token)
+            yield token
+            if token == stop:
+                return
+    finally:
+        model.train(was_training)

@@ -1,0 +1,141 @@
+"""The decoder: embed, blocks, norm, head. GPT-2 is one setting of it, the modern family another.
+
+Contract: `forward(tokens, targets)` returns the loss SUMMED over labelled tokens; `logits` serves generation. Weights
+depend only on (config, vocab, seed): they are drawn on the CPU from a generator of their own, so device, thread count
+and the global random state do not matter.
+
+Shape legend: B batch, T positions, W width, V vocabulary.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatout.config.schema import ModelConfig
+from flatout.model.layers import Block, Cache, LayerCache, LayerNorm, RMSNorm, Rotary, build_norm
+from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
+
+
+class GPT(nn.Module):
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab: int,
+        *,
+        attention: str = "sdpa",
+        pad_vocab: int = 1,
+        checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab = vocab
+        self.pad_vocab = pad_vocab
+        self.checkpointing = checkpointing
+        self.embedding = nn.Embedding(vocab, config.width)
+        self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
+        rope = config.positions == "rope"
+        self.rotary = Rotary(config.width // config.heads, config.context, config.rope_base) if rope else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.norm = build_norm(config, config.width)
+        self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
+        """Cross-entropy summed over the targets that are not IGNORED."""
+        hidden_BTW = self.hidden(tokens_BT)
+        return linear_cross_entropy(
+            hidden_BTW.flatten(0, 1),
+            self.head_weight,
+            targets_BT.flatten(),
+            label_smoothing=label_smoothing,
+            pad_vocab=self.pad_vocab,
+        )
+
+    def logits(self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
+        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
+        hidden_BTW = self.hidden(tokens_BT, cache)
+        if last:
+            hidden_BTW = hidden_BTW[:, -1:]
+        logits_BTV = padded_logits(hidden_BTW, self.head_weight, self.pad_vocab)
+        return logits_BTV.float() if logits_BTV.element_size() < 4 else logits_BTV
+
+    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
+        position = 0 if cache is None else cache.length
+        length = tokens_BT.shape[1]
+        if position + length > self.config.context:
+            raise ValueError(f"{position + length} positions do not fit the context of {self.config.context}")
+        x_BTW = self.embedding(tokens_BT)
+        if self.positions is not None:
+            x_BTW = x_BTW + self.positions.weight[position : position + length]
+        x_BTW = self.dropout(x_BTW)
+        for index, block in enumerate(self.blocks):
+            layer = None if cache is None else cache.layers[index]
+            if self.checkpointing and self.training:
+                x_BTW = checkpoint(block, x_BTW, self.rotary, layer, position, use_reentrant=False)
+            else:
+                x_BTW = block(x_BTW, self.rotary, layer, position)
+        if cache is not None:
+            cache.length = position + length
+        return self.norm(x_BTW)
+
+    def empty_cache(self, batch: int = 1) -> Cache:
+        config, weight = self.config, self.embedding.weight
+        groups, size = config.kv_heads or config.heads, config.width // config.heads
+        dtype = torch.get_autocast_dtype(weight.device.type) if _autocasting(weight.device) else weight.dtype
+        make = (batch, groups, config.context, size, dtype, weight.device)
+        return Cache([LayerCache(*make) for _ in range(config.layers)])
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Draws every weight: GPT-2's scheme, 0.02 everywhere and 0.02/√(2L) where a branch joins the residual stream.
+
+        The `gpt` family takes 0.5/√W instead of 0.02: the same at W = 625, and still of use at the widths of small
+        models, where 0.02 starts the blocks almost silent.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        std = 0.02 if self.config.family == "gpt2" else 0.5 / math.sqrt(self.config.width)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                joins = name.endswith((".attention.out", ".mlp.out"))
+                scale = std / math.sqrt(2 * self.config.layers) if joins else std
+                module.weight.normal_(0.0, scale, generator=generator)
+                if module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, nn.Embedding):
+                module.weight.normal_(0.0, 0.02, generator=generator)
+            elif isinstance(module, RMSNorm | LayerNorm):
+                module.weight.fill_(1.0)
+                if isinstance(module, LayerNorm) and module.bias is not None:
+                    module.bias.zero_()
+            elif isinstance(module, Rotary):
+                module.fill()
+            elif isinstance(module, Block) and module.attention_scale is not None and module.mlp_scale is not None:
+                module.attention_scale.fill_(self.config.residual_scale or 0.0)
+                module.mlp_scale.fill_(self.config.residual_scale or 0.0)
+
+
+def build_model(
+    config: ModelConfig,
+    vocab: int,
+    *,
+    seed: int = 0,
+    attention: str = "sdpa",
+    pad_vocab: int = 1,
+    checkpointing: bool = False,
+) -> GPT:
+    """A model on the CPU with weights drawn from `seed`. Built without memory first, so nothing is drawn twice."""
+    with torch.device("meta"):
+        model = GPT(config, vocab, attention=attention, pad_vocab=pad_vocab, checkpointing=checkpointing)
+    model.to_empty(device="cpu")
+    model.init_weights(seed)
+    return model
+
+
+def _autocasting(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type)

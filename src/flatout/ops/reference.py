@@ -1,0 +1,63 @@
+"""The plain form of every operation: slow, obvious, right. Fast paths elsewhere in this folder are tested against
+these, in outputs and in gradients; nothing here may be optimised.
+
+Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, D head size, W width,
+V vocabulary, N tokens (B·T).
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+IGNORED = -100  # a target with this value carries no label and counts nowhere
+
+
+def attention_reference(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, keep_BHTS: Tensor | None = None) -> Tensor:
+    """Causal softmax attention, written out. With S > T the queries are the last T of the S positions.
+
+    `keep_BHTS` holds the dropout factors (0 or 1/(1-p)) when there are any.
+    """
+    heads, groups = q_BHTD.shape[1], k_BGSD.shape[1]
+    k_BHSD = k_BGSD.repeat_interleave(heads // groups, dim=1)
+    v_BHSD = v_BGSD.repeat_interleave(heads // groups, dim=1)
+    queries, keys = q_BHTD.shape[2], k_BHSD.shape[2]
+    scores_BHTS = q_BHTD @ k_BHSD.transpose(-1, -2) / math.sqrt(q_BHTD.shape[3])
+    visible_TS = causal_mask(queries, keys, q_BHTD.device)
+    weights_BHTS = torch.softmax(scores_BHTS.masked_fill(~visible_TS, -math.inf), dim=-1)
+    if keep_BHTS is not None:
+        weights_BHTS = weights_BHTS * keep_BHTS
+    return weights_BHTS.to(v_BHSD.dtype) @ v_BHSD
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """True where query t may look at key s, the queries being the last of the keys."""
+    rows = torch.arange(keys - queries, keys, device=device)[:, None]
+    return rows >= torch.arange(keys, device=device)[None, :]
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
+
+
+def rotate_reference(x_BHTD: Tensor, base: float, offset: int = 0) -> Tensor:
+    """Rotary positions: channel pair (i, i + D/2) is turned by position · base^(-2i/D)."""
+    positions, size = x_BHTD.shape[2], x_BHTD.shape[3]
+    half = size // 2
+    rates = torch.tensor([base ** (-2 * i / size) for i in range(half)], dtype=torch.float64)
+    angles_TD = torch.arange(offset, offset + positions, dtype=torch.float64)[:, None] * rates
+    turn = torch.polar(torch.ones_like(angles_TD), angles_TD).to(x_BHTD.device)
+    pairs = torch.complex(x_BHTD[..., :half].double(), x_BHTD[..., half:].double()) * turn
+    return torch.cat([pairs.real, pairs.imag], dim=-1).to(x_BHTD.dtype)
+
+
+def linear_cross_entropy_reference(
+    hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor, *, label_smoothing: float = 0.0
+) -> Tensor:
+    """Sum over labelled tokens of -log p(target); smoothing mixes in the uniform distribution over V."""
+    log_p_NV = torch.log_softmax(hidden_NW @ weight_VW.T, dim=-1)
+    total = hidden_NW.new_zeros(())
+    for row, target in zip(log_p_NV, targets_N.tolist(), strict=True):
+        if target != IGNORED:
+            total = total - (1 - label_smoothing) * row[target] - label_smoothing * row.mean()
+    return total

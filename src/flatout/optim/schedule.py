@@ -1,0 +1,42 @@
+"""Learning-rate schedules as tables: one factor of the peak rate per applied update.
+
+A table, because an update skipped for a non-finite gradient must not advance the schedule, and only the device knows
+about the skip: it looks the rate up by its own count of applied updates, without telling the host.
+"""
+
+import math
+
+from flatout.config.schema import OptimConfig
+
+
+def rate_factors(config: OptimConfig, updates: int) -> list[float]:
+    """Factor of the peak rate for updates 0 .. updates-1. Never zero at the start, never rising again past the end."""
+    return [_factor(config, update, updates) for update in range(max(updates, 1))]
+
+
+def _factor(config: OptimConfig, update: int, updates: int) -> float:
+    warmup = min(config.warmup_steps, updates)
+    if update < warmup:
+        rising = (update + 1) / warmup
+        if config.schedule == "one-cycle":  # one-cycle rises along a cosine from 1/25 of the peak
+            return 1 / 25 + (1 - 1 / 25) * (1 - math.cos(math.pi * rising)) / 2
+        return rising
+    if config.schedule == "constant":
+        return 1.0
+    floor = config.min_ratio
+    if config.schedule == "wsd":
+        decay = max(1, round(config.decay_fraction * updates))
+        start = max(warmup, updates - decay)
+        share = _share(update, start, updates)
+        return 1.0 - (1.0 - floor) * share
+    share = _share(update, warmup, updates)
+    if config.schedule == "linear":
+        return 1.0 - (1.0 - floor) * share
+    return floor + (1.0 - floor) * (1 + math.cos(math.pi * share)) / 2
+
+
+def _share(update: int, start: int, end: int) -> float:
+    """How far `update` is from `start` to the last update, in 0 .. 1."""
+    if update < start:
+        return 0.0
+    return min(1.0, (update - start + 1) / max(1, end - start))

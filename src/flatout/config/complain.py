@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from flatout.config.schema import RunConfig
-from flatout.config.yaml_loader import format_value, has_control_character, printable, shorten
+from flatout.config.yaml_loader import format_value, has_control_character, looks_like_value, printable, shorten
 from flatout.errors import ConfigError
 
 
@@ -112,10 +112,10 @@ def allowed_values(path: str) -> str:
 
 def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()) -> ConfigError:
     """The error for a dotted path that is no field, with the nearest known one."""
-    close = nearest_paths(path, top_level_extras)
     if path in section_paths():
         parts = [known.rpartition(".")[2] for known in field_facts() if known.startswith(path + ".")]
         return ConfigError(f"{where}: {path} is a section, not a value", f"give one of its fields: {', '.join(parts)}")
+    close = nearest_paths(path, top_level_extras)
     if close:
         hint = f"did you mean {' or '.join(close)}?"
     else:
@@ -126,8 +126,6 @@ def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()
 
 def nearest_paths(path: str, top_level_extras: tuple[str, ...] = ()) -> list[str]:
     """At most two known paths that `path` was probably meant to be, the likeliest first."""
-    from difflib import get_close_matches  # here: only a mistake pays for the import
-
     # difflib takes quadratic time, and no field's name is this long.
     path = path[:100].strip().lower().replace("-", "_").lstrip("_")
     parent, _, name = path.rpartition(".")
@@ -138,11 +136,11 @@ def nearest_paths(path: str, top_level_extras: tuple[str, ...] = ()) -> list[str
     if same_name:
         return same_name[:2]
     siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
-    found = [siblings[match] for match in get_close_matches(name, siblings, n=1, cutoff=0.6)]
-    found += get_close_matches(path, known, n=1, cutoff=0.75)
+    found = [siblings[match] for match in _close_matches(name, list(siblings), 0.6)]
+    found += _close_matches(path, known, 0.75)
     if not found:
         names = {other.rpartition(".")[2]: other for other in known}
-        found = [names[match] for match in get_close_matches(name, names, n=1, cutoff=0.7)]
+        found = [names[match] for match in _close_matches(name, list(names), 0.7)]
     return list(dict.fromkeys(found))[:2]
 
 
@@ -200,7 +198,7 @@ def _explain_error(error: ErrorDetails, origins: Mapping[str, str], fallback: st
         rule = _TYPE_RULES.get(kind, f"it was refused: {error['msg']}")
     where = origins.get(path, fallback)
     what = f"{path} is {shorten(error['input'])}" if path else f"the config is {shorten(error['input'])}"
-    return ConfigError(f"{where}: {what}, but {printable(rule)}", _help(path) + _quotes_advice(kind, error["input"]))
+    return ConfigError(f"{where}: {what}, but {printable(rule)}", _help(path) + _advice(kind, path, error["input"]))
 
 
 def _explain_conflict(path: str, text: str, origins: Mapping[str, str], fallback: str) -> ConfigError:
@@ -210,10 +208,10 @@ def _explain_conflict(path: str, text: str, origins: Mapping[str, str], fallback
     named = [known for known in field_facts() if known in words or (below and known.removeprefix(below) in words)]
     written = [f"{known} from {origins[known]}" for known in named if known in origins]
     where = f" ({', '.join(written)})" if written else ""
-    head = f"{path}: " if path else ""
-    change = f"change {_either(named)}" if named else "change one of the values it names"
-    hint = f"{change}; `flatout config explain` shows where each value comes from"
-    return ConfigError(f"{fallback}: {head}{printable(text)}{where}", hint)
+    head = "" if written else f"{fallback}: "
+    head += f"{path}: " if path else ""
+    hint = f"set {_either(named)} accordingly" if named else "change one of the values it names"
+    return ConfigError(f"{head}{printable(text)}{where}", hint)
 
 
 def _help(path: str) -> str:
@@ -229,11 +227,16 @@ def _known_below(section: str, extras: tuple[str, ...]) -> str:
     return f"the keys at the top level are {', '.join([*section_paths(), *extras])}"
 
 
-def _quotes_advice(kind: str, value: object) -> str:
+def _advice(kind: str, path: str, value: object) -> str:
     if kind == "string_type" and isinstance(value, bool | int | float):
         return " Put it in double quotes to make it text."
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
-        return " Text is not converted; a value in quotes is text."
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and looks_like_value(value):
+        return " Remove the quotes: a value in quotes is text."
+    if kind == "literal_error" and isinstance(value, str):
+        fact = field_facts()[path]
+        choices = fact.owner.model_json_schema()["properties"][fact.name].get("enum", [])
+        close = _close_matches(value[:100].lower(), [str(choice) for choice in choices], 0.6)
+        return f" Did you mean {close[0]}?" if close else ""
     return ""
 
 
@@ -254,6 +257,12 @@ def _allowed_by(described: Mapping[str, Any]) -> str:
     if kind == "string":
         return f"text of the form {described['pattern']}" if "pattern" in described else "text"
     return {"boolean": "true or false", "null": "null"}.get(str(kind), f"a value of type {kind}")
+
+
+def _close_matches(word: str, known: list[str], cutoff: float) -> list[str]:
+    from difflib import get_close_matches  # here: only a mistake pays for the import
+
+    return get_close_matches(word, known, n=1, cutoff=cutoff)
 
 
 def _number(value: float) -> str:

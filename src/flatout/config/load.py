@@ -9,18 +9,31 @@ must also silence its alternatives in lower ones, or no preset could ever be sho
 """
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
+from flatout.config.catalogue import (
+    DEFAULT_PRESET,
+    PresetInfo,
+    ShippedKind,
+    copy_preset,
+    hardware_for,
+    list_hardware,
+    list_presets,
+    preset_text,
+    run_name,
+    shipped_names,
+    shipped_path,
+)
 from flatout.config.complain import (
     field_facts,
     nearest_paths,
     section_class,
     section_paths,
-    shorten_path,
     unknown_key,
     validate,
     value_at,
@@ -29,7 +42,25 @@ from flatout.config.schema import FAMILY_DEFAULTS, RunConfig
 from flatout.config.yaml_loader import Node, format_value, parse_scalar, printable, read_yaml, shorten
 from flatout.errors import ConfigError
 
-DEFAULT_PRESET = "shakespeare-char"
+# All that other layers need of the config, from one module.
+__all__ = [
+    "DEFAULT_PRESET",
+    "ExplainRow",
+    "LoadedConfig",
+    "PresetInfo",
+    "Source",
+    "copy_preset",
+    "explain",
+    "format_value",
+    "hardware_for",
+    "list_hardware",
+    "list_presets",
+    "load_config",
+    "preset_text",
+    "resolve_from_mapping",
+    "schema_json",
+    "show",
+]
 
 SourceKind = Literal["default", "family", "preset", "hardware", "file", "override"]
 _FILE_KEYS = ("preset", "hardware")
@@ -67,14 +98,6 @@ class ExplainRow:
     value: Any
     source: str
     description: str
-
-
-@dataclass(frozen=True)
-class PresetInfo:
-    """A shipped preset or overlay and the sentence its first line gives."""
-
-    name: str
-    summary: str
 
 
 @dataclass(frozen=True)
@@ -118,7 +141,7 @@ def load_config(
     layers.append(_override_layer(overrides))
     merged = _merge(layers)
 
-    name = _run_name(path.stem if path is not None else str(preset))
+    name = run_name(path.stem if path is not None else str(preset))
     merged.setdefault("output.name", _Setting(name, Source("default", "name of the config")))
     written = {key: setting.source.where for key, setting in merged.items() if setting.source.kind != "default"}
     fallback = file_name if path is not None else f"preset {preset}"
@@ -164,59 +187,11 @@ def schema_json() -> dict[str, Any]:
     schema.pop("required", None)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["properties"] = {
-        "preset": {"enum": _names("preset"), "description": "Preset whose values this file changes."},
-        "hardware": {"enum": _names("hardware"), "description": "Overlay that makes a run fit a card's memory."},
+        "preset": {"enum": shipped_names("preset"), "description": "Preset whose values this file changes."},
+        "hardware": {"enum": shipped_names("hardware"), "description": "Overlay that makes a run fit a card's memory."},
         **schema["properties"],
     }
     return schema
-
-
-def list_presets() -> list[PresetInfo]:
-    """The shipped presets, by name."""
-    return [_info("preset", name) for name in _names("preset")]
-
-
-def list_hardware() -> list[PresetInfo]:
-    """The hardware overlays, the smallest card first."""
-    return [_info("hardware", name) for name in _names("hardware")]
-
-
-def preset_text(name: str) -> str:
-    """The YAML of a preset, with its comments."""
-    return _shipped_path("preset", name, "command line").read_text(encoding="utf-8")
-
-
-def copy_preset(name: str, destination: Path) -> Path:
-    """Write a preset, comments and all, to a new file that loads to the same config; never overwrites.
-
-    A folder as destination gets NAME.yaml. The run's name is written out where the new file's name would change it.
-    """
-    text = preset_text(name)
-    path = destination / f"{name}.yaml" if destination.is_dir() else destination
-    if _run_name(path.stem) != name:
-        text += f"\noutput:\n  name: {format_value(name)}\n"
-    shown = printable(str(path))
-    try:
-        with path.open("x", encoding="utf-8", newline="\n") as file:  # "x" cannot overwrite, not even in a race
-            file.write(text)
-    except FileExistsError:
-        raise ConfigError(f"{shown}: already exists", "choose another name or remove that file") from None
-    except (OSError, ValueError) as error:
-        reason = (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
-        raise ConfigError(
-            f"{shown}: cannot be written: {printable(reason)}", "check that the folder exists and is writable"
-        ) from None
-    return path
-
-
-def hardware_for(vram_bytes: int) -> str:
-    """The overlay for a card with this much memory; a card below the smallest overlay gets the smallest.
-
-    Cards report less than their name says (ECC, firmware: a 24 GB A10G reports 22 GiB), so nine tenths are enough.
-    """
-    names = _names("hardware")
-    fitting = [name for name in names if vram_bytes >= 0.9 * _gigabytes(name) * 2**30]
-    return fitting[-1] if fitting else names[0]
 
 
 def _path_of(target: str | Path | None) -> Path | None:
@@ -225,12 +200,12 @@ def _path_of(target: str | Path | None) -> Path | None:
         return target
     separators = [separator for separator in (os.sep, os.altsep) if separator]
     looks_like_file = target.endswith((".yaml", ".yml")) or any(separator in target for separator in separators)
-    if looks_like_file or (target not in _names("preset") and os.path.isfile(target)):
+    if looks_like_file or (target not in shipped_names("preset") and os.path.isfile(target)):
         return Path(target)
     return None
 
 
-def _named_in_file(tree: Mapping[str, Node], key: str, file_name: str) -> tuple[str | None, str]:
+def _named_in_file(tree: Mapping[str, Node], key: ShippedKind, file_name: str) -> tuple[str | None, str]:
     """The preset or overlay a file names, and where it does so."""
     node = tree.get(key)
     if node is None:
@@ -239,7 +214,7 @@ def _named_in_file(tree: Mapping[str, Node], key: str, file_name: str) -> tuple[
     if node.value is not None and not isinstance(node.value, str):
         raise ConfigError(
             f"{where}: {key} is {shorten(_plain(node))}, but it must be a name",
-            f"the names are {', '.join(_names(key))}",
+            f"the names are {', '.join(shipped_names(key))}",
         )
     return node.value, where
 
@@ -248,7 +223,7 @@ def _settings(
     tree: Mapping[str, Node], kind: SourceKind, where: str, *, extras: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, _Setting]]:
     """The leaves of a parsed file as (path, setting). A file's sources carry line numbers, those of presets do not."""
-    waiting = [("", tree, RunConfig)]
+    waiting: list[tuple[str, Mapping[str, Node], type[BaseModel]]] = [("", tree, RunConfig)]
     while waiting:
         prefix, nodes, section = waiting.pop()
         for name, node in nodes.items():
@@ -271,7 +246,7 @@ def _settings(
             elif node.value is not None:  # a section whose lines are all comments is empty, not wrong
                 raise ConfigError(
                     f"{place}: {path} is {shorten(_plain(node))}, but it is a section",
-                    f"write `{path}:` alone and its fields, such as `{next(iter(inner.model_fields))}:`, indented below",
+                    f"write `{path}:` alone and its fields, such as `{next(iter(inner.model_fields))}: ...`, below it",
                 )
 
 
@@ -282,16 +257,16 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
         path, equals, text = override.partition("=")
         path = path.strip()
         if not equals or not path:
-            close = [f"{known}=..." for known in nearest_paths(path)] if path else []
+            close = [f"{known}=..." for known in nearest_paths(path) if known in field_facts()] if path else []
             example = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(
                 f"command line: {shorten(override)} is not of the form section.field=value",
                 f"write an override like train.steps=100{example}",
             )
-        if path in _FILE_KEYS:
+        if path == "preset" or path == "hardware":
             raise ConfigError(
                 f"command line: {path} cannot be set by an override",
-                f"a file names it as `{path}: NAME` in its first lines; the names are {', '.join(_names(path))}",
+                f"a file names it as `{path}: NAME` in its first lines; the names are {', '.join(shipped_names(path))}",
             )
         if path not in field_facts():
             raise unknown_key(path, "command line")
@@ -369,44 +344,6 @@ def _plain(node: Node) -> Any:
     return node.value
 
 
-def _shipped_layer(kind: Literal["preset", "hardware"], name: str, where: str) -> _Layer:
-    tree = read_yaml(_shipped_path(kind, name, where))
+def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:
+    tree = read_yaml(shipped_path(kind, name, where))
     return dict(_settings(tree, kind, f"{kind} {name}"))
-
-
-def _shipped_path(kind: str, name: str, where: str) -> Path:
-    from difflib import get_close_matches
-
-    names = _names(kind)
-    if name not in names:
-        close = get_close_matches(name[:100].lower(), names, n=2, cutoff=0.5)
-        meant = f"did you mean {' or '.join(close)}? " if close else ""
-        listed = "`flatout config presets` lists the presets; a file's name ends in .yaml"
-        hint = meant + (listed if kind == "preset" else f"the overlays are {', '.join(names)}")
-        noun = "preset" if kind == "preset" else "hardware overlay"
-        raise ConfigError(f"{where}: there is no {noun} {shorten_path(name)}", hint)
-    return _shipped_folder(kind) / f"{name}.yaml"
-
-
-def _shipped_folder(kind: str) -> Path:
-    presets = Path(__file__).with_name("presets")
-    return presets if kind == "preset" else presets / "hardware"
-
-
-def _names(kind: str) -> list[str]:
-    names = [path.stem for path in _shipped_folder(kind).glob("*.yaml")]
-    return sorted(names, key=_gigabytes) if kind == "hardware" else sorted(names)
-
-
-def _gigabytes(overlay: str) -> int:
-    return int(overlay.removesuffix("gb"))
-
-
-def _info(kind: str, name: str) -> PresetInfo:
-    with (_shipped_folder(kind) / f"{name}.yaml").open(encoding="utf-8") as file:
-        return PresetInfo(name, file.readline().removeprefix("# summary:").strip())
-
-
-def _run_name(stem: str) -> str:
-    """A run's name from a file's: what `output.name` allows, and `run` when nothing is left."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:100] or "run"

@@ -21,7 +21,7 @@ import yaml
 
 from flatout.errors import ConfigError
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 100_000  # the pure-Python parser answers within half a second up to here
 MAX_DEPTH = 20
 MAX_NODES = 10_000  # a hundred times what the schema has room for; bounds the time a hostile file can take
 MAX_DIGITS = 100  # Python itself refuses to read or print integers of more than 4300 digits
@@ -86,7 +86,8 @@ def parse_yaml(data: bytes, name: str) -> dict[str, Node]:
     """The top-level mapping of one YAML document; `name` is what errors call it."""
     if len(data) > MAX_BYTES:
         raise ConfigError(
-            f"{name}: is larger than {MAX_BYTES} bytes", "a config file holds a few dozen lines; is this the right file?"
+            f"{name}: is larger than {MAX_BYTES} bytes",
+            "a config file has a few dozen lines; is it the right file?",
         )
     try:
         text = data.decode("utf-8-sig")
@@ -95,12 +96,12 @@ def parse_yaml(data: bytes, name: str) -> dict[str, Node]:
         _fail(name, line, f"byte 0x{data[error.start]:02x} is not UTF-8", "save the file as UTF-8 text")
     control = _CONTROL_IN_TEXT.search(text)
     if control is not None:
-        # The decoder let everything before this character pass, so only \n and \r can have ended lines.
+        # Before this character only \n and \r can have ended lines: the others are in the set that was searched for.
         line = len(re.findall(r"\r\n|\n|\r", text[: control.start()])) + 1
         _fail(
             name,
             line,
-            f"contains the control character {ascii(control.group())}",
+            f"contains the control character {control.group()!a}",
             'remove it; in double quotes it can be written as an escape such as "\\n"',
         )
     root = _compose(text, name)
@@ -126,8 +127,8 @@ def parse_scalar(text: str, where: str) -> Scalar:
     control = re.search("[\n\r]", text) or _CONTROL_IN_TEXT.search(text)
     if control is not None:
         raise ConfigError(
-            f"{where}: the value contains the control character {ascii(control.group())}",
-            'write line breaks inside double quotes as \\n, as in eval.sample_prompt="\\n" with quotes the shell keeps',
+            f"{where}: the value contains the control character {control.group()!a}",
+            "remove it; a line break is written as \\n inside double quotes that the shell keeps",
         )
     if not text:
         raise ConfigError(f"{where}: no value after =", 'write null for no value, or "" for empty text')
@@ -139,7 +140,7 @@ def parse_scalar(text: str, where: str) -> Scalar:
     if text[0] in "[]{},&*!|>%@`#" or text.startswith(("- ", "? ", ": ", "---")):
         raise ConfigError(
             f"{where}: {shorten(text)} is not a single value",
-            f"a value cannot begin with {text[0]} unless it is quoted text; put quotes around it inside the shell's own",
+            f"only quoted text can begin with {text[0]}; put quotes around it, inside the shell's own",
         )
     return resolve_scalar(text, where)
 
@@ -161,6 +162,11 @@ def resolve_scalar(text: str, where: str) -> Scalar:
     if _NOT_FINITE.fullmatch(text):
         return float(text.replace(".", ""))
     return text
+
+
+def looks_like_value(text: str) -> bool:
+    """Whether text would be something other than text without its quotes."""
+    return text in _WORDS or any(form.fullmatch(text) for form in (_INTEGER, _FLOAT, _NOT_FINITE))
 
 
 def format_value(value: object) -> str:
@@ -243,17 +249,20 @@ def _compose(text: str, name: str, *, one_line: bool = False) -> Node | None:
 
 def _events(text: str, name: str, one_line: bool) -> Iterator[yaml.Event]:
     """PyYAML's events. The pure-Python loader is used everywhere, so that errors do not depend on the build."""
+    loader = yaml.SafeLoader(text)
     try:
-        yield from yaml.parse(text, Loader=yaml.SafeLoader)
+        while loader.check_event():
+            yield loader.get_event()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = 0 if one_line or mark is None else mark.line + 1
         problem = printable(error.problem or error.context or "not understood")
         tabs = "indent with spaces, not tabs" if "'\\t'" in problem else None
         _fail(name, line, f"not valid YAML: {problem}", tabs or "check indentation, quotes and colons around there")
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        # ValueError and OverflowError: PyYAML hands escapes such as "\UFFFFFFFF" and %YAML versions to chr and int.
-        _fail(name, 0, f"not valid YAML: {printable(str(error))[:160]}", "check quotes, escapes and % at line starts")
+    except (ValueError, OverflowError):
+        # PyYAML hands escapes such as "\UFFFFFFFF" to chr and the version in %YAML to int, unchecked.
+        line = 0 if one_line else loader.line + 1
+        _fail(name, line, "not valid YAML: an escape or version number is out of range", "check \\U escapes and %YAML")
 
 
 def _scalar(event: yaml.ScalarEvent, name: str, line: int) -> Node:

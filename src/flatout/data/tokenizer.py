@@ -6,16 +6,17 @@ model can always be asked in the language it was taught.
 
 Contract: `encode` gives a 1-D array of unsigned ids below `vocab`, and never the end-of-text id: that one is added
 between documents by whoever knows where documents end. Text that merely spells `<|endoftext|>` is ordinary text.
-`decode(encode(text)) == text` for every well-formed text, as far as a Hugging Face file allows (its normaliser may not).
+`decode(encode(text)) == text` for every well-formed text, except where a Hugging Face file normalises text or lacks it.
 
-Trap: a `tokenizer.json` may ask for truncation, padding and BPE dropout. The first loses text, the second invents it and
-the third makes ids random, so all three are switched off on loading, and the description says so.
+Trap: a `tokenizer.json` may ask for truncation, padding and BPE dropout. The first loses text, the second invents it
+and the third makes ids random, so all three are switched off on loading, and the description says so.
 """
 
 import abc
 import binascii
 import difflib
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,7 @@ END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>",
 
 GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 # How GPT-2 cuts text before merging: contractions, then words, numbers and the rest, each with the space before it.
-# Possessive quantifiers match the same pieces as GPT-2's greedy ones, without leaving a backtracking entry per character.
+# Possessive quantifiers match the same pieces as GPT-2's greedy ones, without a backtracking entry per character.
 GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 # Unicode White_Space, which is what \s means above. Python's own \s also takes in \x1c-\x1f and would cut wrongly.
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
@@ -108,8 +109,8 @@ class CharTokenizer(Tokenizer):
         if unknown.any():
             position = int(np.argmax(unknown))
             raise DataError(
-                f"character {text[position]!a} ({text[position]!r}) at position {position} is not among the {self.vocab} "
-                f"characters of this tokenizer",
+                f"character {text[position]!r} (U+{ord(text[position]):04X}) at position {position} is not among the "
+                f"{self.vocab} characters of this tokenizer",
                 "leave it out, prepare the data again from text that contains it, or use the tokenizer `bytes`, "
                 "which knows every text",
             )
@@ -230,7 +231,7 @@ class HuggingFaceTokenizer(Tokenizer):
             # the first character of each such place on its own makes that impossible.
             names = "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
             cuts = [0, *(match.start() + 1 for match in re.finditer(f"(?={names})", text)), len(text)]
-            parts = [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False) if start < end]
+            parts = [text[start:end] for start, end in itertools.pairwise(cuts) if start < end]
             ids = np.concatenate([self._encode_part(part) for part in parts])
             if self._is_special[ids].any():
                 name = next(name for name, number in self._special.items() if number in ids)

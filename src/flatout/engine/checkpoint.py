@@ -9,28 +9,25 @@ own hash, so a flipped bit in it is found too.
 """
 
 import dataclasses
-import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flatout.errors import CheckpointError, ResourceError
+from flatout.errors import CheckpointError, disk_errors
 from flatout.model.weights import read_safetensors
 
 FORMAT = 1
 _NAME = re.compile(r"^step-(\d{8})$")
 _TENSOR_FILES = ("model", "optimizer", "run")
 _JSON_FILES = ("state", "config", "tokenizer")
-_FULL_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,29 +140,6 @@ def write_json_atomically(path: Path, value: Any) -> None:
         sync_folder(path.parent)
 
 
-@contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turns a full, read-only or failing disk into an error that says what is safe and what to do."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or str(error)
-        if error.errno in _FULL_DISK:
-            hint = "free some space or lower checkpoint.keep, then go on with --resume auto; earlier checkpoints are intact"
-        elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            hint = "make the folder writable or set output.folder elsewhere, then go on with --resume auto; earlier checkpoints are intact"
-        else:
-            hint = "check the disk, then go on with --resume auto; earlier checkpoints are intact"
-        raise ResourceError(f"could not write {what}: {reason}", hint) from error
-    except Exception as error:  # noqa: BLE001 - safetensors wraps the operating system's error in its own type
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise ResourceError(
-            f"could not write {what}: {error}",
-            "free some space or make the folder writable, then go on with --resume auto; earlier checkpoints are intact",
-        ) from error
-
-
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -182,9 +156,10 @@ def verify_checkpoint(path: Path) -> None:
             raise _damaged(file, "does not match its SHA-256")
 
 
-def read_checkpoint(path: Path) -> Checkpoint:
-    """The verified contents of a checkpoint folder, tensors on the CPU."""
-    verify_checkpoint(path)
+def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
+    """The contents of a checkpoint folder, tensors on the CPU; hashed first unless the caller just did."""
+    if not verified:
+        verify_checkpoint(path)
     tensors = {name: read_safetensors(path / f"{name}.safetensors") for name in _TENSOR_FILES}
     values = {name: json.loads((path / f"{name}.json").read_bytes()) for name in _JSON_FILES}
     return Checkpoint(**tensors, **values)
@@ -222,9 +197,13 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raw = file.read_bytes()
         manifest = json.loads(raw)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{file} is missing", "name a run folder or one of its checkpoints/step-N folders") from error
+        raise CheckpointError(
+            f"{file} is missing", "name a run folder or one of its checkpoints/step-N folders"
+        ) from error
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}", "check the path and its permissions") from error
+        raise CheckpointError(
+            f"{file} cannot be read: {error.strerror}", "check the path and its permissions"
+        ) from error
     except ValueError as error:
         raise _damaged(file, "is not valid JSON") from error
     if not isinstance(manifest, dict) or raw != _canonical(manifest):
@@ -241,7 +220,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _damaged(file: Path, how: str) -> CheckpointError:
     return CheckpointError(
-        f"damaged checkpoint: {file} {how}", "use --resume auto to fall back to the previous good one, or restore the file"
+        f"damaged checkpoint: {file} {how}",
+        "use --resume auto to fall back to the previous good one, or restore the file",
     )
 
 

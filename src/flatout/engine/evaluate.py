@@ -1,5 +1,6 @@
 """Loss on a fixed set of windows: no dropout, no label smoothing, the same tokens every time."""
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 
@@ -29,3 +30,7 @@ def evaluate(
         model.train(was_training)
     count = int(labelled)
     return float(total) / max(count, 1), count
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf

@@ -74,7 +74,7 @@ def _huggingface_names(layers: int) -> dict[str, tuple[str, bool]]:
     return names
 
 
-def export_huggingface(model: GPT, folder: Path) -> None:
+def export_huggingface(model: GPT, folder: Path, *, end_of_text: int | None = None) -> None:
     """Writes config.json and model.safetensors that `transformers` loads as GPT2LMHeadModel."""
     config = model.config
     if config.family != "gpt2":
@@ -105,6 +105,8 @@ def export_huggingface(model: GPT, folder: Path) -> None:
         "embd_pdrop": config.dropout,
         "attn_pdrop": config.dropout,
         "tie_word_embeddings": True,
+        "bos_token_id": end_of_text,
+        "eos_token_id": end_of_text,
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")

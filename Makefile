@@ -1,0 +1,40 @@
+# Two commands set everything up: `make train` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+
+.PHONY: train test test-slow lint clean
+
+train: $(VENV)/.core
+	$(BIN)/flatout train
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -m "not slow"
+
+# The long campaigns: hundreds of kills and bit flips, thousands of fuzzed inputs. About half an hour.
+test-slow: $(VENV)/.dev
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "error: $(PYTHON) is older than Python 3.11"; echo "hint: run make with PYTHON=/path/to/a/newer/python"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
+	@echo "installing flatout into $(VENV) (torch is large: this takes a few minutes the first time)"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.core
+	@echo "installing the test tools into $(VENV)"
+	$(PIP) -e ".[dev]"
+	@touch $@

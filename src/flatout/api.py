@@ -1,0 +1,263 @@
+"""Everything a verb does, as a function. The command line is a thin reader of this file.
+
+No global state: a run's random stream, arithmetic switches and files are its own, so several can live in one notebook.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from flatout.config.load import LoadedConfig, load_config, resolve_from_mapping, show
+from flatout.config.schema import RunConfig
+from flatout.data.loader import evaluation_batches
+from flatout.data.shards import open_dataset
+from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.device import Device, arithmetic, detect_device
+from flatout.engine.checkpoint import Checkpoint, read_checkpoint
+from flatout.engine.evaluate import evaluate as evaluate_model
+from flatout.engine.evaluate import perplexity
+from flatout.engine.loop import train_loop
+from flatout.engine.run_folder import (
+    checkpoint_to_load,
+    choose_folder,
+    find_resume_point,
+    is_checkpoint,
+    newest_run,
+    run_lock,
+)
+from flatout.engine.setup import Progress, Run, check_disk, data_folder, out_of_memory, prepare_data, setup_run
+from flatout.errors import CheckpointError, DataError, UsageError, disk_errors
+from flatout.generate.decode import generate_tokens
+from flatout.model.count import parameter_count
+from flatout.model.gpt import GPT, build_model
+from flatout.model.weights import assign_weights, export_huggingface, from_huggingface
+from flatout.observe.sinks import MetricsFile
+from flatout.records import NoticeRecord, Record
+
+Config = LoadedConfig | RunConfig
+
+
+def prepare(config: Config | None = None, *, progress: Progress | None = None, overwrite: bool = False) -> Path:
+    """Tokenizes the config's text into shards and returns their folder; does nothing when they are there."""
+    loaded = config or load_config()
+    return prepare_data(_plain(loaded), progress, overwrite=overwrite)
+
+
+def train(
+    config: Config | None = None,
+    *,
+    resume: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+) -> Iterator[Record]:
+    """Trains and yields records; also writes them to metrics.jsonl in the run folder.
+
+    `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
+    `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. With a
+    resume path and no config, the checkpoint's own config is used.
+    """
+    resume = None if resume is None else str(resume)
+    if config is None:
+        config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
+    messages: list[str] = []
+    folder = choose_folder(_plain(config).output, resume)
+    with run_lock(folder):
+        point = find_resume_point(folder, resume, messages.append)
+        resumed = None if point is None else read_checkpoint(point, verified=True)
+        run = setup_run(config, progress)
+        if resumed is not None:
+            messages += check_same_run(run, resumed)
+        check_disk(folder, parameter_count(run.config.model, run.model.vocab))
+        with disk_errors(f"{folder / 'config.yaml'}"):
+            (folder / "config.yaml").write_text(show(run.config), encoding="utf-8")
+        start = 0 if resumed is None else resumed.step
+        with MetricsFile(folder / "metrics.jsonl", keep_to_step=start) as metrics:
+            for message in messages:
+                notice = NoticeRecord(step=start, message=message)
+                metrics.write(notice)
+                yield notice
+            origin = None if point is None else str(point)
+            for record in train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop):
+                metrics.write(record)
+                yield record
+
+
+def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The config a run was trained with, from its newest checkpoint, with changes on top."""
+    checkpoint = read_checkpoint(checkpoint_to_load(path))
+    return load_config(checkpoint.config, overrides)
+
+
+def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
+    """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
+    if checkpoint.state["dataset"] != run.dataset.manifest.fingerprint:
+        raise CheckpointError(
+            f"the checkpoint was trained on data {checkpoint.state['dataset'][:12]}, {run.dataset.folder} is "
+            f"{run.dataset.manifest.fingerprint[:12]}",
+            "restore the data it was trained on, or start a new run",
+        )
+    changed: list[str] = []
+    now = run.config.model_dump()
+    for section, values in checkpoint.config.items():
+        for name, before in values.items():
+            after = now.get(section, {}).get(name)
+            if before == after or (section, name) in {("output", "folder"), ("output", "name"), ("model", "init_from")}:
+                continue
+            if section == "model" and name != "dropout":
+                raise CheckpointError(
+                    f"the checkpoint has model.{name} {before}, the config says {after}",
+                    "a trained model keeps its shape; start a new run to change it",
+                )
+            changed.append(f"{section}.{name} was {before}, is now {after}")
+    return changed
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A trained model ready to use, in evaluation mode on its device."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    device: Device
+    origin: Path
+    step: int | None
+    config: RunConfig | None
+
+
+def load_model(path: str | Path | None = None, *, device: str = "auto", best: bool = True) -> LoadedModel:
+    """A model from a run folder (its best checkpoint), a checkpoint folder or a Hugging Face GPT-2 folder.
+
+    Without a path, the newest run under runs/.
+    """
+    origin = newest_run() if path is None else Path(path)
+    found = detect_device(device)
+    if (origin / "config.json").is_file() and not is_checkpoint(origin):
+        model = from_huggingface(origin)
+        tokenizer = load_tokenizer("gpt2", None)
+        if tokenizer.vocab != model.vocab:
+            raise CheckpointError(
+                f"{origin} has {model.vocab} token ids, the GPT-2 tokenizer has {tokenizer.vocab}",
+                "only weights with GPT-2's own vocabulary can be used here",
+            )
+        return LoadedModel(_ready(model, found), tokenizer, found, origin, None, None)
+    origin = checkpoint_to_load(origin, best=best)
+    checkpoint = read_checkpoint(origin)
+    config = resolve_from_mapping(checkpoint.config)
+    model = build_model(config.model, checkpoint.state["vocab"])
+    assign_weights(model, checkpoint.model, str(origin))
+    tokenizer = tokenizer_from_json(checkpoint.tokenizer)
+    return LoadedModel(_ready(model, found), tokenizer, found, origin, checkpoint.step, config)
+
+
+def _ready(model: GPT, device: Device) -> GPT:
+    with out_of_memory():
+        return model.to(device.torch_device).eval()
+
+
+def generate(
+    model: LoadedModel | str | Path | None = None,
+    prompt: str = "\n",
+    *,
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    cached: bool = True,
+) -> Iterator[str]:
+    """Yields the continuation of `prompt` in pieces, as soon as each is whole text."""
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    ids = loaded.tokenizer.encode(prompt).tolist()
+    stop = loaded.tokenizer.end_of_text
+    if not ids:
+        if stop is None:
+            raise DataError("the prompt is empty", "give at least one character to continue")
+        ids = [stop]
+    out: list[int] = []
+    said = 0
+    for token in generate_tokens(
+        loaded.model,
+        ids,
+        count=tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop,
+        cached=cached,
+    ):
+        if token == stop:
+            break
+        out.append(token)
+        text = loaded.tokenizer.decode(out)
+        whole = len(text.rstrip("\ufffd"))  # half a character waits for its other bytes
+        if whole > said:
+            yield text[said:whole]
+            said = whole
+    rest = loaded.tokenizer.decode(out)[said:]
+    if rest:
+        yield rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    tokens: int
+    split: str
+    origin: str
+
+
+def evaluate(
+    model: LoadedModel | str | Path | None = None,
+    *,
+    data: str | Path | None = None,
+    split: str = "val",
+    tokens: int | None = None,
+    batch_size: int = 16,
+) -> Evaluation:
+    """Loss, perplexity and bits per byte of a trained model on its own validation split, or on other shards."""
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    if data is None and loaded.config is None:
+        raise UsageError(f"{loaded.origin} does not say what it was trained on", "name prepared shards with --data")
+    folder = Path(data) if data is not None else data_folder(_known(loaded.config))
+    dataset = open_dataset(folder, tokenizer_fingerprint=loaded.tokenizer.fingerprint, verify="full")
+    shards = dataset.val if split == "val" else dataset.train
+    device = loaded.device.torch_device
+    batches = evaluation_batches(
+        shards, context=loaded.model.config.context, batch_size=batch_size, device=device, most_tokens=tokens
+    )
+    with out_of_memory():
+        loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
+    return Evaluation(
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=shards.bits_per_byte(loss),
+        tokens=count,
+        split=split,
+        origin=str(loaded.origin),
+    )
+
+
+def export(model: LoadedModel | str | Path | None, folder: str | Path) -> Path:
+    """Writes a trained gpt2-family model as a Hugging Face folder."""
+    loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
+    target = Path(folder)
+    if target.exists() and any(target.iterdir()):
+        raise UsageError(f"{target} is not empty", "name a new folder to export into")
+    with disk_errors(str(target)):
+        export_huggingface(loaded.model, target, end_of_text=loaded.tokenizer.end_of_text)
+    return target
+
+
+def _plain(config: Config) -> RunConfig:
+    return config.config if isinstance(config, LoadedConfig) else config
+
+
+def _known(config: RunConfig | None) -> RunConfig:
+    assert config is not None, "checked by the caller"
+    return config
+
+
+__all__ = ["Evaluation", "LoadedModel", "evaluate", "export", "generate", "load_model", "prepare", "train"]

@@ -1,0 +1,473 @@
+"""The verbs. Each parses its words, calls one function of `flatout.api`, and prints what comes back.
+
+Contract: nothing heavy is imported before the words are understood, so help and every mistake answer at once; a
+mistake is one `error:` line and one `hint:` line on stderr and an exit code (see `flatout.errors`).
+"""
+
+import argparse
+import difflib
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import flatout
+from flatout import records
+from flatout.errors import UsageError, UserError
+
+if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
+
+HELP = """\
+Flatout trains GPTs as fast as your machine allows.
+
+usage: flatout VERB [CONFIG] [SECTION.FIELD=VALUE ...] [options]
+
+verbs:
+  train      train a model; without a CONFIG, a small Shakespeare model
+  prepare    turn text into token shards (train does this when needed)
+  eval       loss, perplexity and bits per byte of a trained model
+  generate   continue a prompt with a trained model
+  export     write a trained gpt2 model as a Hugging Face folder
+  config     explain, show, schema, presets, copy
+
+CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
+`flatout VERB --help` tells more about a verb; `flatout --version` prints the version.
+
+exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training diverged,
+            5 out of memory or disk, 130 and 143 stopped by a signal
+"""
+
+CONFIG_ACTIONS = {
+    "explain": "every value, where it came from and what it means",
+    "show": "the resolved config as YAML",
+    "schema": "the JSON schema of a config file",
+    "presets": "the presets and hardware overlays that ship with Flatout",
+    "copy": "copy a preset to a file to edit",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are `UsageError`s with a suggestion."""
+
+    def __init__(self, verb: str, description: str) -> None:
+        super().__init__(prog=f"flatout {verb}", description=description, allow_abbrev=False)
+        self.verb = verb
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see `{self.prog} --help`")
+
+    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses options and positionals in any order; `a.b=c` words go to `overrides`."""
+        takes_overrides = "overrides" in self._defaults
+        known, rest = self.parse_known_args(list(words))
+        overrides: list[str] = []
+        if takes_overrides and known.config is not None and _is_override(known.config):
+            overrides.append(known.config)
+            known.config = None
+        for word in rest:
+            if takes_overrides and _is_override(word):
+                overrides.append(word)
+            elif takes_overrides and not word.startswith("-") and known.config is None:
+                known.config = word
+            else:
+                self._refuse(word)
+        if takes_overrides:
+            order = {word: index for index, word in reversed(list(enumerate(words)))}
+            known.overrides = sorted(overrides, key=lambda word: order.get(word, len(words)))
+        return known
+
+    def _refuse(self, word: str) -> NoReturn:
+        if word.startswith("-"):
+            options = [option for action in self._actions for option in action.option_strings]
+            near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help` for its options"
+            raise UsageError(f"unknown option {_quoted(word)}", hint)
+        hint = "write settings as SECTION.FIELD=VALUE" if "overrides" in self._defaults else f"see `{self.prog} --help`"
+        raise UsageError(f"unexpected word {_quoted(word)}", hint)
+
+
+def _is_override(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and not word.startswith("-") and os.sep not in name
+
+
+def _quoted(word: str) -> str:
+    return repr(word if len(word) <= 80 else word[:77] + "...")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command line and returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(words)
+    except UserError as error:
+        print(f"error: {_one_line(error.message)}\nhint: {_one_line(error.hint)}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output left. Point stdout elsewhere, or Python complains about it again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _one_line(text: str) -> str:
+    visible = "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))
+    return visible.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"flatout {flatout.__version__}")
+        return 0
+    verb, rest = words[0], words[1:]
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
+        hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
+        raise UsageError(f"unknown verb {_quoted(verb)}", hint)
+    try:
+        return VERBS[verb](rest)
+    except SystemExit as stop:  # argparse leaves this way after printing help
+        return int(stop.code or 0)
+
+
+# --- what the verbs share ---------------------------------------------------------------------------------------------
+
+
+def _add_config(parser: Parser) -> None:
+    parser.add_argument("config", nargs="?", help="a preset's name or a YAML file; default: shakespeare-char")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
+    )
+    parser.set_defaults(overrides=[])
+    parser.epilog = "Settings are written as SECTION.FIELD=VALUE, for example train.steps=500 optim.learning_rate=1e-3."
+
+
+def _load(words: argparse.Namespace) -> "LoadedConfig":
+    from flatout.config.load import load_config
+
+    hardware = words.hardware
+    if hardware == "auto":
+        load_config(
+            words.config, words.overrides
+        )  # a mistake in the config answers before torch is asked about the GPU
+        hardware = _hardware_here()
+    return load_config(words.config, words.overrides, hardware=hardware)
+
+
+def _hardware_here() -> str | None:
+    from flatout.config.load import hardware_for
+    from flatout.device import detect_device
+
+    memory = detect_device().memory_bytes
+    return None if memory is None else hardware_for(memory)
+
+
+def _number(kind: type, low: float, high: float) -> Callable[[str], Any]:
+    """An argparse type for a number in a range; argparse prints its message after the option's name."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{_quoted(text)} is not {name} from {low:g} to {high:g}")
+        return value
+
+    return parse
+
+
+def _preparing() -> tuple[Callable[[int, int, int], None], Callable[[], None]]:
+    """A progress callback for packing, on stderr: a live line on a terminal, silent elsewhere."""
+    live = sys.stderr.isatty()
+
+    def progress(documents: int, tokens: int, size: int) -> None:
+        if live:
+            line = f"\rpreparing: {documents:,} documents, {tokens:,} tokens, {size / 1e6:,.1f} MB"
+            print(line, end="", file=sys.stderr, flush=True)
+
+    def done() -> None:
+        if live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    return progress, done
+
+
+# --- train ------------------------------------------------------------------------------------------------------------
+
+
+def _train(words: list[str]) -> int:
+    parser = Parser("train", "Train a model. SIGINT and SIGTERM save first; a second Ctrl-C quits at once.")
+    _add_config(parser)
+    parser.add_argument(
+        "--resume", metavar="auto|PATH", help="go on with a run: auto (if there is one), a run folder or a checkpoint"
+    )
+    parser.add_argument("--json", action="store_true", help="print records as JSON lines and nothing else")
+    parsed = parser.parse_words(words)
+    resume = parsed.resume
+    if resume == "":
+        raise UsageError("--resume needs auto or a folder", "for example --resume auto")
+    stored = resume not in (None, "auto") and parsed.config is None
+    if stored and not Path(resume).is_dir():
+        raise UsageError(
+            f"--resume {_quoted(resume)} is not a folder", "name a run folder, a checkpoint folder, or auto"
+        )
+    loaded = None if stored else _load(parsed)
+    from flatout import api
+    from flatout.observe.console import JsonReader, TerminalReader
+
+    if loaded is None:
+        loaded = api.stored_config(Path(resume), parsed.overrides)
+    if loaded.config.train.deterministic:  # read by cuBLAS when CUDA starts, so it must be set before
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    reader = JsonReader() if parsed.json else TerminalReader(loaded.config.output.log_every)
+    progress, prepared = _preparing()
+    stop = StopOnSignal()
+    folder = checkpoint = None
+    with stop:
+        try:
+            for record in api.train(loaded, resume=resume, stop=stop.requested, progress=progress):
+                if isinstance(record, records.RunInfo):
+                    prepared()
+                    folder = record.folder
+                elif isinstance(record, records.EndRecord):
+                    checkpoint = record.checkpoint
+                reader.show(record)
+        finally:
+            reader.close()
+    if stop.number is not None:
+        if checkpoint is not None:
+            print(f"saved {checkpoint}; go on with: flatout train --resume {folder}", file=sys.stderr)
+        return 128 + stop.number
+    return 0
+
+
+class StopOnSignal:
+    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second SIGINT quits at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.before: dict[int, Any] = {}
+
+    def requested(self) -> bool:
+        return self.number is not None
+
+    def __enter__(self) -> "StopOnSignal":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self.before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        if self.number is not None and number == signal.SIGINT:
+            os.write(2, b"\nquitting at once; the last finished checkpoint is intact\n")
+            os._exit(130)
+        self.number = number
+        os.write(2, b"\nstopping: saving after this step (Ctrl-C again quits at once)\n")
+
+
+# --- the other verbs --------------------------------------------------------------------------------------------------
+
+
+def _prepare(words: list[str]) -> int:
+    parser = Parser("prepare", "Turn the config's text into token shards with a manifest.")
+    _add_config(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parsed = parser.parse_words(words)
+    loaded = _load(parsed)
+    from flatout import api
+    from flatout.data.shards import open_dataset
+
+    progress, prepared = _preparing()
+    folder = api.prepare(loaded, progress=progress, overwrite=parsed.overwrite)
+    prepared()
+    dataset = open_dataset(folder, verify="full")
+    facts = {
+        "folder": str(folder),
+        "train_tokens": dataset.train.tokens,
+        "val_tokens": dataset.val.tokens,
+        "vocab": dataset.tokenizer.vocab,
+        "tokenizer": dataset.tokenizer.kind,
+        "fingerprint": dataset.manifest.fingerprint,
+    }
+    if parsed.json:
+        print(json.dumps(facts))
+    else:
+        print(
+            f"{folder}: {dataset.train.tokens:,} training and {dataset.val.tokens:,} validation tokens "
+            f"({dataset.tokenizer.kind}, {dataset.tokenizer.vocab} ids)"
+        )
+    return 0
+
+
+def _add_model(parser: Parser) -> None:
+    parser.add_argument(
+        "run", nargs="?", help="a run, checkpoint or Hugging Face GPT-2 folder; default: the newest run"
+    )
+    parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
+    parser.add_argument("--device", default="auto", help="auto, cpu, mps, cuda or cuda:N")
+
+
+def _check_model(parsed: argparse.Namespace) -> None:
+    if parsed.run is not None and not Path(parsed.run).is_dir():
+        raise UsageError(
+            f"{_quoted(parsed.run)} is not a folder", "name a run folder, for example runs/shakespeare-char"
+        )
+    import re
+
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", parsed.device):
+        raise UsageError(f"--device {_quoted(parsed.device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+
+
+def _eval(words: list[str]) -> int:
+    parser = Parser("eval", "Measure a trained model on its validation text: loss, perplexity, bits per byte.")
+    _add_model(parser)
+    parser.add_argument("--data", metavar="FOLDER", help="prepared shards to use instead of the run's own")
+    parser.add_argument("--split", choices=("val", "train"), default="val", help="which split to measure")
+    parser.add_argument("--tokens", type=_number(int, 1, 2**40), help="measure this many tokens from the start")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parsed = parser.parse_words(words)
+    _check_model(parsed)
+    from flatout import api
+
+    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last)
+    result = api.evaluate(model, data=parsed.data, split=parsed.split, tokens=parsed.tokens)
+    if parsed.json:
+        print(json.dumps(vars(result)))
+    else:
+        bits = "" if result.bits_per_byte is None else f"  bits/byte {result.bits_per_byte:.4f}"
+        print(f"{result.origin} on {result.tokens:,} {result.split} tokens:")
+        print(f"loss {result.loss:.4f}  perplexity {result.perplexity:.3f}{bits}")
+    return 0
+
+
+def _generate(words: list[str]) -> int:
+    parser = Parser("generate", "Continue a prompt with a trained model, printed as it comes.")
+    _add_model(parser)
+    parser.add_argument("--prompt", default="\n", help="text to continue; default: a new line")
+    parser.add_argument("--tokens", type=_number(int, 1, 10_000_000), default=300, help="how many tokens; default 300")
+    parser.add_argument("--temperature", type=_number(float, 0, 100), default=0.8, help="0 is greedy; default 0.8")
+    parser.add_argument("--top-k", type=_number(int, 1, 2**31), help="sample among the K likeliest tokens")
+    parser.add_argument("--top-p", type=_number(float, 0, 1), help="sample among the likeliest tokens of this mass")
+    parser.add_argument("--seed", type=_number(int, 0, 2**63 - 1), default=0, help="the same seed repeats; default 0")
+    parser.add_argument("--interactive", action="store_true", help="ask for prompts until end of input")
+    parsed = parser.parse_words(words)
+    _check_model(parsed)
+    from flatout import api
+    from flatout.observe.console import printable
+
+    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last)
+
+    def answer(prompt: str) -> None:
+        settings = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_k", "top_p", "seed")}
+        for piece in api.generate(model, prompt, **settings):
+            print(printable(piece), end="", flush=True)
+        print()
+
+    if not parsed.interactive:
+        if parsed.prompt.strip():
+            print(parsed.prompt, end="", flush=True)
+        answer(parsed.prompt)
+        return 0
+    print("type a prompt, end with Ctrl-D", file=sys.stderr)
+    while True:
+        try:
+            prompt = input("> ")
+        except EOFError:
+            print()
+            return 0
+        try:
+            answer(prompt or "\n")
+        except UserError as error:  # one bad prompt must not end the session
+            print(f"error: {_one_line(error.message)}\nhint: {_one_line(error.hint)}", file=sys.stderr)
+
+
+def _export(words: list[str]) -> int:
+    parser = Parser("export", "Write a trained gpt2 model as config.json and model.safetensors for Hugging Face tools.")
+    parser.add_argument("run", help="a run or checkpoint folder")
+    parser.add_argument("folder", help="new folder to write")
+    parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
+    parser.set_defaults(device="cpu")
+    parsed = parser.parse_words(words)
+    _check_model(parsed)
+    from flatout import api
+
+    target = api.export(api.load_model(parsed.run, device="cpu", best=not parsed.last), parsed.folder)
+    print(f"wrote {target}")
+    return 0
+
+
+def _config(words: list[str]) -> int:
+    listing = "\n".join(f"  {name:<9}{text}" for name, text in CONFIG_ACTIONS.items())
+    if not words or words[0] in ("-h", "--help"):
+        print(f"usage: flatout config ACTION [CONFIG] [SECTION.FIELD=VALUE ...]\n\nactions:\n{listing}")
+        return 0
+    action, rest = words[0], words[1:]
+    if action not in CONFIG_ACTIONS:
+        near = difflib.get_close_matches(action, CONFIG_ACTIONS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(CONFIG_ACTIONS)}"
+        raise UsageError(f"unknown action {_quoted(action)}", hint)
+    parser = Parser(f"config {action}", CONFIG_ACTIONS[action].capitalize() + ".")
+    if action == "copy":
+        parser.add_argument("preset", help="name of the preset")
+        parser.add_argument("file", nargs="?", help="file to write; default: PRESET.yaml")
+    elif action in ("explain", "show"):
+        _add_config(parser)
+    if action == "explain":
+        parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parsed = parser.parse_words(rest)
+    return _config_action(action, parsed)
+
+
+def _config_action(action: str, parsed: argparse.Namespace) -> int:
+    from flatout.config import load
+
+    if action == "schema":
+        print(json.dumps(load.schema_json(), indent=2))
+    elif action == "presets":
+        for title, rows in (("presets", load.list_presets()), ("hardware overlays", load.list_hardware())):
+            print(f"{title}:")
+            for row in rows:
+                print(f"  {row.name:<18}{row.summary}")
+    elif action == "copy":
+        print(f"wrote {load.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
+    elif action == "show":
+        print(load.show(_load(parsed).config), end="")
+    else:
+        rows = load.explain(_load(parsed))
+        if parsed.json:
+            print(json.dumps([vars(row) for row in rows], ensure_ascii=False))
+            return 0
+        widths = [max(len(row.path) for row in rows), max(len(load.format_value(row.value)) for row in rows)]
+        sources = max(len(row.source) for row in rows)
+        for row in rows:
+            value = load.format_value(row.value)
+            print(f"{row.path:<{widths[0]}}  {value:<{widths[1]}}  {row.source:<{sources}}  {row.description}")
+    return 0
+
+
+VERBS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "prepare": _prepare,
+    "eval": _eval,
+    "generate": _generate,
+    "export": _export,
+    "config": _config,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

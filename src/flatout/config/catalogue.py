@@ -1,0 +1,117 @@
+"""What is shipped: presets and hardware overlays, as YAML files beside this module.
+
+The idea: a preset is an ordinary config file whose first line is `# summary: one sentence`, so a user can read it, copy
+it and change it. An overlay makes a run fit a card's memory; its name is the card's gigabytes.
+
+The contract: a name that is not shipped is a `ConfigError` that offers the nearest one. The trap: overlays are sized
+for GPT-2 124M in bf16; a larger model may still not fit.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from flatout.config.complain import shorten_path
+from flatout.config.yaml_loader import format_value, printable
+from flatout.errors import ConfigError
+
+DEFAULT_PRESET = "shakespeare-char"
+
+ShippedKind = Literal["preset", "hardware"]
+
+
+@dataclass(frozen=True)
+class PresetInfo:
+    """A shipped preset or overlay and the sentence its first line gives."""
+
+    name: str
+    summary: str
+
+
+def list_presets() -> list[PresetInfo]:
+    """The shipped presets, by name."""
+    return [_info("preset", name) for name in shipped_names("preset")]
+
+
+def list_hardware() -> list[PresetInfo]:
+    """The hardware overlays, the smallest card first."""
+    return [_info("hardware", name) for name in shipped_names("hardware")]
+
+
+def preset_text(name: str) -> str:
+    """The YAML of a preset, with its comments."""
+    return shipped_path("preset", name, "command line").read_text(encoding="utf-8")
+
+
+def copy_preset(name: str, destination: Path) -> Path:
+    """Write a preset, comments and all, to a new file that loads to the same config; never overwrites.
+
+    A folder as destination gets NAME.yaml. The run's name is written out where the new file's name would change it.
+    """
+    text = preset_text(name)
+    path = destination / f"{name}.yaml" if destination.is_dir() else destination
+    if run_name(path.stem) != name:
+        text += f"\noutput:\n  name: {format_value(name)}\n"
+    shown = printable(str(path))
+    try:
+        with path.open("x", encoding="utf-8", newline="\n") as file:  # "x" cannot overwrite, not even in a race
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{shown}: already exists", "choose another name or remove that file") from None
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
+        raise ConfigError(
+            f"{shown}: cannot be written: {printable(reason)}", "check that the folder exists and is writable"
+        ) from None
+    return path
+
+
+def hardware_for(vram_bytes: int) -> str:
+    """The overlay for a card with this much memory; a card below the smallest overlay gets the smallest.
+
+    Cards report less than their name says, because ECC and firmware take a share, so nine tenths are enough.
+    """
+    names = shipped_names("hardware")
+    fitting = [name for name in names if vram_bytes >= 0.9 * _gigabytes(name) * 2**30]
+    return fitting[-1] if fitting else names[0]
+
+
+def run_name(stem: str) -> str:
+    """A run's name from a file's: what `output.name` allows, and `run` when nothing is left."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:100] or "run"
+
+
+def shipped_path(kind: ShippedKind, name: str, where: str) -> Path:
+    """The file of a preset or overlay; `where` says in the error who named one that is not shipped."""
+    from difflib import get_close_matches  # here: keeps the command line's start short
+
+    names = shipped_names(kind)
+    if name not in names:
+        close = get_close_matches(name[:100].lower(), names, n=2, cutoff=0.5)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        listed = "`flatout config presets` lists the presets; a file's name ends in .yaml"
+        hint = meant + (listed if kind == "preset" else f"the overlays are {', '.join(names)}")
+        noun = "preset" if kind == "preset" else "hardware overlay"
+        raise ConfigError(f"{where}: there is no {noun} {shorten_path(name)}", hint)
+    return _shipped_folder(kind) / f"{name}.yaml"
+
+
+def shipped_names(kind: ShippedKind) -> list[str]:
+    """Names of the presets in alphabetical order, or of the overlays from small to large."""
+    names = [path.stem for path in _shipped_folder(kind).glob("*.yaml")]
+    return sorted(names, key=_gigabytes) if kind == "hardware" else sorted(names)
+
+
+def _shipped_folder(kind: ShippedKind) -> Path:
+    presets = Path(__file__).with_name("presets")
+    return presets if kind == "preset" else presets / "hardware"
+
+
+def _gigabytes(overlay: str) -> int:
+    return int(overlay.removesuffix("gb"))
+
+
+def _info(kind: ShippedKind, name: str) -> PresetInfo:
+    with (_shipped_folder(kind) / f"{name}.yaml").open(encoding="utf-8") as file:
+        return PresetInfo(name, file.readline().removeprefix("# summary:").strip())

@@ -1,0 +1,200 @@
+"""The manifest of a prepared dataset: what its folder holds, and proof that nothing in it has changed.
+
+Idea: a dataset is a folder. Each split is a run of shards of raw little-endian ids (`train-00000.bin`, ...), which are
+read as one long stream, plus the token offset at which each document starts (`train.offsets.bin`, uint64). Beside them
+lie `tokenizer.json` and `manifest.json`, which names every file with its size and SHA-256.
+
+Contract: the manifest equals its own canonical form and carries its own hash, so a single flipped bit in it is noticed.
+It holds no time and no name of a machine: the same input and settings give the same bytes.
+
+Trap: `fingerprint` is over what is learned from (ids, documents, tokenizer) and not over where that came from: the same
+text prepared from another path has the same fingerprint and another manifest.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flatout.data.tokenizer import token_dtype
+from flatout.errors import DataError
+
+FORMAT = "flatout-tokens"
+VERSION = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer.json"
+SPLITS = ("train", "val")
+# Every file a dataset may consist of. Names from a manifest are matched against it before they touch the file system.
+FILE_NAME = re.compile(r"(train|val)(-\d{5,}|\.offsets)\.bin|tokenizer\.json|manifest\.json")
+OFFSET_DTYPE = np.dtype("<u8")
+PREPARE_AGAIN = "prepare the dataset again, or restore its folder from a copy"
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """A file of the dataset: its name in the folder, its size and the SHA-256 of its content."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """What a split holds. `text_bytes` is the UTF-8 size of its text, from which bits per byte are reckoned."""
+
+    tokens: int
+    documents: int
+    text_bytes: int
+    shards: tuple[FileInfo, ...]
+    offsets: FileInfo
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the dataset was asked for, as far as it decides the result."""
+
+    source: str
+    source_bytes: int
+    split: str
+    val_fraction: float
+    shard_tokens: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a dataset."""
+
+    version: int
+    dtype: str
+    vocab: int
+    tokenizer_kind: str
+    tokenizer_fingerprint: str
+    tokenizer: FileInfo
+    splits: Mapping[str, SplitInfo]
+    settings: Settings
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all that training can see of the dataset."""
+        content = self._content()
+        del content["settings"]
+        return hashlib.sha256(_canonical(content)).hexdigest()
+
+    @property
+    def files(self) -> tuple[FileInfo, ...]:
+        """Every file of the dataset but the manifest itself."""
+        parts = [(*split.shards, split.offsets) for split in self.splits.values()]
+        return (self.tokenizer, *(info for part in parts for info in part))
+
+    def to_bytes(self) -> bytes:
+        """The manifest as it lies on disk."""
+        content = {**self._content(), "fingerprint": self.fingerprint}
+        return _canonical({**content, "manifest_sha256": hashlib.sha256(_canonical(content)).hexdigest()})
+
+    def _content(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of the dataset in `folder`, itself unharmed; the files it names are not looked at."""
+    path = Path(folder) / MANIFEST
+    if not path.is_file():
+        what = "there is no dataset in" if Path(folder).is_dir() else "there is no folder"
+        raise DataError(f"{what} {folder}", "prepare it first, or check data.folder")
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", "check that you may read it") from error
+    try:
+        content = json.loads(raw)
+        _check_version(content, path)
+        manifest = _manifest_from(content)
+        _check_consistent(manifest)
+        found, wanted = hashlib.sha256(raw).hexdigest(), hashlib.sha256(manifest.to_bytes()).hexdigest()
+        if found != wanted:
+            raise ValueError(f"its SHA-256 is {found}, and its own content asks for {wanted}")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}", PREPARE_AGAIN) from error
+    return manifest
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=True, allow_nan=False)
+    return f"{text}\n".encode("ascii")
+
+
+def _check_version(content: Any, path: Path) -> None:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT!r}")
+    version = _whole(content["version"])
+    if version > VERSION:
+        raise DataError(
+            f"{path} has format version {version}, and this flatout knows versions up to {VERSION}",
+            "update flatout, or prepare the dataset again with this version",
+        )
+
+
+def _manifest_from(content: dict[str, Any]) -> Manifest:
+    return Manifest(
+        version=_whole(content["version"]),
+        dtype=_text(content["dtype"]),
+        vocab=_whole(content["vocab"]),
+        tokenizer_kind=_text(content["tokenizer_kind"]),
+        tokenizer_fingerprint=_text(content["tokenizer_fingerprint"]),
+        tokenizer=_file_from(content["tokenizer"]),
+        splits={_text(name): _split_from(split) for name, split in content["splits"].items()},
+        settings=Settings(
+            source=_text(content["settings"]["source"]),
+            source_bytes=_whole(content["settings"]["source_bytes"]),
+            split=_text(content["settings"]["split"]),
+            val_fraction=float(content["settings"]["val_fraction"]),
+            shard_tokens=_whole(content["settings"]["shard_tokens"]),
+        ),
+    )
+
+
+def _split_from(content: dict[str, Any]) -> SplitInfo:
+    return SplitInfo(
+        tokens=_whole(content["tokens"]),
+        documents=_whole(content["documents"]),
+        text_bytes=_whole(content["text_bytes"]),
+        shards=tuple(_file_from(shard) for shard in content["shards"]),
+        offsets=_file_from(content["offsets"]),
+    )
+
+
+def _file_from(content: dict[str, Any]) -> FileInfo:
+    name = _text(content["name"])
+    if not FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of a file of a dataset")
+    return FileInfo(name, _whole(content["bytes"]), _text(content["sha256"]))
+
+
+def _check_consistent(manifest: Manifest) -> None:
+    dtype = token_dtype(manifest.vocab)
+    if manifest.dtype != dtype.name:
+        raise ValueError(f"its dtype is {manifest.dtype}, and a vocabulary of {manifest.vocab} has {dtype.name}")
+    for name, split in manifest.splits.items():
+        stored = sum(shard.bytes for shard in split.shards)
+        if stored != split.tokens * dtype.itemsize or any(shard.bytes % dtype.itemsize for shard in split.shards):
+            raise ValueError(f"split {name} has {split.tokens} tokens in {stored} bytes of {dtype.name}")
+        if split.offsets.bytes != split.documents * OFFSET_DTYPE.itemsize or not split.documents:
+            raise ValueError(f"split {name} has {split.documents} documents in {split.offsets.bytes} bytes of offsets")
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is not a whole number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not text")
+    return value

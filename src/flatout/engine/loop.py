@@ -1,0 +1,310 @@
+"""The loop: a generator of records. Who reads them, prints them or draws them is not its business.
+
+Order at a boundary (a step after which something is due): read all reports, evaluate, sample, save. DO NOT change it:
+a checkpoint must hold the evaluation of its own step, so that resuming neither repeats nor skips one.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flatout
+from flatout.device import peak_memory_bytes
+from flatout.engine.checkpoint import Checkpoint, keep_newest, write_checkpoint, write_json_atomically
+from flatout.engine.evaluate import evaluate, perplexity
+from flatout.engine.pending import PendingReports, StepReport
+from flatout.engine.run_folder import checkpoints_of
+from flatout.engine.setup import Run, out_of_memory
+from flatout.errors import DataError, DivergedError
+from flatout.generate.decode import generate_tokens
+from flatout.model.count import parameter_count
+from flatout.model.weights import assign_weights, model_tensors
+from flatout.optim.optimizers import assign_optimizer, optimizer_tensors
+from flatout.records import (
+    CheckpointRecord,
+    EndRecord,
+    EpochRecord,
+    EvalRecord,
+    NoticeRecord,
+    Record,
+    RunInfo,
+    SampleRecord,
+    StepRecord,
+)
+
+MOST_BAD_STEPS = 3
+
+
+@dataclasses.dataclass
+class Progress:
+    """What the host remembers between steps; saved whole in every checkpoint."""
+
+    step: int = 0
+    seconds: float = 0.0
+    val_loss: float | None = None
+    best_loss: float | None = None
+    best_step: int | None = None
+    patience_loss: float | None = None
+    worse_evaluations: int = 0
+    bad_steps: int = 0
+    epoch_loss: float = 0.0
+    epoch_steps: int = 0
+    epoch_seconds: float = 0.0
+
+
+def train_loop(
+    run: Run, folder: Path, *, resumed: Checkpoint | None, resumed_from: str | None, stop: Callable[[], bool]
+) -> Iterator[Record]:
+    """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`."""
+    progress = Progress() if resumed is None else restore(run, resumed)
+    pending = PendingReports(run.speed.device.torch_device)
+    yield run_info(run, folder, progress.step, resumed_from)
+    for message in run.notices:
+        yield NoticeRecord(step=progress.step, message=message)
+    reason, checkpoint = "finished", resumed_from
+    with run.batches(progress.step) as loader:
+        pending.restart()
+        for batch in loader:
+            with run.random.active(), out_of_memory():
+                report = run.step(batch.tokens, batch.targets)
+            step = batch.step + 1
+            pending.push(step, report)
+            yield from settle(run, progress, pending.ready())
+            stopping, ending = stop(), step == run.steps
+            evaluating = (
+                ending or _due(step, run.config.eval.every) or (run.config.eval.epoch_end and _ends_epoch(run, step))
+            )
+            sampling = ending or _due(step, run.config.eval.sample_every)
+            saving = ending or stopping or _due(step, run.config.checkpoint.every)
+            if not (evaluating or sampling or saving):
+                continue
+
+            yield from settle(run, progress, pending.drain())
+            improved = exhausted = False
+            if evaluating:
+                record = _evaluate(
+                    run, progress, "end" if ending else "step" if _due(step, run.config.eval.every) else "epoch"
+                )
+                improved, exhausted = record.best, _out_of_patience(run, progress)
+                yield record
+            if (sampling or exhausted) and run.config.eval.sample_tokens:
+                yield _sample(run, step)
+            if saving or exhausted or (improved and run.config.checkpoint.best):
+                record = _save(run, progress, folder, improved)
+                checkpoint = record.path
+                yield record
+            if exhausted or (stopping and not ending):
+                reason = "early_stop" if exhausted else "interrupted"
+                break
+            pending.restart()
+    yield EndRecord(
+        step=progress.step,
+        reason=reason,
+        seconds=progress.seconds,
+        val_loss=progress.val_loss,
+        best_loss=progress.best_loss,
+        best_step=progress.best_step,
+        checkpoint=checkpoint,
+    )
+
+
+def settle(run: Run, progress: Progress, reports: Iterable[StepReport]) -> Iterator[Record]:
+    """Turns reports that have arrived into records and keeps the books; ends the run after three bad steps."""
+    for report in reports:
+        progress.step = report.step
+        progress.seconds += report.seconds
+        tokens = run.config.train.batch_tokens
+        rate = tokens / report.seconds if report.seconds > 0 else None
+        peak = run.speed.device.peak_flops
+        yield StepRecord(
+            step=report.step,
+            epoch=report.step * run.sequences / run.windows,
+            loss=report.loss,
+            learning_rate=report.learning_rate,
+            grad_norm=report.grad_norm,
+            applied=report.applied,
+            tokens=report.step * tokens,
+            seconds=report.seconds,
+            tokens_per_second=rate,
+            mfu=rate * run.flops_per_token / peak if rate and peak else None,
+            memory_bytes=peak_memory_bytes(run.speed.device.torch_device),
+            loss_scale=None if run.step.loss_scale is None else report.loss_scale,
+        )
+        if not report.applied:
+            yield from _bad_step(run, progress, report)
+        else:
+            progress.bad_steps = 0
+        progress.epoch_loss += report.loss
+        progress.epoch_steps += 1
+        progress.epoch_seconds += report.seconds
+        if _ends_epoch(run, report.step):
+            yield _end_epoch(run, progress)
+
+
+def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Record]:
+    overflow = run.step.loss_scale is not None and report.loss == report.loss and report.loss_scale > 1.0
+    batch = f"batch {report.step - 1} of seed {run.config.train.seed}"
+    if overflow:  # fp16 looking for its scale: expected now and then, and not counted
+        yield NoticeRecord(
+            step=report.step, message=f"fp16 overflow at loss scale {report.loss_scale:g}: {batch} was skipped"
+        )
+        return
+    progress.bad_steps += 1
+    yield NoticeRecord(
+        step=report.step,
+        message=f"loss {report.loss} and gradient norm {report.grad_norm}: {batch} did not change the weights",
+    )
+    if progress.bad_steps >= MOST_BAD_STEPS:
+        raise DivergedError(
+            f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient, the last at step {report.step} ({batch})",
+            "lower optim.learning_rate, lengthen optim.warmup_steps or use speed.precision=bf16; no bad value reached the weights",
+        )
+
+
+def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
+    seconds = max(progress.epoch_seconds, 1e-9)
+    windows = progress.epoch_steps * run.sequences
+    record = EpochRecord(
+        step=progress.step,
+        epoch=progress.step * run.sequences // run.windows,
+        mean_loss=progress.epoch_loss / max(progress.epoch_steps, 1),
+        seconds=progress.epoch_seconds,
+        windows_per_second=windows / seconds,
+        tokens_per_second=windows * run.config.model.context / seconds,
+    )
+    progress.epoch_loss, progress.epoch_steps, progress.epoch_seconds = 0.0, 0, 0.0
+    return record
+
+
+def _ends_epoch(run: Run, step: int) -> bool:
+    return step * run.sequences // run.windows > (step - 1) * run.sequences // run.windows
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _evaluate(run: Run, progress: Progress, reason: str) -> EvalRecord:
+    began = time.perf_counter()
+    with out_of_memory():
+        loss, tokens = evaluate(run.model, run.evaluation(), run.scope)
+    progress.val_loss = loss
+    best = progress.best_loss is None or loss < progress.best_loss
+    if best:
+        progress.best_loss, progress.best_step = loss, progress.step
+    if progress.patience_loss is None or loss < progress.patience_loss - run.config.eval.min_delta:
+        progress.patience_loss, progress.worse_evaluations = loss, 0
+    else:
+        progress.worse_evaluations += 1
+    return EvalRecord(
+        step=progress.step,
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=run.dataset.val.bits_per_byte(loss),
+        tokens=tokens,
+        seconds=time.perf_counter() - began,
+        best=best,
+        reason=reason,
+    )
+
+
+def _out_of_patience(run: Run, progress: Progress) -> bool:
+    return 0 < run.config.eval.patience <= progress.worse_evaluations
+
+
+def _sample(run: Run, step: int) -> SampleRecord:
+    tokenizer, settings = run.dataset.tokenizer, run.config.eval
+    try:
+        prompt = tokenizer.encode(settings.sample_prompt).tolist()
+    except DataError:  # a prompt the vocabulary cannot spell must not end the run
+        prompt = []
+    if not prompt:
+        prompt = run.dataset.val.read(0, 1).tolist()
+    prompt = prompt[-run.config.model.context :]
+    with run.scope():
+        ids = list(generate_tokens(run.model, prompt, count=settings.sample_tokens, seed=run.config.train.seed))
+    return SampleRecord(step=step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(ids))
+
+
+# --- saving and restoring ---------------------------------------------------------------------------------------------
+
+
+def _save(run: Run, progress: Progress, folder: Path, improved: bool) -> CheckpointRecord:
+    began = time.perf_counter()
+    path, size = write_checkpoint(checkpoints_of(folder), capture(run, progress))
+    if improved:
+        write_json_atomically(folder / "best.json", {"step": progress.step, "loss": progress.best_loss})
+    keep_newest(
+        checkpoints_of(folder), run.config.checkpoint.keep, progress.best_step if run.config.checkpoint.best else None
+    )
+    return CheckpointRecord(
+        step=progress.step, path=str(path), bytes=size, seconds=time.perf_counter() - began, best=improved
+    )
+
+
+def capture(run: Run, progress: Progress) -> Checkpoint:
+    """The whole state of a run at a step boundary."""
+    tensors = {**run.random.tensors(), "updates": run.step.updates}
+    if run.step.loss_scale is not None:
+        tensors |= {"scale": run.step.loss_scale.scale, "good_updates": run.step.loss_scale.good_updates}
+    state: dict[str, Any] = {
+        **dataclasses.asdict(progress),
+        "flatout": flatout.__version__,
+        "torch": torch.__version__,
+        "dataset": run.dataset.manifest.fingerprint,
+        "vocab": run.model.vocab,
+    }
+    return Checkpoint(
+        model=model_tensors(run.model),
+        optimizer=optimizer_tensors(run.model, run.step.optimizer),
+        run=tensors,
+        state=state,
+        config=run.config.model_dump(),
+        tokenizer=run.dataset.tokenizer.to_json(),
+    )
+
+
+def restore(run: Run, checkpoint: Checkpoint) -> Progress:
+    """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
+    assign_weights(run.model, checkpoint.model, "the checkpoint")
+    assign_optimizer(run.model, run.step.optimizer, checkpoint.optimizer, "the checkpoint")
+    run.step.updates.copy_(checkpoint.run["updates"])
+    run.random.assign(checkpoint.run)
+    if run.step.loss_scale is not None and "scale" in checkpoint.run:
+        run.step.loss_scale.scale.copy_(checkpoint.run["scale"])
+        run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])
+    fields = {field.name for field in dataclasses.fields(Progress)}
+    return Progress(**{name: value for name, value in checkpoint.state.items() if name in fields})
+
+
+def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) -> RunInfo:
+    config, dataset = run.config, run.dataset
+    return RunInfo(
+        flatout=flatout.__version__,
+        torch=torch.__version__,
+        device=run.speed.device.name,
+        folder=str(folder),
+        family=config.model.family,
+        parameters=parameter_count(config.model, run.model.vocab),
+        flops_per_token=run.flops_per_token,
+        memory_estimate_bytes=run.memory.total,
+        steps=run.steps,
+        batch_tokens=config.train.batch_tokens,
+        micro_batch=run.speed.micro_batch,
+        accumulation=run.speed.accumulation,
+        context=config.model.context,
+        vocab=run.model.vocab,
+        train_tokens=dataset.train.tokens,
+        val_tokens=dataset.val.tokens,
+        windows=run.windows,
+        dataset=dataset.manifest.fingerprint,
+        tokenizer=dataset.tokenizer.kind,
+        start_step=start_step,
+        resumed_from=resumed_from,
+        features=run.speed.features,
+        config=config.model_dump(),
+    )

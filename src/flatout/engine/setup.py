@@ -1,0 +1,277 @@
+"""The one reader of the whole config: turns it into the parts of a run, each built in order.
+
+device -> dataset -> switches -> model -> optimizer -> step -> loaders. Nothing below this file sees a `RunConfig`.
+"""
+
+import contextlib
+import dataclasses
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import RunConfig
+from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches
+from flatout.data.pack import pack_corpus
+from flatout.data.sampler import WindowOrder, window_count
+from flatout.data.shards import Dataset, open_dataset
+from flatout.device import Device, arithmetic, detect_device
+from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.randomness import RandomStream
+from flatout.engine.step import LossScale, TrainStep
+from flatout.errors import CheckpointError, ConfigError, DataError, HardwareError, ResourceError
+from flatout.model.count import MemoryEstimate, estimate_memory, flops_per_token
+from flatout.model.gpt import GPT, build_model
+from flatout.model.weights import load_huggingface, read_huggingface_config
+from flatout.optim.optimizers import build_adamw
+from flatout.optim.schedule import rate_factors
+
+MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
+Progress = Callable[[int, int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything the loop needs. Tensors inside change as training goes on; the parts do not."""
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    speed: Speed
+    dataset: Dataset
+    model: GPT
+    step: TrainStep
+    random: RandomStream
+    steps: int
+    sequences: int
+    windows: int
+    flops_per_token: float
+    memory: MemoryEstimate
+    notices: tuple[str, ...]
+
+    def batches(self, first_step: int) -> HostLoader | DeviceLoader:
+        """The training batches from `first_step` to the end: a pure function of seed and step."""
+        order = WindowOrder(self.windows, self.config.train.seed)
+        device = self.speed.device.torch_device
+        span = {"first_step": first_step, "last_step": self.steps, "device": device}
+        shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
+        if self.speed.loader == "device":
+            return DeviceLoader(self.dataset.train, order, **shape, **span)
+        return HostLoader(self.dataset.train, order, workers=self.speed.workers, **shape, **span)
+
+    def evaluation(self) -> Iterator[Batch]:
+        return evaluation_batches(
+            self.dataset.val,
+            context=self.config.model.context,
+            batch_size=self.speed.micro_batch,
+            device=self.speed.device.torch_device,
+            most_tokens=self.config.eval.tokens,
+        )
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        return arithmetic(self.speed.precision, self.config.train.deterministic, self.speed.device.torch_device)
+
+
+def stride_of(config: RunConfig) -> int:
+    return config.data.stride or config.model.context
+
+
+def data_folder(config: RunConfig) -> Path:
+    """Where the token shards live: as written, or data/SOURCE-TOKENIZER."""
+    if config.data.folder is not None:
+        return Path(config.data.folder)
+    if config.data.source is None:
+        raise ConfigError("neither data.source nor data.folder is set", "set data.source to a text file or folder")
+    return Path("data") / f"{Path(config.data.source).stem}-{Path(config.data.tokenizer).stem}"
+
+
+def prepare_data(config: RunConfig, progress: Progress | None = None, *, overwrite: bool = False) -> Path:
+    """Tokenizes data.source into data_folder(config); keeps what is already there when it fits."""
+    folder = data_folder(config)
+    if (folder / "manifest.json").exists() and not overwrite:
+        _check_settings(config, folder)
+        return folder
+    if config.data.source is None:
+        raise DataError(
+            f"{folder} holds no prepared data and data.source is not set",
+            "set data.source to a text file or folder, or data.folder to prepared shards",
+        )
+    pack_corpus(
+        config.data.source,
+        folder,
+        config.data.tokenizer,
+        config.data.split,
+        config.data.val_fraction,
+        progress=progress,
+        overwrite=overwrite,
+    )
+    return folder
+
+
+def _check_settings(config: RunConfig, folder: Path) -> None:
+    """Shards prepared from other settings must not be trained on by mistake."""
+    if config.data.source is None:
+        return
+    stored = open_dataset(folder, verify="sizes").manifest.settings
+    for name in ("source", "tokenizer", "split", "val_fraction"):
+        asked = getattr(config.data, name)
+        if stored.get(name) != asked:
+            raise DataError(
+                f"{folder} was prepared with {name} {stored.get(name)!r}, the config says {asked!r}",
+                "set data.folder to a new folder, or run `flatout prepare --overwrite`",
+            )
+
+
+def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None) -> Run:
+    """Builds a run with fresh weights. Resuming overwrites its state afterwards."""
+    config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
+    sources = {} if isinstance(loaded, RunConfig) else {path: s.kind for path, s in loaded.sources.items()}
+    device = detect_device(config.speed.device)
+    folder = prepare_data(config, progress)
+    dataset = open_dataset(folder, verify="full")
+    windows = window_count(dataset.train.tokens, config.model.context, stride_of(config))
+    if windows < 1:
+        raise DataError(
+            f"{folder} has {dataset.train.tokens:,} training tokens, fewer than one window of {config.model.context + 1}",
+            "use more text, or lower model.context",
+        )
+    vocab = _vocabulary(config, dataset)
+    corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
+    speed = resolve_speed(config, device, corpus_bytes, lambda path: sources.get(path, "file") in ("file", "override"))
+    memory = estimate_memory(
+        config.model,
+        vocab,
+        micro_batch=speed.micro_batch,
+        half=speed.precision in ("bf16", "fp16"),
+        compiled=speed.compile,
+        checkpointing=speed.checkpointing,
+        pad_vocab=speed.pad_vocab,
+    )
+    _check_fits(memory, device)
+    steps = _steps(config, windows)
+    model = _build(config, vocab, speed)
+    step = _build_step(config, model, speed, steps)
+    return Run(
+        config=config,
+        sources=sources,
+        speed=speed,
+        dataset=dataset,
+        model=model,
+        step=step,
+        random=RandomStream(config.train.seed, device.torch_device),
+        steps=steps,
+        sequences=config.train.batch_tokens // config.model.context,
+        windows=windows,
+        flops_per_token=flops_per_token(config.model, vocab),
+        memory=memory,
+        notices=tuple(_remarks(config, steps)),
+    )
+
+
+def _vocabulary(config: RunConfig, dataset: Dataset) -> int:
+    known = dataset.tokenizer.vocab
+    if config.model.vocab is not None and config.model.vocab < known:
+        raise ConfigError(
+            f"model.vocab is {config.model.vocab}, but the tokenizer of {dataset.folder} has {known} ids",
+            "leave model.vocab at null, or raise it",
+        )
+    return config.model.vocab or known
+
+
+def _steps(config: RunConfig, windows: int) -> int:
+    train, batch = config.train, config.train.batch_tokens // config.model.context
+    if train.steps is not None:
+        steps = train.steps
+    elif train.tokens is not None:
+        steps = -(-train.tokens // train.batch_tokens)
+    else:
+        steps = math.ceil((train.epochs or 0) * windows / batch)
+    if steps > MOST_STEPS:
+        raise ConfigError(f"the run would have {steps:,} steps, more than {MOST_STEPS:,}", "raise train.batch_tokens")
+    return steps
+
+
+def _build(config: RunConfig, vocab: int, speed: Speed) -> GPT:
+    model = build_model(
+        config.model,
+        vocab,
+        seed=config.train.seed,
+        attention=speed.attention,
+        pad_vocab=speed.pad_vocab,
+        checkpointing=speed.checkpointing,
+    )
+    if config.model.init_from is not None:
+        folder = Path(config.model.init_from)
+        found, found_vocab = read_huggingface_config(folder)
+        asked = (config.model.layers, config.model.width, config.model.heads, config.model.context, vocab)
+        stored = (found.layers, found.width, found.heads, found.context, found_vocab)
+        if asked != stored:
+            raise CheckpointError(
+                f"{folder} has (layers, width, heads, context, vocab) {stored}, the model section says {asked}",
+                "make the model section equal to the weights",
+            )
+        load_huggingface(model, folder)
+    with out_of_memory():
+        model.to(speed.device.torch_device)
+    if speed.compile:
+        model.compile(dynamic=False)
+    return model
+
+
+def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int) -> TrainStep:
+    device = speed.device.torch_device
+    rates = [factor * config.optim.learning_rate for factor in rate_factors(config.optim, steps)]
+    return TrainStep(
+        model,
+        build_adamw(model, config.optim, fused=speed.fused_optimizer),
+        rates=rates,
+        clip=config.optim.clip,
+        micro_batch=speed.micro_batch,
+        label_smoothing=config.train.label_smoothing,
+        loss_scale=LossScale.start(device) if speed.precision == "fp16" else None,
+        scope=lambda: arithmetic(speed.precision, config.train.deterministic, device),
+    )
+
+
+def _check_fits(memory: MemoryEstimate, device: Device) -> None:
+    # 15% beyond the card: the estimate may be that far off, and a wrong refusal is worse than a late one.
+    if device.memory_bytes is not None and memory.total > 1.15 * device.memory_bytes:
+        raise HardwareError(
+            f"a step needs about {memory.total / 2**30:.1f} GiB, {device.name} has {device.memory_bytes / 2**30:.1f} GiB",
+            "lower speed.micro_batch, set speed.checkpointing=full, or add --hardware auto",
+        )
+
+
+def check_disk(folder: Path, parameters: int) -> None:
+    """Refuses to start where two checkpoints (the old one stays until the new one is whole) cannot fit."""
+    need = 2 * 12 * parameters  # fp32 weights and two moments
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ResourceError(
+            f"{folder} has {free / 2**30:.2f} GiB free, two checkpoints need {need / 2**30:.2f} GiB",
+            "free some space, or set output.folder to another disk",
+        )
+
+
+@contextlib.contextmanager
+def out_of_memory() -> Iterator[None]:
+    """Turns the device running out of memory into an error with a way out."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        first = str(error).partition(". ")[0]
+        raise ResourceError(
+            f"out of device memory: {first}",
+            "lower speed.micro_batch (the global batch stays), set speed.checkpointing=full, or add --hardware auto",
+        ) from error
+
+
+def _remarks(config: RunConfig, steps: int) -> Iterator[str]:
+    if config.optim.warmup_steps > steps:
+        yield f"optim.warmup_steps {config.optim.warmup_steps} is longer than the run of {steps} steps"
+    if 0 < steps < config.eval.every:
+        yield f"eval.every {config.eval.every} is never reached in {steps} steps: only the end is evaluated"
+    if 0 < steps < config.checkpoint.every:
+        yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only the end is saved"

@@ -1,0 +1,188 @@
+"""Records to the terminal: one live line while training, plain lines where nobody watches, records only for pipes.
+
+Text that comes from data or a model is stripped of control characters before it is shown: a sample must not be able
+to move the cursor or rename the window.
+"""
+
+import math
+import re
+import sys
+import time
+from typing import TextIO
+
+from rich.console import Console as RichConsole
+from rich.live import Live
+from rich.text import Text
+
+from flatout.records import (
+    CheckpointRecord,
+    EndRecord,
+    EpochRecord,
+    EvalRecord,
+    NoticeRecord,
+    Record,
+    RunInfo,
+    SampleRecord,
+    StepRecord,
+    record_to_json,
+)
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text without control characters, newlines and tabs kept."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+def human_count(value: float) -> str:
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.0f}"
+
+
+def human_bytes(value: float) -> str:
+    for limit, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= limit:
+            return f"{value / limit:.1f} {suffix}"
+    return f"{value:.0f} B"
+
+
+def human_seconds(value: float) -> str:
+    if value < 90:
+        return f"{value:.0f}s"
+    minutes, seconds = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+    return f"{hours // 24}d{hours % 24}h"
+
+
+class JsonReader:
+    """Prints every record as a JSON line and nothing else."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+
+    def show(self, record: Record) -> None:
+        print(record_to_json(record), file=self.stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class TerminalReader:
+    """Prints what a person wants to see: a live line on a terminal, a plain line every `log_every` steps elsewhere."""
+
+    def __init__(self, log_every: int, stream: TextIO | None = None) -> None:
+        self.console = RichConsole(file=stream, highlight=False, soft_wrap=True)
+        self.log_every = log_every
+        self.info: RunInfo | None = None
+        self.val_loss: float | None = None
+        self.speed: float | None = None
+        self.pauses = 0.0
+        self.began = time.monotonic()
+        self.live: Live | None = None
+
+    def show(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self._step(record)
+            return
+        for line in self._lines(record):
+            self.console.print(Text(line))
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _step(self, record: StepRecord) -> None:
+        # The first steps hold compilation and cold caches; a running mean forgets them.
+        rate = record.tokens_per_second
+        if rate is not None:
+            self.speed = rate if self.speed is None or record.step < 5 else 0.9 * self.speed + 0.1 * rate
+        if self.console.is_terminal:
+            if self.live is None:
+                self.live = Live(console=self.console, refresh_per_second=8, transient=True)
+                self.live.start()
+            self.live.update(Text(self._line(record), style="cyan", no_wrap=True, overflow="ellipsis"))
+        elif record.step % self.log_every == 0 or record.step == 1 or (self.info and record.step == self.info.steps):
+            self.console.print(Text(self._line(record)))
+
+    def _line(self, record: StepRecord) -> str:
+        steps = self.info.steps if self.info else record.step
+        parts = [f"step {record.step:>{len(str(steps))}}/{steps}", f"loss {record.loss:.4f}"]
+        if self.val_loss is not None:
+            parts.append(f"val {self.val_loss:.4f}")
+        parts.append(f"lr {record.learning_rate:.2e}")
+        if self.speed:
+            parts.append(f"{human_count(self.speed)} tok/s")
+        if record.mfu is not None:
+            parts.append(f"MFU {100 * record.mfu:.0f}%")
+        if record.memory_bytes is not None:
+            parts.append(human_bytes(record.memory_bytes))
+        if self.speed and self.info:
+            left = (steps - record.step) * self.info.batch_tokens / self.speed
+            parts.append(f"ETA {human_seconds(left)}")
+        if not record.applied:
+            parts.append("SKIPPED")
+        return "  ".join(parts)
+
+    def _lines(self, record: Record) -> list[str]:
+        match record:
+            case RunInfo():
+                self.info = record
+                return _banner(record)
+            case EvalRecord():
+                self.val_loss = record.loss
+                bits = "" if record.bits_per_byte is None else f"  {record.bits_per_byte:.3f} bits/byte"
+                best = "  best so far" if record.best else ""
+                where = f"{record.tokens:,} tokens in {record.seconds:.1f}s"
+                return [f"eval at step {record.step}: val loss {record.loss:.4f}{bits}  ({where}){best}"]
+            case EpochRecord():
+                return [
+                    f"epoch {record.epoch} done: mean loss {record.mean_loss:.4f}  {human_seconds(record.seconds)}  "
+                    f"{human_count(record.windows_per_second)} windows/s  {human_count(record.tokens_per_second)} tok/s"
+                ]
+            case SampleRecord():
+                body = printable(record.prompt + record.text).strip("\n")
+                return [f"--- sample at step {record.step} ---", *body.split("\n"), "---"]
+            case CheckpointRecord():
+                what = f"{human_bytes(record.bytes)} in {record.seconds:.1f}s"
+                return [f"saved {record.path} ({what}{', best so far' if record.best else ''})"]
+            case NoticeRecord():
+                return [f"note: {printable(record.message)}"]
+            case EndRecord():
+                return _ending(record)
+            case _:
+                return []
+
+
+def _banner(info: RunInfo) -> list[str]:
+    start = f", from step {info.start_step}" if info.start_step else ""
+    lines = [
+        f"flatout {info.flatout}: {info.family}, {human_count(info.parameters)} parameters, on {info.device} (torch {info.torch})",
+        f"data: {info.train_tokens:,} training and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab} ids)",
+        f"run: {info.steps:,} steps of {info.batch_tokens:,} tokens ({info.micro_batch} x {info.context} x {info.accumulation}), "
+        f"{info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs{start}, in {info.folder}",
+    ]
+    used = ", ".join(f"{f.name} {f.used}" for f in info.features if f.name in _SHOWN)
+    lines.append(f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}")
+    for feature in info.features:
+        if feature.why and feature.asked not in ("auto", "null", feature.used):
+            lines.append(f"note: speed.{feature.name} {feature.asked} became {feature.used}: {feature.why}")
+    if info.resumed_from:
+        lines.append(f"resuming from {info.resumed_from}")
+    return lines
+
+
+_SHOWN = ("precision", "attention", "compile", "fused_optimizer", "loader", "checkpointing")
+
+
+def _ending(record: EndRecord) -> list[str]:
+    words = {"finished": "finished", "early_stop": "stopped early, no more improvement", "interrupted": "interrupted"}
+    line = f"{words[record.reason]} at step {record.step} after {human_seconds(record.seconds)} of training"
+    if record.best_loss is not None and math.isfinite(record.best_loss):
+        line += f"; best val loss {record.best_loss:.4f} at step {record.best_step}"
+    return [line]

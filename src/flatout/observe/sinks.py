@@ -1,0 +1,59 @@
+"""Records to files. `metrics.jsonl` is the truth of a run: one line per record, whole lines only, no step twice."""
+
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from flatout.errors import disk_errors
+from flatout.records import Record, record_to_json
+
+
+class MetricsFile:
+    """Appends records to metrics.jsonl, each flushed at once: a killed run loses at most the line being written.
+
+    On opening, lines after `keep_to_step` are dropped (a resumed run will say them again) and so is a torn last line.
+    """
+
+    def __init__(self, path: Path, *, keep_to_step: int) -> None:
+        self.path = path
+        with disk_errors(str(path)):
+            if path.exists():
+                _cut_back(path, keep_to_step)
+            self.file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Record) -> None:
+        with disk_errors(str(self.path)):
+            self.file.write(record_to_json(record) + "\n")
+            self.file.flush()
+
+    def __enter__(self) -> "MetricsFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics file as dictionaries; a torn last line is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "type" in row:
+            rows.append(row)
+    return rows
+
+
+def _cut_back(path: Path, step: int) -> None:
+    kept = [row for row in read_metrics(path) if int(row.get("step", row.get("start_step", 0))) <= step]
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        for row in kept:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    os.replace(temporary, path)

@@ -1,0 +1,103 @@
+"""Imports point down only, as docs/architecture.md draws it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "flatout"
+
+LAYERS = [
+    {"errors", "records", "config"},
+    {"device"},
+    {"ops"},
+    {"data", "model", "optim"},
+    {"generate"},
+    {"engine"},
+    {"observe"},
+    {"api"},
+    {"cli"},
+]
+LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
+# The package itself holds only the version and lazy names; anyone may ask it for the version.
+ROOT = "flatout"
+
+
+def room_of(path: Path) -> str:
+    first = path.relative_to(SOURCE).parts[0]
+    return first.removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> set[str]:
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == ROOT and len(parts) > 1 and parts[1] in LEVEL:
+                rooms.add(parts[1])
+    return rooms
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+def test_every_room_has_a_layer():
+    assert {room_of(path) for path in modules()} == set(LEVEL)
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_down(path: Path):
+    here = room_of(path)
+    for room in imported_rooms(path) - {here}:
+        assert LEVEL[room] < LEVEL[here], f"{here} imports {room}, which is not below it"
+        if here == "observe":
+            assert LEVEL[room] == 0, f"observe reads records only, not {room}"
+
+
+def test_sibling_modules_form_no_cycle():
+    graph = {}
+    for path in modules():
+        name = ".".join(("flatout", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+        graph[name] = {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("flatout.")
+        }
+    done: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, f"import cycle: {' -> '.join((*trail, name))}"
+        if name not in done:
+            for target in graph.get(name, ()):
+                visit(target, (*trail, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+@pytest.mark.parametrize(
+    "word", ["pickle", "torch.load", "allow_pickle", "shell=True", "yaml.load(", "trust_remote_code", "weights_only"]
+)
+def test_nothing_that_executes_what_it_reads(word: str):
+    offenders = []
+    for path in modules():
+        code = ast.unparse(_without_docstrings(ast.parse(path.read_text(encoding="utf-8"))))
+        if word in code:
+            offenders.append(path.name)
+    assert not offenders
+
+
+def _without_docstrings(tree: ast.Module) -> ast.Module:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                first.value = ast.Constant("")
+    return tree

@@ -1,0 +1,582 @@
+"""Layers, sources, presets, overlays and the words of config errors."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from flatout.config.complain import _ELSEWHERE_CALLED, allowed_values, field_facts, section_paths, value_at
+from flatout.config.load import (
+    DEFAULT_PRESET,
+    Source,
+    copy_preset,
+    explain,
+    hardware_for,
+    list_hardware,
+    list_presets,
+    load_config,
+    preset_text,
+    resolve_from_mapping,
+    schema_json,
+    show,
+)
+from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.yaml_loader import parse_yaml
+from flatout.errors import ConfigError
+from tests.bad_configs import FILE_KINDS, OVERRIDE_KINDS, as_yaml, bad_config_files, bad_overrides, good_sections
+
+PRESETS = [preset.name for preset in list_presets()]
+OVERLAYS = [overlay.name for overlay in list_hardware()]
+
+
+def write(folder: Path, text: str, name: str = "my.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(target: str | Path | None = None, overrides: Sequence[str] = (), **named: Any) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        load_config(target, overrides, **named)
+    error = caught.value
+    assert error.message.isprintable()
+    assert error.hint.isprintable()
+    assert error.hint
+    return error
+
+
+# The schema
+
+
+def all_fields(model: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str]]:
+    found = []
+    for name, field in model.model_fields.items():
+        found.append((prefix + name, field.description or ""))
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found += all_fields(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+@pytest.mark.parametrize(("path", "description"), all_fields())
+def test_every_field_has_one_sentence(path: str, description: str) -> None:
+    assert description.endswith("."), path
+    assert not re.search(r"[.!?]\s", description), path
+    assert description.isprintable(), path
+
+
+def test_every_leaf_says_what_it_allows() -> None:
+    assert len(field_facts()) == len(all_fields()) - len(section_paths())
+    for path in field_facts():
+        assert "type None" not in allowed_values(path), path
+
+
+def test_words_of_other_trainers_lead_to_real_fields() -> None:
+    names = {path.rpartition(".")[2] for path in field_facts()}
+    assert set(_ELSEWHERE_CALLED.values()) <= set(field_facts())
+    assert not names & set(_ELSEWHERE_CALLED)
+
+
+# Layers and sources
+
+
+def test_nothing_given_is_the_default_preset() -> None:
+    loaded = load_config()
+    assert loaded == load_config(DEFAULT_PRESET)
+    assert loaded.config.output.name == DEFAULT_PRESET
+    assert loaded.sources["output.name"].kind == "default"
+    assert loaded.sources["model.layers"] == Source("preset", f"preset {DEFAULT_PRESET}")
+
+
+def test_every_leaf_has_a_source() -> None:
+    assert list(load_config().sources) == list(field_facts())
+
+
+def test_each_layer_wins_over_those_below(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "# mine\npreset: gpt2-124m\nhardware: 8gb\n\ntrain:\n  seed: 7\noptim:\n  eps: 1e-7\n  clip: 2\n",
+    )
+    loaded = load_config(path, ["optim.clip=3"])
+    expected = {
+        "optim.beta1": (0.9, "preset", "preset gpt2-124m"),
+        "model.context": (512, "hardware", "hardware 8gb"),
+        "speed.micro_batch": (8, "hardware", "hardware 8gb"),
+        "train.seed": (7, "file", f"{path}:6"),
+        "optim.eps": (1e-7, "file", f"{path}:8"),
+        "optim.clip": (3.0, "override", "command line"),
+        "model.norm": ("layernorm", "family", "family gpt2"),
+        "eval.patience": (0, "default", "default"),
+        "output.name": ("my", "default", "name of the config"),
+    }
+    for field, (value, kind, where) in expected.items():
+        assert value_at(loaded.config, field) == value, field
+        assert (loaded.sources[field].kind, loaded.sources[field].where) == (kind, where), field
+
+
+def test_a_file_wins_over_hardware_and_the_argument_over_the_files_hardware(tmp_path: Path) -> None:
+    path = write(tmp_path, "preset: gpt2-124m\nhardware: 4gb\nspeed: {micro_batch: 2}\n")
+    loaded = load_config(path, hardware="8gb")
+    assert (loaded.config.model.context, loaded.config.speed.micro_batch) == (512, 2)
+    assert loaded.sources["speed.micro_batch"].kind == "file"
+
+
+def test_a_file_without_a_preset_stands_on_the_schema(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path, "train: {steps: 5}\n"))
+    assert loaded.config.model.layers == RunConfig.model_validate({"train": {"steps": 5}}).model.layers
+    assert {source.kind for source in loaded.sources.values()} == {"default", "family", "file"}
+
+
+def test_an_empty_file_only_lacks_a_length(tmp_path: Path) -> None:
+    path = write(tmp_path, "")
+    assert "give exactly one of steps, epochs, tokens" in refused(path).message
+    assert load_config(path, ["train.steps=5"]).config.train.steps == 5
+
+
+def test_an_empty_section_is_no_values(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "model:\n  # width: 5\ntrain: {steps: 5}\n")).config.train.steps == 5
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_targets_that_are_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_text: bool) -> None:
+    write(tmp_path, "train: {steps: 5}", "short.yml")
+    write(tmp_path, "train: {steps: 6}", "no-ending")
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (("short.yml", 5), ("./no-ending", 6), ("no-ending", 6)):
+        assert load_config(name if as_text else Path(name)).config.train.steps == steps
+
+
+def test_a_presets_name_wins_over_a_file_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "train: {steps: 5}", "gpt2-124m")
+    monkeypatch.chdir(tmp_path)
+    assert load_config("gpt2-124m").config.train.steps is None
+    assert load_config("./gpt2-124m").config.train.steps == 5
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("my run (2).yaml", "my-run-2-"), ("_x.yaml", "x"), ("é.yaml", "run"), ("a" * 150 + ".yaml", "a" * 100)],
+)
+def test_run_names_come_from_files(tmp_path: Path, file: str, name: str) -> None:
+    path = write(tmp_path, "train: {steps: 5}", file)
+    assert load_config(path).config.output.name == name
+    assert load_config(path, ["output.name=other"]).config.output.name == "other"
+
+
+# One choice among several fields
+
+
+@pytest.mark.parametrize("given_field", ["steps=7", "epochs=7", "tokens=7"])
+@pytest.mark.parametrize("preset", ["shakespeare-char", "gpt2-124m"])
+def test_a_length_in_a_higher_layer_replaces_any_below(preset: str, given_field: str) -> None:
+    loaded = load_config(preset, [f"train.{given_field}"])
+    train = loaded.config.train.model_dump(include={"steps", "epochs", "tokens"}, exclude_none=True)
+    assert train == {given_field.partition("=")[0]: 7}
+
+
+def test_a_replaced_length_says_who_replaced_it(tmp_path: Path) -> None:
+    loaded = load_config(write(tmp_path, f"preset: {DEFAULT_PRESET}\ntrain:\n  tokens: 1e6\n"))
+    assert loaded.config.train.tokens == 1_000_000
+    assert loaded.sources["train.steps"] == Source("file", f"{tmp_path / 'my.yaml'}:3 (train.tokens)")
+
+
+def test_two_lengths_in_one_layer_are_refused(tmp_path: Path) -> None:
+    assert "steps and tokens" in refused(overrides=["train.steps=5", "train.tokens=5"]).message
+    error = refused(write(tmp_path, "train: {steps: 5, epochs: 1}"))
+    assert "steps and epochs" in error.message
+    assert "my.yaml:1" in error.message
+
+
+def test_null_alone_replaces_nothing() -> None:
+    assert load_config(overrides=["train.tokens=null"]).config.train.steps is not None
+    assert "not none" in refused(overrides=["train.steps=null"]).message
+
+
+def test_accumulation_and_micro_batch_replace_each_other() -> None:
+    speed = load_config("gpt2-124m", ["speed.accumulation=16"]).config.speed
+    assert (speed.accumulation, speed.micro_batch) == (16, None)
+    both = load_config("gpt2-124m", ["speed.accumulation=16", "speed.micro_batch=32"]).config.speed
+    assert (both.accumulation, both.micro_batch) == (16, 32)
+
+
+# Overrides
+
+
+def test_overrides_are_yaml_scalars() -> None:
+    config = load_config(
+        overrides=[
+            "optim.learning_rate=1e-4",
+            "train.tokens=1e9",
+            "data.source=null",
+            "model.bias=true",
+            "speed.compile=off",
+            "speed.fused_optimizer=true",
+            "eval.sample_prompt=ROMEO: what #light",
+            'output.name="12"',
+            " eval.every = 1_000 ",
+        ]
+    ).config
+    assert (config.optim.learning_rate, config.train.tokens, config.data.source) == (1e-4, 10**9, None)
+    assert (config.model.bias, config.speed.compile, config.speed.fused_optimizer) == (True, "off", "on")
+    assert (config.eval.sample_prompt, config.output.name, config.eval.every) == ("ROMEO: what #light", "12", 1000)
+    assert type(config.train.tokens) is int
+
+
+def test_the_last_of_two_equal_overrides_wins() -> None:
+    assert load_config(overrides=["train.seed=1", "train.seed=2"]).config.train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        ("", "'' is not of the form section.field=value", "train.steps=100"),
+        ("=5", "'=5' is not of the form", "train.steps=100"),
+        ("train.step", "'train.step' is not of the form", "did you mean train.steps=...?"),
+        ("model.widht=5", "model.widht is not a known key", "did you mean model.width?"),
+        ("modle.width=5", "modle.width is not a known key", "did you mean model.width?"),
+        ("width=5", "width is not a known key", "did you mean model.width?"),
+        ("optim.learning-rate=5", "optim.learning-rate is not a known key", "did you mean optim.learning_rate?"),
+        ("n_layer=5", "n_layer is not a known key", "did you mean model.layers?"),
+        ("model.qqqqqq=5", "model.qqqqqq is not a known key", "the keys of model are family, layers"),
+        ("model=5", "model is a section, not a value", "family, layers, width"),
+        ("preset=5", "preset cannot be set by an override", "gpt2-124m"),
+        ("model.layers=", "model.layers: no value after =", "null"),
+        ("model.layers=[1]", "model.layers: '[1]' is not a single value", "quotes"),
+        ("model.layers=six", "model.layers is 'six', but it must be a whole number", "blocks. Allowed: a whole number"),
+        ("model.layers='6'", "model.layers is '6', but", "Remove the quotes"),
+        ("model.layers=1.5", "model.layers is 1.5, but it must be a whole number", "at most 1000"),
+        ("model.layers=0", "model.layers is 0, but it must be at least 1", "at least 1 and at most 1000."),
+        ("model.layers=1e99", "but it must be at most 1000", "at most 1000."),
+        ("model.dropout=1", "model.dropout is 1, but it must be below 1", "at least 0 and below 1."),
+        ("optim.clip=.nan", "optim.clip is nan, but it must be a finite number", "gradient norm"),
+        ("optim.clip=.inf", "optim.clip is inf, but it must be a finite number", "gradient norm"),
+        ("model.bias=yes", "model.bias is 'yes', but it must be true or false", "Allowed: true or false."),
+        ("model.bias=null", "model.bias is null, but it must be true or false", "Allowed: true or false."),
+        ("model.norm=rmsnrom", "it must be one of rmsnorm, layernorm", "Did you mean rmsnorm?"),
+        ("output.name=12", "output.name is 12, but it must be text", "double quotes"),
+        ("output.name=a b", "output.name is 'a b', but it does not have the required form", "text of the form"),
+        ("train.tokens=1.5", "train.tokens is 1.5, but it must be a whole number", "or null."),
+        (f"train.seed={'9' * 6000}", "more than 100 digits", "smaller"),
+    ],
+)
+def test_refused_overrides(override: str, message: str, hint: str) -> None:
+    error = refused(overrides=[override])
+    assert error.message.startswith("command line: ")
+    assert message in error.message
+    assert hint in error.hint
+
+
+# Errors of files
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message", "hint"),
+    [
+        ("train:\n  steps: 5\n  stepz: 6\n", 3, "train.stepz is not a known key", "did you mean train.steps?"),
+        ("trian:\n  steps: 5\n", 1, "trian is not a known key", "did you mean train?"),
+        ("train:\n  steps: 5\nhardwear: 8gb\n", 3, "hardwear is not a known key", "did you mean hardware?"),
+        ("learning_rate: 1\n", 1, "learning_rate is not a known key", "did you mean optim.learning_rate?"),
+        ("zzz: 1\n", 1, "zzz is not a known key", "output, preset, hardware"),
+        ("model:\n  preset: 5\n", 2, "model.preset is not a known key", ""),
+        ("\ntrain.steps: 5\n", 2, "train.steps is written with a dot", "write `train:` and indent `steps:`"),
+        ("train: 5\n", 1, "train is 5, but it is a section", "write `train:` alone"),
+        ("train: [steps]\n", 1, "train is ['steps'], but it is a section", "write `train:` alone"),
+        (
+            "train:\n  steps:\n    a: 1\n",
+            2,
+            "train.steps is {'a': 1}, but it must be a whole number",
+            "optimizer steps",
+        ),
+        ("train:\n  steps: 0\n", 2, "train.steps is 0, but it must be at least 1", "optimizer steps"),
+        ("preset: gpt2-142m\n", 1, "there is no preset gpt2-142m", "did you mean gpt2-124m"),
+        ("preset: 5\n", 1, "preset is 5, but it must be a name", "gpt2-124m"),
+        ("hardware: 9gb\n", 1, "there is no hardware overlay 9gb", "the overlays are 4gb, 8gb"),
+        ("data:\n  source: 5\n", 2, "data.source is 5, but it must be text", "double quotes"),
+        ("model: {layers: 1}\nmodel: {}\n", 2, "'model' is written twice", "one"),
+    ],
+)
+def test_refused_files(tmp_path: Path, text: str, line: int, message: str, hint: str) -> None:
+    path = write(tmp_path, text)
+    error = refused(path)
+    assert error.message.startswith(f"{path}:{line}: ")
+    assert message in error.message
+    assert hint in error.hint
+
+
+def test_a_conflict_names_both_sides(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {steps: 5}\nmodel:\n  width: 100\n")
+    error = refused(path, ["model.heads=7"])
+    assert error.message == (
+        f"model: width 100 is not a multiple of heads 7 (model.width from {path}:3, model.heads from command line)"
+    )
+    assert error.hint == "set model.width or model.heads accordingly"
+
+
+def test_a_conflict_with_a_preset_names_it() -> None:
+    error = refused("gpt2-124m", ["model.norm=rmsnorm"])
+    assert "family gpt2 fixes norm to layernorm" in error.message
+    assert "model.family from preset gpt2-124m" in error.message
+
+
+def test_a_mistake_in_the_file_is_forgiven_where_a_higher_layer_replaces_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "train: {steps: 0}")
+    refused(path)
+    assert load_config(path, ["train.steps=5"]).config.train.steps == 5
+
+
+def test_unknown_targets() -> None:
+    error = refused("gpt2-142m")
+    assert "there is no preset gpt2-142m" in error.message
+    assert "did you mean gpt2-124m" in error.hint
+    assert "`flatout config presets`" in error.hint
+    assert "`flatout config presets`" in refused("").hint
+    assert "no such file" in refused("nowhere/x.yaml").message
+    assert "did you mean 24gb" in refused(hardware="25gb").hint
+    refused("a\x1b[31m")
+    refused("a\0b")
+    refused("x" * 5000)
+
+
+def test_preset_names_cannot_leave_their_folder(tmp_path: Path) -> None:
+    refused(write(tmp_path, "preset: hardware/8gb\n"))
+    refused(write(tmp_path, "preset: ../presets/gpt2-124m\n"))
+    with pytest.raises(ConfigError):
+        preset_text("../schema")
+
+
+# Stored configs, showing and explaining
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_shown_configs_load_back(tmp_path: Path, preset: str) -> None:
+    config = load_config(preset).config
+    loaded = load_config(write(tmp_path, show(config)))
+    assert loaded.config == config
+    assert {source.kind for source in loaded.sources.values()} == {"file"}
+    assert resolve_from_mapping(config.model_dump()) == config
+
+
+@settings(deadline=None)
+@given(st.text(), st.text(), st.floats(1e-300, 100.0))
+@example("true", "1e3", 1e-8)
+@example("\u2028\u0085"[:1], "a\n\tb\ud7ff😀\ufeff", 3.0)
+def test_any_valid_values_survive_showing(
+    tmp_path_factory: pytest.TempPathFactory, a: str, b: str, rate: float
+) -> None:
+    values = load_config().config.model_dump()
+    values["eval"]["sample_prompt"], values["data"]["source"], values["optim"]["learning_rate"] = a, b, rate
+    try:
+        config = resolve_from_mapping(values)
+    except ConfigError as error:
+        assert "control characters" in error.message
+        return
+    path = write(tmp_path_factory.mktemp("shown"), show(config))
+    assert load_config(path).config == config
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([], "not a mapping"),
+        ({}, "train is missing"),
+        ({"train": {"steps": 5, "stepz": 5}}, "train.stepz is not a known key"),
+        ({"train": {"steps": 5}, "lora": {}}, "lora is not a known key"),
+        ({"train": {"steps": 5}, 1: {}}, "1 is not a known key"),
+        ({"train": {"steps": 5, 2: 3}}, "train.2 is not a known key"),
+        ({"train": 5}, "train is 5, but it must be a section"),
+        ({"train": {"steps": "5"}}, "train.steps is '5', but it must be a whole number"),
+        ({"train": {"steps": 10**5000}}, "train.steps is a number of more than 100 digits"),
+        ({"train": {"steps": 5}, "data": {"source": "a\0b"}}, "may not hold control characters"),
+    ],
+)
+def test_stored_configs_that_are_damaged(values: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_from_mapping(values)
+    assert caught.value.message.startswith("stored config: ")
+    assert words in caught.value.message
+    assert caught.value.hint
+
+
+def test_explain_has_a_row_for_every_field() -> None:
+    rows = explain(load_config(overrides=["train.seed=5"]))
+    assert [row.path for row in rows] == list(field_facts())
+    row = next(row for row in rows if row.path == "train.seed")
+    assert (row.value, row.source, row.description) == (5, "command line", field_facts()["train.seed"].description)
+
+
+def test_schema_describes_files() -> None:
+    schema = schema_json()
+    assert schema["properties"]["preset"]["enum"] == PRESETS
+    assert schema["properties"]["hardware"]["enum"] == OVERLAYS
+    assert set(section_paths()) <= set(schema["properties"])
+    assert "required" not in schema
+
+
+# Presets and overlays
+
+
+def test_the_shipped_names() -> None:
+    assert PRESETS == ["gpt-124m", "gpt2-124m", "gpt2-350m", "shakespeare-bpe", "shakespeare-char"]
+    assert OVERLAYS == ["4gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"]
+
+
+@pytest.mark.parametrize("shipped", [*list_presets(), *list_hardware()], ids=lambda shipped: shipped.name)
+def test_summaries_are_one_sentence(shipped: Any) -> None:
+    assert shipped.summary.endswith(".")
+    assert len(shipped.summary) > 20
+    assert not re.search(r"[.!?]\s", shipped.summary)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_load(preset: str) -> None:
+    loaded = load_config(preset)
+    assert preset_text(preset).startswith("# summary: ")
+    # copy_preset adds an output section of its own.
+    assert "output:" not in preset_text(preset)
+    assert loaded.config.output.name == preset
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_only_make_a_run_fit(preset: str, overlay: str) -> None:
+    plain, fitted = load_config(preset), load_config(preset, hardware=overlay)
+    assert fitted.config.model.context <= plain.config.model.context
+    assert fitted.config.train.batch_tokens == plain.config.train.batch_tokens
+    if plain.config.speed.micro_batch is not None:
+        assert (fitted.config.speed.micro_batch or 0) <= plain.config.speed.micro_batch
+    size, count = micro_batch_of(fitted.config)
+    assert size * count * fitted.config.model.context == plain.config.train.batch_tokens
+    changed = {path for path in field_facts() if value_at(plain.config, path) != value_at(fitted.config, path)}
+    assert changed <= {"speed.micro_batch", "speed.accumulation", "speed.checkpointing", "model.context"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_overlays_set_only_what_they_may(overlay: str) -> None:
+    path = Path(sys.modules["flatout.config.load"].__file__ or "").parent / "presets" / "hardware" / f"{overlay}.yaml"
+    tree = parse_yaml(path.read_bytes(), overlay)
+    fields = {f"{section}.{name}" for section, node in tree.items() for name in node.value}  # type: ignore[union-attr]
+    assert fields <= {"speed.micro_batch", "speed.accumulation", "speed.checkpointing", "model.context"}
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_gpt2_124m_fits_each_overlay_with_margin(overlay: str) -> None:
+    config = load_config("gpt2-124m", hardware=overlay).config
+    context, width, layers = config.model.context, config.model.width, config.model.layers
+    kept = 2 if config.speed.checkpointing == "full" else 34  # bytes per activation: the block's input, or all of it
+    recomputed = 34 * context * width if config.speed.checkpointing == "full" else 0
+    sequence = layers * context * width * kept + recomputed + context * 50304 * 8
+    needed = 16 * 124.5e6 + micro_batch_of(config)[0] * sequence
+    assert needed < 0.75 * int(overlay.removesuffix("gb")) * 1e9
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "overlay"),
+    [(0, "4gb"), (2, "4gb"), (3.8, "4gb"), (6, "4gb"), (7.6, "8gb"), (10, "8gb"), (11.7, "12gb"), (14.6, "16gb")]
+    + [(20, "16gb"), (22.1, "24gb"), (31.4, "24gb"), (39.4, "24gb"), (44.4, "48gb"), (79.1, "80gb"), (139.8, "80gb")],
+)
+def test_overlay_for_a_card(gibibytes: float, overlay: str) -> None:
+    assert hardware_for(int(gibibytes * 2**30)) == overlay
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", ["mine.yaml", ""])
+def test_copied_presets_load_to_the_same_config(tmp_path: Path, preset: str, name: str) -> None:
+    path = copy_preset(preset, tmp_path / name)
+    assert path == tmp_path / (name or f"{preset}.yaml")
+    assert path.read_text(encoding="utf-8").startswith(preset_text(preset))
+    assert load_config(path).config == load_config(preset).config
+
+
+def test_copying_never_overwrites(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine")
+    with pytest.raises(ConfigError, match="already exists"):
+        copy_preset(DEFAULT_PRESET, path)
+    assert path.read_text() == "mine"
+    with pytest.raises(ConfigError, match="cannot be written"):
+        copy_preset(DEFAULT_PRESET, tmp_path / "none" / "x.yaml")
+    with pytest.raises(ConfigError, match="there is no preset nope"):
+        copy_preset("nope", tmp_path / "new.yaml")
+    assert not (tmp_path / "new.yaml").exists()
+
+
+# Campaigns
+
+
+def run_campaign(folder: Path, seed: int, count: int) -> None:
+    path = folder / "bad.yaml"
+    for data in bad_config_files(seed, count):
+        path.write_bytes(data)
+        check_refusal(path, [], data[:500])
+    for overrides in bad_overrides(seed, count):
+        check_refusal(None, overrides, overrides)
+
+
+def check_refusal(target: Path | None, overrides: list[str], what: object) -> None:
+    try:
+        load_config(target, overrides)
+    except ConfigError as error:
+        assert error.message.isprintable(), what
+        assert error.hint.isprintable(), what
+        assert error.hint, what
+    else:
+        pytest.fail(f"loaded: {what!r}")
+
+
+def test_bad_configs_are_refused(tmp_path: Path) -> None:
+    run_campaign(tmp_path, seed=1, count=300)
+
+
+@pytest.mark.slow
+def test_thousands_of_bad_configs_are_refused(tmp_path: Path) -> None:
+    run_campaign(tmp_path, seed=2, count=5000)
+
+
+def test_bad_configs_are_bad_for_their_mistake_alone(tmp_path: Path) -> None:
+    import random
+
+    for seed in range(30):
+        load_config(write(tmp_path, as_yaml(good_sections(random.Random(seed)))))
+    assert list(bad_config_files(3, 40)) == list(bad_config_files(3, 40))
+    assert list(bad_overrides(3, 40)) == list(bad_overrides(3, 40))
+    assert len(set(bad_config_files(3, len(FILE_KINDS)))) == len(FILE_KINDS)
+    assert not any("\0" in part for overrides in bad_overrides(3, 20 * len(OVERRIDE_KINDS)) for part in overrides)
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(), max_size=3), st.sampled_from(list(field_facts())), st.text())
+def test_any_override_loads_or_is_a_config_error(overrides: list[str], path: str, value: str) -> None:
+    for attempt in (overrides, [f"{path}={value}"]):
+        try:
+            load_config(overrides=attempt)
+        except ConfigError as error:
+            assert error.message.isprintable()
+            assert error.hint.isprintable()
+            assert error.hint
+
+
+@settings(deadline=None)
+@given(st.text(), st.sampled_from(list(field_facts())), st.text())
+def test_any_file_loads_or_is_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, text: str, path: str, value: str
+) -> None:
+    section, _, name = path.partition(".")
+    file = tmp_path_factory.mktemp("fuzz") / "my.yaml"
+    for attempt in (text, f"train: {{steps: 5}}\n{section}:\n  {name}: {value}\n", f"{text}: {value}\n"):
+        file.write_bytes(attempt.encode("utf-8", "surrogatepass"))
+        try:
+            load_config(file)
+        except ConfigError as error:
+            assert error.message.isprintable()
+            assert error.hint
+
+
+def test_config_needs_no_torch() -> None:
+    code = "import sys, flatout.config.load; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

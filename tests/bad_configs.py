@@ -191,8 +191,7 @@ def _anchor(rng: random.Random) -> bytes:
 
 def _anchor_bomb(rng: random.Random) -> bytes:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
-    for level in range(1, rng.randint(5, 40)):
-        lines.append(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]")
+    lines += [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, rng.randint(5, 40))]
     return "\n".join(lines).encode()
 
 

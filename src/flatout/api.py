@@ -14,8 +14,8 @@ from flatout.data.shards import open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint
+from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
-from flatout.engine.evaluate import perplexity
 from flatout.engine.loop import train_loop
 from flatout.engine.run_folder import (
     checkpoint_to_load,
@@ -92,7 +92,7 @@ def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
     if checkpoint.state["dataset"] != run.dataset.manifest.fingerprint:
         raise CheckpointError(
-            f"the checkpoint was trained on data {checkpoint.state['dataset'][:12]}, {run.dataset.folder} is "
+            f"the checkpoint was trained on data {checkpoint.state['dataset'][:12]}, {run.dataset.train.folder} is "
             f"{run.dataset.manifest.fingerprint[:12]}",
             "restore the data it was trained on, or start a new run",
         )
@@ -233,7 +233,7 @@ def evaluate(
     return Evaluation(
         loss=loss,
         perplexity=perplexity(loss),
-        bits_per_byte=shards.bits_per_byte(loss),
+        bits_per_byte=bits_per_byte(loss, shards),
         tokens=count,
         split=split,
         origin=str(loaded.origin),

@@ -28,9 +28,8 @@ from flatout.config.load import (
     show,
 )
 from flatout.config.schema import RunConfig, micro_batch_of
-from flatout.config.yaml_loader import parse_yaml
+from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
-from tests.bad_configs import FILE_KINDS, OVERRIDE_KINDS, as_yaml, bad_config_files, bad_overrides, good_sections
 
 PRESETS = [preset.name for preset in list_presets()]
 OVERLAYS = [overlay.name for overlay in list_hardware()]
@@ -365,17 +364,17 @@ def test_shown_configs_load_back(tmp_path: Path, preset: str) -> None:
 @settings(deadline=None)
 @given(st.text(), st.text(), st.floats(1e-300, 100.0))
 @example("true", "1e3", 1e-8)
-@example("\u2028\u0085"[:1], "a\n\tb\ud7ff😀\ufeff", 3.0)
+@example("\u2028", "a\n\tb\ud7ff😀\ufeff", 3.0)
 def test_any_valid_values_survive_showing(
     tmp_path_factory: pytest.TempPathFactory, a: str, b: str, rate: float
 ) -> None:
     values = load_config().config.model_dump()
     values["eval"]["sample_prompt"], values["data"]["source"], values["optim"]["learning_rate"] = a, b, rate
-    try:
-        config = resolve_from_mapping(values)
-    except ConfigError as error:
-        assert "control characters" in error.message
+    if has_control_character(a) or has_control_character(b):
+        with pytest.raises(ConfigError, match="control characters"):
+            resolve_from_mapping(values)
         return
+    config = resolve_from_mapping(values)
     path = write(tmp_path_factory.mktemp("shown"), show(config))
     assert load_config(path).config == config
 
@@ -477,8 +476,18 @@ def test_gpt2_124m_fits_each_overlay_with_margin(overlay: str) -> None:
 
 @pytest.mark.parametrize(
     ("gibibytes", "overlay"),
-    [(0, "4gb"), (2, "4gb"), (3.8, "4gb"), (6, "4gb"), (7.6, "8gb"), (10, "8gb"), (11.7, "12gb"), (14.6, "16gb")]
-    + [(20, "16gb"), (22.1, "24gb"), (31.4, "24gb"), (39.4, "24gb"), (44.4, "48gb"), (79.1, "80gb"), (139.8, "80gb")],
+    [
+        *[(0, "4gb"), (2, "4gb"), (3.8, "4gb"), (6, "4gb"), (7.6, "8gb"), (10, "8gb"), (11.7, "12gb"), (14.6, "16gb")],
+        *[
+            (20, "16gb"),
+            (22.1, "24gb"),
+            (31.4, "24gb"),
+            (39.4, "24gb"),
+            (44.4, "48gb"),
+            (79.1, "80gb"),
+            (139.8, "80gb"),
+        ],
+    ],
 )
 def test_overlay_for_a_card(gibibytes: float, overlay: str) -> None:
     assert hardware_for(int(gibibytes * 2**30)) == overlay
@@ -503,77 +512,6 @@ def test_copying_never_overwrites(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no preset nope"):
         copy_preset("nope", tmp_path / "new.yaml")
     assert not (tmp_path / "new.yaml").exists()
-
-
-# Campaigns
-
-
-def run_campaign(folder: Path, seed: int, count: int) -> None:
-    path = folder / "bad.yaml"
-    for data in bad_config_files(seed, count):
-        path.write_bytes(data)
-        check_refusal(path, [], data[:500])
-    for overrides in bad_overrides(seed, count):
-        check_refusal(None, overrides, overrides)
-
-
-def check_refusal(target: Path | None, overrides: list[str], what: object) -> None:
-    try:
-        load_config(target, overrides)
-    except ConfigError as error:
-        assert error.message.isprintable(), what
-        assert error.hint.isprintable(), what
-        assert error.hint, what
-    else:
-        pytest.fail(f"loaded: {what!r}")
-
-
-def test_bad_configs_are_refused(tmp_path: Path) -> None:
-    run_campaign(tmp_path, seed=1, count=300)
-
-
-@pytest.mark.slow
-def test_thousands_of_bad_configs_are_refused(tmp_path: Path) -> None:
-    run_campaign(tmp_path, seed=2, count=5000)
-
-
-def test_bad_configs_are_bad_for_their_mistake_alone(tmp_path: Path) -> None:
-    import random
-
-    for seed in range(30):
-        load_config(write(tmp_path, as_yaml(good_sections(random.Random(seed)))))
-    assert list(bad_config_files(3, 40)) == list(bad_config_files(3, 40))
-    assert list(bad_overrides(3, 40)) == list(bad_overrides(3, 40))
-    assert len(set(bad_config_files(3, len(FILE_KINDS)))) == len(FILE_KINDS)
-    assert not any("\0" in part for overrides in bad_overrides(3, 20 * len(OVERRIDE_KINDS)) for part in overrides)
-
-
-@settings(deadline=None)
-@given(st.lists(st.text(), max_size=3), st.sampled_from(list(field_facts())), st.text())
-def test_any_override_loads_or_is_a_config_error(overrides: list[str], path: str, value: str) -> None:
-    for attempt in (overrides, [f"{path}={value}"]):
-        try:
-            load_config(overrides=attempt)
-        except ConfigError as error:
-            assert error.message.isprintable()
-            assert error.hint.isprintable()
-            assert error.hint
-
-
-@settings(deadline=None)
-@given(st.text(), st.sampled_from(list(field_facts())), st.text())
-def test_any_file_loads_or_is_a_config_error(
-    tmp_path_factory: pytest.TempPathFactory, text: str, path: str, value: str
-) -> None:
-    section, _, name = path.partition(".")
-    file = tmp_path_factory.mktemp("fuzz") / "my.yaml"
-    for attempt in (text, f"train: {{steps: 5}}\n{section}:\n  {name}: {value}\n", f"{text}: {value}\n"):
-        file.write_bytes(attempt.encode("utf-8", "surrogatepass"))
-        try:
-            load_config(file)
-        except ConfigError as error:
-            assert error.message.isprintable()
-            assert error.hint
 
 
 def test_config_needs_no_torch() -> None:

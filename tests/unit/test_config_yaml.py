@@ -24,12 +24,16 @@ from flatout.config.yaml_loader import (
 from flatout.errors import ConfigError
 
 
+def assert_speaks(error: ConfigError) -> None:
+    assert error.message.isprintable()
+    assert error.hint.isprintable()
+    assert error.hint
+
+
 def refused(data: bytes | str) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
         parse_yaml(data.encode() if isinstance(data, str) else data, "my.yaml")
-    assert caught.value.message.isprintable()
-    assert caught.value.hint.isprintable()
-    assert caught.value.hint
+    assert_speaks(caught.value)
     return caught.value
 
 
@@ -288,9 +292,7 @@ def test_any_text_is_a_mapping_or_a_config_error(text: str) -> None:
     try:
         assert isinstance(parse_yaml(text.encode("utf-8", "surrogatepass"), "my.yaml"), dict)
     except ConfigError as error:
-        assert error.message.isprintable()
-        assert error.hint.isprintable()
-        assert error.hint
+        assert_speaks(error)
 
 
 @settings(deadline=None)
@@ -299,4 +301,4 @@ def test_any_bytes_are_a_mapping_or_a_config_error(data: bytes) -> None:
     try:
         assert isinstance(parse_yaml(data, "my.yaml"), dict)
     except ConfigError as error:
-        assert error.message.isprintable()
+        assert_speaks(error)

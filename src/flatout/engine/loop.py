@@ -15,7 +15,7 @@ import torch
 import flatout
 from flatout.device import peak_memory_bytes
 from flatout.engine.checkpoint import Checkpoint, keep_newest, write_checkpoint, write_json_atomically
-from flatout.engine.evaluate import evaluate, perplexity
+from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.setup import Run, out_of_memory
@@ -204,7 +204,7 @@ def _evaluate(run: Run, progress: Progress, reason: str) -> EvalRecord:
         step=progress.step,
         loss=loss,
         perplexity=perplexity(loss),
-        bits_per_byte=run.dataset.val.bits_per_byte(loss),
+        bits_per_byte=bits_per_byte(loss, run.dataset.val),
         tokens=tokens,
         seconds=time.perf_counter() - began,
         best=best,

@@ -15,9 +15,11 @@ import torch
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches
+from flatout.data.manifest import read_manifest
 from flatout.data.pack import pack_corpus
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import Dataset, open_dataset
+from flatout.data.tokenizer import load_tokenizer
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.randomness import RandomStream
@@ -114,13 +116,22 @@ def _check_settings(config: RunConfig, folder: Path) -> None:
     """Shards prepared from other settings must not be trained on by mistake."""
     if config.data.source is None:
         return
-    stored = open_dataset(folder, verify="sizes").manifest.settings
-    for name in ("source", "tokenizer", "split", "val_fraction"):
-        asked = getattr(config.data, name)
-        if stored.get(name) != asked:
+    manifest = read_manifest(folder)
+    named = config.data.tokenizer
+    kind = named if named in ("char", "bytes", "gpt2") else "huggingface"
+    pairs = {
+        "source": (manifest.settings.source, config.data.source),
+        "split": (manifest.settings.split, config.data.split),
+        "val_fraction": (manifest.settings.val_fraction, config.data.val_fraction),
+        "tokenizer": (manifest.tokenizer_kind, kind),
+    }
+    if kind == "huggingface":
+        pairs["tokenizer"] = (manifest.tokenizer_fingerprint, load_tokenizer(named, None).fingerprint)
+    for name, (stored, asked) in pairs.items():
+        if stored != asked:
             raise DataError(
-                f"{folder} was prepared with {name} {stored.get(name)!r}, the config says {asked!r}",
-                "set data.folder to a new folder, or run `flatout prepare --overwrite`",
+                f"{folder} was prepared with {name} {stored!r}, the config says {asked!r}",
+                "set data.folder to a new folder, or run `flatout prepare --overwrite` with this config",
             )
 
 
@@ -174,7 +185,7 @@ def _vocabulary(config: RunConfig, dataset: Dataset) -> int:
     known = dataset.tokenizer.vocab
     if config.model.vocab is not None and config.model.vocab < known:
         raise ConfigError(
-            f"model.vocab is {config.model.vocab}, but the tokenizer of {dataset.folder} has {known} ids",
+            f"model.vocab is {config.model.vocab}, but the tokenizer of {dataset.train.folder} has {known} ids",
             "leave model.vocab at null, or raise it",
         )
     return config.model.vocab or known

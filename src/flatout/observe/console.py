@@ -7,7 +7,6 @@ to move the cursor or rename the window.
 import math
 import re
 import sys
-import time
 from typing import TextIO
 
 from rich.console import Console as RichConsole
@@ -81,8 +80,6 @@ class TerminalReader:
         self.info: RunInfo | None = None
         self.val_loss: float | None = None
         self.speed: float | None = None
-        self.pauses = 0.0
-        self.began = time.monotonic()
         self.live: Live | None = None
 
     def show(self, record: Record) -> None:
@@ -161,20 +158,21 @@ class TerminalReader:
 
 def _banner(info: RunInfo) -> list[str]:
     start = f", from step {info.start_step}" if info.start_step else ""
-    lines = [
-        f"flatout {info.flatout}: {info.family}, {human_count(info.parameters)} parameters, on {info.device} (torch {info.torch})",
-        f"data: {info.train_tokens:,} training and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab} ids)",
-        f"run: {info.steps:,} steps of {info.batch_tokens:,} tokens ({info.micro_batch} x {info.context} x {info.accumulation}), "
-        f"{info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs{start}, in {info.folder}",
+    size = human_count(info.parameters)
+    shape = f"{info.micro_batch} x {info.context} x {info.accumulation}"
+    epochs = info.steps * info.batch_tokens / (info.windows * info.context)
+    used = ", ".join(f"{feature.name} {feature.used}" for feature in info.features if feature.name in _SHOWN)
+    fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used)]
+    return [
+        f"flatout {info.flatout}: {info.family}, {size} parameters, on {info.device} (torch {info.torch})",
+        f"data: {info.train_tokens:,} training and {info.val_tokens:,} validation tokens "
+        f"({info.tokenizer}, {info.vocab:,} ids)",
+        f"run: {info.steps:,} steps of {info.batch_tokens:,} tokens ({shape}), {epochs:.2f} epochs{start}, "
+        f"in {info.folder}",
+        f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}",
+        *(f"note: speed.{f.name} {f.asked} became {f.used}: {f.why}" for f in fallbacks),
+        *([f"resuming from {info.resumed_from}"] if info.resumed_from else []),
     ]
-    used = ", ".join(f"{f.name} {f.used}" for f in info.features if f.name in _SHOWN)
-    lines.append(f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}")
-    for feature in info.features:
-        if feature.why and feature.asked not in ("auto", "null", feature.used):
-            lines.append(f"note: speed.{feature.name} {feature.asked} became {feature.used}: {feature.why}")
-    if info.resumed_from:
-        lines.append(f"resuming from {info.resumed_from}")
-    return lines
 
 
 _SHOWN = ("precision", "attention", "compile", "fused_optimizer", "loader", "checkpointing")

@@ -8,7 +8,8 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 
 LAYERS = [
-    {"errors", "records", "config"},
+    {"errors"},
+    {"records", "config"},
     {"device"},
     {"ops"},
     {"data", "model", "optim"},
@@ -57,7 +58,7 @@ def test_imports_point_down(path: Path):
     for room in imported_rooms(path) - {here}:
         assert LEVEL[room] < LEVEL[here], f"{here} imports {room}, which is not below it"
         if here == "observe":
-            assert LEVEL[room] == 0, f"observe reads records only, not {room}"
+            assert room in {"errors", "records", "config"}, f"observe reads records only, not {room}"
 
 
 def test_sibling_modules_form_no_cycle():

@@ -67,51 +67,56 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """The memory of a training step with AdamW, fp32 weights and `half`- or single-precision matrix products.
 
-    Activations are what backward needs, counted per token and block by hand from the layers (the residual stream stays
-    fp32). Compiled code keeps fewer of them because it recomputes the cheap ones. Tested against the bytes autograd
+    Activations are what backward needs, added up part by part from the layers; tested against the bytes autograd
     really keeps, and on a GPU against the measured peak.
     """
     parameters = parameter_count(config, vocab)
     tokens = micro_batch * config.context
-    per_token = _activation_bytes_per_token(config, half=half, compiled=compiled)
-    stream = 4 * config.width
-    if checkpointing:
-        activations = tokens * (config.layers * stream + per_token)
-    else:
-        activations = tokens * config.layers * per_token
+    stream, cell = 4 * config.width, 2 if half else 4
+    block = _block_bytes_per_token(config, half=half, compiled=compiled)
+    ends = stream + cell * config.width + (stream if config.norm == "rmsnorm" else 0)  # final norm and head input
+    kept_blocks = config.layers * stream + block if checkpointing else config.layers * block
     padded = vocab + -vocab % pad_vocab
-    cell = 2 if half else 4
-    # The logits in compute precision and, eager, their fp32 copy, its log-softmax and the gradients of both; compiled
-    # code keeps the logits and writes their gradient.
-    loss_cells = cell * 2 if compiled else cell * 2 + 4 * (2 if half else 1)
-    weights_copy = parameters * 2 if half else 0  # autocast's half-precision copies live until backward
+    # Eager code holds the logits, their fp32 copy, the log-softmax and its gradient at once; compiled code the logits
+    # and their gradient.
+    loss_bytes = 2 * cell if compiled else 8 + (2 * cell if half else 0)
     return MemoryEstimate(
-        weights=4 * parameters + weights_copy,
+        weights=4 * parameters + (2 * parameters if half else 0),  # autocast's narrow copies live until backward
         gradients=4 * parameters,
         optimizer=8 * parameters,
-        activations=activations + 2 * tokens * stream,
-        loss=tokens * padded * loss_cells,
+        activations=tokens * (kept_blocks + ends),
+        loss=tokens * padded * loss_bytes,
     )
 
 
-def _activation_bytes_per_token(config: ModelConfig, *, half: bool, compiled: bool) -> int:
-    """Bytes autograd keeps per token and block."""
-    width, cell = config.width, 2 if half else 4
-    groups = config.kv_heads or config.heads
+def _block_bytes_per_token(config: ModelConfig, *, half: bool, compiled: bool) -> float:
+    """Bytes that one block keeps per token until its backward."""
+    width, stream, cell = config.width, 4 * config.width, 2 if half else 4
     size = width // config.heads
-    key_values = 2 * groups * size
+    queries_keys = width + (config.kv_heads or config.heads) * size
+    values = (config.kv_heads or config.heads) * size
     up, hidden = _mlp_widths(config)
-    stream = 4 * width
-    normed = 2 * (cell * width)  # inputs of qkv and of up
-    attention = cell * (width + key_values) + cell * width  # q, k, v, and the output, which is also out's input
-    activation = cell * (up + hidden)  # input of the non-linearity, and out's input
-    if compiled:
-        return 2 * stream + normed + attention + activation
-    rotary = cell * (width + key_values // 2) if config.qk_norm else 0  # inputs of the norms, beside what rope returns
-    turned = cell * (width + key_values // 2) if config.positions == "rope" else 0
-    cast = 2 * stream if half else 0  # norm outputs in fp32 before autocast narrows them
-    inner = cell * hidden if config.mlp in ("swiglu", "relu2") else 0
-    return 2 * stream + normed + attention + activation + rotary + turned + cast + inner
+    parts = [
+        2 * stream,  # inputs of both norms
+        2 * cell * width,  # inputs of qkv and up
+        cell * (queries_keys + values),  # output of qkv
+        cell * width + 4 * config.heads,  # output of attention, log-sum-exp
+        cell * (up + hidden),  # input and output of the non-linearity
+    ]
+    if compiled:  # it recomputes the cheap parts in backward, at the price of some copies in the other precision
+        parts.append(2 * stream if half else 0)
+        return sum(parts)
+    if config.norm == "rmsnorm":
+        parts.append(2 * stream)  # the normalised input, before its weight
+    if config.qk_norm:
+        parts.append((8 if half else 4) * queries_keys)  # normalised in fp32, and widened first
+    if config.positions == "rope":
+        parts += [cell * queries_keys, cell * width]  # turned queries and keys; attention's output in out's layout
+    if config.mlp in ("swiglu", "relu2"):
+        parts.append(cell * hidden)  # silu(gate), or relu before its square
+    if config.residual_scale is not None:
+        parts.append(2 * cell * width)
+    return sum(parts)
 
 
 def _mlp_widths(config: ModelConfig) -> tuple[int, int]:

@@ -1,0 +1,58 @@
+"""What the tests share: one thread, no GPU surprises, and a model small enough to train in a blink."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are tiny: threads would cost more than they bring
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+from flatout.config.load import LoadedConfig, load_config
+
+torch.set_num_threads(1)
+
+TINY = [
+    "model.layers=2",
+    "model.width=32",
+    "model.heads=2",
+    "model.context=16",
+    "train.batch_tokens=64",
+    "train.steps=40",
+    "optim.warmup_steps=5",
+    "eval.every=0",
+    "eval.tokens=512",
+    "eval.sample_tokens=8",
+    "checkpoint.every=0",
+    "speed.device=cpu",
+]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small text with some structure, so that training has something to learn."""
+    path = tmp_path_factory.mktemp("corpus") / "lines.txt"
+    lines = [f"the {a} {b} over the {c}.\n" for a in ("old", "red", "sly") for b in ("fox", "cow") for c in ("dog", "moon")]
+    path.write_text("".join(lines * 40), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def tiny(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LoadedConfig]:
+    """Loads a tiny config whose files all lie in this test's folder; more `a.b=c` words may follow."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(*overrides: str) -> LoadedConfig:
+        return load_config("shakespeare-char", [*TINY, f"data.source={corpus}", *overrides])
+
+    return load

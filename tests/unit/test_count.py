@@ -1,0 +1,93 @@
+"""Counts from the config against the truth: numel, torch's FLOP counter, the bytes autograd keeps."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from flatout.config.schema import ModelConfig
+from flatout.model.count import estimate_memory, flops_per_token, parameter_count
+from flatout.model.gpt import GPT, build_model
+
+VOCAB = 97
+SHAPE = {"layers": 3, "width": 48, "heads": 6, "context": 32}
+VARIANTS = [
+    {"family": "gpt2"},
+    {},
+    {"kv_heads": 2, "mlp": "relu2", "tied": False},
+    {"norm": "layernorm", "bias": True, "positions": "learned", "mlp": "gelu", "qk_norm": False},
+    {"residual_scale": 0.1, "mlp_width": 100},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_parameter_count_is_numel(variant):
+    config = ModelConfig(**SHAPE, **variant)
+    assert parameter_count(config, VOCAB) == sum(p.numel() for p in build_model(config, VOCAB).parameters())
+
+
+def test_gpt2_sizes_are_the_published_ones():
+    small = ModelConfig(family="gpt2", layers=12, width=768, heads=12, context=1024)
+    medium = ModelConfig(family="gpt2", layers=24, width=1024, heads=16, context=1024)
+    assert parameter_count(small, 50257) == 124_439_808
+    assert parameter_count(medium, 50257) == 354_823_168
+    assert flops_per_token(small, 50257) == pytest.approx(854e6, rel=0.01)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_flops_equal_what_torch_counts(variant):
+    config = ModelConfig(**SHAPE, **variant)
+    model = build_model(config, VOCAB, attention="reference")
+    tokens = torch.randint(VOCAB, (2, config.context))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    assert flops_per_token(config, VOCAB) * tokens.numel() == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+def kept_bytes(model: GPT, tokens: torch.Tensor, half: bool) -> int:
+    """Bytes of distinct memory that autograd holds after forward, weights and their casts left out."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights |= {b.untyped_storage().data_ptr() for b in model.buffers()}
+    shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.shape)[::-1] for p in model.parameters()}
+    storages: dict[int, int] = {}
+    held = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        cast_weight = half and tuple(tensor.shape) in shapes
+        if storage.data_ptr() not in weights and not cast_weight and tensor.dtype != torch.int64:
+            storages[storage.data_ptr()] = storage.nbytes()
+            held.append(tensor)  # keeps the address from being used twice
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=half),
+    ):
+        model(tokens, tokens)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_activation_estimate_matches_what_autograd_keeps(variant, half):
+    shape = {"layers": 6, "width": 96, "heads": 4, "context": 64}
+    config = ModelConfig(**shape, **{name: value for name, value in variant.items() if name != "mlp_width"})
+    model = build_model(config, VOCAB)
+    tokens = torch.randint(VOCAB, (4, config.context))
+    estimate = estimate_memory(config, VOCAB, micro_batch=4, half=half, compiled=False, checkpointing=False)
+    truth = kept_bytes(model, tokens, half) - tokens.numel() * 4 * VOCAB  # the loss is a part of its own
+    assert estimate.activations == pytest.approx(truth, rel=0.10)
+
+
+def test_checkpointing_and_smaller_micro_batches_need_less():
+    config = ModelConfig(family="gpt2", layers=12, width=768, heads=12, context=1024)
+
+    def total(**changes) -> int:
+        settings = {"micro_batch": 16, "half": True, "compiled": True, "checkpointing": False, **changes}
+        return estimate_memory(config, 50257, **settings).total
+
+    assert total(checkpointing=True) < 0.65 * total()
+    assert total(micro_batch=8) < 0.6 * total()
+    assert all(a < b for a, b in itertools.pairwise(total(micro_batch=n) for n in (1, 2, 4, 8)))

@@ -1,0 +1,278 @@
+"""Loaders: the same batches from host and device, any workers, any shards, any rank; and prompt, clean endings."""
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.data import loader as module
+from flatout.data.loader import IGNORED, Batch, DeviceLoader, HostLoader, evaluation_batches, window_order
+from flatout.data.pack import pack_corpus
+from flatout.data.sampler import WindowOrder, window_count
+from flatout.data.shards import TokenShards
+from flatout.errors import DataError, ResourceError
+
+SHAPE: dict[str, Any] = {"batch_size": 6, "context": 16, "stride": 16, "device": "cpu"}
+
+
+def prepare(folder: Path, text: str, tokenizer: str = "bytes", shard_tokens: int = 10**8) -> Path:
+    source = folder / "text.txt"
+    source.write_text(text, encoding="utf-8")
+    pack_corpus(str(source), folder / f"data-{shard_tokens}", tokenizer, "contiguous", 0.2, shard_tokens)
+    return folder / f"data-{shard_tokens}"
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
+    text = " ".join(str(number * number) for number in range(500))
+    return TokenShards(prepare(tmp_path_factory.mktemp("loader"), text), "train")
+
+
+def host(shards: TokenShards, first: int, last: int, workers: int = 0, **changes: Any) -> HostLoader:
+    arguments = SHAPE | changes
+    order = window_order(shards, context=arguments["context"], stride=arguments["stride"], seed=9)
+    return HostLoader(shards, order, workers=workers, first_step=first, last_step=last, **arguments)
+
+
+def device(shards: TokenShards, first: int, last: int, **changes: Any) -> DeviceLoader:
+    arguments = SHAPE | changes
+    order = window_order(shards, context=arguments["context"], stride=arguments["stride"], seed=9)
+    return DeviceLoader(shards, order, first_step=first, last_step=last, **arguments)
+
+
+def assert_same(left: list[Batch], right: list[Batch]) -> None:
+    assert [batch.step for batch in left] == [batch.step for batch in right]
+    for one, other in zip(left, right, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert torch.equal(one.targets, other.targets)
+
+
+def loader_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("flatout-loader")]
+
+
+@pytest.mark.parametrize(("context", "stride"), [(16, 16), (16, 5), (7, 11), (1, 1)])
+def test_batches_are_the_windows_of_the_order(train: TokenShards, context: int, stride: int) -> None:
+    stream = train.read(0, train.tokens).astype(np.int64)
+    order = WindowOrder(window_count(train.tokens, context, stride), 9)
+    for batch in host(train, 3, 6, context=context, stride=stride):
+        assert batch.tokens.shape == batch.targets.shape == (6, context)
+        assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+        assert batch.tokens.is_contiguous()
+        assert batch.targets.is_contiguous()
+        for row, window in enumerate(order.indices(batch.step * 6, 6)):
+            start = int(window) * stride
+            assert batch.tokens[row].tolist() == stream[start : start + context].tolist()
+            assert batch.targets[row].tolist() == stream[start + 1 : start + context + 1].tolist()
+
+
+@pytest.mark.parametrize("stride", [16, 3])
+def test_host_and_device_and_any_workers_give_the_same_batches(train: TokenShards, stride: int) -> None:
+    reference = list(host(train, 0, 40, stride=stride))
+    assert [batch.step for batch in reference] == list(range(40))
+    for workers in (1, 2, 7):
+        assert_same(list(host(train, 0, 40, workers, stride=stride)), reference)
+    assert_same(list(device(train, 0, 40, stride=stride)), reference)
+    assert loader_threads() == []
+
+
+def test_starting_at_a_step_continues_exactly(train: TokenShards) -> None:
+    reference = list(host(train, 0, 30))
+    assert_same(list(host(train, 17, 30, workers=2)), reference[17:])
+    assert_same(list(device(train, 17, 30)), reference[17:])
+    assert list(host(train, 5, 5)) == list(device(train, 5, 5)) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 6])
+def test_ranks_share_each_batch_in_order(train: TokenShards, world_size: int) -> None:
+    reference = list(host(train, 0, 5))
+    for build in (host, device):
+        ranks = [list(build(train, 0, 5, rank=rank, world_size=world_size)) for rank in range(world_size)]
+        for step, whole in enumerate(reference):
+            assert torch.equal(torch.cat([batches[step].tokens for batches in ranks]), whole.tokens)
+            assert torch.equal(torch.cat([batches[step].targets for batches in ranks]), whole.targets)
+
+
+@pytest.mark.parametrize("shard_tokens", [10, 17, 333])
+def test_shards_of_any_size_give_the_same_batches(train: TokenShards, tmp_path: Path, shard_tokens: int) -> None:
+    text = " ".join(str(number * number) for number in range(500))
+    many = TokenShards(prepare(tmp_path, text, shard_tokens=shard_tokens), "train")
+    reference = list(host(train, 0, 20))
+    assert_same(list(host(many, 0, 20, workers=2)), reference)
+    assert_same(list(device(many, 0, 20)), reference)
+
+
+@pytest.mark.parametrize("vocab", [65_536, 70_000])
+def test_large_ids_survive_the_narrow_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vocab: int) -> None:
+    monkeypatch.setattr(module, "_COPY_TOKENS", 1000)
+    folder = prepare(tmp_path, "".join(chr(0x10000 + number) for number in range(vocab)), "char")
+    shards = TokenShards(folder, "train")
+    assert shards.dtype.itemsize == (2 if vocab == 65_536 else 4)
+    for build in (host, device):
+        for batch in build(shards, 0, 4, context=512, stride=512):
+            # Neighbouring ids differ by one here, whatever their size.
+            assert torch.equal(batch.tokens + 1, batch.targets)
+            assert int(batch.tokens.min()) >= 0
+    largest = max(int(batch.targets.max()) for batch in device(shards, 0, 18, context=512, stride=512))
+    assert largest > 52_000
+
+
+def test_an_epoch_holds_every_target_once(train: TokenShards) -> None:
+    windows = window_count(train.tokens, 16, 16)
+    batches = list(host(train, 0, 1, batch_size=windows))
+    stream = train.read(1, windows * 16).astype(np.int64)
+    assert sorted(batches[0].targets.flatten().tolist()) == sorted(stream.tolist())
+
+
+# Ends and errors
+
+
+def test_stopping_early_stops_the_threads_at_once(train: TokenShards) -> None:
+    started = time.monotonic()
+    with host(train, 0, 10**9, workers=3) as batches:
+        assert next(batches).step == 0
+        assert len(loader_threads()) > 0
+    assert loader_threads() == []
+    assert list(batches) == []
+    batches.close()
+    assert time.monotonic() - started < 5
+    with device(train, 0, 10**9) as resident:
+        assert next(resident).step == 0
+    assert list(resident) == []
+
+
+def test_reading_ahead_is_bounded(train: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[int] = []
+    gather = TokenShards.gather
+    monkeypatch.setattr(TokenShards, "gather", lambda self, *args: (reads.append(1), gather(self, *args))[1])
+    with host(train, 0, 1000, workers=2) as batches:
+        next(batches)
+        time.sleep(0.1)
+        assert len(reads) <= module.PREFETCH
+        next(batches)
+        time.sleep(0.1)
+        assert len(reads) <= module.PREFETCH + 1
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_order_is_kept_when_workers_finish_out_of_order(
+    train: TokenShards, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    reference = list(host(train, 0, 12))
+    gather = TokenShards.gather
+    delays = iter([0.03, 0.0, 0.02, 0.0, 0.0, 0.03] * 2)
+    monkeypatch.setattr(TokenShards, "gather", lambda self, *args: (time.sleep(next(delays)), gather(self, *args))[1])
+    assert_same(list(host(train, 0, 12, workers)), reference)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_worker_raises_is_raised_in_the_loop(
+    train: TokenShards, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    gather = TokenShards.gather
+    calls = iter(range(100))
+
+    def failing(self: TokenShards, *arguments: Any) -> Any:
+        if next(calls) == 2:
+            raise OSError("the disk went away")
+        return gather(self, *arguments)
+
+    monkeypatch.setattr(TokenShards, "gather", failing)
+    seen = []
+    with host(train, 0, 10, workers) as batches, pytest.raises(OSError, match="the disk went away"):
+        seen.extend(batch.step for batch in batches)
+    # With several workers the failing read may belong to any of the first steps, but never to one already delivered.
+    assert seen == list(range(len(seen)))
+    assert len(seen) <= 3
+    assert loader_threads() == []
+
+
+def test_a_split_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
+    shards = TokenShards(prepare(tmp_path, "x" * 20), "train")
+    assert shards.tokens == 16
+    with pytest.raises(DataError) as caught:
+        window_order(shards, context=16, stride=16, seed=0)
+    assert "16 tokens" in caught.value.message
+    assert "17" in caught.value.message
+    assert "model.context" in caught.value.hint
+    order = WindowOrder(1, 0)
+    for build in (lambda **a: HostLoader(shards, order, workers=0, **a), lambda **a: DeviceLoader(shards, order, **a)):
+        with pytest.raises(DataError):
+            build(**SHAPE, first_step=0, last_step=1)
+    assert len(list(host(shards, 0, 2, context=15))) == 2
+
+
+def test_arguments_that_contradict_each_other_are_refused(train: TokenShards) -> None:
+    with pytest.raises(ValueError, match="order is over 3 windows"):
+        HostLoader(train, WindowOrder(3, 0), workers=0, first_step=0, last_step=1, **SHAPE)
+    for changes in ({"rank": 2, "world_size": 2}, {"rank": 0, "world_size": 4}, {"batch_size": 0}):
+        with pytest.raises(ValueError, match="no share"):
+            device(train, 0, 1, **changes)
+    with pytest.raises(ValueError, match="workers"):
+        host(train, 0, 1, workers=-1)
+
+
+def test_a_split_too_large_for_the_device_is_a_resource_error(
+    train: TokenShards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(ResourceError) as caught:
+        device(train, 0, 1)
+    assert "speed.loader=host" in caught.value.hint
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 50])
+@pytest.mark.parametrize("context", [1, 7, 16, 5000])
+@pytest.mark.parametrize("most_tokens", [None, 1, 40, 112, 10**9])
+def test_evaluation_covers_every_target_once(
+    train: TokenShards, batch_size: int, context: int, most_tokens: int | None
+) -> None:
+    stream = train.read(0, train.tokens).astype(np.int64)
+    count = min(train.tokens - 1, most_tokens or 10**9)
+    arguments: dict[str, Any] = {"context": context, "batch_size": batch_size, "device": "cpu"}
+    batches = list(evaluation_batches(train, most_tokens=most_tokens, **arguments))
+    assert len(batches) == -(-count // (batch_size * context))
+    tokens = torch.cat([batch.tokens.flatten() for batch in batches])
+    targets = torch.cat([batch.targets.flatten() for batch in batches])
+    assert {batch.tokens.shape for batch in batches} == {(batch_size, context)}
+    assert tokens[:count].tolist() == stream[:count].tolist()
+    assert targets[:count].tolist() == stream[1 : count + 1].tolist()
+    assert bool((targets[count:] == IGNORED).all())
+    assert bool((tokens[count:] == 0).all())
+    assert_same(batches, list(evaluation_batches(train, most_tokens=most_tokens, **arguments)))
+
+
+def test_evaluation_refuses_a_split_without_a_target_at_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefghij", encoding="utf-8")
+    pack_corpus(str(tmp_path / "a.txt"), tmp_path / "data", "char")
+    val = TokenShards(tmp_path / "data", "val")
+    assert val.tokens == 1
+    with pytest.raises(DataError, match="has 1 tokens"):
+        evaluation_batches(val, context=8, batch_size=2, device="cpu")
+    with pytest.raises(ValueError, match="no batches"):
+        evaluation_batches(val, context=8, batch_size=2, device="cpu", most_tokens=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_batches_on_a_gpu_equal_those_on_the_cpu(train: TokenShards, name: str) -> None:
+    reference = list(host(train, 0, 20))
+    for batches in (
+        host(train, 0, 20, 2, device=name),
+        host(train, 0, 20, device=name),
+        device(train, 0, 20, device=name),
+    ):
+        arrived = list(batches)
+        assert {batch.tokens.device.type for batch in arrived} == {"cuda"}
+        assert_same([Batch(batch.tokens.cpu(), batch.targets.cpu(), batch.step) for batch in arrived], reference)

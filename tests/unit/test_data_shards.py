@@ -1,0 +1,245 @@
+"""Shards: reads across borders, and every kind of damage or mismatch refused with the file and both values."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from flatout.data.manifest import _canonical, read_manifest
+from flatout.data.pack import pack_corpus
+from flatout.data.shards import TokenShards, open_dataset, verify_dataset
+from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
+from flatout.errors import DataError
+
+TEXT = "".join(f"line {number} of a small text\n" for number in range(40))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of many small shards. Tests read it; those that damage take a copy."""
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "a.txt").write_text(TEXT, encoding="utf-8")
+    pack_corpus(str(folder / "a.txt"), folder / "data", "bytes", "contiguous", 0.2, 37)
+    return folder / "data"
+
+
+@pytest.fixture
+def copy(prepared: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared, tmp_path / "copy"))
+
+
+def refusal(folder: Path, **arguments: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        open_dataset(folder, **arguments)
+    assert caught.value.hint
+    return caught.value
+
+
+def rewrite(folder: Path, **changes: Any) -> None:
+    """Change the manifest and give it the hashes it would have, as a deliberate hand could."""
+    content = json.loads((folder / "manifest.json").read_bytes()) | changes
+    for name in ("fingerprint", "manifest_sha256"):
+        del content[name]
+    learned = {name: value for name, value in content.items() if name != "settings"}
+    content["fingerprint"] = hashlib.sha256(_canonical(learned)).hexdigest()
+    content["manifest_sha256"] = hashlib.sha256(_canonical(content)).hexdigest()
+    (folder / "manifest.json").write_bytes(_canonical(content))
+
+
+def test_a_split_reads_as_one_array(prepared: Path) -> None:
+    train = TokenShards(prepared, "train", verify="full")
+    border = int(len(TEXT) * 0.8)
+    assert len(train.manifest.splits["train"].shards) > 5
+    assert (train.tokens, train.vocab, train.dtype) == (border, 257, np.dtype("uint16"))
+    assert bytes(train.read(0, train.tokens).tolist()) == TEXT[:border].encode()
+    assert train.read(train.tokens, 0).tolist() == []
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_reads_and_gathers_equal_slices(prepared: Path, data: st.DataObject) -> None:
+    train = TokenShards(prepared, "train")
+    stream = TEXT[: train.tokens].encode()
+    length = data.draw(st.integers(1, train.tokens))
+    starts = data.draw(st.lists(st.integers(0, train.tokens - length), max_size=20))
+    windows = train.gather(np.array(starts, dtype=np.int64), length)
+    assert windows.shape == (len(starts), length)
+    assert windows.dtype == train.dtype
+    for start, window in zip(starts, windows, strict=True):
+        assert bytes(window.tolist()) == stream[start : start + length] == bytes(train.read(start, length).tolist())
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 10**6), (10**6, 1), (5, -1)])
+def test_reading_outside_the_split_is_an_error(prepared: Path, start: int, length: int) -> None:
+    train = TokenShards(prepared, "train")
+    with pytest.raises(IndexError):
+        train.read(start, length)
+    with pytest.raises(IndexError):
+        train.gather(np.array([0, start]), length)
+
+
+def test_what_was_read_is_a_copy(prepared: Path) -> None:
+    train = TokenShards(prepared, "train")
+    first = train.read(0, 10)
+    first[:] = 0
+    assert train.read(0, 10).any()
+
+
+def test_an_intact_dataset_opens(prepared: Path) -> None:
+    dataset = open_dataset(prepared, ByteTokenizer().fingerprint, 257, "full")
+    assert dataset.tokenizer.kind == "bytes"
+    assert dataset.val.tokens == dataset.manifest.splits["val"].tokens
+    assert open_dataset(prepared, vocab=320).train.vocab == 257
+    assert verify_dataset(prepared) == dataset.manifest
+
+
+def test_every_flipped_bit_of_the_manifest_is_noticed(copy: Path) -> None:
+    path = copy / "manifest.json"
+    intact = path.read_bytes()
+    for position in range(len(intact)):
+        damaged = bytearray(intact)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"manifest\.json"):
+            read_manifest(copy)
+    path.write_bytes(intact)
+    read_manifest(copy)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda raw: raw[:-1], lambda raw: raw + b"\n", lambda raw: b"", lambda raw: raw[:200], lambda raw: b"\x00"],
+)
+def test_a_manifest_of_another_length_is_refused(copy: Path, change: Any) -> None:
+    path = copy / "manifest.json"
+    path.write_bytes(change(path.read_bytes()))
+    assert "damaged" in refusal(copy).message
+
+
+def test_a_full_check_notices_any_flipped_bit(copy: Path) -> None:
+    generator = np.random.default_rng(0)
+    for path in sorted(copy.glob("*.bin")):
+        intact = path.read_bytes()
+        damaged = bytearray(intact)
+        damaged[int(generator.integers(len(intact)))] ^= 1 << int(generator.integers(8))
+        path.write_bytes(damaged)
+        error = refusal(copy, verify="full")
+        assert path.name in error.message
+        if "SHA-256" in error.message:
+            assert hashlib.sha256(intact).hexdigest() in error.message
+            assert hashlib.sha256(damaged).hexdigest() in error.message
+        path.write_bytes(intact)
+    verify_dataset(copy)
+
+
+def test_a_changed_tokenizer_is_always_noticed(copy: Path) -> None:
+    path = copy / "tokenizer.json"
+    path.write_bytes(path.read_bytes().replace(b"bytes", b"bytez"))
+    assert "tokenizer.json is damaged" in refusal(copy).message
+
+
+@pytest.mark.parametrize("name", ["train-00002.bin", "val-00000.bin", "val.offsets.bin", "tokenizer.json"])
+def test_missing_and_resized_files_are_noticed_without_a_full_check(copy: Path, name: str) -> None:
+    path = copy / name
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes() + b"\x00\x00")
+    message = refusal(copy).message
+    assert all(part in message for part in (name, f"{size + 2} bytes", f"have {size}")), message
+    path.unlink()
+    assert f"{name} is missing" in refusal(copy).message
+
+
+def test_folders_without_a_dataset_are_refused(tmp_path: Path, copy: Path) -> None:
+    assert "there is no folder" in refusal(tmp_path / "nowhere").message
+    (tmp_path / "empty").mkdir()
+    assert "there is no dataset in" in refusal(tmp_path / "empty").message
+    (copy / "manifest.json").unlink()
+    assert "there is no dataset in" in refusal(copy).message
+    with pytest.raises(DataError):
+        TokenShards(tmp_path / "nowhere", "train")
+
+
+def test_another_tokenizer_or_a_smaller_vocabulary_is_refused(prepared: Path) -> None:
+    wanted = CharTokenizer("ab").fingerprint
+    message = refusal(prepared, tokenizer_fingerprint=wanted).message
+    assert wanted in message
+    assert ByteTokenizer().fingerprint in message
+    message = refusal(prepared, vocab=256).message
+    assert "257" in message
+    assert "256" in message
+
+
+def test_a_newer_format_is_refused_as_such(copy: Path) -> None:
+    rewrite(copy, version=2)
+    error = refusal(copy)
+    assert "version 2" in error.message
+    assert "up to 1" in error.message
+    assert "update" in error.hint
+
+
+def test_a_missing_split_is_refused(copy: Path) -> None:
+    content = json.loads((copy / "manifest.json").read_bytes())
+    rewrite(copy, splits={"train": content["splits"]["train"]})
+    assert "no split 'val'" in refusal(copy).message
+
+
+@pytest.mark.parametrize("name", ["../data/train-00000.bin", "/etc/passwd", "train-0.bin", "", "train-00000.bin\n"])
+def test_names_in_a_manifest_cannot_leave_the_folder(copy: Path, name: str) -> None:
+    content = json.loads((copy / "manifest.json").read_bytes())
+    content["splits"]["train"]["shards"][0]["name"] = name
+    rewrite(copy, splits=content["splits"])
+    assert "not the name of a file" in refusal(copy).message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vocab": 70_000},
+        {"vocab": 0},
+        {"vocab": True},
+        {"dtype": "float32"},
+        {"splits": []},
+        {"tokenizer": None},
+        {"settings": {}},
+        {"format": "other"},
+        {"version": "1"},
+        {"extra": 1},
+    ],
+)
+def test_contradictions_in_a_manifest_are_refused(copy: Path, changes: dict[str, Any]) -> None:
+    rewrite(copy, **changes)
+    assert "damaged" in refusal(copy).message
+
+
+def test_a_vocabulary_that_is_not_the_tokenizers_is_refused(copy: Path) -> None:
+    rewrite(copy, vocab=300)
+    message = refusal(copy).message
+    assert "257" in message
+    assert "300" in message
+
+
+def test_ids_beyond_the_vocabulary_and_broken_offsets_are_found_in_full(copy: Path) -> None:
+    def store(name: str, values: np.ndarray) -> None:
+        (copy / name).write_bytes(values.tobytes())
+        content = json.loads((copy / "manifest.json").read_bytes())
+        for split in content["splits"].values():
+            for file in (*split["shards"], split["offsets"]):
+                if file["name"] == name:
+                    file["sha256"] = hashlib.sha256(values.tobytes()).hexdigest()
+        rewrite(copy, splits=content["splits"])
+
+    ids = np.fromfile(copy / "train-00001.bin", dtype="<u2")
+    store("train-00001.bin", np.where(np.arange(len(ids)) == 5, 300, ids).astype("<u2"))
+    open_dataset(copy)
+    message = refusal(copy, verify="full").message
+    assert "train-00001.bin holds token id 300" in message
+    assert "257" in message
+    store("train-00001.bin", ids)
+    store("val.offsets.bin", np.array([3], dtype="<u8"))
+    assert "val.offsets.bin" in refusal(copy, verify="full").message

@@ -1,0 +1,39 @@
+import pytest
+
+from flatout.config.schema import OptimConfig
+from flatout.optim.schedule import rate_factors
+
+KINDS = ["cosine", "linear", "wsd", "one-cycle", "constant"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("warmup", "updates"), [(0, 1), (0, 10), (1, 1), (5, 100), (100, 100), (200, 100)])
+def test_every_factor_is_positive_and_at_most_one(kind, warmup, updates):
+    factors = rate_factors(OptimConfig(schedule=kind, warmup_steps=warmup, min_ratio=0.1), updates)
+    assert len(factors) == updates
+    assert all(0 < factor <= 1 + 1e-12 for factor in factors)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_warmup_rises_to_the_peak_then_never_rises_again(kind):
+    factors = rate_factors(OptimConfig(schedule=kind, warmup_steps=10, min_ratio=0.1), 200)
+    assert all(a < b for a, b in zip(factors[:9], factors[1:10], strict=True))
+    assert factors[9] == pytest.approx(1.0)
+    assert all(a >= b for a, b in zip(factors[9:], factors[10:], strict=False))
+
+
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "one-cycle"])
+def test_the_last_update_runs_at_the_floor(kind):
+    assert rate_factors(OptimConfig(schedule=kind, warmup_steps=10, min_ratio=0.1), 200)[-1] == pytest.approx(0.1)
+    assert rate_factors(OptimConfig(schedule=kind, warmup_steps=10, min_ratio=0.0), 200)[-1] == pytest.approx(0.0)
+
+
+def test_wsd_is_flat_until_its_decay():
+    factors = rate_factors(OptimConfig(schedule="wsd", warmup_steps=10, decay_fraction=0.25), 200)
+    assert set(factors[10:150]) == {1.0}
+    assert factors[150] < 1.0
+
+
+def test_cosine_is_half_way_down_in_the_middle():
+    factors = rate_factors(OptimConfig(schedule="cosine", warmup_steps=0, min_ratio=0.0), 100)
+    assert factors[49] == pytest.approx(0.5)

@@ -21,7 +21,6 @@ TINY = [
     "model.heads=2",
     "model.context=16",
     "train.batch_tokens=64",
-    "train.steps=40",
     "optim.warmup_steps=5",
     "eval.every=0",
     "eval.tokens=512",
@@ -42,7 +41,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small text with some structure, so that training has something to learn."""
     path = tmp_path_factory.mktemp("corpus") / "lines.txt"
-    lines = [f"the {a} {b} over the {c}.\n" for a in ("old", "red", "sly") for b in ("fox", "cow") for c in ("dog", "moon")]
+    lines = [
+        f"the {a} {b} over the {c}.\n" for a in ("old", "red", "sly") for b in ("fox", "cow") for c in ("dog", "moon")
+    ]
     path.write_text("".join(lines * 40), encoding="utf-8")
     return path
 
@@ -53,6 +54,9 @@ def tiny(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     monkeypatch.chdir(tmp_path)
 
     def load(*overrides: str) -> LoadedConfig:
-        return load_config("shakespeare-char", [*TINY, f"data.source={corpus}", *overrides])
+        length = (
+            [] if any(word.startswith(("train.steps", "train.epochs")) for word in overrides) else ["train.steps=40"]
+        )
+        return load_config("shakespeare-char", [*TINY, f"data.source={corpus}", *length, *overrides])
 
     return load

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from flatout.config.load import LoadedConfig, load_config, resolve_from_mapping, show
+from flatout.config.load import LoadedConfig, load_config, load_stored, resolve_from_mapping, show
 from flatout.config.schema import RunConfig
 from flatout.data.loader import evaluation_batches
 from flatout.data.shards import open_dataset
@@ -27,7 +27,7 @@ from flatout.engine.run_folder import (
 )
 from flatout.engine.setup import Progress, Run, check_disk, data_folder, out_of_memory, prepare_data, setup_run
 from flatout.errors import CheckpointError, DataError, UsageError, disk_errors
-from flatout.generate.decode import generate_tokens
+from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
 from flatout.model.weights import assign_weights, export_huggingface, from_huggingface
@@ -85,7 +85,7 @@ def train(
 def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The config a run was trained with, from its newest checkpoint, with changes on top."""
     checkpoint = read_checkpoint(checkpoint_to_load(path))
-    return load_config(checkpoint.config, overrides)
+    return load_stored(checkpoint.config, overrides)
 
 
 def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
@@ -184,6 +184,7 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=stop,
+        vocab=loaded.tokenizer.vocab,
         cached=cached,
     ):
         if token == stop:

@@ -13,7 +13,7 @@ LAYERS = [
     {"device"},
     {"ops"},
     {"data", "model", "optim"},
-    {"generate"},
+    {"generation"},
     {"engine"},
     {"observe"},
     {"api"},

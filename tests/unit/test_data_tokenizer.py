@@ -59,7 +59,7 @@ def library_file(folder: Path, special: tuple[str, ...] = ("<|endoftext|>", "<pa
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    library.train_from_iterator(["the cat sat on the mat, the hat on the cat"] * 4, trainer)
+    library.train_from_iterator(["the cat sat on the mat, the hat on the cat <| <| <|"] * 4, trainer)
     content = json.loads(library.to_str()) | changes
     path = folder / "tokenizer.json"
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -93,6 +93,9 @@ def test_text_that_spells_a_special_token_is_ordinary_text(tmp_path: Path) -> No
         ids = tokenizer.encode("a<|endoftext|>b<pad>").tolist()
         assert tokenizer.end_of_text not in ids
         assert len(ids) > 3
+        if tokenizer.kind == "huggingface":
+            # Not even a trace of it: the text is merged as if the special token did not exist.
+            assert "<|" in [tokenizer.decode([number]) for number in ids]
 
 
 def test_fingerprints_tell_tokenizers_apart(tmp_path: Path) -> None:

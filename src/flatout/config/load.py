@@ -149,6 +149,24 @@ def load_config(
     return LoadedConfig(config, _sources(config, merged))
 
 
+def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "checkpoint") -> LoadedConfig:
+    """A config kept in a checkpoint with overrides on top; what it holds counts as a preset's, so that a run may move
+    to a machine that lacks a switch."""
+    stored = resolve_from_mapping(values, where).model_dump()
+    source = Source("preset", where)
+    layer = {path: _Setting(_at(stored, path), source) for path in field_facts()}
+    merged = _merge([layer, _override_layer(overrides)])
+    written = {path: setting.source.where for path, setting in merged.items()}
+    config = validate(_nested({path: setting.value for path, setting in merged.items()}), written, where)
+    return LoadedConfig(config, _sources(config, merged))
+
+
+def _at(values: Mapping[str, Any], path: str) -> Any:
+    for name in path.split("."):
+        values = values[name]
+    return values
+
+
 def resolve_from_mapping(values: Mapping[str, Any], where: str = "stored config") -> RunConfig:
     """The config that a nested mapping from `config.model_dump()` holds, as kept in checkpoints."""
     if not isinstance(values, dict):

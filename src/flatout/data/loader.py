@@ -27,8 +27,8 @@ from flatout.data.sampler import WindowOrder, window_count, window_starts
 from flatout.data.shards import TokenShards
 from flatout.data.tokenizer import Ids
 from flatout.errors import DataError, ResourceError
+from flatout.ops.reference import IGNORED
 
-IGNORED = -100
 PREFETCH = 4
 _COPY_TOKENS = 2**25
 

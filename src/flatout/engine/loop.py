@@ -20,7 +20,7 @@ from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.setup import Run, out_of_memory
 from flatout.errors import DataError, DivergedError
-from flatout.generate.decode import generate_tokens
+from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
 from flatout.model.weights import assign_weights, model_tensors
 from flatout.optim.optimizers import assign_optimizer, optimizer_tensors
@@ -63,7 +63,7 @@ def train_loop(
     progress = Progress() if resumed is None else restore(run, resumed)
     pending = PendingReports(run.speed.device.torch_device)
     yield run_info(run, folder, progress.step, resumed_from)
-    for message in run.notices:
+    for message in run.notices if progress.step < run.steps else ():
         yield NoticeRecord(step=progress.step, message=message)
     reason, checkpoint = "finished", resumed_from
     with run.batches(progress.step) as loader:
@@ -160,8 +160,8 @@ def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Reco
     )
     if progress.bad_steps >= MOST_BAD_STEPS:
         raise DivergedError(
-            f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient, the last at step {report.step} ({batch})",
-            "lower optim.learning_rate, lengthen optim.warmup_steps or use speed.precision=bf16; no bad value reached the weights",
+            f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient, the last at step {report.step}: {batch}",
+            "lower optim.learning_rate or lengthen optim.warmup_steps; no bad value reached the weights or a checkpoint",
         )
 
 
@@ -225,8 +225,9 @@ def _sample(run: Run, step: int) -> SampleRecord:
     if not prompt:
         prompt = run.dataset.val.read(0, 1).tolist()
     prompt = prompt[-run.config.model.context :]
+    options = {"count": settings.sample_tokens, "seed": run.config.train.seed, "vocab": tokenizer.vocab}
     with run.scope():
-        ids = list(generate_tokens(run.model, prompt, count=settings.sample_tokens, seed=run.config.train.seed))
+        ids = list(generate_tokens(run.model, prompt, **options))
     return SampleRecord(step=step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(ids))
 
 

@@ -145,7 +145,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     windows = window_count(dataset.train.tokens, config.model.context, stride_of(config))
     if windows < 1:
         raise DataError(
-            f"{folder} has {dataset.train.tokens:,} training tokens, fewer than one window of {config.model.context + 1}",
+            f"{folder} has {dataset.train.tokens:,} training tokens, a window needs {config.model.context + 1:,}",
             "use more text, or lower model.context",
         )
     vocab = _vocabulary(config, dataset)
@@ -249,8 +249,9 @@ def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int) -> Trai
 def _check_fits(memory: MemoryEstimate, device: Device) -> None:
     # 15% beyond the card: the estimate may be that far off, and a wrong refusal is worse than a late one.
     if device.memory_bytes is not None and memory.total > 1.15 * device.memory_bytes:
+        need, have = memory.total / 2**30, device.memory_bytes / 2**30
         raise HardwareError(
-            f"a step needs about {memory.total / 2**30:.1f} GiB, {device.name} has {device.memory_bytes / 2**30:.1f} GiB",
+            f"a step needs about {need:.1f} GiB, {device.name} has {have:.1f} GiB",
             "lower speed.micro_batch, set speed.checkpointing=full, or add --hardware auto",
         )
 

@@ -112,8 +112,8 @@ def _block_bytes_per_token(config: ModelConfig, *, half: bool, compiled: bool) -
         parts.append((8 if half else 4) * queries_keys)  # normalised in fp32, and widened first
     if config.positions == "rope":
         parts += [cell * queries_keys, cell * width]  # turned queries and keys; attention's output in out's layout
-    if config.mlp in ("swiglu", "relu2"):
-        parts.append(cell * hidden)  # silu(gate), or relu before its square
+    if config.mlp == "swiglu":
+        parts.append(cell * hidden)  # silu(gate)
     if config.residual_scale is not None:
         parts.append(2 * cell * width)
     return sum(parts)

@@ -42,10 +42,14 @@ def generate_tokens(
     top_p: float | None = None,
     seed: int = 0,
     stop: int | None = None,
+    vocab: int | None = None,
     cached: bool = True,
     scope: AbstractContextManager[None] | None = None,
 ) -> Iterator[int]:
-    """Yields up to `count` token ids after `prompt`, ending early after `stop`. The model's mode is put back."""
+    """Yields up to `count` token ids after `prompt`, ending early after `stop`. The model's mode is put back.
+
+    `vocab` keeps to the ids the tokenizer knows, for a model that has more.
+    """
     if not prompt:
         raise ValueError("the prompt needs at least one token")
     device = model.embedding.weight.device
@@ -68,7 +72,7 @@ def generate_tokens(
                 else:
                     feed = ids[-1:]
                 tokens_BT = torch.tensor([feed], device=device)
-                logits_V = model.logits(tokens_BT, cache, last=True)[0, -1]
+                logits_V = model.logits(tokens_BT, cache, last=True)[0, -1, :vocab]
             token = sample_token(logits_V, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
             ids.append(token)
             yield token

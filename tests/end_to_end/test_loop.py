@@ -1,0 +1,168 @@
+"""What a run does, seen through its records and files."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout.engine.checkpoint import list_checkpoints
+from flatout.errors import DataError, DivergedError, HardwareError, UserError
+from flatout.model.gpt import GPT
+from flatout.observe.sinks import read_metrics
+from flatout.records import (
+    CheckpointRecord,
+    EndRecord,
+    EpochRecord,
+    EvalRecord,
+    NoticeRecord,
+    RunInfo,
+    SampleRecord,
+    StepRecord,
+)
+
+
+def of(records: list, kind: type) -> list:
+    return [record for record in records if isinstance(record, kind)]
+
+
+def test_it_learns_and_says_so(tiny):
+    records = list(flatout.train(tiny("train.steps=120", "eval.every=60", "optim.learning_rate=1e-2")))
+    assert isinstance(records[0], RunInfo)
+    assert isinstance(records[-1], EndRecord)
+    steps, evals = of(records, StepRecord), of(records, EvalRecord)
+    assert [record.step for record in steps] == list(range(1, 121))
+    assert steps[0].loss == pytest.approx(math.log(records[0].vocab), abs=0.2)
+    assert evals[-1].loss < 1.0 < evals[0].loss + 0.7
+    assert evals[-1].perplexity == pytest.approx(math.exp(evals[-1].loss))
+    assert evals[-1].bits_per_byte == pytest.approx(evals[-1].loss / math.log(2), rel=0.01), "one byte a character here"
+    assert of(records, SampleRecord)[-1].text
+    assert read_metrics(Path(records[0].folder) / "metrics.jsonl")[-1]["type"] == "end"
+
+
+def test_loss_and_weights_do_not_depend_on_micro_batch_loader_or_workers(tiny):
+    def run(*words: str) -> list[float]:
+        return [r.loss for r in of(list(flatout.train(tiny("train.steps=10", *words))), StepRecord)]
+
+    expected = run()
+    for words in (["speed.micro_batch=1"], ["speed.accumulation=2"], ["speed.loader=device"], ["speed.workers=0"],
+                  ["speed.workers=3"], ["speed.checkpointing=full"], ["speed.attention=reference"], ["speed.pad_vocab=1"],
+                  ["speed.fused_optimizer=off"]):  # fmt: skip
+        assert run(*words) == pytest.approx(expected, rel=2e-5), words
+
+
+def test_epoch_ends_are_reported_and_evaluated(tiny):
+    records = list(flatout.train(tiny("train.epochs=2", "eval.epoch_end=true")))
+    info, epochs = records[0], of(records, EpochRecord)
+    assert [epoch.epoch for epoch in epochs] == [1, 2]
+    assert epochs[0].step == math.ceil(info.windows * info.context / info.batch_tokens)
+    assert epochs[0].mean_loss == pytest.approx(
+        sum(r.loss for r in of(records, StepRecord)[: epochs[0].step]) / epochs[0].step
+    )
+    assert [record.step for record in of(records, EvalRecord)] == [epoch.step for epoch in epochs]
+
+
+def test_early_stopping_keeps_the_best(tiny):
+    words = ["train.steps=400", "eval.every=2", "eval.patience=3", "eval.min_delta=100.0", "checkpoint.keep=1"]
+    records = list(flatout.train(tiny(*words)))
+    assert records[-1].reason == "early_stop"
+    assert len(of(records, EvalRecord)) == 4, "the first counts as improvement, then three without"
+    best = records[-1].best_step
+    kept = [step for step, _ in list_checkpoints(Path(records[0].folder) / "checkpoints")]
+    assert set(kept) == {best, records[-1].step}
+    assert json.loads((Path(records[0].folder) / "best.json").read_text())["step"] == best
+
+
+def test_checkpoints_follow_the_plan(tiny):
+    records = list(
+        flatout.train(tiny("train.steps=10", "checkpoint.every=3", "checkpoint.keep=2", "checkpoint.best=false"))
+    )
+    assert [record.step for record in of(records, CheckpointRecord)] == [3, 6, 9, 10]
+    assert [step for step, _ in list_checkpoints(Path(records[0].folder) / "checkpoints")] == [9, 10]
+
+
+def test_three_bad_steps_in_a_row_end_the_run_before_harm(tiny, monkeypatch: pytest.MonkeyPatch):
+    real, calls = GPT.forward, 0
+
+    def poisoned(self: GPT, *args) -> torch.Tensor:
+        nonlocal calls
+        calls += self.training
+        return real(self, *args) * (float("nan") if calls in (3, 6, 7, 8) and self.training else 1.0)
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+    records = []
+    with pytest.raises(DivergedError, match=r"step 8: batch 7 of seed 1337") as caught:
+        for record in flatout.train(tiny("train.steps=20", "checkpoint.every=5", "output.folder=bad")):
+            records.append(record)
+    assert caught.value.exit_code == 4
+    assert [r.step for r in of(records, StepRecord) if not r.applied] == [3, 6, 7, 8]
+    assert len(of(records, NoticeRecord)) >= 4
+    rows = [row for row in read_metrics(Path("bad/metrics.jsonl")) if row["type"] == "step"]
+    assert [row["loss"] for row in rows if not row["applied"]] == ["nan"] * 4, "a NaN is shown, never filtered away"
+    assert [step for step, _ in list_checkpoints(Path("bad/checkpoints"))] == [5]
+
+
+def test_a_switch_the_user_wrote_is_refused_where_it_cannot_work(tiny):
+    with pytest.raises(HardwareError, match=r"speed\.precision is fp16"):
+        next(flatout.train(tiny("speed.precision=fp16")))
+    if not torch.cuda.is_available():
+        with pytest.raises(HardwareError, match="no CUDA device"):
+            next(flatout.train(tiny("speed.device=cuda")))
+
+
+def test_a_switch_from_a_preset_falls_back_with_a_reason(tiny):
+    loaded = tiny("train.steps=1", "speed.precision=fp16")
+    as_preset = {**loaded.sources, "speed.precision": loaded.sources["speed.attention"]}
+    info = next(flatout.train(type(loaded)(loaded.config, as_preset)))
+    feature = {f.name: f for f in info.features}["precision"]
+    assert (feature.asked, feature.used) == ("fp16", "fp32")
+    assert feature.why
+
+
+def test_training_goes_on_in_bf16_on_a_cpu(tiny):
+    plain = of(list(flatout.train(tiny("train.steps=8"))), StepRecord)
+    half = of(list(flatout.train(tiny("train.steps=8", "speed.precision=bf16"))), StepRecord)
+    assert [r.loss for r in half] == pytest.approx([r.loss for r in plain], abs=0.05)
+
+
+def test_label_smoothing_is_for_training_only(tiny):
+    plain = list(flatout.train(tiny("train.steps=1", "optim.learning_rate=1e-9")))
+    smooth = list(flatout.train(tiny("train.steps=1", "optim.learning_rate=1e-9", "train.label_smoothing=0.3")))
+    assert of(plain, EvalRecord)[0].loss == pytest.approx(of(smooth, EvalRecord)[0].loss, abs=1e-6)
+    assert of(plain, StepRecord)[0].loss != of(smooth, StepRecord)[0].loss
+
+
+def test_shards_of_other_settings_are_not_trained_on(tiny):
+    next(flatout.train(tiny("data.folder=shards", "output.folder=a")))
+    with pytest.raises(DataError, match="was prepared with tokenizer 'char', the config says 'bytes'"):
+        next(flatout.train(tiny("data.folder=shards", "data.tokenizer=bytes", "output.folder=b")))
+
+
+def test_init_from_starts_at_the_given_weights(tiny, tmp_path: Path):
+    shape = ["model.family=gpt2", "model.layers=2", "model.width=32", "model.heads=2"]
+    records = list(flatout.train(tiny(*shape, "train.steps=30", "optim.learning_rate=1e-2", "output.folder=first")))
+    flatout.export("first", "exported")
+    loss = of(records, EvalRecord)[-1].loss
+    again = list(flatout.train(tiny(*shape, "train.steps=1", "model.init_from=exported", "optim.learning_rate=1e-9")))
+    assert of(again, EvalRecord)[-1].loss == pytest.approx(loss, abs=1e-4)
+    with pytest.raises(UserError, match="layers, width, heads"):
+        next(flatout.train(tiny(*shape, "model.layers=3", "model.init_from=exported")))
+
+
+def test_api_evaluate_equals_the_runs_own_evaluation(tiny):
+    records = list(flatout.train(tiny("train.steps=20", "output.folder=run")))
+    result = flatout.evaluate("run", tokens=512)
+    assert result.loss == pytest.approx(of(records, EvalRecord)[-1].loss, abs=1e-5)
+    assert flatout.evaluate("run").tokens > 512
+
+
+def test_api_generates_text_in_pieces_that_join(tiny):
+    list(flatout.train(tiny("train.steps=20", "output.folder=run")))
+    model = flatout.load_model("run")
+    pieces = list(flatout.generate(model, "the ", tokens=30, seed=4))
+    assert len(pieces) > 1
+    assert "".join(pieces) == "".join(flatout.generate("run", "the ", tokens=30, seed=4))
+    with pytest.raises(DataError, match="Q"):
+        list(flatout.generate(model, "Q"))

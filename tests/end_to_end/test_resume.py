@@ -1,0 +1,176 @@
+"""An interrupted run continues bit for bit as if nothing had happened."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout.config.load import LoadedConfig
+from flatout.engine.checkpoint import Checkpoint, read_checkpoint
+from flatout.errors import CheckpointError, UsageError
+from flatout.observe.sinks import read_metrics
+from flatout.records import EndRecord, NoticeRecord, RunInfo, StepRecord
+
+STEPS = 40
+RUN = [
+    "model.dropout=0.1", "speed.micro_batch=2", f"train.steps={STEPS}",
+    "eval.every=10", "eval.epoch_end=true", "checkpoint.keep=3", "optim.schedule=cosine",
+]  # fmt: skip
+
+
+def stop_after(step: int) -> Callable[[], bool]:
+    """Says stop once it has been asked `step` times, which is after that many steps."""
+    asked = 0
+
+    def stop() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked >= step
+
+    return stop
+
+
+def final(folder: str) -> Checkpoint:
+    return read_checkpoint(Path(folder) / "checkpoints" / f"step-{STEPS:08d}")
+
+
+def losses(folder: str) -> list[tuple]:
+    rows = read_metrics(Path(folder) / "metrics.jsonl")
+    kept = ("step", "loss", "grad_norm", "learning_rate", "applied", "tokens")
+    steps = [tuple(row[name] for name in kept) for row in rows if row["type"] == "step"]
+    evals = [(row["step"], row["loss"], row["best"], row["reason"]) for row in rows if row["type"] == "eval"]
+    epochs = [(row["step"], row["epoch"], row["mean_loss"]) for row in rows if row["type"] == "epoch"]
+    return steps + evals + epochs
+
+
+def assert_same_run(mine: str, reference: str) -> None:
+    a, b = final(mine), final(reference)
+    for name in ("model", "optimizer", "run"):
+        ours, theirs = getattr(a, name), getattr(b, name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours), name
+    timed = ("seconds", "epoch_seconds")
+    assert {k: v for k, v in a.state.items() if k not in timed} == {k: v for k, v in b.state.items() if k not in timed}
+    assert losses(mine) == losses(reference)
+
+
+def interrupt_and_resume(tiny, steps: list[int]) -> None:
+    list(flatout.train(tiny(*RUN, "output.folder=whole")))
+    for step in steps:
+        folder = f"cut-{step}"
+        config = tiny(*RUN, f"output.folder={folder}")
+        *_, end = flatout.train(config, stop=stop_after(step))
+        assert isinstance(end, EndRecord)
+        assert (end.reason, end.step) == ("interrupted", step)
+        *_, end = flatout.train(config, resume="auto")
+        assert end.reason == "finished"
+        assert_same_run(folder, "whole")
+
+
+def test_resume_is_bit_identical(tiny):
+    interrupt_and_resume(tiny, [1, 10, 23, 39])
+
+
+@pytest.mark.slow
+def test_resume_at_each_of_twenty_steps_is_bit_identical(tiny):
+    interrupt_and_resume(tiny, list(range(1, 40, 2)))
+
+
+def test_code_between_steps_does_not_change_the_run(tiny):
+    list(flatout.train(tiny(*RUN, "output.folder=quiet")))
+    torch.manual_seed(0)
+    for record in flatout.train(tiny(*RUN, "output.folder=noisy")):
+        torch.rand(17)  # a notebook cell that draws numbers of its own
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert record is not None
+    assert_same_run("noisy", "quiet")
+
+
+def test_the_global_random_state_is_left_alone(tiny):
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    list(flatout.train(tiny("model.dropout=0.1", "train.steps=3")))
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_resume_auto_starts_when_there_is_nothing(tiny):
+    first, *_, end = flatout.train(tiny("train.steps=3", "output.folder=new"), resume="auto")
+    assert isinstance(first, RunInfo)
+    assert first.resumed_from is None
+    assert end.step == 3
+
+
+def test_a_finished_run_resumes_to_nothing(tiny):
+    config = tiny("train.steps=3", "output.folder=done")
+    list(flatout.train(config))
+    records = list(flatout.train(config, resume="auto"))
+    assert [type(record) for record in records] == [RunInfo, EndRecord]
+
+
+def test_a_longer_run_goes_on_from_a_finished_one(tiny):
+    list(flatout.train(tiny("train.steps=3", "output.folder=more")))
+    records = list(flatout.train(tiny("train.steps=6", "output.folder=more"), resume="auto"))
+    assert [r.step for r in records if isinstance(r, StepRecord)] == [4, 5, 6]
+    assert any("train.steps was 3, is now 6" in r.message for r in records if isinstance(r, NoticeRecord))
+
+
+def test_a_path_resumes_with_the_stored_config(tiny):
+    config = tiny("train.steps=6", "output.folder=stored", "model.dropout=0.1")
+    list(flatout.train(config, stop=stop_after(2)))
+    info, *_, end = flatout.train(resume="stored")
+    assert info.config["model"]["dropout"] == 0.1
+    assert (info.start_step, end.step) == (2, 6)
+
+
+def test_going_back_to_an_older_checkpoint_sets_later_ones_aside(tiny):
+    config = tiny("train.steps=6", "checkpoint.every=2", "checkpoint.keep=5", "output.folder=back")
+    list(flatout.train(config))
+    before = final_weights("back", 6)
+    records = list(flatout.train(config, resume="back/checkpoints/step-00000002"))
+    assert [r.step for r in records if isinstance(r, StepRecord)] == [3, 4, 5, 6]
+    assert torch.equal(final_weights("back", 6), before)
+    assert [row["step"] for row in read_metrics(Path("back/metrics.jsonl")) if row["type"] == "step"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+
+
+def final_weights(folder: str, step: int) -> torch.Tensor:
+    return read_checkpoint(Path(folder) / "checkpoints" / f"step-{step:08d}").model["embedding.weight"]
+
+
+def test_another_model_or_other_data_is_refused(tiny, tmp_path: Path):
+    list(flatout.train(tiny("train.steps=2", "output.folder=mine")))
+    with pytest.raises(CheckpointError, match=r"model\.layers 2"):
+        list(flatout.train(tiny("train.steps=4", "output.folder=mine", "model.layers=3"), resume="auto"))
+    other = tmp_path / "other.txt"
+    other.write_text("another text altogether. " * 200, encoding="utf-8")
+    config = tiny("train.steps=4", "output.folder=mine", f"data.source={other}")
+    with pytest.raises(CheckpointError, match="trained on data"):
+        list(flatout.train(config, resume="auto"))
+
+
+def test_a_folder_with_a_run_is_never_overwritten(tiny: Callable[..., LoadedConfig]):
+    list(flatout.train(tiny("train.steps=2", "output.folder=taken")))
+    with pytest.raises(UsageError, match="already holds a run"):
+        list(flatout.train(tiny("train.steps=2", "output.folder=taken")))
+    for expected in ("runs/twice", "runs/twice-2", "runs/twice-3"):
+        info = next(flatout.train(tiny("train.steps=2", "output.name=twice")))
+        assert info.folder == expected
+        list(flatout.train(tiny("train.steps=2", f"output.folder={expected}"), resume="auto"))
+
+
+def test_a_second_process_is_refused(tiny):
+    run = flatout.train(tiny("train.steps=2", "output.folder=locked"))
+    next(run)
+    with pytest.raises(UsageError, match="in use by another process"):
+        next(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))
+    run.close()
+    list(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))

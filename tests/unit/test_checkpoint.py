@@ -1,0 +1,183 @@
+"""Checkpoints are whole or absent, and every damaged bit is found."""
+
+import errno
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout.engine import checkpoint as module
+from flatout.engine.checkpoint import (
+    Checkpoint,
+    keep_newest,
+    list_checkpoints,
+    newest_good,
+    read_checkpoint,
+    remove_checkpoint,
+    sweep_leftovers,
+    verify_checkpoint,
+    write_checkpoint,
+)
+from flatout.errors import CheckpointError, ResourceError
+
+
+def make(step: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    return Checkpoint(
+        model={"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)},
+        optimizer={"a.exp_avg": torch.randn(3, 4, generator=generator), "a.step": torch.tensor(float(step))},
+        run={"random.cpu": torch.randint(256, (16,), dtype=torch.uint8, generator=generator)},
+        state={"step": step, "best_loss": 1 / 3, "best_step": None},
+        config={"model": {"layers": 2}},
+        tokenizer={"kind": "char", "characters": "ab\n\u00e9"},
+    )
+
+
+def test_what_is_written_is_what_is_read(tmp_path: Path):
+    path, size = write_checkpoint(tmp_path, make(7))
+    found = read_checkpoint(path)
+    expected = make(7)
+    for name in ("model", "optimizer", "run"):
+        mine, theirs = getattr(found, name), getattr(expected, name)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    assert (found.state, found.config, found.tokenizer) == (expected.state, expected.config, expected.tokenizer)
+    assert size == sum(f.stat().st_size for f in path.iterdir() if f.name != "manifest.json")
+
+
+def flip_bit(path: Path, bit: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[bit // 8] ^= 1 << (bit % 8)
+    path.write_bytes(raw)
+
+
+def test_every_bit_of_the_manifest_counts(tmp_path: Path):
+    path, _ = write_checkpoint(tmp_path, make(1))
+    manifest = path / "manifest.json"
+    for bit in range(0, manifest.stat().st_size * 8, 3):
+        flip_bit(manifest, bit)
+        with pytest.raises(CheckpointError, match=r"manifest\.json|model|optimizer|run|state|config|tokenizer"):
+            verify_checkpoint(path)
+        flip_bit(manifest, bit)
+    verify_checkpoint(path)
+
+
+def test_flips_truncations_and_losses_are_found_and_the_file_is_named(tmp_path: Path):
+    path, _ = write_checkpoint(tmp_path, make(1))
+    choose = random.Random(0)
+    for file in sorted(path.iterdir()):
+        original = file.read_bytes()
+        for _ in range(10):
+            flip_bit(file, choose.randrange(len(original) * 8))
+            with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
+                verify_checkpoint(path)
+            file.write_bytes(original)
+        for size in {0, 1, len(original) // 2, len(original) - 1}:
+            file.write_bytes(original[:size])
+            with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
+                verify_checkpoint(path)
+        file.unlink()
+        with pytest.raises(CheckpointError, match=file.name.replace(".", r"\.")):
+            verify_checkpoint(path)
+        file.write_bytes(original)
+    verify_checkpoint(path)
+
+
+def test_newest_good_falls_back_and_sets_the_damaged_one_aside(tmp_path: Path):
+    for step in (10, 20, 30):
+        write_checkpoint(tmp_path, make(step))
+    for step in (20, 30):
+        flip_bit(tmp_path / f"step-{step:08d}" / "model.safetensors", 1000)
+    notices: list[str] = []
+    assert newest_good(tmp_path, notices.append) == tmp_path / "step-00000010"
+    assert len(notices) == 2
+    assert all("model.safetensors" in notice for notice in notices)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [10]
+    assert (tmp_path / "step-00000030.damaged").is_dir(), "nothing is deleted"
+
+
+def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path):
+    assert newest_good(tmp_path, print) is None
+    write_checkpoint(tmp_path, make(10))
+    (tmp_path / "step-00000010" / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="no good checkpoint"):
+        newest_good(tmp_path, lambda _: None)
+
+
+def test_old_ones_go_and_the_best_stays(tmp_path: Path):
+    for step in range(10, 60, 10):
+        write_checkpoint(tmp_path, make(step))
+    keep_newest(tmp_path, 2, best_step=20)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [20, 40, 50]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path):
+    path, _ = write_checkpoint(tmp_path, make(5))
+    (path / "state.json").write_text("{}")
+    write_checkpoint(tmp_path, make(5))
+    verify_checkpoint(path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
+def test_a_failing_disk_keeps_the_last_good_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int):
+    good, _ = write_checkpoint(tmp_path, make(1))
+    calls = 0
+
+    def failing(path: Path) -> dict:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OSError(number, os.strerror(number))
+        return real(path)
+
+    real = module._sync_and_hash
+    monkeypatch.setattr(module, "_sync_and_hash", failing)
+    with pytest.raises(ResourceError) as caught:
+        write_checkpoint(tmp_path, make(2))
+    assert caught.value.exit_code == 5
+    assert os.strerror(number) in caught.value.message
+    assert "--resume auto" in caught.value.hint
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"], "no temporary files are left"
+    verify_checkpoint(good)
+
+
+def test_leftovers_of_killed_processes_are_swept(tmp_path: Path):
+    write_checkpoint(tmp_path, make(1))
+    (tmp_path / "step-00000002.tmp-123").mkdir()
+    (tmp_path / "step-00000000.old-123").mkdir()
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1]
+    sweep_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_removal_is_never_seen_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, _ = write_checkpoint(tmp_path, make(1))
+
+    def dies(*_args, **_kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module.shutil, "rmtree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        remove_checkpoint(path)
+    assert list_checkpoints(tmp_path) == []
+
+
+def test_a_newer_format_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "FORMAT", 2)
+    path, _ = write_checkpoint(tmp_path, make(1))
+    monkeypatch.setattr(module, "FORMAT", 1)
+    with pytest.raises(CheckpointError, match="format 2"):
+        verify_checkpoint(path)
+
+
+def test_files_are_plain_json_and_safetensors(tmp_path: Path):
+    path, _ = write_checkpoint(tmp_path, make(1))
+    assert sorted(p.name for p in path.iterdir()) == [
+        "config.json", "manifest.json", "model.safetensors", "optimizer.safetensors",
+        "run.safetensors", "state.json", "tokenizer.json",
+    ]  # fmt: skip
+    assert json.loads((path / "manifest.json").read_text())["step"] == 1

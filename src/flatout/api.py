@@ -4,7 +4,7 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 from flatout.config.load import LoadedConfig, load_config, load_stored, resolve_from_mapping, show
@@ -49,7 +49,7 @@ def train(
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
-) -> Iterator[Record]:
+) -> Generator[Record]:
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
 
     `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
@@ -164,7 +164,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     cached: bool = True,
-) -> Iterator[str]:
+) -> Generator[str]:
     """Yields the continuation of `prompt` in pieces, as soon as each is whole text."""
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     ids = loaded.tokenizer.encode(prompt).tolist()

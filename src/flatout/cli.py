@@ -214,20 +214,20 @@ def _train(words: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print records as JSON lines and nothing else")
     parsed = parser.parse_words(words)
-    resume = parsed.resume
+    resume: str | None = parsed.resume
     if resume == "":
         raise UsageError("--resume needs auto or a folder", "for example --resume auto")
-    stored = resume not in (None, "auto") and parsed.config is None
-    if stored and not Path(resume).is_dir():
+    place = None if resume in (None, "auto") or parsed.config is not None else Path(resume)
+    if place is not None and not place.is_dir():
         raise UsageError(
-            f"--resume {_quoted(resume)} is not a folder", "name a run folder, a checkpoint folder, or auto"
+            f"--resume {_quoted(str(place))} is not a folder", "name a run folder, a checkpoint folder, or auto"
         )
-    loaded = None if stored else _load(parsed)
+    loaded = None if place is not None else _load(parsed)
     from flatout import api
     from flatout.observe.console import JsonReader, TerminalReader
 
-    if loaded is None:
-        loaded = api.stored_config(Path(resume), parsed.overrides)
+    if loaded is None or place is not None:
+        loaded = api.stored_config(place or Path(), parsed.overrides)
     if loaded.config.train.deterministic:  # read by cuBLAS when CUDA starts, so it must be set before
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     reader = JsonReader() if parsed.json else TerminalReader(loaded.config.output.log_every)

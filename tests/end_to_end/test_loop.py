@@ -37,9 +37,24 @@ def test_it_learns_and_says_so(tiny):
     assert steps[0].loss == pytest.approx(math.log(records[0].vocab), abs=0.2)
     assert evals[-1].loss < 1.0 < evals[0].loss + 0.7
     assert evals[-1].perplexity == pytest.approx(math.exp(evals[-1].loss))
-    assert evals[-1].bits_per_byte == pytest.approx(evals[-1].loss / math.log(2), rel=0.01), "one byte a character here"
+    assert evals[-1].bits_per_byte == pytest.approx(evals[-1].loss / math.log(2), rel=0.01), (
+        "a byte is a character here"
+    )
     assert of(records, SampleRecord)[-1].text
     assert read_metrics(Path(records[0].folder) / "metrics.jsonl")[-1]["type"] == "end"
+
+
+SWITCHES = [
+    "speed.micro_batch=1",
+    "speed.accumulation=2",
+    "speed.loader=device",
+    "speed.workers=0",
+    "speed.workers=3",
+    "speed.checkpointing=full",
+    "speed.attention=reference",
+    "speed.pad_vocab=1",
+    "speed.fused_optimizer=off",
+]
 
 
 def test_loss_and_weights_do_not_depend_on_micro_batch_loader_or_workers(tiny):
@@ -47,10 +62,8 @@ def test_loss_and_weights_do_not_depend_on_micro_batch_loader_or_workers(tiny):
         return [r.loss for r in of(list(flatout.train(tiny("train.steps=10", *words))), StepRecord)]
 
     expected = run()
-    for words in (["speed.micro_batch=1"], ["speed.accumulation=2"], ["speed.loader=device"], ["speed.workers=0"],
-                  ["speed.workers=3"], ["speed.checkpointing=full"], ["speed.attention=reference"], ["speed.pad_vocab=1"],
-                  ["speed.fused_optimizer=off"]):  # fmt: skip
-        assert run(*words) == pytest.approx(expected, rel=2e-5), words
+    for word in SWITCHES:
+        assert run(word) == pytest.approx(expected, rel=2e-5), word
 
 
 def test_epoch_ends_are_reported_and_evaluated(tiny):
@@ -93,9 +106,9 @@ def test_three_bad_steps_in_a_row_end_the_run_before_harm(tiny, monkeypatch: pyt
 
     monkeypatch.setattr(GPT, "forward", poisoned)
     records = []
+    run = flatout.train(tiny("train.steps=20", "checkpoint.every=5", "output.folder=bad"))
     with pytest.raises(DivergedError, match=r"step 8: batch 7 of seed 1337") as caught:
-        for record in flatout.train(tiny("train.steps=20", "checkpoint.every=5", "output.folder=bad")):
-            records.append(record)
+        records.extend(run)
     assert caught.value.exit_code == 4
     assert [r.step for r in of(records, StepRecord) if not r.applied] == [3, 6, 7, 8]
     assert len(of(records, NoticeRecord)) >= 4

@@ -1,6 +1,7 @@
 """Our GPT-2 is GPT-2: the same weights give the same logits and gradients in transformers, both ways."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,9 +76,10 @@ def test_logits_and_gradients_agree(theirs, folder):
 def test_export_loads_in_transformers_and_comes_back(theirs, folder, tmp_path):
     ours = from_huggingface(folder).eval()
     export_huggingface(ours, tmp_path / "out", end_of_text=0)
-    again, info = GPT2LMHeadModel.from_pretrained(
+    loaded: Any = GPT2LMHeadModel.from_pretrained(
         tmp_path / "out", output_loading_info=True, attn_implementation="eager"
     )
+    again, info = loaded
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     x = tokens()

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from flatout.config.schema import OptimConfig
@@ -17,9 +19,9 @@ def test_every_factor_is_positive_and_at_most_one(kind, warmup, updates):
 @pytest.mark.parametrize("kind", KINDS)
 def test_warmup_rises_to_the_peak_then_never_rises_again(kind):
     factors = rate_factors(OptimConfig(schedule=kind, warmup_steps=10, min_ratio=0.1), 200)
-    assert all(a < b for a, b in zip(factors[:9], factors[1:10], strict=True))
+    assert all(a < b for a, b in itertools.pairwise(factors[:10]))
     assert factors[9] == pytest.approx(1.0)
-    assert all(a >= b for a, b in zip(factors[9:], factors[10:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(factors[9:]))
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "one-cycle"])

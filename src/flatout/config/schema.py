@@ -49,46 +49,53 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class ModelConfig(Section):
-    family: Literal["gpt", "gpt2"] = Field("gpt", description="`gpt2` is exactly GPT-2; `gpt` is the modern decoder.")
-    layers: Annotated[int, Field(ge=1, le=1000)] = Field(6, description="Number of transformer blocks.")
-    width: Annotated[int, Field(ge=1, le=65536)] = Field(384, description="Size of the residual stream.")
-    heads: Annotated[int, Field(ge=1, le=1024)] = Field(6, description="Query heads per block; must divide width.")
+    family: Literal["gpt", "gpt2"] = Field(
+        default="gpt", description="`gpt2` is exactly GPT-2; `gpt` is the modern decoder."
+    )
+    layers: Annotated[int, Field(ge=1, le=1000)] = Field(default=6, description="Number of transformer blocks.")
+    width: Annotated[int, Field(ge=1, le=65536)] = Field(default=384, description="Size of the residual stream.")
+    heads: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=6, description="Query heads per block; must divide width."
+    )
     kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        None,
+        default=None,
         description="Key and value heads per block, fewer than heads for grouped-query attention; null means heads.",
     )
-    context: Annotated[int, Field(ge=1, le=2**24)] = Field(256, description="Tokens the model sees at once.")
+    context: Annotated[int, Field(ge=1, le=2**24)] = Field(default=256, description="Tokens the model sees at once.")
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
-        None, description="Number of token ids; null takes the tokenizer's."
+        default=None, description="Number of token ids; null takes the tokenizer's."
     )
-    norm: Literal["rmsnorm", "layernorm"] = Field("rmsnorm", description="Normalisation before attention and MLP.")
-    positions: Literal["rope", "learned"] = Field("rope", description="How the model knows where a token stands.")
-    rope_base: Annotated[float, Field(gt=1.0)] = Field(10000.0, description="Base of the rotary frequencies.")
-    mlp: Literal["swiglu", "relu2", "gelu"] = Field("swiglu", description="Feed-forward kind; gelu is the tanh form.")
+    norm: Literal["rmsnorm", "layernorm"] = Field(
+        default="rmsnorm", description="Normalisation before attention and MLP."
+    )
+    positions: Literal["rope", "learned"] = Field(
+        default="rope", description="How the model knows where a token stands."
+    )
+    rope_base: Annotated[float, Field(gt=1.0)] = Field(default=10000.0, description="Base of the rotary frequencies.")
+    mlp: Literal["swiglu", "relu2", "gelu"] = Field(
+        default="swiglu", description="Feed-forward kind; gelu is the tanh form."
+    )
     mlp_width: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
-        None,
-        description="Hidden size of the MLP; null means 4 times width, or two thirds of that for swiglu, which has three matrices.",
+        default=None,
+        description="Hidden size of the MLP; null means 4 times width, or two thirds of that for swiglu's three matrices.",
     )
-    bias: bool = Field(False, description="Bias vectors in linear layers and LayerNorm.")
-    qk_norm: bool = Field(True, description="RMS-normalise queries and keys per head before the product.")
+    bias: bool = Field(default=False, description="Bias vectors in linear layers and LayerNorm.")
+    qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys per head before the product.")
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = Field(
-        None, description="Initial value of learned scales on both residual branches; null has no scales."
+        default=None, description="Initial value of learned scales on both residual branches; null has no scales."
     )
-    tied: bool = Field(True, description="Share one matrix between token embedding and output head.")
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.0, description="Dropout share in training.")
+    tied: bool = Field(default=True, description="Share one matrix between token embedding and output head.")
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.0, description="Dropout share in training.")
     init_from: str | None = Field(
-        None, description="Folder with Hugging Face GPT-2 weights (config.json, model.safetensors) to start from."
+        default=None,
+        description="Folder of Hugging Face GPT-2 weights (config.json, model.safetensors) to start from.",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_family(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            defaults = (
-                FAMILY_DEFAULTS.get(values.get("family", "gpt")) if _is_text(values.get("family", "gpt")) else None
-            )
-            return {**(defaults or {}), **values}
-        return values
+        family = values.get("family", "gpt") if isinstance(values, dict) else None
+        return {**FAMILY_DEFAULTS[family], **values} if family in ("gpt", "gpt2") else values
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -109,64 +116,73 @@ class ModelConfig(Section):
 
 class DataConfig(Section):
     source: str | None = Field(
-        "shakespeare",
+        default="shakespeare",
         description="Raw text to prepare: `shakespeare` (shipped), a .txt or .jsonl file, or a folder of them.",
     )
     folder: str | None = Field(
-        None, description="Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."
+        default=None,
+        description="Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use.",
     )
-    tokenizer: str = Field("char", description="`char`, `bytes`, `gpt2`, or the path of a Hugging Face tokenizer.json.")
+    tokenizer: str = Field(
+        default="char", description="`char`, `bytes`, `gpt2`, or the path of a Hugging Face tokenizer.json."
+    )
     split: Literal["contiguous", "document"] = Field(
-        "contiguous", description="Take validation from the end of the text, or choose whole documents by hash."
+        default="contiguous", description="Take validation from the end of the text, or choose whole documents by hash."
     )
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        0.1, description="Share of the text kept for validation."
+        default=0.1, description="Share of the text kept for validation."
     )
     stride: Positive | None = Field(
-        None, description="Tokens between window starts; null means the context, so no overlap."
+        default=None, description="Tokens between window starts; null means the context, so no overlap."
     )
 
 
 class OptimConfig(Section):
-    learning_rate: Annotated[float, Field(gt=0.0, le=100.0)] = Field(1e-3, description="Peak learning rate.")
+    learning_rate: Annotated[float, Field(gt=0.0, le=100.0)] = Field(default=1e-3, description="Peak learning rate.")
     schedule: Literal["cosine", "linear", "wsd", "one-cycle", "constant"] = Field(
-        "cosine", description="Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."
+        default="cosine", description="Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."
     )
     warmup_steps: Natural = Field(
-        100, description="Updates over which the rate rises to its peak; 0 starts at the peak."
+        default=100, description="Updates over which the rate rises to its peak; 0 starts at the peak."
     )
-    min_ratio: Share = Field(0.1, description="Final learning rate as a share of the peak.")
-    decay_fraction: Share = Field(0.2, description="Share of the run that wsd spends decaying at its end.")
+    min_ratio: Share = Field(default=0.1, description="Final learning rate as a share of the peak.")
+    decay_fraction: Share = Field(default=0.2, description="Share of the run that wsd spends decaying at its end.")
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = Field(
-        0.1, description="Decoupled weight decay, on matrices only: never on biases, norms or scales."
+        default=0.1, description="Decoupled weight decay, on matrices only: never on biases, norms or scales."
     )
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.9, description="AdamW's memory of the gradient.")
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(0.95, description="AdamW's memory of the squared gradient.")
-    eps: Annotated[float, Field(gt=0.0, le=1.0)] = Field(1e-8, description="AdamW's guard against division by zero.")
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.9, description="AdamW's memory of the gradient.")
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.95, description="AdamW's memory of the squared gradient."
+    )
+    eps: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=1e-8, description="AdamW's guard against division by zero."
+    )
     clip: Annotated[float, Field(ge=0.0)] = Field(
-        1.0, description="Largest gradient norm, larger ones are scaled down; 0 never clips."
+        default=1.0, description="Largest gradient norm, larger ones are scaled down; 0 never clips."
     )
 
 
 class TrainConfig(Section):
     steps: Positive | None = Field(
-        None, description="Length of the run in optimizer steps; give one of steps, epochs, tokens."
+        default=None, description="Length of the run in optimizer steps; give one of steps, epochs, tokens."
     )
     epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
-        None, description="Length of the run in passes over the windows."
+        default=None, description="Length of the run in passes over the windows."
     )
     tokens: Positive | None = Field(
-        None, description="Length of the run in training tokens, rounded up to whole steps."
+        default=None, description="Length of the run in training tokens, rounded up to whole steps."
     )
-    batch_tokens: Positive = Field(16384, description="Tokens per optimizer step over all micro-batches and devices.")
+    batch_tokens: Positive = Field(
+        default=16384, description="Tokens per optimizer step over all micro-batches and devices."
+    )
     label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        0.0, description="Label smoothing in training; evaluation never smooths."
+        default=0.0, description="Label smoothing in training; evaluation never smooths."
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        1337, description="Seed of initial weights, data order and dropout."
+        default=1337, description="Seed of initial weights, data order and dropout."
     )
     deterministic: bool = Field(
-        False, description="Use only kernels whose result repeats bit for bit, at some cost in speed."
+        default=False, description="Use only kernels whose result repeats bit for bit, at some cost in speed."
     )
 
     @model_validator(mode="after")
@@ -179,38 +195,42 @@ class TrainConfig(Section):
 
 class SpeedConfig(Section):
     device: Annotated[str, Field(pattern=r"^(auto|cpu|mps|cuda|cuda:\d{1,3})$")] = Field(
-        "auto", description="auto, cpu, mps, cuda or cuda:N; auto takes the fastest there is."
+        default="auto", description="auto, cpu, mps, cuda or cuda:N; auto takes the fastest there is."
     )
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = Field(
-        "auto",
-        description="Arithmetic of matrix products; weights and optimizer state stay fp32, auto is bf16 where the GPU has it.",
+        default="auto",
+        description="Arithmetic of matrix products over fp32 weights; auto is bf16 where the GPU has it.",
     )
     attention: Literal["auto", "sdpa", "reference"] = Field(
-        "auto", description="Attention kernel: torch's fused one or the plain reference; auto is sdpa."
+        default="auto", description="Attention kernel: torch's fused one or the plain reference; auto is sdpa."
     )
-    compile: Switch = Field("auto", description="torch.compile the model; auto does so on CUDA.")
-    fused_optimizer: Switch = Field("auto", description="One kernel for the AdamW update; auto where torch has it.")
+    compile: Switch = Field(default="auto", description="torch.compile the model; auto does so on CUDA.")
+    fused_optimizer: Switch = Field(
+        default="auto", description="One kernel for the AdamW update; auto where torch has it."
+    )
     pad_vocab: Annotated[int, Field(ge=1, le=4096)] = Field(
-        64,
-        description="Compute logits for a vocabulary rounded up to this multiple, the padding cut off before the loss; 1 is off.",
+        default=64,
+        description="Round the vocabulary up to this multiple inside the head's product only; 1 is off.",
     )
     micro_batch: Positive | None = Field(
-        None,
-        description="Most sequences at once on a device, rounded down to a divisor of the batch; null is the whole batch.",
+        default=None,
+        description="Most sequences at once, rounded down to a divisor of the batch; null is the whole batch.",
     )
     accumulation: Positive | None = Field(
-        None, description="Micro-batches per optimizer step; null follows from batch_tokens, context and micro_batch."
+        default=None,
+        description="Micro-batches per optimizer step; null follows from batch_tokens, context and micro_batch.",
     )
     checkpointing: Literal["none", "full"] = Field(
-        "none",
+        default="none",
         description="Recompute each block in backward instead of keeping its activations: less memory, more time.",
     )
     loader: Literal["auto", "host", "device"] = Field(
-        "auto",
-        description="Where tokens live: host memory with prefetch, or on the device; auto is the device for small corpora on CUDA.",
+        default="auto",
+        description="Where tokens live; auto is the device for corpora up to 2 GiB on CUDA, else the host.",
     )
     workers: Annotated[int, Field(ge=0, le=64)] = Field(
-        1, description="Threads that read batches ahead on the host; 0 reads in the loop, and the batches are the same."
+        default=1,
+        description="Threads that read batches ahead on the host; 0 reads in the loop, and the batches are the same.",
     )
 
     @model_validator(mode="before")
@@ -224,32 +244,40 @@ class SpeedConfig(Section):
 
 
 class EvalConfig(Section):
-    every: Natural = Field(250, description="Steps between evaluations; 0 evaluates only at the end.")
-    epoch_end: bool = Field(False, description="Evaluate at the end of every epoch as well.")
-    tokens: Positive | None = Field(None, description="Validation tokens to use, from the start; null uses all.")
+    every: Natural = Field(default=250, description="Steps between evaluations; 0 evaluates only at the end.")
+    epoch_end: bool = Field(default=False, description="Evaluate at the end of every epoch as well.")
+    tokens: Positive | None = Field(
+        default=None, description="Validation tokens to use, from the start; null uses all."
+    )
     patience: Natural = Field(
-        0, description="Stop after this many evaluations without improvement; 0 never stops early."
+        default=0, description="Stop after this many evaluations without improvement; 0 never stops early."
     )
     min_delta: Annotated[float, Field(ge=0.0)] = Field(
-        0.0, description="Smallest fall in loss that counts as improvement."
+        default=0.0, description="Smallest fall in loss that counts as improvement."
     )
-    sample_every: Natural = Field(0, description="Steps between printed samples; 0 samples only at the end.")
-    sample_tokens: Natural = Field(200, description="Length of each sample in tokens; 0 never samples.")
-    sample_prompt: str = Field("\n", description="Text the samples continue.")
+    sample_every: Natural = Field(default=0, description="Steps between printed samples; 0 samples only at the end.")
+    sample_tokens: Natural = Field(default=200, description="Length of each sample in tokens; 0 never samples.")
+    sample_prompt: str = Field(default="\n", description="Text the samples continue.")
 
 
 class CheckpointConfig(Section):
-    every: Natural = Field(500, description="Steps between checkpoints; 0 saves only at the end and when interrupted.")
-    keep: Annotated[int, Field(ge=1, le=10000)] = Field(2, description="Newest checkpoints to keep.")
-    best: bool = Field(True, description="Also keep the checkpoint with the lowest validation loss.")
+    every: Natural = Field(
+        default=500, description="Steps between checkpoints; 0 saves only at the end and when interrupted."
+    )
+    keep: Annotated[int, Field(ge=1, le=10000)] = Field(default=2, description="Newest checkpoints to keep.")
+    best: bool = Field(default=True, description="Also keep the checkpoint with the lowest validation loss.")
 
 
 class OutputConfig(Section):
-    folder: str | None = Field(None, description="Run folder; null means runs/NAME, numbered when that is taken.")
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
-        "run", description="Name of the run, for its folder."
+    folder: str | None = Field(
+        default=None, description="Run folder; null means runs/NAME, numbered when that is taken."
     )
-    log_every: Positive = Field(10, description="Steps between lines on the terminal; metrics.jsonl gets every step.")
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
+        default="run", description="Name of the run, for its folder."
+    )
+    log_every: Positive = Field(
+        default=10, description="Steps between lines on the terminal; metrics.jsonl gets every step."
+    )
 
 
 class RunConfig(Section):
@@ -280,7 +308,8 @@ class RunConfig(Section):
             raise ValueError(f"a batch of {sequences} sequences does not split into speed.accumulation {count}")
         if count is not None and self.speed.micro_batch is not None and count * self.speed.micro_batch != sequences:
             raise ValueError(
-                f"speed.micro_batch {self.speed.micro_batch} times speed.accumulation {count} is not the batch of {sequences} sequences"
+                f"speed.micro_batch {self.speed.micro_batch} times speed.accumulation {count} "
+                f"is not the batch of {sequences} sequences"
             )
         return self
 
@@ -300,7 +329,3 @@ def micro_batch_of(config: RunConfig, world_size: int = 1) -> tuple[int, int]:
         most = min(config.speed.micro_batch or share, share)
     size = next(size for size in range(max(most, 1), 0, -1) if share % size == 0)
     return size, share // size
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)

@@ -6,7 +6,7 @@ a checkpoint must hold the evaluation of its own step, so that resuming neither 
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class Progress:
 
 def train_loop(
     run: Run, folder: Path, *, resumed: Checkpoint | None, resumed_from: str | None, stop: Callable[[], bool]
-) -> Iterator[Record]:
+) -> Generator[Record]:
     """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`."""
     progress = Progress() if resumed is None else restore(run, resumed)
     pending = PendingReports(run.speed.device.torch_device)
@@ -160,8 +160,8 @@ def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Reco
     )
     if progress.bad_steps >= MOST_BAD_STEPS:
         raise DivergedError(
-            f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient, the last at step {report.step}: {batch}",
-            "lower optim.learning_rate or lengthen optim.warmup_steps; no bad value reached the weights or a checkpoint",
+            f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient; step {report.step}: {batch}",
+            "lower optim.learning_rate or lengthen optim.warmup_steps; weights and checkpoints are clean",
         )
 
 
@@ -225,9 +225,11 @@ def _sample(run: Run, step: int) -> SampleRecord:
     if not prompt:
         prompt = run.dataset.val.read(0, 1).tolist()
     prompt = prompt[-run.config.model.context :]
-    options = {"count": settings.sample_tokens, "seed": run.config.train.seed, "vocab": tokenizer.vocab}
     with run.scope():
-        ids = list(generate_tokens(run.model, prompt, **options))
+        stream = generate_tokens(
+            run.model, prompt, count=settings.sample_tokens, seed=run.config.train.seed, vocab=tokenizer.vocab
+        )
+        ids = list(stream)
     return SampleRecord(step=step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(ids))
 
 

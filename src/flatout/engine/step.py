@@ -118,7 +118,8 @@ class TrainStep:
         optimizer.step()
 
     def _plain_update(self, gradients: list[Tensor], rate: float, divisor: Tensor) -> None:
-        torch._foreach_div_(gradients, divisor)
+        for gradient in gradients:
+            gradient.div_(divisor)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

@@ -4,7 +4,7 @@ Contract: with temperature 0 the cached and the uncached path give the same toke
 never touches the process-wide random state. When the context is full, both paths go on from its second half.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -45,7 +45,7 @@ def generate_tokens(
     vocab: int | None = None,
     cached: bool = True,
     scope: AbstractContextManager[None] | None = None,
-) -> Iterator[int]:
+) -> Generator[int]:
     """Yields up to `count` token ids after `prompt`, ending early after `stop`. The model's mode is put back.
 
     `vocab` keeps to the ids the tokenizer knows, for a model that has more.

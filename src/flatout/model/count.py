@@ -89,7 +89,7 @@ def estimate_memory(
     )
 
 
-def _block_bytes_per_token(config: ModelConfig, *, half: bool, compiled: bool) -> float:
+def _block_bytes_per_token(config: ModelConfig, *, half: bool, compiled: bool) -> int:
     """Bytes that one block keeps per token until its backward."""
     width, stream, cell = config.width, 4 * config.width, 2 if half else 4
     size = width // config.heads

@@ -53,7 +53,9 @@ def test_switches_do_not_change_the_loss():
     for words in (["speed.compile=on"], ["speed.loader=host"], ["speed.micro_batch=8"], ["speed.checkpointing=full"],
                   ["speed.attention=reference"], ["speed.pad_vocab=1"], ["speed.fused_optimizer=off"]):  # fmt: skip
         start = [] if words[0].startswith("speed.compile") else ["speed.compile=off"]
-        assert losses("train.steps=20", "speed.precision=fp32", *start, *words) == pytest.approx(expected, abs=2e-3), words
+        assert losses("train.steps=20", "speed.precision=fp32", *start, *words) == pytest.approx(expected, abs=2e-3), (
+            words
+        )
     for precision, tolerance in (("tf32", 5e-3), ("bf16", 3e-2), ("fp16", 3e-2)):
         got = losses("train.steps=20", f"speed.precision={precision}", "speed.compile=off")
         assert got == pytest.approx(expected, abs=tolerance), precision

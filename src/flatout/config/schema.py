@@ -88,7 +88,7 @@ class ModelConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.0, description="Dropout share in training.")
     init_from: str | None = Field(
         default=None,
-        description="Folder of Hugging Face GPT-2 weights (config.json, model.safetensors) to start from.",
+        description="Folder of Hugging Face GPT-2 weights to start from (config.json, model.safetensors).",
     )
 
     @model_validator(mode="before")

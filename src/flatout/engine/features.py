@@ -47,7 +47,7 @@ def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int, written:
         features.append(Feature(name=name, asked=wanted, used=used, why=why))
         return used
 
-    settle("device", asked.device, str(device.torch_device), "" if device.kind == "cpu" else device.name)
+    settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
     attention = settle("attention", asked.attention, "reference" if asked.attention == "reference" else "sdpa")
     compiled = settle("compile", asked.compile, *_compile(asked.compile, device))

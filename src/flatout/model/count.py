@@ -75,17 +75,20 @@ def estimate_memory(
     stream, cell = 4 * config.width, 2 if half else 4
     block = _block_bytes_per_token(config, half=half, compiled=compiled)
     ends = stream + cell * config.width + (stream if config.norm == "rmsnorm" else 0)  # final norm and head input
-    kept_blocks = config.layers * stream + block if checkpointing else config.layers * block
+    # Eager code holds logits, log-softmax and its gradient at once, twelve bytes in either precision; compiled code
+    # writes the gradient over the logits.
     padded = vocab + -vocab % pad_vocab
-    # Eager code holds the logits, their fp32 copy, the log-softmax and its gradient at once; compiled code the logits
-    # and their gradient.
-    loss_bytes = 2 * cell if compiled else 8 + (2 * cell if half else 0)
+    loss = padded * (cell if compiled else 12)
+    if checkpointing:  # one block at a time lives in full, after the loss is gone
+        kept_blocks = config.layers * stream + max(0, block - loss)
+    else:
+        kept_blocks = config.layers * block
     return MemoryEstimate(
         weights=4 * parameters + (2 * parameters if half else 0),  # autocast's narrow copies live until backward
         gradients=4 * parameters,
         optimizer=8 * parameters,
         activations=tokens * (kept_blocks + ends),
-        loss=tokens * padded * loss_bytes,
+        loss=tokens * loss,
     )
 
 
@@ -103,15 +106,14 @@ def _block_bytes_per_token(config: ModelConfig, *, half: bool, compiled: bool) -
         cell * width + 4 * config.heads,  # output of attention, log-sum-exp
         cell * (up + hidden),  # input and output of the non-linearity
     ]
-    if compiled:  # it recomputes the cheap parts in backward, at the price of some copies in the other precision
-        parts.append(2 * stream if half else 0)
+    if config.positions == "rope":
+        parts += [cell * queries_keys, cell * width]  # turned queries and keys; attention's output in out's layout
+    if compiled:  # the rest is recomputed in backward
         return sum(parts)
     if config.norm == "rmsnorm":
         parts.append(2 * stream)  # the normalised input, before its weight
     if config.qk_norm:
         parts.append((8 if half else 4) * queries_keys)  # normalised in fp32, and widened first
-    if config.positions == "rope":
-        parts += [cell * queries_keys, cell * width]  # turned queries and keys; attention's output in out's layout
     if config.mlp == "swiglu":
         parts.append(cell * hidden)  # silu(gate)
     if config.residual_scale is not None:

@@ -162,7 +162,7 @@ def _banner(info: RunInfo) -> list[str]:
     shape = f"{info.micro_batch} x {info.context} x {info.accumulation}"
     epochs = info.steps * info.batch_tokens / (info.windows * info.context)
     used = ", ".join(f"{feature.name} {feature.used}" for feature in info.features if feature.name in _SHOWN)
-    fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used)]
+    fallbacks = [f for f in info.features if f.why and f.name in _SHOWN and f.asked not in ("auto", f.used)]
     return [
         f"flatout {info.flatout}: {info.family}, {size} parameters, on {info.device} (torch {info.torch})",
         f"data: {info.train_tokens:,} training and {info.val_tokens:,} validation tokens "

@@ -1,0 +1,265 @@
+"""The command line as a user meets it: fast, two-line errors, right exit codes, signals that save."""
+
+import json
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flatout import cli
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.observe.sinks import read_metrics
+from tests.bad_commands import bad_commands
+from tests.conftest import TINY
+
+ROOT = Path(__file__).parents[2]
+
+
+def flatout(*words: str, **more) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "flatout.cli", *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120, **more)
+
+
+def assert_two_lines(code: int, error: str, expected: int = 2) -> None:
+    lines = error.splitlines()
+    assert code == expected, error
+    assert len(lines) == 2, error
+    assert lines[0].startswith("error: ")
+    assert lines[1].startswith("hint: ")
+    assert len(lines[1]) > len("hint: ")
+
+
+@pytest.fixture
+def tiny_words(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.source={corpus}", "output.folder=run"]
+
+
+def without_torch(words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs the words in a process that fails if torch was imported on the way."""
+    check = "assert 'torch' not in sys.modules"
+    code = f"import sys; from flatout import cli; code = cli.main({words!r}); {check}; sys.exit(code)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+
+
+HELPS = [["--help"], [], ["--version"], *([verb, "--help"] for verb in cli.VERBS), ["config", "show", "--help"]]
+
+
+@pytest.mark.parametrize("words", HELPS, ids=" ".join)
+def test_help_needs_no_torch(words):
+    done = without_torch(words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["trian"], ["train", "--reume", "auto"], ["train", "shakespear-char"], ["train", "modle.layers=3"],
+        ["train", "nosuch.yaml"], ["train", "optim.learning_rate=fast"], ["generate", "--tokens", "-3"],
+        ["generate", "--top-p", "2"], ["eval", "nowhere"], ["config", "expalin"], ["config", "copy"],
+        ["train", "a", "b"], ["train", "--resume"], ["train", "--resume", "nowhere"], ["export", "only-one"],
+        ["train", "--hardware", "7gb"], ["generate", "--device", "tpu"], ["eval", "--split", "test"],
+        ["config", "schema", "extra"], ["train", "model.width=100", "model.heads=7"], ["-x"], [""],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_mistakes_get_two_lines_without_torch(words):
+    done = without_torch(words)
+    assert_two_lines(done.returncode, done.stderr)
+    assert done.stdout == ""
+
+
+def test_suggestions():
+    for words, suggestion in [
+        (["trian"], "flatout train"),
+        (["train", "--reume", "x"], "--resume"),
+        (["train", "modle.layers=3"], "model.layers"),
+        (["train", "shakespear-char"], "shakespeare-char"),
+        (["config", "expalin"], "explain"),
+    ]:
+        assert suggestion in flatout(*words).stderr
+
+
+def run_bad_commands(capsys: pytest.CaptureFixture[str], folder: Path, seed: int, count: int) -> None:
+    for words in bad_commands(seed, count, folder):
+        code = cli.main(words)
+        output = capsys.readouterr()
+        try:
+            assert_two_lines(code, output.err)
+        except AssertionError as error:
+            raise AssertionError(f"{words!r}: {error}") from error
+        assert output.out == "", words
+
+
+def test_bad_command_lines(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_bad_commands(capsys, tmp_path, seed=0, count=300)
+
+
+@pytest.mark.slow
+def test_two_thousand_bad_command_lines_and_configs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_bad_commands(capsys, tmp_path, seed=1, count=2000)
+
+
+def test_train_prints_progress_and_a_sample(tiny_words):
+    done = flatout("train", *tiny_words, "train.steps=20", "output.log_every=5")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sum(line.startswith("step ") for line in lines) == 5
+    assert any(line.startswith("eval at step 20: val loss") for line in lines)
+    assert "--- sample at step 20 ---" in lines
+    assert done.stderr == ""
+
+
+def test_json_prints_records_only_and_equals_the_metrics_file(tiny_words):
+    done = flatout("train", *tiny_words, "train.steps=5", "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert rows[0]["type"] == "run"
+    assert rows[-1]["type"] == "end"
+    assert [row for row in rows if row["type"] == "step"] == [
+        row for row in read_metrics(Path("run/metrics.jsonl")) if row["type"] == "step"
+    ]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_go_on(tiny_words, number, code):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "flatout.cli", "train", *tiny_words, "train.steps=1000000", "output.log_every=1"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    (step, path), *_ = list_checkpoints(Path("run/checkpoints"))
+    assert read_checkpoint(path).step == step
+    assert "flatout train --resume run" in errors
+    resumed = flatout("train", "--resume", "run", f"train.steps={step + 3}", "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [json.loads(line)["step"] for line in resumed.stdout.splitlines() if '"type": "step"' in line] == [
+        step + 1, step + 2, step + 3,
+    ]  # fmt: skip
+
+
+def test_a_second_interrupt_quits_at_once(tiny_words):
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.end_to_end.slow_trainer", "5", *tiny_words, "train.steps=1000000"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert time.monotonic() - began < 5, "it did not wait for the slow save"
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(tiny_words):
+    first = flatout("train", *tiny_words, "train.steps=4", "checkpoint.every=2", "checkpoint.best=false")
+    assert first.returncode == 0, first.stderr
+    size = max(file.stat().st_size for file in Path("run/checkpoints/step-00000004").iterdir())
+
+    def small_files() -> None:  # a write past the limit fails as a full disk does
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    second = flatout(
+        "train", *tiny_words, "train.steps=8", "checkpoint.every=2", "--resume", "auto", preexec_fn=small_files
+    )
+    assert_two_lines(second.returncode, second.stderr, expected=5)
+    assert "--resume auto" in second.stderr
+    assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))][-1] == 4
+    third = flatout("train", *longer)
+    assert third.returncode == 0, third.stderr
+
+
+def test_a_run_folder_that_cannot_be_made_is_told_in_two_lines(tiny_words, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    done = flatout("train", *tiny_words, "output.folder=file/run")
+    assert_two_lines(done.returncode, done.stderr, expected=5)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_told_in_two_lines(tiny_words, tmp_path):
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    locked.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    done = flatout("train", *tiny_words, "output.folder=locked/run")
+    assert_two_lines(done.returncode, done.stderr, expected=5)
+
+
+def test_divergence_exits_with_4(tiny_words):
+    done = flatout("train", *tiny_words, "optim.learning_rate=100", "optim.clip=0", "optim.warmup_steps=0", "train.steps=500",
+                   "model.qk_norm=false", "optim.schedule=constant", "optim.eps=1e-30")  # fmt: skip
+    if done.returncode == 0:
+        pytest.skip("this model survives even that")
+    assert_two_lines(done.returncode, done.stderr, expected=4)
+    assert "batch" in done.stderr
+
+
+def test_verbs_on_a_finished_run(tiny_words, tmp_path):
+    shape = ["model.family=gpt2"]
+    assert flatout("train", *tiny_words, *shape, "train.steps=20").returncode == 0
+    measured = json.loads(flatout("eval", "run", "--json").stdout)
+    assert measured["loss"] > 0
+    assert measured["bits_per_byte"] > 0
+    assert "perplexity" in flatout("eval", "run").stdout
+    text = flatout("generate", "run", "--prompt", "the ", "--tokens", "20", "--seed", "3")
+    assert text.stdout.startswith("the ")
+    assert text.stdout == flatout("generate", "run", "--prompt", "the ", "--tokens", "20", "--seed", "3").stdout
+    assert_two_lines(*_code_and_error(flatout("generate", "run", "--prompt", "\u2603")), expected=3)
+    talk = flatout("generate", "run", "--interactive", "--tokens", "5", input="the \n\u2603\nold\n")
+    assert talk.returncode == 0
+    assert "error: " in talk.stderr, "a bad prompt is told"
+    assert talk.stdout.count(">") >= 4, "and the session goes on"
+    assert flatout("export", "run", "out").returncode == 0
+    assert sorted(path.name for path in Path("out").iterdir()) == ["config.json", "model.safetensors"]
+    assert_two_lines(*_code_and_error(flatout("export", "run", "out")))
+
+
+def _code_and_error(done: subprocess.CompletedProcess[str]) -> tuple[int, str]:
+    return done.returncode, done.stderr
+
+
+def test_prepare_reports_and_keeps(tiny_words):
+    first = flatout("prepare", *tiny_words, "--json")
+    facts = json.loads(first.stdout)
+    assert facts["train_tokens"] > 1000
+    before = Path(facts["folder"], "manifest.json").stat().st_mtime_ns
+    assert flatout("prepare", *tiny_words).returncode == 0
+    assert Path(facts["folder"], "manifest.json").stat().st_mtime_ns == before
+
+
+def test_config_verbs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "gpt2-124m" in flatout("config", "presets").stdout
+    assert "train.steps" in flatout("config", "explain", "train.steps=7").stdout
+    assert json.loads(flatout("config", "schema").stdout)["type"] == "object"
+    shown = flatout("config", "show", "gpt2-124m", "--hardware", "8gb").stdout
+    (tmp_path / "shown.yaml").write_text(shown)
+    assert flatout("config", "show", "shown.yaml").stdout == shown
+    assert flatout("config", "copy", "shakespeare-char", "mine.yaml").returncode == 0
+    assert_two_lines(*_code_and_error(flatout("config", "copy", "shakespeare-char", "mine.yaml")))
+
+
+def test_a_closed_pipe_is_no_traceback():
+    command = f"{sys.executable} -m flatout.cli config schema | head -1"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, env=environment)
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,153 @@
+"""SIGKILL at any moment costs at most one checkpoint interval and never a checkpoint."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout import cli
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.observe.sinks import read_metrics
+from tests.conftest import TINY
+
+ROOT = Path(__file__).parents[2]
+EVERY = 4
+
+
+def words(corpus: Path, folder: str, steps: int) -> list[str]:
+    extra = ["model.dropout=0.1", f"train.steps={steps}", f"checkpoint.every={EVERY}", "eval.sample_tokens=0"]
+    return [
+        *(word for word in TINY if not word.startswith(("checkpoint.every", "eval.sample_tokens"))),
+        *extra, f"data.source={corpus}", f"output.folder={folder}",
+    ]  # fmt: skip
+
+
+def start(arguments: list[str], delay: float) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.end_to_end.slow_trainer", str(delay), *arguments, "--resume", "auto"]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def last_step(folder: str) -> int:
+    path = Path(folder) / "metrics.jsonl"
+    return max((row["step"] for row in read_metrics(path) if row["type"] == "step"), default=0) if path.exists() else 0
+
+
+def logged(run: str) -> list[tuple[int, float]]:
+    rows = read_metrics(Path(run) / "metrics.jsonl")
+    return [(row["step"], row["loss"]) for row in rows if row["type"] == "step"]
+
+
+def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> bool:
+    """True when it happened, False when the process ended first."""
+    while process.poll() is None:
+        if happened():
+            return True
+        time.sleep(0.002)
+    return False
+
+
+def campaign(corpus: Path, kills: int, inside_saves: int, steps: int, delay: float, seed: int) -> int:
+    """Kills a run again and again, checks every resume, and returns how many kills hit a save."""
+    choose = random.Random(seed)
+    folder, checkpoints = "killed", Path("killed/checkpoints")
+    reached = hits = 0
+
+    def saving() -> bool:
+        return any(".tmp-" in path.name for path in checkpoints.glob("*"))
+
+    def went_on(before: int) -> bool:
+        return last_step(folder) != before or saving()
+
+    for kill in range(kills):
+        process = start(words(corpus, folder, steps), delay)
+        before = last_step(folder)
+        if kill < inside_saves:
+            alive = wait_for(process, lambda before=before: went_on(before)) and wait_for(process, saving)
+            time.sleep(choose.uniform(0, 7 * delay))
+        else:
+            alive = wait_for(process, lambda before=before: went_on(before))
+            time.sleep(choose.uniform(0, 0.6))
+        assert alive, f"the run ended by itself: {process.communicate()[1]}"
+        hits += saving()
+        process.send_signal(signal.SIGKILL)
+        errors = process.communicate()[1]
+        assert "error" not in errors, errors
+        rows = read_metrics(Path(folder) / "metrics.jsonl")
+        resumed_at = [row["start_step"] for row in rows if row["type"] == "run"][-1]
+        assert reached - resumed_at <= EVERY, f"kill {kill}: was at {reached}, resumed at {resumed_at}"
+        reached = last_step(folder)
+        for _, path in list_checkpoints(checkpoints):
+            read_checkpoint(path)  # every checkpoint with a final name is whole
+    process = start(words(corpus, folder, steps), 0.0)
+    errors = process.communicate()[1]
+    assert process.returncode == 0, errors
+    assert cli.main(["train", *words(corpus, "reference", steps), "--json"]) == 0
+    final = f"checkpoints/step-{steps:08d}"
+    mine, theirs = read_checkpoint(Path(folder) / final), read_checkpoint(Path("reference") / final)
+    for name in ("model", "optimizer", "run"):
+        ours, expected = getattr(mine, name), getattr(theirs, name)
+        assert all(torch.equal(ours[key], expected[key]) for key in expected), name
+    assert logged(folder) == logged("reference"), "the log has every step once"
+    return hits
+
+
+def test_a_few_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert campaign(corpus, kills=4, inside_saves=2, steps=200, delay=0.03, seed=0) >= 1
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    hits = campaign(corpus, kills=100, inside_saves=60, steps=2000, delay=0.08, seed=1)
+    print(f"{hits} of 100 kills hit a save")
+    assert hits >= 30
+
+
+def flips(tiny, capsys: pytest.CaptureFixture[str], count: int) -> None:
+    """Flips one bit at a time, over all files in turn; each must be found, named, and survivable."""
+    config = tiny("train.steps=8", "checkpoint.every=4", "output.folder=run")
+    list(flatout.train(config))
+    choose = random.Random(0)
+    newest = Path("run/checkpoints/step-00000008")
+    files = sorted(newest.iterdir())
+    assert len(files) == 7
+    originals = {file.name: file.read_bytes() for file in files}
+    for index in range(count):
+        file = files[index % len(files)]
+        raw = bytearray(originals[file.name])
+        bit = choose.randrange(len(raw) * 8)
+        raw[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(raw)
+        assert cli.main(["train", "--resume", "run"]) == 3
+        output = capsys.readouterr()
+        assert output.err.startswith("error: damaged checkpoint")
+        assert file.name in output.err
+        assert output.out == "", "nothing was trained"
+        run = flatout.train(config, resume="auto")
+        first, second = next(run), next(run)
+        run.close()
+        assert "damaged" in first.message
+        assert file.name in first.message
+        assert second.start_step == 4, "falls back to the previous good one"
+        Path("run/checkpoints/step-00000008.damaged").rename(newest)
+        file.write_bytes(originals[file.name])
+    assert read_checkpoint(newest).step == 8
+
+
+def test_a_few_bit_flips(tiny, capsys):
+    flips(tiny, capsys, 14)
+
+
+@pytest.mark.slow
+def test_two_hundred_bit_flips(tiny, capsys):
+    flips(tiny, capsys, 200)

@@ -41,6 +41,12 @@ def last_step(folder: str) -> int:
     return max((row["step"] for row in read_metrics(path) if row["type"] == "step"), default=0) if path.exists() else 0
 
 
+def last_run(folder: str) -> int:
+    """How many processes have begun to train here."""
+    path = Path(folder) / "metrics.jsonl"
+    return sum(row["type"] == "run" for row in read_metrics(path)) if path.exists() else 0
+
+
 def logged(run: str) -> list[tuple[int, float]]:
     rows = read_metrics(Path(run) / "metrics.jsonl")
     return [(row["step"], row["loss"]) for row in rows if row["type"] == "step"]
@@ -61,23 +67,22 @@ def campaign(corpus: Path, kills: int, inside_saves: int, steps: int, delay: flo
     folder, checkpoints = "killed", Path("killed/checkpoints")
     reached = hits = 0
 
-    def saving() -> bool:
-        return any(".tmp-" in path.name for path in checkpoints.glob("*"))
-
-    def went_on(before: int) -> bool:
-        return last_step(folder) != before or saving()
+    def saving(process: subprocess.Popen) -> bool:
+        # By process id: a killed process leaves its temporary folder until the next one sweeps it away.
+        return any(path.name.endswith(f".tmp-{process.pid}") for path in checkpoints.glob("*"))
 
     for kill in range(kills):
-        process = start(words(corpus, folder, steps), delay)
-        before = last_step(folder)
-        if kill < inside_saves:
-            alive = wait_for(process, lambda before=before: went_on(before)) and wait_for(process, saving)
+        aimed = kill % 2 == 0 and kill < 2 * inside_saves
+        process = start(words(corpus, folder, steps), delay if aimed else 0.0)
+        before = last_run(folder)
+        if aimed:
+            alive = wait_for(process, lambda process=process: saving(process))
             time.sleep(choose.uniform(0, 7 * delay))
         else:
-            alive = wait_for(process, lambda before=before: went_on(before))
-            time.sleep(choose.uniform(0, 0.6))
+            alive = wait_for(process, lambda before=before: last_run(folder) > before)
+            time.sleep(choose.uniform(0, 0.3))
         assert alive, f"the run ended by itself: {process.communicate()[1]}"
-        hits += saving()
+        hits += saving(process)
         process.send_signal(signal.SIGKILL)
         errors = process.communicate()[1]
         assert "error" not in errors, errors
@@ -102,13 +107,13 @@ def campaign(corpus: Path, kills: int, inside_saves: int, steps: int, delay: flo
 
 def test_a_few_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert campaign(corpus, kills=4, inside_saves=2, steps=200, delay=0.03, seed=0) >= 1
+    assert campaign(corpus, kills=4, inside_saves=2, steps=400, delay=0.05, seed=0) >= 1
 
 
 @pytest.mark.slow
 def test_a_hundred_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    hits = campaign(corpus, kills=100, inside_saves=60, steps=2000, delay=0.08, seed=1)
+    hits = campaign(corpus, kills=100, inside_saves=45, steps=6000, delay=0.05, seed=1)
     print(f"{hits} of 100 kills hit a save")
     assert hits >= 30
 

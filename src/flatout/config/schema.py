@@ -77,7 +77,7 @@ class ModelConfig(Section):
     )
     mlp_width: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
         default=None,
-        description="Hidden size of the MLP; null means 4 times width, or two thirds of that for swiglu's three matrices.",
+        description="Hidden size of the MLP; null means 4 times width, two thirds of that for swiglu's three matrices.",
     )
     bias: bool = Field(default=False, description="Bias vectors in linear layers and LayerNorm.")
     qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys per head before the product.")

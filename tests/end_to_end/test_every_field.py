@@ -1,0 +1,162 @@
+"""No dead knobs: every field of the config, switched alone, changes what is built or says why it did not."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.config.complain import field_facts
+from flatout.config.load import load_config
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.model.weights import export_huggingface
+from flatout.records import RunInfo, SampleRecord, StepRecord
+from tests.conftest import TINY
+
+# One other value for each field. A list of words where a field only makes sense beside another.
+OTHER: dict[str, str | list[str]] = {
+    "model.family": "gpt2",
+    "model.layers": "3",
+    "model.width": "48",
+    "model.heads": "4",
+    "model.kv_heads": "1",
+    "model.context": "32",
+    "model.vocab": "100",
+    "model.norm": "layernorm",
+    "model.positions": "learned",
+    "model.rope_base": "100.0",
+    "model.mlp": "relu2",
+    "model.mlp_width": "40",
+    "model.bias": "true",
+    "model.qk_norm": "false",
+    "model.residual_scale": "0.1",
+    "model.tied": "false",
+    "model.dropout": "0.2",
+    "model.init_from": ["model.family=gpt2", "model.init_from=weights"],
+    "data.source": "other.txt",
+    "data.folder": "shards",
+    "data.tokenizer": "bytes",
+    "data.split": ["data.split=document", "data.source=many.jsonl"],
+    "data.val_fraction": "0.2",
+    "data.stride": "7",
+    "optim.learning_rate": "1e-3",
+    "optim.schedule": "linear",
+    "optim.warmup_steps": "1",
+    "optim.min_ratio": "0.9",
+    "optim.decay_fraction": ["optim.schedule=wsd", "optim.decay_fraction=0.9"],
+    "optim.weight_decay": "1.0",
+    "optim.beta1": "0.5",
+    "optim.beta2": "0.5",
+    "optim.eps": "0.1",
+    "optim.clip": "0.01",
+    "train.steps": "7",
+    "train.epochs": "0.1",
+    "train.tokens": "500",
+    "train.batch_tokens": "128",
+    "train.label_smoothing": "0.1",
+    "train.seed": "5",
+    "train.deterministic": "true",
+    "speed.device": "auto",
+    "speed.precision": "bf16",
+    "speed.attention": "reference",
+    "speed.compile": "off",
+    "speed.fused_optimizer": "off",
+    "speed.pad_vocab": "1",
+    "speed.micro_batch": "2",
+    "speed.accumulation": "4",
+    "speed.checkpointing": "full",
+    "speed.loader": "device",
+    "speed.workers": "0",
+    "eval.every": "2",
+    "eval.epoch_end": ["eval.epoch_end=true", "train.epochs=1.2"],
+    "eval.tokens": "128",
+    "eval.patience": ["eval.patience=1", "eval.every=1", "optim.learning_rate=1.0", "eval.min_delta=9.0"],
+    "eval.min_delta": ["eval.min_delta=9.0", "eval.every=1", "eval.patience=1"],
+    "eval.sample_every": "2",
+    "eval.sample_tokens": "9",
+    "eval.sample_prompt": "fox",
+    "checkpoint.every": "2",
+    "checkpoint.keep": ["checkpoint.keep=1", "checkpoint.every=1", "checkpoint.best=false"],
+    "checkpoint.best": ["checkpoint.best=false", "eval.every=2", "checkpoint.keep=1"],
+    "output.folder": "elsewhere",
+    "output.name": "another",
+    "output.log_every": "3",
+}
+# What each case is compared with, where that is not the plain run.
+BESIDE: dict[str, list[str]] = {
+    "model.init_from": ["model.family=gpt2"],
+    "data.split": ["data.source=many.jsonl"],
+    "optim.decay_fraction": ["optim.schedule=wsd"],
+    "eval.epoch_end": ["train.epochs=1.2"],
+    "eval.patience": ["eval.every=1", "optim.learning_rate=1.0", "eval.min_delta=9.0"],
+    "eval.min_delta": ["eval.every=1", "eval.patience=1"],
+    "checkpoint.keep": ["checkpoint.every=1", "checkpoint.best=false"],
+    "checkpoint.best": ["eval.every=2", "checkpoint.keep=1"],
+}
+# Read by the terminal alone; tests/end_to_end/test_cli.py counts its lines.
+ELSEWHERE = {"output.log_every"}
+
+
+def signature(words: list[str]) -> Any:
+    """Everything a run builds and says, times left out."""
+    shutil.rmtree("runs", ignore_errors=True)
+    lengths = ("train.steps", "train.epochs", "train.tokens")
+    length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=6"]
+    base = [*TINY, "data.source=text.txt", "optim.warmup_steps=2", *length]
+    records = list(flatout.train(load_config("shakespeare-char", [*base, *words])))
+    info = records[0]
+    assert isinstance(info, RunInfo)
+    kept = list_checkpoints(Path(info.folder) / "checkpoints")
+    last = read_checkpoint(kept[-1][1])
+    weights = {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in last.model.items()}
+    return {
+        "weights": weights,
+        "features": info.features,
+        "folder": info.folder,
+        "data": (info.dataset, Path("shards").exists(), info.config["data"]["folder"]),
+        "deterministic": info.config["train"]["deterministic"],
+        "losses": [(r.loss, r.learning_rate, r.grad_norm) for r in records if isinstance(r, StepRecord)],
+        "samples": [(r.prompt, r.text) for r in records if isinstance(r, SampleRecord)],
+        "kinds": [(type(r).__name__, getattr(r, "step", None), getattr(r, "tokens", None)) for r in records],
+        "kept": [step for step, _ in kept],
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fields")
+    text = corpus.read_text(encoding="utf-8")
+    (path / "text.txt").write_text(text, encoding="utf-8")
+    (path / "other.txt").write_text(text.swapcase(), encoding="utf-8")
+    lines = text.splitlines()
+    documents = [json.dumps({"text": f"{i}: " + "\n".join(lines[i : i + 5])}) for i in range(0, len(lines), 5)]
+    (path / "many.jsonl").write_text("\n".join(documents), encoding="utf-8")
+    return path
+
+
+BASE: dict[tuple[str, ...], Any] = {}
+
+
+@pytest.mark.parametrize("field", sorted(field_facts()))
+def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(folder)
+    if field in ELSEWHERE:
+        return
+    if field == "model.init_from" and not Path("weights").exists():
+        words = [*TINY, "data.source=text.txt", "train.steps=2", "model.family=gpt2", "train.seed=9"]
+        list(flatout.train(load_config(None, words)))
+        export_huggingface(flatout.load_model().model, Path("weights"))
+    beside = BESIDE.get(field, [])
+    if tuple(beside) not in BASE:
+        BASE[tuple(beside)] = signature(beside)
+    other = OTHER[field]
+    shutil.rmtree("shards", ignore_errors=True)
+    if field.startswith("data."):
+        shutil.rmtree("data", ignore_errors=True)
+    changed = signature(other if isinstance(other, list) else [f"{field}={other}"])
+    if field.startswith("data."):
+        shutil.rmtree("data", ignore_errors=True)
+    assert changed != BASE[tuple(beside)], f"{field} changes nothing"

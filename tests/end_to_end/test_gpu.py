@@ -1,5 +1,6 @@
 """What only a CUDA device can show. Run with `pytest -m gpu` on one."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,12 @@ SMALL = ["model.layers=4", "model.width=128", "model.heads=4", "model.context=12
 
 
 @pytest.fixture(autouse=True)
-def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of its own, and nothing compiled or allocated left over from the test before."""
     monkeypatch.chdir(tmp_path)
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def losses(*words: str) -> list[float]:
@@ -91,21 +96,18 @@ def test_a_step_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("micro_batch", [8, 32])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(("micro_batch", "checkpointing"), [(8, "none"), (32, "full")])
 def test_memory_estimate_is_near_the_measured_peak(micro_batch, checkpointing):
     words = ["data.source=shakespeare", "data.folder=bpe", "train.steps=3", f"speed.micro_batch={micro_batch}",
              f"speed.checkpointing={checkpointing}", f"train.batch_tokens={2 * micro_batch * 1024}", "eval.tokens=2048",
              "eval.sample_tokens=0"]  # fmt: skip
-    torch._dynamo.reset()
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     records = list(flatout.train(load_config("gpt2-124m", words)))
     assert isinstance(records[0], RunInfo)
     peak = max(r.memory_bytes or 0 for r in records if isinstance(r, StepRecord))
     ratio = records[0].memory_estimate_bytes / peak
     print(f"micro_batch {micro_batch} checkpointing {checkpointing}: estimate {ratio:.3f} of {peak / 2**30:.2f} GiB")
-    assert 0.85 < ratio < 1.2
+    assert 0.85 < ratio < 1.15
 
 
 def test_gpt2_learns_from_bpe_text():

@@ -95,7 +95,8 @@ class TrainStep:
         norm = torch.nn.utils.get_total_norm(gradients) / scale
         finite = torch.isfinite(loss) & torch.isfinite(norm)
         excess = ((norm + CLIP_EPS) / self.clip).clamp(min=1.0) if self.clip > 0 else self.one
-        rate = self.rates[self.updates.clamp(max=len(self.rates) - 1)]
+        # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
+        rate = self.rates.index_select(0, self.updates.clamp(max=len(self.rates) - 1).view(1)).squeeze(0)
         report = torch.stack([loss.to(rate.dtype), norm.to(rate.dtype), finite.to(rate.dtype), rate, scale.clone()])
         if self.fused:
             self._fused_update(rate, divisor=(scale * excess).float(), finite=finite)

@@ -4,7 +4,7 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 """
 
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from flatout.config.load import LoadedConfig, load_config, load_stored, resolve_from_mapping, show
@@ -173,9 +173,7 @@ def generate(
         if stop is None:
             raise DataError("the prompt is empty", "give at least one character to continue")
         ids = [stop]
-    out: list[int] = []
-    said = 0
-    for token in generate_tokens(
+    tokens_out = generate_tokens(
         loaded.model,
         ids,
         count=tokens,
@@ -186,16 +184,27 @@ def generate(
         stop=stop,
         vocab=loaded.tokenizer.vocab,
         cached=cached,
-    ):
+    )
+    yield from _in_pieces(loaded.tokenizer, tokens_out, stop)
+
+
+def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stop: int | None) -> Iterator[str]:
+    """Text as it becomes whole. A character of several tokens waits for its last one.
+
+    Only the tokens since the piece before the last are decoded again, so long outputs cost no more per token than
+    short ones; the piece before is kept for tokenizers that write a space differently at the start of a text.
+    """
+    ids: list[int] = []
+    piece, fresh = 0, 0  # where the last piece began, and where it ended
+    for token in tokens:
         if token == stop:
             break
-        out.append(token)
-        text = loaded.tokenizer.decode(out)
-        whole = len(text.rstrip("\ufffd"))  # half a character waits for its other bytes
-        if whole > said:
-            yield text[said:whole]
-            said = whole
-    rest = loaded.tokenizer.decode(out)[said:]
+        ids.append(token)
+        before, now = tokenizer.decode(ids[piece:fresh]), tokenizer.decode(ids[piece:])
+        if len(now) > len(before) and not now.endswith("\ufffd"):
+            yield now[len(before) :]
+            piece, fresh = fresh, len(ids)
+    rest = tokenizer.decode(ids[piece:])[len(tokenizer.decode(ids[piece:fresh])) :]
     if rest:
         yield rest
 

@@ -82,12 +82,30 @@ class Parser(argparse.ArgumentParser):
 
     def _refuse(self, word: str) -> NoReturn:
         if word.startswith("-"):
-            options = [option for action in self._actions for option in action.option_strings]
-            near = difflib.get_close_matches(word.partition("=")[0], options, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"see `{self.prog} --help` for its options"
-            raise UsageError(f"unknown option {_quoted(word)}", hint)
+            raise UsageError(f"unknown option {_quoted(word)}", self._nearest(word.partition("=")[0]))
         hint = "write settings as SECTION.FIELD=VALUE" if "overrides" in self._defaults else f"see `{self.prog} --help`"
         raise UsageError(f"unexpected word {_quoted(word)}", hint)
+
+    def _nearest(self, option: str) -> str:
+        """What an unknown option may have meant: one of ours, the config itself, or a field of it."""
+        takes_overrides = "overrides" in self._defaults
+        if takes_overrides and option in ("--config", "-c", "--preset", "--dataset"):
+            return f"write it without the option: `{self.prog} NAME-OR-FILE`, and data as data.source=PATH"
+        options = [known for action in self._actions for known in action.option_strings]
+        near = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
+        if near:
+            return f"did you mean {near[0]}?"
+        fields = _fields_called(option.strip("-").replace("-", "_")) if takes_overrides else []
+        if fields:
+            return f"did you mean the setting {fields[0]}=...? settings are written without dashes"
+        return f"see `{self.prog} --help` for its options"
+
+
+def _fields_called(name: str) -> list[str]:
+    """Config fields that people coming from other trainers write as an option, such as --steps or --batch-size."""
+    from flatout.config.complain import nearest_paths
+
+    return [path for path in nearest_paths(name) if "." in path]
 
 
 def _is_override(word: str) -> bool:
@@ -228,8 +246,6 @@ def _train(words: list[str]) -> int:
 
     if loaded is None or place is not None:
         loaded = api.stored_config(place or Path(), parsed.overrides)
-    if loaded.config.train.deterministic:  # read by cuBLAS when CUDA starts, so it must be set before
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     reader = JsonReader() if parsed.json else TerminalReader(loaded.config.output.log_every)
     progress, prepared = _preparing()
     stop = StopOnSignal()

@@ -85,6 +85,12 @@ def test_suggestions():
         (["train", "modle.layers=3"], "model.layers"),
         (["train", "shakespear-char"], "shakespeare-char"),
         (["config", "expalin"], "explain"),
+        (["train", "--config", "my.yaml"], "without the option"),
+        (["train", "--device", "cpu"], "speed.device=..."),
+        (["train", "--steps", "100"], "train.steps=..."),
+        (["train", "--grad-clip", "1"], "optim.clip=..."),
+        (["train", "gradient_clip=1"], "optim.clip"),
+        (["train", "model.d_model=64"], "model.width"),
     ]:
         assert suggestion in flatout(*words).stderr
 

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 import flatout
+from flatout.config.schema import ModelConfig
+from flatout.device import Device
+from flatout.engine import loop, setup
 from flatout.engine.checkpoint import list_checkpoints
 from flatout.errors import DataError, DivergedError, HardwareError, UserError
+from flatout.model.count import estimate_memory
 from flatout.model.gpt import GPT
 from flatout.observe.sinks import read_metrics
 from flatout.records import (
@@ -179,3 +183,27 @@ def test_api_generates_text_in_pieces_that_join(tiny):
     assert "".join(pieces) == "".join(flatout.generate("run", "the ", tokens=30, seed=4))
     with pytest.raises(DataError, match="Q"):
         list(flatout.generate(model, "Q"))
+
+
+def test_a_nan_evaluation_is_never_the_best(tiny, monkeypatch: pytest.MonkeyPatch):
+    real, calls = loop.evaluate, 0
+
+    def first_is_nan(*args) -> tuple[float, int]:
+        nonlocal calls
+        calls += 1
+        loss, tokens = real(*args)
+        return (math.nan if calls == 1 else loss), tokens
+
+    monkeypatch.setattr(loop, "evaluate", first_is_nan)
+    evals = of(list(flatout.train(tiny("train.steps=6", "eval.every=2"))), EvalRecord)
+    assert [record.best for record in evals] == [False, True, True]
+
+
+def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
+    # What one of the guides recommends for a card with 24 GB.
+    model = ModelConfig(layers=24, width=1024, heads=16, context=512)
+    need = estimate_memory(model, 50257, micro_batch=256, half=True, compiled=True, checkpointing=False)
+    card = Device(torch_device=torch.device("cuda", 0), name="a card", memory_bytes=24 * 2**30, capability=(8, 9))
+    with pytest.raises(HardwareError, match="GiB, a card has 24"):
+        setup.check_fits(need, card)
+    setup.check_fits(estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, checkpointing=False), card)

@@ -174,3 +174,13 @@ def test_a_second_process_is_refused(tiny):
         next(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))
     run.close()
     list(flatout.train(tiny("train.steps=2", "output.folder=locked"), resume="auto"))
+
+
+def test_a_run_that_stopped_early_stays_stopped_until_given_more_patience(tiny):
+    words = ["train.steps=60", "eval.every=2", "eval.min_delta=100.0", "output.folder=early"]
+    *_, end = flatout.train(tiny(*words, "eval.patience=2"))
+    assert (end.reason, end.step) == ("early_stop", 6)
+    *_, end = flatout.train(tiny(*words, "eval.patience=2"), resume="auto")
+    assert (end.reason, end.step) == ("early_stop", 6)
+    *_, end = flatout.train(tiny(*words, "eval.patience=5"), resume="auto")
+    assert (end.reason, end.step) == ("early_stop", 12)

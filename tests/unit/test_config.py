@@ -518,3 +518,11 @@ def test_config_needs_no_torch() -> None:
     code = "import sys, flatout.config.load; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_another_family_brings_its_own_architecture():
+    loaded = load_config("shakespeare-char", ["model.family=gpt2"])
+    assert (loaded.config.model.norm, loaded.config.model.mlp) == ("layernorm", "gelu")
+    assert loaded.sources["model.mlp"].kind == "family"
+    with pytest.raises(ConfigError, match="fixes mlp to gelu"):
+        load_config("shakespeare-char", ["model.family=gpt2", "model.mlp=relu2"])

@@ -30,6 +30,12 @@ def test_parameter_count_is_numel(variant):
     assert parameter_count(config, VOCAB) == sum(p.numel() for p in build_model(config, VOCAB).parameters())
 
 
+def test_swiglu_holds_as_much_as_two_matrices_would():
+    gelu = parameter_count(ModelConfig(layers=1, width=768, heads=12, mlp="gelu"), VOCAB)
+    swiglu = parameter_count(ModelConfig(layers=1, width=768, heads=12, mlp="swiglu"), VOCAB)
+    assert swiglu == gelu
+
+
 def test_gpt2_sizes_are_the_published_ones():
     small = ModelConfig(family="gpt2", layers=12, width=768, heads=12, context=1024)
     medium = ModelConfig(family="gpt2", layers=24, width=1024, heads=16, context=1024)

@@ -311,8 +311,16 @@ def _merge(layers: Sequence[_Layer]) -> _Layer:
             for path in group:
                 if path in merged and path not in layer:
                     merged[path] = _Setting(None, Source(source.kind, f"{source.where} ({given})"))
+        if "model.family" in layer and layer["model.family"].value != _family_of(merged):
+            # Another family means its own norm, positions and so on, not those a preset chose for the first one.
+            for name in FAMILY_DEFAULTS["gpt"]:
+                merged.pop(f"model.{name}", None)
         merged.update(layer)
     return merged
+
+
+def _family_of(merged: _Layer) -> Any:
+    return merged["model.family"].value if "model.family" in merged else "gpt"
 
 
 def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:

@@ -5,6 +5,7 @@ a checkpoint must hold the evaluation of its own step, so that resuming neither 
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
@@ -65,8 +66,9 @@ def train_loop(
     yield run_info(run, folder, progress.step, resumed_from)
     for message in run.notices if progress.step < run.steps else ():
         yield NoticeRecord(step=progress.step, message=message)
-    reason, checkpoint = "finished", resumed_from
-    with run.batches(progress.step) as loader:
+    spent = _out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
+    reason, checkpoint = "early_stop" if spent else "finished", resumed_from
+    with run.batches(run.steps if spent else progress.step) as loader:
         pending.restart()
         for batch in loader:
             with run.random.active(), out_of_memory():
@@ -193,10 +195,12 @@ def _evaluate(run: Run, progress: Progress, reason: str) -> EvalRecord:
     with out_of_memory():
         loss, tokens = evaluate(run.model, run.evaluation(), run.scope)
     progress.val_loss = loss
-    best = progress.best_loss is None or loss < progress.best_loss
+    # A NaN is smaller than nothing: it is never the best, and never what later losses are held against.
+    best = loss < (math.inf if progress.best_loss is None else progress.best_loss)
     if best:
         progress.best_loss, progress.best_step = loss, progress.step
-    if progress.patience_loss is None or loss < progress.patience_loss - run.config.eval.min_delta:
+    limit = math.inf if progress.patience_loss is None else progress.patience_loss - run.config.eval.min_delta
+    if loss < limit:
         progress.patience_loss, progress.worse_evaluations = loss, 0
     else:
         progress.worse_evaluations += 1

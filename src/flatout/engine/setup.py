@@ -6,6 +6,7 @@ device -> dataset -> switches -> model -> optimizer -> step -> loaders. Nothing 
 import contextlib
 import dataclasses
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -139,6 +140,8 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     """Builds a run with fresh weights. Resuming overwrites its state afterwards."""
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     sources = {} if isinstance(loaded, RunConfig) else {path: s.kind for path, s in loaded.sources.items()}
+    if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = detect_device(config.speed.device)
     folder = prepare_data(config, progress)
     dataset = open_dataset(folder, verify="full")
@@ -160,7 +163,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         checkpointing=speed.checkpointing,
         pad_vocab=speed.pad_vocab,
     )
-    _check_fits(memory, device)
+    check_fits(memory, device)
     steps = _steps(config, windows)
     model = _build(config, vocab, speed)
     step = _build_step(config, model, speed, steps)
@@ -246,7 +249,7 @@ def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int) -> Trai
     )
 
 
-def _check_fits(memory: MemoryEstimate, device: Device) -> None:
+def check_fits(memory: MemoryEstimate, device: Device) -> None:
     # 15% beyond the card: the estimate may be that far off, and a wrong refusal is worse than a late one.
     if device.memory_bytes is not None and memory.total > 1.15 * device.memory_bytes:
         need, have = memory.total / 2**30, device.memory_bytes / 2**30

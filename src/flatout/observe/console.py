@@ -161,7 +161,7 @@ def _banner(info: RunInfo) -> list[str]:
     size = human_count(info.parameters)
     shape = f"{info.micro_batch} x {info.context} x {info.accumulation}"
     epochs = info.steps * info.batch_tokens / (info.windows * info.context)
-    used = ", ".join(f"{feature.name} {feature.used}" for feature in info.features if feature.name in _SHOWN)
+    used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in info.features if f.name in _SHOWN)
     fallbacks = [f for f in info.features if f.why and f.name in _SHOWN and f.asked not in ("auto", f.used)]
     return [
         f"flatout {info.flatout}: {info.family}, {size} parameters, on {info.device} (torch {info.torch})",

@@ -3,8 +3,8 @@
     python benchmarks/first_light.py PRESET DATA_FOLDER STEPS COMMIT >> benchmarks/first_light.jsonl
 
 Protocol: the real loop (loader, forward, backward, clip, fused AdamW) for STEPS steps; the first five hold compilation
-and warm-up and are left out; seconds per step are the device's own, from the end of one step to the end of the next; the
-row is the median. FLOPs by the convention of `flatout.model.count`.
+and warm-up and are left out; seconds per step are the device's own, from the end of one step to the end of the next;
+the row is the median. FLOPs by the convention of `flatout.model.count`.
 """
 
 import json

@@ -8,6 +8,7 @@ import argparse
 import difflib
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -263,9 +264,17 @@ def _train(words: list[str]) -> int:
             reader.close()
     if stop.number is not None:
         if checkpoint is not None:
-            print(f"saved {checkpoint}; go on with: flatout train --resume {folder}", file=sys.stderr)
+            print(f"saved {checkpoint}; go on with: {_program()} train --resume {folder}", file=sys.stderr)
         return 128 + stop.number
+    if not parsed.json:
+        print(f"try it: {_program()} generate {folder}")
     return 0
+
+
+def _program() -> str:
+    """How to call us again: by name where the shell finds it, else by the path we were called with."""
+    called = sys.argv[0]
+    return called if Path(called).name == "flatout" and shutil.which("flatout") is None else "flatout"
 
 
 class StopOnSignal:

@@ -97,6 +97,8 @@ def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
             "restore the data it was trained on, or start a new run",
         )
     changed: list[str] = []
+    if run.config.model.dropout > 0 and not run.random.tensors().keys() <= checkpoint.run.keys():
+        changed.append(f"the checkpoint was not saved on {run.speed.device.kind}: dropout draws start anew there")
     now = run.config.model_dump()
     for section, values in checkpoint.config.items():
         for name, before in values.items():

@@ -255,6 +255,7 @@ def _train(words: list[str]) -> int:
         try:
             for record in api.train(loaded, resume=resume, stop=stop.requested, progress=progress):
                 if isinstance(record, records.RunInfo):
+                    stop.training = True
                     prepared()
                     folder = record.folder
                 elif isinstance(record, records.EndRecord):
@@ -278,10 +279,14 @@ def _program() -> str:
 
 
 class StopOnSignal:
-    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second SIGINT quits at once."""
+    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second SIGINT quits at once.
+
+    Before training has begun there is nothing to save, and a signal ends the process as it would any other.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
+        self.training = False
         self.before: dict[int, Any] = {}
 
     def requested(self) -> bool:
@@ -297,6 +302,8 @@ class StopOnSignal:
             signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: object) -> None:
+        if not self.training:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if self.number is not None and number == signal.SIGINT:
             os.write(2, b"\nquitting at once; the last finished checkpoint is intact\n")
             os._exit(130)

@@ -7,6 +7,7 @@ is in the table, because a wrong constant is worse than none.
 import contextlib
 import dataclasses
 import re
+import sys
 from collections.abc import Iterator
 
 import torch
@@ -102,7 +103,8 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.mps.driver_allocated_memory()
     import resource  # absent on Windows, where nothing else here is tested either
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextlib.contextmanager

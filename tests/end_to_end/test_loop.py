@@ -157,6 +157,17 @@ def test_shards_of_other_settings_are_not_trained_on(tiny):
         next(flatout.train(tiny("data.folder=shards", "data.tokenizer=bytes", "output.folder=b")))
 
 
+def test_shards_of_a_text_that_has_changed_are_not_trained_on(tiny, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("a text that will grow. " * 100, encoding="utf-8")
+    next(flatout.train(tiny(f"data.source={text}", "output.folder=a")))
+    text.write_text("a text that has grown. " * 120, encoding="utf-8")
+    with pytest.raises(DataError, match="from 2,300 bytes of text, .* now has 2,760"):
+        next(flatout.train(tiny(f"data.source={text}", "output.folder=b")))
+    text.unlink()
+    next(flatout.train(tiny(f"data.source={text}", "output.folder=c")))
+
+
 def test_init_from_starts_at_the_given_weights(tiny, tmp_path: Path):
     shape = ["model.family=gpt2", "model.layers=2", "model.width=32", "model.heads=2"]
     records = list(flatout.train(tiny(*shape, "train.steps=30", "optim.learning_rate=1e-2", "output.folder=first")))

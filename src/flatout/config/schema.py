@@ -314,18 +314,14 @@ class RunConfig(Section):
         return self
 
 
-def micro_batch_of(config: RunConfig, world_size: int = 1) -> tuple[int, int]:
-    """(sequences per micro-batch, micro-batches per step) on each of `world_size` devices.
+def micro_batch_of(config: RunConfig) -> tuple[int, int]:
+    """(sequences per micro-batch, micro-batches per step).
 
     The global batch never changes: a `micro_batch` that does not divide it is lowered to the next divisor.
     """
     sequences = config.train.batch_tokens // config.model.context
-    if sequences % world_size:
-        raise ValueError(f"a batch of {sequences} sequences does not split over {world_size} devices")
-    share = sequences // world_size
-    if config.speed.accumulation is not None and config.speed.micro_batch is None:
-        most = share // config.speed.accumulation
-    else:
-        most = min(config.speed.micro_batch or share, share)
-    size = next(size for size in range(max(most, 1), 0, -1) if share % size == 0)
-    return size, share // size
+    if config.speed.accumulation is not None:
+        return sequences // config.speed.accumulation, config.speed.accumulation
+    most = min(config.speed.micro_batch or sequences, sequences)
+    size = next(size for size in range(most, 0, -1) if sequences % size == 0)
+    return size, sequences // size

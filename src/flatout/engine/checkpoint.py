@@ -10,6 +10,7 @@ own hash, so a flipped bit in it is found too.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -177,9 +178,7 @@ def newest_good(folder: Path, notice: Callable[[str], None]) -> Path | None:
             verify_checkpoint(path)
         except CheckpointError as error:
             damage = error
-            aside = path.with_name(f"{path.name}.damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            os.rename(path, aside)
+            aside = set_aside(path, "damaged")
             notice(f"checkpoint of step {step} is damaged and was set aside as {aside.name}: {error.message}")
         else:
             return path
@@ -189,6 +188,15 @@ def newest_good(folder: Path, notice: Callable[[str], None]) -> Path | None:
             "restore the folder from a backup, or start a new run with another output.folder",
         )
     return None
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a checkpoint so that it is no longer one; nothing is deleted."""
+    numbers = itertools.count(1)
+    names = (path.with_name(f"{path.name}.{why}" + (f"-{n}" if n > 1 else "")) for n in numbers)
+    aside = next(name for name in names if not name.exists())
+    os.rename(path, aside)
+    return aside
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

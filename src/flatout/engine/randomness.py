@@ -38,15 +38,11 @@ class RandomStream:
             states[f"random.{self.device.type}"] = self.device_state
         return states
 
-    def assign(self, tensors: dict[str, Tensor]) -> bool:
-        """Takes over saved states; False when this device has none saved (the run moved to another kind of device)."""
+    def assign(self, tensors: dict[str, Tensor]) -> None:
+        """Takes over saved states; a run that moved to another kind of device starts that device's stream anew."""
         self.cpu_state = tensors["random.cpu"]
-        if self.device_state is None:
-            return True
-        saved = tensors.get(f"random.{self.device.type}")
-        if saved is not None:
-            self.device_state = saved
-        return saved is not None
+        if self.device_state is not None:
+            self.device_state = tensors.get(f"random.{self.device.type}", self.device_state)
 
     def _get_device_state(self) -> Tensor | None:
         if self.device.type == "cuda":

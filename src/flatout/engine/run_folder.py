@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flatout.config.schema import OutputConfig
-from flatout.engine.checkpoint import list_checkpoints, newest_good, sweep_leftovers, verify_checkpoint
+from flatout.engine.checkpoint import list_checkpoints, newest_good, set_aside, sweep_leftovers, verify_checkpoint
 from flatout.errors import CheckpointError, UsageError, disk_errors
 
 RUNS = Path("runs")
@@ -113,8 +113,7 @@ def find_resume_point(run: Path, resume: str | None, notice: Callable[[str], Non
     verify_checkpoint(chosen)
     for step, path in list_checkpoints(folder):
         if is_checkpoint(Path(resume)) and path.name > chosen.name:
-            aside = path.with_name(f"{path.name}.superseded")
-            os.rename(path, aside)
+            aside = set_aside(path, "superseded")
             notice(f"going back to {chosen.name}: the later checkpoint of step {step} was set aside as {aside.name}")
     return chosen
 

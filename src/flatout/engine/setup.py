@@ -8,17 +8,18 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
-from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches
+from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, window_order
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import pack_corpus
-from flatout.data.sampler import WindowOrder, window_count
+from flatout.data.readers import source_bytes
+from flatout.data.sampler import WindowOrder
 from flatout.data.shards import Dataset, open_dataset
 from flatout.data.tokenizer import load_tokenizer
 from flatout.device import Device, arithmetic, detect_device
@@ -41,7 +42,6 @@ class Run:
     """Everything the loop needs. Tensors inside change as training goes on; the parts do not."""
 
     config: RunConfig
-    sources: Mapping[str, str]
     speed: Speed
     dataset: Dataset
     model: GPT
@@ -49,20 +49,24 @@ class Run:
     random: RandomStream
     steps: int
     sequences: int
-    windows: int
+    order: WindowOrder
     flops_per_token: float
     memory: MemoryEstimate
     notices: tuple[str, ...]
 
+    @property
+    def windows(self) -> int:
+        """Training windows, each seen once per epoch."""
+        return self.order.windows
+
     def batches(self, first_step: int) -> HostLoader | DeviceLoader:
         """The training batches from `first_step` to the end: a pure function of seed and step."""
-        order = WindowOrder(self.windows, self.config.train.seed)
         device = self.speed.device.torch_device
         span = {"first_step": first_step, "last_step": self.steps, "device": device}
         shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
         if self.speed.loader == "device":
-            return DeviceLoader(self.dataset.train, order, **shape, **span)
-        return HostLoader(self.dataset.train, order, workers=self.speed.workers, **shape, **span)
+            return DeviceLoader(self.dataset.train, self.order, **shape, **span)
+        return HostLoader(self.dataset.train, self.order, workers=self.speed.workers, **shape, **span)
 
     def evaluation(self) -> Iterator[Batch]:
         return evaluation_batches(
@@ -134,6 +138,16 @@ def _check_settings(config: RunConfig, folder: Path) -> None:
                 f"{folder} was prepared with {name} {stored!r}, the config says {asked!r}",
                 "set data.folder to a new folder, or run `flatout prepare --overwrite` with this config",
             )
+    before = manifest.settings.source_bytes
+    try:
+        now = source_bytes(config.data.source)
+    except DataError:  # the text is gone; the shards stand for themselves
+        now = before
+    if now != before:
+        raise DataError(
+            f"{folder} was prepared from {before:,} bytes of text, {config.data.source} now has {now:,}",
+            "run `flatout prepare --overwrite` with this config, or set data.folder to a new folder",
+        )
 
 
 def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None) -> Run:
@@ -145,12 +159,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     device = detect_device(config.speed.device)
     folder = prepare_data(config, progress)
     dataset = open_dataset(folder, verify="full")
-    windows = window_count(dataset.train.tokens, config.model.context, stride_of(config))
-    if windows < 1:
-        raise DataError(
-            f"{folder} has {dataset.train.tokens:,} training tokens, a window needs {config.model.context + 1:,}",
-            "use more text, or lower model.context",
-        )
+    order = window_order(dataset.train, context=config.model.context, stride=stride_of(config), seed=config.train.seed)
     vocab = _vocabulary(config, dataset)
     corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
     speed = resolve_speed(config, device, corpus_bytes, lambda path: sources.get(path, "file") in ("file", "override"))
@@ -164,12 +173,13 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         pad_vocab=speed.pad_vocab,
     )
     check_fits(memory, device)
-    steps = _steps(config, windows)
+    steps = _steps(config, order.windows)
+    if device.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
     model = _build(config, vocab, speed)
     step = _build_step(config, model, speed, steps)
     return Run(
         config=config,
-        sources=sources,
         speed=speed,
         dataset=dataset,
         model=model,
@@ -177,7 +187,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         random=RandomStream(config.train.seed, device.torch_device),
         steps=steps,
         sequences=config.train.batch_tokens // config.model.context,
-        windows=windows,
+        order=order,
         flops_per_token=flops_per_token(config.model, vocab),
         memory=memory,
         notices=tuple(_remarks(config, steps)),

@@ -167,6 +167,7 @@ def _add_config(parser: Parser) -> None:
         "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
     )
     parser.set_defaults(overrides=[])
+    parser.usage = f"{parser.prog} [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
     parser.epilog = "Settings are written as SECTION.FIELD=VALUE, for example train.steps=500 optim.learning_rate=1e-3."
 
 

@@ -26,7 +26,8 @@ from flatout.engine.run_folder import (
     run_lock,
 )
 from flatout.engine.setup import Progress, Run, check_disk, data_folder, out_of_memory, prepare_data, setup_run
-from flatout.errors import CheckpointError, DataError, UsageError, disk_errors
+from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.files import disk_errors
 from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model

@@ -13,11 +13,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import flatout
 from flatout import records
 from flatout.errors import UsageError, UserError
+from flatout.words import Parser, number_between, one_line, quoted
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -51,80 +52,13 @@ CONFIG_ACTIONS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse whose complaints are `UsageError`s with a suggestion."""
-
-    def __init__(self, verb: str, description: str) -> None:
-        super().__init__(prog=f"flatout {verb}", description=description, allow_abbrev=False)
-        self.verb = verb
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(message, f"see `{self.prog} --help`")
-
-    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parses options and positionals in any order; `a.b=c` words go to `overrides`."""
-        takes_overrides = "overrides" in self._defaults
-        known, rest = self.parse_known_args(list(words))
-        overrides: list[str] = []
-        if takes_overrides and known.config is not None and _is_override(known.config):
-            overrides.append(known.config)
-            known.config = None
-        for word in rest:
-            if takes_overrides and _is_override(word):
-                overrides.append(word)
-            elif takes_overrides and not word.startswith("-") and known.config is None:
-                known.config = word
-            else:
-                self._refuse(word)
-        if takes_overrides:
-            order = {word: index for index, word in reversed(list(enumerate(words)))}
-            known.overrides = sorted(overrides, key=lambda word: order.get(word, len(words)))
-        return known
-
-    def _refuse(self, word: str) -> NoReturn:
-        if word.startswith("-"):
-            raise UsageError(f"unknown option {_quoted(word)}", self._nearest(word.partition("=")[0]))
-        hint = "write settings as SECTION.FIELD=VALUE" if "overrides" in self._defaults else f"see `{self.prog} --help`"
-        raise UsageError(f"unexpected word {_quoted(word)}", hint)
-
-    def _nearest(self, option: str) -> str:
-        """What an unknown option may have meant: one of ours, the config itself, or a field of it."""
-        takes_overrides = "overrides" in self._defaults
-        if takes_overrides and option in ("--config", "-c", "--preset", "--dataset"):
-            return f"write it without the option: `{self.prog} NAME-OR-FILE`, and data as data.source=PATH"
-        options = [known for action in self._actions for known in action.option_strings]
-        near = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
-        if near:
-            return f"did you mean {near[0]}?"
-        fields = _fields_called(option.strip("-").replace("-", "_")) if takes_overrides else []
-        if fields:
-            return f"did you mean the setting {fields[0]}=...? settings are written without dashes"
-        return f"see `{self.prog} --help` for its options"
-
-
-def _fields_called(name: str) -> list[str]:
-    """Config fields that people coming from other trainers write as an option, such as --steps or --batch-size."""
-    from flatout.config.complain import nearest_paths
-
-    return [path for path in nearest_paths(name) if "." in path]
-
-
-def _is_override(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and not word.startswith("-") and os.sep not in name
-
-
-def _quoted(word: str) -> str:
-    return repr(word if len(word) <= 80 else word[:77] + "...")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _dispatch(words)
     except UserError as error:
-        print(f"error: {_one_line(error.message)}\nhint: {_one_line(error.hint)}", file=sys.stderr)
+        print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -133,11 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output left. Point stdout elsewhere, or Python complains about it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-def _one_line(text: str) -> str:
-    visible = "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))
-    return visible.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _dispatch(words: list[str]) -> int:
@@ -151,7 +80,7 @@ def _dispatch(words: list[str]) -> int:
     if verb not in VERBS:
         near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
-        raise UsageError(f"unknown verb {_quoted(verb)}", hint)
+        raise UsageError(f"unknown verb {quoted(verb)}", hint)
     try:
         return VERBS[verb](rest)
     except SystemExit as stop:  # argparse leaves this way after printing help
@@ -191,22 +120,6 @@ def _hardware_here() -> str | None:
     return None if memory is None else hardware_for(memory)
 
 
-def _number(kind: type, low: float, high: float) -> Callable[[str], Any]:
-    """An argparse type for a number in a range; argparse prints its message after the option's name."""
-
-    def parse(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not low <= value <= high:
-            name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{_quoted(text)} is not {name} from {low:g} to {high:g}")
-        return value
-
-    return parse
-
-
 def _preparing() -> tuple[Callable[[int, int, int], None], Callable[[], None]]:
     """A progress callback for packing, on stderr: a live line on a terminal, silent elsewhere."""
     live = sys.stderr.isatty()
@@ -240,7 +153,7 @@ def _train(words: list[str]) -> int:
     place = None if resume in (None, "auto") or parsed.config is not None else Path(resume)
     if place is not None and not place.is_dir():
         raise UsageError(
-            f"--resume {_quoted(str(place))} is not a folder", "name a run folder, a checkpoint folder, or auto"
+            f"--resume {quoted(str(place))} is not a folder", "name a run folder, a checkpoint folder, or auto"
         )
     loaded = None if place is not None else _load(parsed)
     from flatout import api
@@ -358,12 +271,12 @@ def _add_model(parser: Parser) -> None:
 def _check_model(parsed: argparse.Namespace) -> None:
     if parsed.run is not None and not Path(parsed.run).is_dir():
         raise UsageError(
-            f"{_quoted(parsed.run)} is not a folder", "name a run folder, for example runs/shakespeare-char"
+            f"{quoted(parsed.run)} is not a folder", "name a run folder, for example runs/shakespeare-char"
         )
     import re
 
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", parsed.device):
-        raise UsageError(f"--device {_quoted(parsed.device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
+        raise UsageError(f"--device {quoted(parsed.device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
 
 
 def _eval(words: list[str]) -> int:
@@ -371,7 +284,7 @@ def _eval(words: list[str]) -> int:
     _add_model(parser)
     parser.add_argument("--data", metavar="FOLDER", help="prepared shards to use instead of the run's own")
     parser.add_argument("--split", choices=("val", "train"), default="val", help="which split to measure")
-    parser.add_argument("--tokens", type=_number(int, 1, 2**40), help="measure this many tokens from the start")
+    parser.add_argument("--tokens", type=number_between(int, 1, 2**40), help="measure this many tokens from the start")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parsed = parser.parse_words(words)
     _check_model(parsed)
@@ -392,11 +305,19 @@ def _generate(words: list[str]) -> int:
     parser = Parser("generate", "Continue a prompt with a trained model, printed as it comes.")
     _add_model(parser)
     parser.add_argument("--prompt", default="\n", help="text to continue; default: a new line")
-    parser.add_argument("--tokens", type=_number(int, 1, 10_000_000), default=300, help="how many tokens; default 300")
-    parser.add_argument("--temperature", type=_number(float, 0, 100), default=0.8, help="0 is greedy; default 0.8")
-    parser.add_argument("--top-k", type=_number(int, 1, 2**31), help="sample among the K likeliest tokens")
-    parser.add_argument("--top-p", type=_number(float, 0, 1), help="sample among the likeliest tokens of this mass")
-    parser.add_argument("--seed", type=_number(int, 0, 2**63 - 1), default=0, help="the same seed repeats; default 0")
+    parser.add_argument(
+        "--tokens", type=number_between(int, 1, 10_000_000), default=300, help="how many tokens; default 300"
+    )
+    parser.add_argument(
+        "--temperature", type=number_between(float, 0, 100), default=0.8, help="0 is greedy; default 0.8"
+    )
+    parser.add_argument("--top-k", type=number_between(int, 1, 2**31), help="sample among the K likeliest tokens")
+    parser.add_argument(
+        "--top-p", type=number_between(float, 0, 1), help="sample among the likeliest tokens of this mass"
+    )
+    parser.add_argument(
+        "--seed", type=number_between(int, 0, 2**63 - 1), default=0, help="the same seed repeats; default 0"
+    )
     parser.add_argument("--interactive", action="store_true", help="ask for prompts until end of input")
     parsed = parser.parse_words(words)
     _check_model(parsed)
@@ -426,7 +347,7 @@ def _generate(words: list[str]) -> int:
         try:
             answer(prompt or "\n")
         except UserError as error:  # one bad prompt must not end the session
-            print(f"error: {_one_line(error.message)}\nhint: {_one_line(error.hint)}", file=sys.stderr)
+            print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
 
 
 def _export(words: list[str]) -> int:
@@ -453,8 +374,8 @@ def _config(words: list[str]) -> int:
     if action not in CONFIG_ACTIONS:
         near = difflib.get_close_matches(action, CONFIG_ACTIONS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(CONFIG_ACTIONS)}"
-        raise UsageError(f"unknown action {_quoted(action)}", hint)
-    parser = Parser(f"config {action}", CONFIG_ACTIONS[action].capitalize() + ".")
+        raise UsageError(f"unknown action {quoted(action)}", hint)
+    parser = Parser(f"config {action}", f"{CONFIG_ACTIONS[action][0].upper()}{CONFIG_ACTIONS[action][1:]}.")
     if action == "copy":
         parser.add_argument("preset", help="name of the preset")
         parser.add_argument("file", nargs="?", help="file to write; default: PRESET.yaml")

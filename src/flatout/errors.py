@@ -5,12 +5,6 @@ Each one says what happened (with the value) and what to do about it; the comman
 traceback.
 """
 
-import errno
-import os
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 
 class UserError(Exception):
     """Something the user can mend; `message` says what is wrong, `hint` the way out."""
@@ -60,32 +54,3 @@ class ResourceError(UserError):
     """Out of memory or disk."""
 
     exit_code = 5
-
-
-@contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turns a full, read-only or failing disk into an error that says what is safe and what to do."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
-            raise
-        number, reason = _disk_reason(error)
-        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            hint = "free some space; finished checkpoints are intact, go on with --resume auto"
-        elif number in (errno.EROFS, errno.EACCES, errno.EPERM):
-            hint = (
-                "make it writable or choose another folder; finished checkpoints are intact, go on with --resume auto"
-            )
-        else:
-            hint = "check the disk; finished checkpoints are intact, go on with --resume auto"
-        raise ResourceError(f"could not write {what}: {reason}", hint) from error
-
-
-def _disk_reason(error: Exception) -> tuple[int | None, str]:
-    """(errno, words). safetensors wraps the operating system's error in a type of its own and keeps only its text."""
-    if isinstance(error, OSError):
-        return error.errno, error.strerror or str(error)
-    match = re.search(r"os error (\d+)", str(error))
-    number = int(match[1]) if match else None
-    return number, os.strerror(number) if number is not None else str(error)

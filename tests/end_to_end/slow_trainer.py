@@ -14,11 +14,11 @@ from flatout import cli
 from flatout.engine import checkpoint
 
 if __name__ == "__main__":
-    delay, real = float(sys.argv[1]), checkpoint._sync_and_hash
+    delay, real = float(sys.argv[1]), checkpoint.sync_and_hash
 
     def slowly(path: Path) -> dict[str, Any]:
         time.sleep(delay)
         return real(path)
 
-    checkpoint._sync_and_hash = slowly
+    checkpoint.sync_and_hash = slowly
     sys.exit(cli.main(["train", *sys.argv[2:]]))

@@ -162,7 +162,7 @@ def test_shards_of_a_text_that_has_changed_are_not_trained_on(tiny, tmp_path: Pa
     text.write_text("a text that will grow. " * 100, encoding="utf-8")
     next(flatout.train(tiny(f"data.source={text}", "output.folder=a")))
     text.write_text("a text that has grown. " * 120, encoding="utf-8")
-    with pytest.raises(DataError, match="from 2,300 bytes of text, .* now has 2,760"):
+    with pytest.raises(DataError, match=r"from 2,300 bytes of text, .* now has 2,760"):
         next(flatout.train(tiny(f"data.source={text}", "output.folder=b")))
     text.unlink()
     next(flatout.train(tiny(f"data.source={text}", "output.folder=c")))

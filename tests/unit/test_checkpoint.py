@@ -134,8 +134,8 @@ def test_a_failing_disk_keeps_the_last_good_one(tmp_path: Path, monkeypatch: pyt
             raise OSError(number, os.strerror(number))
         return real(path)
 
-    real = module._sync_and_hash
-    monkeypatch.setattr(module, "_sync_and_hash", failing)
+    real = module.sync_and_hash
+    monkeypatch.setattr(module, "sync_and_hash", failing)
     with pytest.raises(ResourceError) as caught:
         write_checkpoint(tmp_path, make(2))
     assert caught.value.exit_code == 5

@@ -43,6 +43,7 @@ from flatout.data.manifest import (
 from flatout.data.readers import Document, read_documents, source_bytes
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from flatout.errors import DataError, ResourceError
+from flatout.files import sync_folder
 
 if sys.platform != "win32":
     import fcntl
@@ -305,25 +306,15 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 
 def _move_into_place(partial: Path, target: Path) -> None:
-    _sync_folder(partial)
+    sync_folder(partial)
     old = target.with_name(f".{target.name}.old")
     _remove(old)
     if target.exists():
         # A kill between the two renames leaves no dataset at the target, never a mixed one.
         target.rename(old)
     partial.rename(target)
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
     _remove(old)
-
-
-def _sync_folder(folder: Path) -> None:
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _remove(folder: Path) -> None:

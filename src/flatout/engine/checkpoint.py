@@ -22,7 +22,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flatout.errors import CheckpointError, disk_errors
+from flatout.errors import CheckpointError
+from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, sync_folder
 from flatout.model.weights import read_safetensors
 
 FORMAT = 1
@@ -84,16 +85,16 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
         path = folder / f"{name}.safetensors"
         tensors: dict[str, Tensor] = getattr(checkpoint, name)
         save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-        entries[path.name] = _sync_and_hash(path)
+        entries[path.name] = sync_and_hash(path)
     for name in _JSON_FILES:
         path = folder / f"{name}.json"
-        path.write_bytes(_canonical(getattr(checkpoint, name)))
-        entries[path.name] = _sync_and_hash(path)
+        path.write_bytes(canonical_json(getattr(checkpoint, name)))
+        entries[path.name] = sync_and_hash(path)
     manifest = {"format": FORMAT, "step": checkpoint.step, "files": entries}
-    manifest["sha256"] = hashlib.sha256(_canonical(manifest)).hexdigest()
+    manifest["sha256"] = hashlib.sha256(canonical_json(manifest)).hexdigest()
     path = folder / "manifest.json"
-    path.write_bytes(_canonical(manifest))
-    _sync_and_hash(path)
+    path.write_bytes(canonical_json(manifest))
+    sync_and_hash(path)
     sync_folder(folder)
     return sum(entry["bytes"] for entry in entries.values())
 
@@ -135,8 +136,8 @@ def keep_newest(folder: Path, keep: int, best_step: int | None) -> None:
 def write_json_atomically(path: Path, value: Any) -> None:
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     with disk_errors(str(path)):
-        temporary.write_bytes(_canonical(value))
-        _sync_and_hash(temporary)
+        temporary.write_bytes(canonical_json(value))
+        sync_and_hash(temporary)
         os.replace(temporary, path)
         sync_folder(path.parent)
 
@@ -153,7 +154,7 @@ def verify_checkpoint(path: Path) -> None:
             raise _damaged(file, "is missing")
         if file.stat().st_size != entry["bytes"]:
             raise _damaged(file, f"has {file.stat().st_size:,} bytes, not {entry['bytes']:,}")
-        if _hash_file(file) != entry["sha256"]:
+        if hash_file(file) != entry["sha256"]:
             raise _damaged(file, "does not match its SHA-256")
 
 
@@ -214,10 +215,10 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise _damaged(file, "is not valid JSON") from error
-    if not isinstance(manifest, dict) or raw != _canonical(manifest):
+    if not isinstance(manifest, dict) or raw != canonical_json(manifest):
         raise _damaged(file, "is not in the form it was written")
     body = {key: value for key, value in manifest.items() if key != "sha256"}
-    if manifest.get("sha256") != hashlib.sha256(_canonical(body)).hexdigest():
+    if manifest.get("sha256") != hashlib.sha256(canonical_json(body)).hexdigest():
         raise _damaged(file, "does not match its own SHA-256")
     if manifest["format"] != FORMAT:
         raise CheckpointError(
@@ -231,30 +232,3 @@ def _damaged(file: Path, how: str) -> CheckpointError:
         f"damaged checkpoint: {file} {how}",
         "use --resume auto to fall back to the previous good one, or restore the file",
     )
-
-
-def _canonical(value: Any) -> bytes:
-    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode("ascii")
-
-
-def _hash_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_and_hash(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def sync_folder(path: Path) -> None:
-    """Makes renames inside `path` durable; a no-op where folders cannot be opened (Windows)."""
-    if os.name == "nt":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

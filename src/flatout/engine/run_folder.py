@@ -18,7 +18,8 @@ from pathlib import Path
 
 from flatout.config.schema import OutputConfig
 from flatout.engine.checkpoint import list_checkpoints, newest_good, set_aside, sweep_leftovers, verify_checkpoint
-from flatout.errors import CheckpointError, UsageError, disk_errors
+from flatout.errors import CheckpointError, UsageError
+from flatout.files import disk_errors
 
 RUNS = Path("runs")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flatout.errors import disk_errors
+from flatout.files import disk_errors
 from flatout.records import Record, record_to_json
 
 

@@ -1,0 +1,73 @@
+"""Bytes that reach the disk whole, and errors of the disk in words.
+
+`canonical_json` gives one value one spelling, so a file can be compared with what it should be, byte for byte.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import ResourceError
+
+
+def canonical_json(value: Any) -> bytes:
+    return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode("ascii")
+
+
+def hash_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_and_hash(path: Path) -> dict[str, Any]:
+    """Makes a written file durable and describes it: size and SHA-256."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def sync_folder(path: Path) -> None:
+    """Makes renames inside `path` durable; a no-op where folders cannot be opened (Windows)."""
+    if os.name == "nt":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turns a full, read-only or failing disk into an error that says what is safe and what to do."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
+        number, reason = _disk_reason(error)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            hint = "free some space; finished checkpoints are intact, go on with --resume auto"
+        elif number in (errno.EROFS, errno.EACCES, errno.EPERM):
+            hint = (
+                "make it writable or choose another folder; finished checkpoints are intact, go on with --resume auto"
+            )
+        else:
+            hint = "check the disk; finished checkpoints are intact, go on with --resume auto"
+        raise ResourceError(f"could not write {what}: {reason}", hint) from error
+
+
+def _disk_reason(error: Exception) -> tuple[int | None, str]:
+    """(errno, words). safetensors wraps the operating system's error in a type of its own and keeps only its text."""
+    if isinstance(error, OSError):
+        return error.errno, error.strerror or str(error)
+    match = re.search(r"os error (\d+)", str(error))
+    number = int(match[1]) if match else None
+    return number, os.strerror(number) if number is not None else str(error)

@@ -1,0 +1,96 @@
+"""Words of a command line to values, and the words in which mistakes are answered."""
+
+import argparse
+import difflib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from flatout.errors import UsageError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose complaints are `UsageError`s with a suggestion."""
+
+    def __init__(self, verb: str, description: str) -> None:
+        super().__init__(prog=f"flatout {verb}", description=description, allow_abbrev=False)
+        self.verb = verb
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see `{self.prog} --help`")
+
+    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses options and positionals in any order; `a.b=c` words go to `overrides`."""
+        takes_overrides = "overrides" in self._defaults
+        known, rest = self.parse_known_args(list(words))
+        overrides: list[str] = []
+        if takes_overrides and known.config is not None and _is_override(known.config):
+            overrides.append(known.config)
+            known.config = None
+        for word in rest:
+            if takes_overrides and _is_override(word):
+                overrides.append(word)
+            elif takes_overrides and not word.startswith("-") and known.config is None:
+                known.config = word
+            else:
+                self._refuse(word)
+        if takes_overrides:
+            known.overrides = overrides
+        return known
+
+    def _refuse(self, word: str) -> NoReturn:
+        if word.startswith("-"):
+            raise UsageError(f"unknown option {quoted(word)}", self._nearest(word.partition("=")[0]))
+        hint = "write settings as SECTION.FIELD=VALUE" if "overrides" in self._defaults else f"see `{self.prog} --help`"
+        raise UsageError(f"unexpected word {quoted(word)}", hint)
+
+    def _nearest(self, option: str) -> str:
+        """What an unknown option may have meant: one of ours, the config itself, or a field of it."""
+        takes_overrides = "overrides" in self._defaults
+        if takes_overrides and option in ("--config", "-c", "--preset", "--dataset"):
+            return f"write it without the option: `{self.prog} NAME-OR-FILE`, and data as data.source=PATH"
+        options = [known for action in self._actions for known in action.option_strings]
+        near = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
+        if near:
+            return f"did you mean {near[0]}?"
+        fields = _fields_called(option.strip("-").replace("-", "_")) if takes_overrides else []
+        if fields:
+            return f"did you mean the setting {fields[0]}=...? settings are written without dashes"
+        return f"see `{self.prog} --help` for its options"
+
+
+def _fields_called(name: str) -> list[str]:
+    """Config fields that people coming from other trainers write as an option, such as --steps or --batch-size."""
+    from flatout.config.complain import nearest_paths
+
+    return [path for path in nearest_paths(name) if "." in path]
+
+
+def _is_override(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and not word.startswith("-") and os.sep not in name
+
+
+def quoted(word: str) -> str:
+    return repr(word if len(word) <= 80 else word[:77] + "...")
+
+
+def one_line(text: str) -> str:
+    visible = "".join(char if char.isprintable() else repr(char)[1:-1] for char in " ".join(text.split()))
+    return visible.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def number_between(kind: type, low: float, high: float) -> Callable[[str], Any]:
+    """An argparse type for a number in a range; argparse prints its message after the option's name."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            name = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not {name} from {low:g} to {high:g}")
+        return value
+
+    return parse

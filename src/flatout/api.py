@@ -24,6 +24,7 @@ from flatout.engine.run_folder import (
     is_checkpoint,
     newest_run,
     run_lock,
+    set_later_aside,
 )
 from flatout.engine.setup import Progress, Run, check_disk, data_folder, out_of_memory, prepare_data, setup_run
 from flatout.errors import CheckpointError, DataError, UsageError
@@ -65,10 +66,12 @@ def train(
     with run_lock(folder):
         point = find_resume_point(folder, resume, messages.append)
         resumed = None if point is None else read_checkpoint(point, verified=True)
-        run = setup_run(config, progress)
+        run = setup_run(config if resumed is None else _without_init(config), progress)
         if resumed is not None:
             messages += check_same_run(run, resumed)
-        check_disk(folder, parameter_count(run.config.model, run.model.vocab))
+            if point is not None and resume != "auto":
+                set_later_aside(folder, point, messages.append)
+        check_disk(folder, parameter_count(run.config.model, run.model.vocab), run.config.checkpoint.keep + 2)
         with disk_errors(f"{folder / 'config.yaml'}"):
             (folder / "config.yaml").write_text(show(run.config), encoding="utf-8")
         start = 0 if resumed is None else resumed.step
@@ -81,6 +84,13 @@ def train(
             for record in train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop):
                 metrics.write(record)
                 yield record
+
+
+def _without_init(config: Config) -> Config:
+    """A resumed run has weights of its own; those it once started from may be gone."""
+    plain = _plain(config)
+    plain = plain.model_copy(update={"model": plain.model.model_copy(update={"init_from": None})})
+    return plain if isinstance(config, RunConfig) else dataclasses.replace(config, config=plain)
 
 
 def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -125,6 +135,7 @@ class LoadedModel:
     origin: Path
     step: int | None
     config: RunConfig | None
+    dataset: str | None
 
 
 def load_model(path: str | Path | None = None, *, device: str = "auto", best: bool = True) -> LoadedModel:
@@ -142,14 +153,16 @@ def load_model(path: str | Path | None = None, *, device: str = "auto", best: bo
                 f"{origin} has {model.vocab} token ids, the GPT-2 tokenizer has {tokenizer.vocab}",
                 "only weights with GPT-2's own vocabulary can be used here",
             )
-        return LoadedModel(_ready(model, found), tokenizer, found, origin, None, None)
+        return LoadedModel(_ready(model, found), tokenizer, found, origin, None, None, None)
     origin = checkpoint_to_load(origin, best=best)
     checkpoint = read_checkpoint(origin)
     config = resolve_from_mapping(checkpoint.config)
     model = build_model(config.model, checkpoint.state["vocab"])
     assign_weights(model, checkpoint.model, str(origin))
     tokenizer = tokenizer_from_json(checkpoint.tokenizer)
-    return LoadedModel(_ready(model, found), tokenizer, found, origin, checkpoint.step, config)
+    return LoadedModel(
+        _ready(model, found), tokenizer, found, origin, checkpoint.step, config, checkpoint.state["dataset"]
+    )
 
 
 def _ready(model: GPT, device: Device) -> GPT:
@@ -235,7 +248,17 @@ def evaluate(
     if data is None and loaded.config is None:
         raise UsageError(f"{loaded.origin} does not say what it was trained on", "name prepared shards with --data")
     folder = Path(data) if data is not None else data_folder(_known(loaded.config))
+    if data is None and not folder.is_dir():
+        raise DataError(
+            f"the run's data folder {folder} is not here",
+            "call this from the folder the run was trained in, or name the shards with --data",
+        )
     dataset = open_dataset(folder, tokenizer_fingerprint=loaded.tokenizer.fingerprint, verify="full")
+    if data is None and dataset.manifest.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{folder} is no longer what {loaded.origin} was trained on",
+            "prepare that text again, or name these shards with --data to measure on them all the same",
+        )
     shards = dataset.val if split == "val" else dataset.train
     device = loaded.device.torch_device
     batches = evaluation_batches(
@@ -257,8 +280,8 @@ def export(model: LoadedModel | str | Path | None, folder: str | Path) -> Path:
     """Writes a trained gpt2-family model as a Hugging Face folder."""
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     target = Path(folder)
-    if target.exists() and any(target.iterdir()):
-        raise UsageError(f"{target} is not empty", "name a new folder to export into")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} is a file or not empty", "name a new folder to export into")
     with disk_errors(str(target)):
         export_huggingface(loaded.model, target, end_of_text=loaded.tokenizer.end_of_text)
     return target

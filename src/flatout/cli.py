@@ -165,6 +165,7 @@ def _train(words: list[str]) -> int:
     progress, prepared = _preparing()
     stop = StopOnSignal()
     folder = checkpoint = None
+    interrupted = False
     with stop:
         try:
             for record in api.train(loaded, resume=resume, stop=stop.requested, progress=progress):
@@ -173,11 +174,11 @@ def _train(words: list[str]) -> int:
                     prepared()
                     folder = record.folder
                 elif isinstance(record, records.EndRecord):
-                    checkpoint = record.checkpoint
+                    checkpoint, interrupted = record.checkpoint, record.reason == "interrupted"
                 reader.show(record)
         finally:
             reader.close()
-    if stop.number is not None:
+    if interrupted and stop.number is not None:
         if checkpoint is not None:
             print(f"saved {checkpoint}; go on with: {_program()} train --resume {folder}", file=sys.stderr)
         return 128 + stop.number
@@ -328,13 +329,13 @@ def _generate(words: list[str]) -> int:
 
     def answer(prompt: str) -> None:
         settings = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_k", "top_p", "seed")}
-        for piece in api.generate(model, prompt, **settings):
-            print(printable(piece), end="", flush=True)
+        shown = prompt if prompt.strip() and not parsed.interactive else ""
+        for piece in api.generate(model, prompt, **settings):  # the first piece shows that the prompt can be read
+            print(shown + printable(piece), end="", flush=True)
+            shown = ""
         print()
 
     if not parsed.interactive:
-        if parsed.prompt.strip():
-            print(parsed.prompt, end="", flush=True)
         answer(parsed.prompt)
         return 0
     print("type a prompt, end with Ctrl-D", file=sys.stderr)

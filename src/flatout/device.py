@@ -6,6 +6,7 @@ is in the table, because a wrong constant is worse than none.
 
 import contextlib
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -92,7 +93,15 @@ def detect_device(asked: str = "auto") -> Device:
         )
     if asked == "mps" and not torch.backends.mps.is_available():
         raise HardwareError("speed.device is mps, but this torch has no MPS device", "use speed.device=cpu")
-    return Device(torch_device=torch.device(asked), name=asked, memory_bytes=None, capability=None)
+    memory = _host_memory_bytes() if asked == "cpu" else None
+    return Device(torch_device=torch.device(asked), name=asked, memory_bytes=memory, capability=None)
+
+
+def _host_memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # not every system tells
+        return None
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -44,6 +44,10 @@ class CheckpointError(UserError):
     exit_code = 3
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose bytes are not those that were written."""
+
+
 class DivergedError(UserError):
     """Training produced non-finite values and was stopped before they could reach the weights."""
 

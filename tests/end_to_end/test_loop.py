@@ -218,3 +218,22 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
     with pytest.raises(HardwareError, match="GiB, a card has 24"):
         setup.check_fits(need, card)
     setup.check_fits(estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, checkpointing=False), card)
+
+
+def test_evaluating_on_data_that_has_changed_is_refused(tiny, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("one thing after another. " * 200, encoding="utf-8")
+    config = tiny(f"data.source={text}", "data.tokenizer=bytes", "train.steps=2", "output.folder=run")
+    list(flatout.train(config))
+    text.write_text("another thing after one. " * 200, encoding="utf-8")
+    flatout.prepare(config, overwrite=True)
+    with pytest.raises(DataError, match="no longer what"):
+        flatout.evaluate("run")
+    assert flatout.evaluate("run", data="data/text-bytes").loss > 0
+
+
+def test_a_validation_split_without_a_target_is_told_before_training(tiny, tmp_path: Path):
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefghij" * 20, encoding="utf-8")
+    with pytest.raises(DataError, match="val split"):
+        next(flatout.train(tiny(f"data.source={text}", "data.val_fraction=0.005")))

@@ -1,5 +1,6 @@
 """An interrupted run continues bit for bit as if nothing had happened."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,8 +9,9 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.engine.checkpoint import Checkpoint, read_checkpoint
-from flatout.errors import CheckpointError, UsageError
+from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
+from flatout.engine.run_folder import read_best
+from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, NoticeRecord, RunInfo, StepRecord
 
@@ -161,7 +163,7 @@ def test_a_folder_with_a_run_is_never_overwritten(tiny: Callable[..., LoadedConf
     list(flatout.train(tiny("train.steps=2", "output.folder=taken")))
     with pytest.raises(UsageError, match="already holds a run"):
         list(flatout.train(tiny("train.steps=2", "output.folder=taken")))
-    for expected in ("runs/twice", "runs/twice-2", "runs/twice-3"):
+    for expected in ("runs/twice", "runs/twice+2", "runs/twice+3"):
         info = next(flatout.train(tiny("train.steps=2", "output.name=twice")))
         assert info.folder == expected
         list(flatout.train(tiny("train.steps=2", f"output.folder={expected}"), resume="auto"))
@@ -184,3 +186,53 @@ def test_a_run_that_stopped_early_stays_stopped_until_given_more_patience(tiny):
     assert (end.reason, end.step) == ("early_stop", 6)
     *_, end = flatout.train(tiny(*words, "eval.patience=5"), resume="auto")
     assert (end.reason, end.step) == ("early_stop", 12)
+
+
+def test_going_back_twice_keeps_everything_and_points_to_the_right_best(tiny):
+    config = tiny("train.steps=6", "eval.every=2", "checkpoint.keep=9", "output.folder=twice")
+    list(flatout.train(config))
+    for count in (1, 2):
+        run = flatout.train(config, resume="twice/checkpoints/step-00000002")
+        first = next(run)
+        while not isinstance(first, RunInfo):
+            first = next(run)
+        assert read_best(Path("twice")) == 2, "a later best belongs to a future that is gone"
+        list(run)
+        assert len(list(Path("twice/checkpoints").glob("step-00000004.superseded*"))) == count
+    assert read_best(Path("twice")) == 6
+
+
+def test_a_refused_request_moves_nothing(tiny):
+    list(flatout.train(tiny("train.steps=6", "checkpoint.every=2", "checkpoint.keep=9", "output.folder=still")))
+    with pytest.raises(CheckpointError, match=r"model\.layers"):
+        list(flatout.train(tiny("model.layers=3", "train.steps=6"), resume="still/checkpoints/step-00000002"))
+    assert [step for step, _ in list_checkpoints(Path("still/checkpoints"))] == [2, 4, 6]
+
+
+def test_a_run_without_a_good_checkpoint_is_never_started_over(tiny):
+    config = tiny("train.steps=4", "output.folder=lost")
+    list(flatout.train(config))
+    (Path("lost/checkpoints/step-00000004") / "state.json").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="no good checkpoint is left"):
+            list(flatout.train(config, resume="auto"))
+
+
+def test_a_failed_start_leaves_no_run_behind(tiny):
+    list(flatout.train(tiny("train.steps=2", "output.name=named")))
+    with pytest.raises(DataError):
+        list(flatout.train(tiny("data.source=missing.txt", "output.name=named")))
+    assert [path.name for path in Path("runs").iterdir()] == ["named"]
+    info = next(flatout.train(tiny("train.steps=4", "output.name=named"), resume="auto"))
+    assert info.message.startswith("train.steps was 2")
+
+
+def test_a_resumed_run_does_not_need_the_weights_it_started_from(tiny):
+    shape = ["model.family=gpt2", "train.steps=4"]
+    list(flatout.train(tiny(*shape, "output.folder=first")))
+    flatout.export("first", "weights")
+    config = tiny(*shape, "model.init_from=weights", "output.folder=second")
+    list(flatout.train(config, stop=stop_after(2)))
+    shutil.rmtree("weights")
+    *_, end = flatout.train(config, resume="auto")
+    assert end.step == 4

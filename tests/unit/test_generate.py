@@ -88,6 +88,7 @@ def test_top_k_and_top_p_cut_the_tail():
 def test_temperature():
     logits = [1.0, 0.9, 0.0]
     assert set(draws(logits, temperature=0.0)) == {0}
+    assert set(draws(logits, temperature=1e-40)) == {0}, "a tiny temperature is greedy, not an overflow"
     assert draws(logits, temperature=0.05)[0] > 300
     hot = draws(logits, temperature=100.0, count=3000)
     assert min(hot.values()) > 850

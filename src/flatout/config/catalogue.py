@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flatout.config.complain import shorten_path
-from flatout.config.yaml_loader import format_value, printable
+from flatout.config.yaml_loader import printable
 from flatout.errors import ConfigError
 
 DEFAULT_PRESET = "shakespeare-char"
@@ -45,14 +45,12 @@ def preset_text(name: str) -> str:
 
 
 def copy_preset(name: str, destination: Path) -> Path:
-    """Write a preset, comments and all, to a new file that loads to the same config; never overwrites.
+    """Write a preset, comments and all, to a new file; never overwrites. A folder as destination gets NAME.yaml.
 
-    A folder as destination gets NAME.yaml. The run's name is written out where the new file's name would change it.
+    It loads to the same config but for the run's name, which is the file's: runs of the copy are not the preset's.
     """
     text = preset_text(name)
     path = destination / f"{name}.yaml" if destination.is_dir() else destination
-    if run_name(path.stem) != name:
-        text += f"\noutput:\n  name: {format_value(name)}\n"
     shown = printable(str(path))
     try:
         with path.open("x", encoding="utf-8", newline="\n") as file:  # "x" cannot overwrite, not even in a race

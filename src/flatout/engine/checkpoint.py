@@ -22,7 +22,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from flatout.errors import CheckpointError
+from flatout.errors import CheckpointError, DamagedError
 from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, sync_folder
 from flatout.model.weights import read_safetensors
 
@@ -173,19 +173,20 @@ def newest_good(folder: Path, notice: Callable[[str], None]) -> Path | None:
     None when there are no checkpoints at all. When there are some and none is good, that is an error: starting over
     in silence would throw the run away.
     """
-    damage: CheckpointError | None = None
+    damaged: list[tuple[int, Path, DamagedError]] = []
     for step, path in reversed(list_checkpoints(folder)):
         try:
             verify_checkpoint(path)
-        except CheckpointError as error:
-            damage = error
-            aside = set_aside(path, "damaged")
-            notice(f"checkpoint of step {step} is damaged and was set aside as {aside.name}: {error.message}")
-        else:
-            return path
-    if damage is not None:
+        except DamagedError as error:
+            damaged.append((step, path, error))
+            continue
+        for bad_step, bad_path, error in damaged:
+            aside = set_aside(bad_path, "damaged")
+            notice(f"checkpoint of step {bad_step} is damaged and was set aside as {aside.name}: {error.message}")
+        return path
+    if damaged:
         raise CheckpointError(
-            f"no good checkpoint is left in {folder}: {damage.message}",
+            f"no good checkpoint is left in {folder}: {damaged[0][2].message}",
             "restore the folder from a backup, or start a new run with another output.folder",
         )
     return None
@@ -206,9 +207,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raw = file.read_bytes()
         manifest = json.loads(raw)
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file} is missing", "name a run folder or one of its checkpoints/step-N folders"
-        ) from error
+        raise _damaged(file, "is missing") from error
     except OSError as error:
         raise CheckpointError(
             f"{file} cannot be read: {error.strerror}", "check the path and its permissions"
@@ -227,8 +226,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _damaged(file: Path, how: str) -> CheckpointError:
-    return CheckpointError(
+def _damaged(file: Path, how: str) -> DamagedError:
+    return DamagedError(
         f"damaged checkpoint: {file} {how}",
-        "use --resume auto to fall back to the previous good one, or restore the file",
+        "restore the file, or train on from the checkpoint before it with --resume auto and the run's output.folder",
     )

@@ -18,7 +18,7 @@ from flatout.device import peak_memory_bytes
 from flatout.engine.checkpoint import Checkpoint, keep_newest, write_checkpoint, write_json_atomically
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
 from flatout.engine.pending import PendingReports, StepReport
-from flatout.engine.run_folder import checkpoints_of
+from flatout.engine.run_folder import checkpoints_of, read_best
 from flatout.engine.setup import Run, out_of_memory
 from flatout.errors import DataError, DivergedError
 from flatout.generation.decode import generate_tokens
@@ -62,6 +62,8 @@ def train_loop(
 ) -> Generator[Record]:
     """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`."""
     progress = Progress() if resumed is None else restore(run, resumed)
+    if read_best(folder) != progress.best_step:  # a run taken back to an older checkpoint forgets a later best
+        write_json_atomically(folder / "best.json", {"step": progress.best_step, "loss": progress.best_loss})
     pending = PendingReports(run.speed.device.torch_device)
     yield run_info(run, folder, progress.step, resumed_from)
     for message in run.notices if progress.step < run.steps else ():

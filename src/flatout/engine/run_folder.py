@@ -45,22 +45,23 @@ def choose_folder(output: OutputConfig, resume: str | None) -> Path:
             )
         return folder
     taken = numbered_runs(output.name)
-    if resume == "auto" and taken:
-        return taken[-1][1]
+    begun = [path for _, path in taken if holds_run(path)]
+    if resume == "auto" and begun:
+        return begun[-1]
     number = taken[-1][0] + 1 if taken else 1
-    return RUNS / (output.name if number == 1 else f"{output.name}-{number}")
+    return RUNS / (output.name if number == 1 else f"{output.name}+{number}")
 
 
 def numbered_runs(name: str) -> list[tuple[int, Path]]:
-    """runs/NAME, runs/NAME-2, runs/NAME-3 ... that exist, by number."""
-    pattern = re.compile(re.escape(name) + r"(?:-([1-9]\d{0,8}))?")
+    """runs/NAME, runs/NAME+2, runs/NAME+3 ... that exist, by number. A name has no plus, so none is another's."""
+    pattern = re.compile(re.escape(name) + r"(?:\+([1-9]\d{0,8}))?")
     found = ((pattern.fullmatch(path.name), path) for path in RUNS.iterdir()) if RUNS.is_dir() else ()
     return sorted((int(match[1] or 1), path) for match, path in found if match)
 
 
 def newest_run() -> Path:
-    """The run under runs/ whose records were written last."""
-    runs = [path for path in RUNS.iterdir() if holds_run(path)] if RUNS.is_dir() else []
+    """The run under runs/ that has a checkpoint and whose records were written last."""
+    runs = [path for path in RUNS.iterdir() if list_checkpoints(checkpoints_of(path))] if RUNS.is_dir() else []
     if not runs:
         raise CheckpointError("there is no run under runs/", "name a run folder, or train one with `flatout train`")
     return max(runs, key=lambda run: max(path.stat().st_mtime for path in (run, *run.glob("metrics.jsonl"))))
@@ -112,11 +113,15 @@ def find_resume_point(run: Path, resume: str | None, notice: Callable[[str], Non
         return newest_good(folder, notice)
     chosen = checkpoint_to_load(Path(resume))
     verify_checkpoint(chosen)
-    for step, path in list_checkpoints(folder):
-        if is_checkpoint(Path(resume)) and path.name > chosen.name:
+    return chosen
+
+
+def set_later_aside(run: Path, chosen: Path, notice: Callable[[str], None]) -> None:
+    """Going back to an older checkpoint: the later ones would be taken for its future, so they step aside."""
+    for step, path in list_checkpoints(checkpoints_of(run)):
+        if path.name > chosen.name:
             aside = set_aside(path, "superseded")
             notice(f"going back to {chosen.name}: the later checkpoint of step {step} was set aside as {aside.name}")
-    return chosen
 
 
 @contextlib.contextmanager
@@ -135,7 +140,12 @@ def run_lock(run: Path) -> Iterator[None]:
         os.ftruncate(handle, 0)
         os.write(handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
         sweep_leftovers(checkpoints_of(run))
-        yield
+        try:
+            yield
+        finally:
+            if [path.name for path in run.iterdir()] == ["run.lock"]:  # nothing was begun: leave no empty run behind
+                (run / "run.lock").unlink()
+                run.rmdir()
     finally:
         os.close(handle)
 

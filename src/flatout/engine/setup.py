@@ -178,7 +178,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
     model = _build(config, vocab, speed)
     step = _build_step(config, model, speed, steps)
-    return Run(
+    run = Run(
         config=config,
         speed=speed,
         dataset=dataset,
@@ -192,6 +192,8 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         memory=memory,
         notices=tuple(_remarks(config, steps)),
     )
+    run.evaluation()  # a validation split without a single target is told now, not after the first steps
+    return run
 
 
 def _vocabulary(config: RunConfig, dataset: Dataset) -> int:
@@ -269,13 +271,13 @@ def check_fits(memory: MemoryEstimate, device: Device) -> None:
         )
 
 
-def check_disk(folder: Path, parameters: int) -> None:
-    """Refuses to start where two checkpoints (the old one stays until the new one is whole) cannot fit."""
-    need = 2 * 12 * parameters  # fp32 weights and two moments
+def check_disk(folder: Path, parameters: int, checkpoints: int) -> None:
+    """Refuses to start where the checkpoints that will lie there at once cannot fit."""
+    need = checkpoints * 12 * parameters  # fp32 weights and two moments
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ResourceError(
-            f"{folder} has {free / 2**30:.2f} GiB free, two checkpoints need {need / 2**30:.2f} GiB",
+            f"{folder} has {free / 2**30:.2f} GiB free, {checkpoints} checkpoints need {need / 2**30:.2f} GiB",
             "free some space, or set output.folder to another disk",
         )
 
@@ -285,7 +287,9 @@ def out_of_memory() -> Iterator[None]:
     """Turns the device running out of memory into an error with a way out."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # a CPU has no error of its own for it
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
         first = str(error).partition(". ")[0]
         raise ResourceError(
             f"out of device memory: {first}",

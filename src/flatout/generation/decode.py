@@ -19,7 +19,8 @@ def sample_token(
     """One token id. Temperature 0 is greedy; top_k and top_p always leave at least one candidate."""
     if temperature == 0.0:
         return int(logits_V.argmax())
-    scaled_V = logits_V.float().cpu() / temperature
+    logits_V = logits_V.double().cpu()
+    scaled_V = (logits_V - logits_V.max()) / temperature  # the largest is 0, so a tiny temperature cannot overflow
     if top_k is not None and top_k < scaled_V.numel():
         smallest = torch.topk(scaled_V, top_k).values[-1]
         scaled_V = scaled_V.masked_fill(scaled_V < smallest, -torch.inf)

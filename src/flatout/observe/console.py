@@ -58,6 +58,13 @@ def human_seconds(value: float) -> str:
     return f"{hours // 24}d{hours % 24}h"
 
 
+class _Console(RichConsole):
+    """rich ends the process by itself when the reader of a pipe leaves; ours is told, and exits with the usual code."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class JsonReader:
     """Prints every record as a JSON line and nothing else."""
 
@@ -75,7 +82,7 @@ class TerminalReader:
     """Prints what a person wants to see: a live line on a terminal, a plain line every `log_every` steps elsewhere."""
 
     def __init__(self, log_every: int, stream: TextIO | None = None) -> None:
-        self.console = RichConsole(file=stream, highlight=False, soft_wrap=True)
+        self.console = _Console(file=stream, highlight=False, soft_wrap=True)
         self.log_every = log_every
         self.info: RunInfo | None = None
         self.val_loss: float | None = None

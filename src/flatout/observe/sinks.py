@@ -50,8 +50,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _step_of(row: dict[str, Any]) -> int:
+    step = row.get("step", row.get("start_step"))
+    return step if isinstance(step, int) else 0
+
+
 def _cut_back(path: Path, step: int) -> None:
-    kept = [row for row in read_metrics(path) if int(row.get("step", row.get("start_step", 0))) <= step]
+    kept = [row for row in read_metrics(path) if _step_of(row) <= step]
     temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         for row in kept:

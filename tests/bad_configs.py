@@ -15,6 +15,13 @@ Sections = dict[str, dict[str, str]]
 ENCODINGS_OF_OTHERS = ("utf-16", "utf-32", "utf-16-le", "utf-16-be")
 
 
+BAD_IN_SOURCE = (
+    *("weight: -1", "weight: 0", "weight: 1001", "weight: heavy", "weight: '2'", "weight: .nan", "weight: null"),
+    *("weight: [1]", "weight: {a: 1}", "wieght: 1", "Weight: 1", "text_column: t", "format: jsnl", "format: 5"),
+    *("field: 5", "field: [a]", "document_start: true", "zzz: 1", "tokenizer: char", "path.b: c"),
+)
+
+
 def bad_config_files(seed: int, count: int) -> Iterator[bytes]:
     """The bytes of `count` config files, none of which may load."""
     for index in range(count):
@@ -61,9 +68,14 @@ def bad_value(rng: random.Random, path: str) -> str:
     fact = field_facts()[path]
     described = fact.owner.model_json_schema()["properties"][fact.name]
     parts = described.get("anyOf", [described])
-    forms = ["[1, 2]", "{a: 1}", "[]"] + ([] if any(part.get("type") == "null" for part in parts) else ["null", "~"])
+    lists = next((part for part in parts if part.get("type") == "array"), None)
+    forms = ["[1, 2]", "{a: 1}"] + ([] if any(part.get("type") == "null" for part in parts) else ["null", "~"])
+    forms += ["[]"] if lists is None or lists.get("minItems") else []
+    forms += bad_items(path) if lists is not None else []
     main = parts[0]
-    if "enum" in main:
+    if main is lists:
+        forms += ["word", "'[word]'", "5", "true"]
+    elif "enum" in main:
         forms += ["neither", "'" + "x" * rng.randint(1, 300) + "'", str(rng.randint(2, 99)), "0.5"]
     elif main["type"] == "boolean":
         forms += ["yes", "no", "on", "off", "y", "1", "0", "'true'", "truee"]
@@ -74,7 +86,20 @@ def bad_value(rng: random.Random, path: str) -> str:
         forms += _outside(main)
     else:
         forms += ["3", "0.5", "true", "1e9"] + (["'a b c/'", "''"] if "pattern" in main else [])
+        forms += ["''", '""'] if main.get("minLength") else []
     return rng.choice(forms)
+
+
+def bad_items(path: str) -> list[str]:
+    """Lists on one line of which one item is wrong."""
+    items = ["5", "null", "true", "[x]", "[]", "1e3", "{}", "{a: 1}", "{weight: 2}", "{path: 5}", "{path: null}"]
+    if path == "data.source":
+        items += [f"{{path: a, {wrong}}}" for wrong in BAD_IN_SOURCE]
+        good = ["a.txt", "{path: b, weight: 2}", "'c d'"]
+    else:
+        items += ["EN", "e", "engl", "''", "'e n'"]
+        good = ["en", "de", "no"]
+    return [f"[{', '.join([*good[:place], item, *good[place:]])}]" for item in items for place in range(3)]
 
 
 def misspelt(rng: random.Random, word: str, known: list[str]) -> str:
@@ -157,6 +182,15 @@ def _out_of_range(rng: random.Random) -> bytes:
             ranged[path] = _outside(main)
     path = rng.choice(list(ranged))
     return _with(rng, path, rng.choice(ranged[path]))
+
+
+def _wrong_item(rng: random.Random) -> bytes:
+    """A list with one item that is wrong, on one line or over several."""
+    path = rng.choice(["data.source", "clean.languages"])
+    if path == "data.source" and rng.random() < 0.5:
+        lines = ["", "    - a.txt", "    - path: b", f"      {rng.choice(BAD_IN_SOURCE)}", "    - c"]
+        return _with(rng, path, "\n".join(lines))
+    return _with(rng, path, rng.choice(bad_items(path)))
 
 
 def _duplicate_field(rng: random.Random) -> bytes:
@@ -291,7 +325,11 @@ def _conflict(rng: random.Random) -> bytes:
         sequences = int(train["batch_tokens"]) // int(model["context"])
         sections["speed"] = {"accumulation": str(sequences + rng.randint(1, 9))}
 
-    rng.choice([odd_heads, odd_batch, two_lengths, no_length, not_gpt2, odd_accumulation])()
+    def odd_reading() -> None:
+        streaming = {"streaming": "true", **rng.choice([{"source": "null"}, {"packing": "best_fit"}, {"stride": "4"}])}
+        sections["data"].update(rng.choice([streaming, {"packing": "best_fit", "stride": "4"}]))
+
+    rng.choice([odd_heads, odd_batch, two_lengths, no_length, not_gpt2, odd_accumulation, odd_reading])()
     return as_yaml(sections).encode()
 
 
@@ -376,6 +414,14 @@ def _override_wrong_value(rng: random.Random) -> list[str]:
     return [f"{path}={bad_value(rng, path)}"]
 
 
+def _override_wrong_item(rng: random.Random) -> list[str]:
+    path = rng.choice(["data.source", "clean.languages"])
+    broken = ["[a", "[a}", "[a] b", "[a], b", "[a] # b", "[a]: b", "[&a b]", "[!x b]", "[*a]", "[a, 'b]", '["\\x00"]']
+    broken += ["[{path: a, path: b}]", "[{1: 2}]", "[{<<: a}]", "[a,\nb]", "[" * 30 + "]" * 30, "{path: a}", "{}"]
+    broken += ["[" + "a," * 10_001 + "]", "]", "[\x1b]"]
+    return [f"{path}={rng.choice([*broken, *bad_items(path)])}"]
+
+
 def _override_broken_value(rng: random.Random) -> list[str]:
     values = [
         "",
@@ -420,6 +466,10 @@ def _override_conflict(rng: random.Random) -> list[str]:
         ["model.family=gpt", "model.init_from=weights"],
         ["model.context=64", "train.batch_tokens=640", "speed.accumulation=7"],
         ["model.heads=4", "model.kv_heads=3"],
+        ["data.streaming=true", "train.epochs=1"],
+        ["data.streaming=true", "data.source=null"],
+        ["data.streaming=true", "data.packing=best_fit"],
+        ["data.packing=best_fit", "data.stride=4"],
     ]
     return rng.choice(forms)
 
@@ -439,6 +489,7 @@ FILE_KINDS: list[Callable[[random.Random], bytes]] = [
     _misspelt_section,
     _wrong_value,
     _out_of_range,
+    _wrong_item,
     _duplicate_field,
     _duplicate_section,
     _tag,
@@ -468,6 +519,7 @@ OVERRIDE_KINDS: list[Callable[[random.Random], list[str]]] = [
     _override_unknown,
     _override_section,
     _override_wrong_value,
+    _override_wrong_item,
     _override_broken_value,
     _override_conflict,
     _override_among_good,

@@ -10,8 +10,11 @@ from pathlib import Path
 from flatout.config.load import LoadedConfig, load_config, load_stored, resolve_from_mapping, show
 from flatout.config.schema import RunConfig
 from flatout.data.loader import evaluation_batches
+from flatout.data.pack import Progress
+from flatout.data.prepare import data_folder, prepare_data
 from flatout.data.shards import open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.data.workers import EngineName
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity
@@ -26,7 +29,7 @@ from flatout.engine.run_folder import (
     run_lock,
     set_later_aside,
 )
-from flatout.engine.setup import Progress, Run, check_disk, data_folder, out_of_memory, prepare_data, setup_run
+from flatout.engine.setup import Run, check_disk, out_of_memory, setup_run
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.files import disk_errors
 from flatout.generation.decode import generate_tokens
@@ -39,10 +42,20 @@ from flatout.records import NoticeRecord, Record
 Config = LoadedConfig | RunConfig
 
 
-def prepare(config: Config | None = None, *, progress: Progress | None = None, overwrite: bool = False) -> Path:
-    """Tokenizes the config's text into shards and returns their folder; does nothing when they are there."""
-    loaded = config or load_config()
-    return prepare_data(_plain(loaded), progress, overwrite=overwrite)
+def prepare(
+    config: Config | None = None,
+    *,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    engine: EngineName = "local",
+) -> Path:
+    """Tokenizes the config's text into shards and returns their folder; does nothing when they are there.
+
+    Input that cannot be used is left out and listed in problems.jsonl there.
+    """
+    plain = _plain(config or load_config())
+    return prepare_data(plain.data, plain.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
 def train(
@@ -247,7 +260,7 @@ def evaluate(
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     if data is None and loaded.config is None:
         raise UsageError(f"{loaded.origin} does not say what it was trained on", "name prepared shards with --data")
-    folder = Path(data) if data is not None else data_folder(_known(loaded.config))
+    folder = Path(data) if data is not None else data_folder(_known(loaded.config).data)
     if data is None and not folder.is_dir():
         raise DataError(
             f"the run's data folder {folder} is not here",

@@ -13,15 +13,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import flatout
-from flatout import records
+from flatout import cli_data, records
 from flatout.errors import UsageError, UserError
-from flatout.words import Parser, number_between, one_line, quoted
-
-if TYPE_CHECKING:
-    from flatout.config.load import LoadedConfig
+from flatout.words import Parser, add_config, load, number_between, one_line, quoted
 
 HELP = """\
 Flatout trains GPTs as fast as your machine allows.
@@ -31,6 +28,8 @@ usage: flatout VERB [CONFIG] [SECTION.FIELD=VALUE ...] [options]
 verbs:
   train      train a model; without a CONFIG, a small Shakespeare model
   prepare    turn text into token shards (train does this when needed)
+  data       inspect or verify prepared shards
+  tokenizer  train a byte-pair encoding, or compare tokenizers
   eval       loss, perplexity and bits per byte of a trained model
   generate   continue a prompt with a trained model
   export     write a trained gpt2 model as a Hugging Face folder
@@ -87,61 +86,12 @@ def _dispatch(words: list[str]) -> int:
         return int(stop.code or 0)
 
 
-# --- what the verbs share ---------------------------------------------------------------------------------------------
-
-
-def _add_config(parser: Parser) -> None:
-    parser.add_argument("config", nargs="?", help="a preset's name or a YAML file; default: shakespeare-char")
-    parser.add_argument(
-        "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
-    )
-    parser.set_defaults(overrides=[])
-    parser.usage = f"{parser.prog} [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
-    parser.epilog = "Settings are written as SECTION.FIELD=VALUE, for example train.steps=500 optim.learning_rate=1e-3."
-
-
-def _load(words: argparse.Namespace) -> "LoadedConfig":
-    from flatout.config.load import load_config
-
-    hardware = words.hardware
-    if hardware == "auto":
-        load_config(
-            words.config, words.overrides
-        )  # a mistake in the config answers before torch is asked about the GPU
-        hardware = _hardware_here()
-    return load_config(words.config, words.overrides, hardware=hardware)
-
-
-def _hardware_here() -> str | None:
-    from flatout.config.load import hardware_for
-    from flatout.device import detect_device
-
-    memory = detect_device().memory_bytes
-    return None if memory is None else hardware_for(memory)
-
-
-def _preparing() -> tuple[Callable[[int, int, int], None], Callable[[], None]]:
-    """A progress callback for packing, on stderr: a live line on a terminal, silent elsewhere."""
-    live = sys.stderr.isatty()
-
-    def progress(documents: int, tokens: int, size: int) -> None:
-        if live:
-            line = f"\rpreparing: {documents:,} documents, {tokens:,} tokens, {size / 1e6:,.1f} MB"
-            print(line, end="", file=sys.stderr, flush=True)
-
-    def done() -> None:
-        if live:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-    return progress, done
-
-
 # --- train ------------------------------------------------------------------------------------------------------------
 
 
 def _train(words: list[str]) -> int:
     parser = Parser("train", "Train a model. SIGINT and SIGTERM save first; a second Ctrl-C quits at once.")
-    _add_config(parser)
+    add_config(parser)
     parser.add_argument(
         "--resume", metavar="auto|PATH", help="go on with a run: auto (if there is one), a run folder or a checkpoint"
     )
@@ -155,28 +105,30 @@ def _train(words: list[str]) -> int:
         raise UsageError(
             f"--resume {quoted(str(place))} is not a folder", "name a run folder, a checkpoint folder, or auto"
         )
-    loaded = None if place is not None else _load(parsed)
+    loaded = None if place is not None else load(parsed)
     from flatout import api
     from flatout.observe.console import JsonReader, TerminalReader
+    from flatout.observe.prepare_bar import PrepareBar
 
     if loaded is None or place is not None:
         loaded = api.stored_config(place or Path(), parsed.overrides)
     reader = JsonReader() if parsed.json else TerminalReader(loaded.config.output.log_every)
-    progress, prepared = _preparing()
+    preparing = PrepareBar()
     stop = StopOnSignal()
     folder = checkpoint = None
     interrupted = False
     with stop:
         try:
-            for record in api.train(loaded, resume=resume, stop=stop.requested, progress=progress):
+            for record in api.train(loaded, resume=resume, stop=stop.requested, progress=preparing):
                 if isinstance(record, records.RunInfo):
                     stop.training = True
-                    prepared()
+                    preparing.close()
                     folder = record.folder
                 elif isinstance(record, records.EndRecord):
                     checkpoint, interrupted = record.checkpoint, record.reason == "interrupted"
                 reader.show(record)
         finally:
+            preparing.close()
             reader.close()
     if interrupted and stop.number is not None:
         if checkpoint is not None:
@@ -227,38 +179,6 @@ class StopOnSignal:
 
 
 # --- the other verbs --------------------------------------------------------------------------------------------------
-
-
-def _prepare(words: list[str]) -> int:
-    parser = Parser("prepare", "Turn the config's text into token shards with a manifest.")
-    _add_config(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    parsed = parser.parse_words(words)
-    loaded = _load(parsed)
-    from flatout import api
-    from flatout.data.shards import open_dataset
-
-    progress, prepared = _preparing()
-    folder = api.prepare(loaded, progress=progress, overwrite=parsed.overwrite)
-    prepared()
-    dataset = open_dataset(folder, verify="full")
-    facts = {
-        "folder": str(folder),
-        "train_tokens": dataset.train.tokens,
-        "val_tokens": dataset.val.tokens,
-        "vocab": dataset.tokenizer.vocab,
-        "tokenizer": dataset.tokenizer.kind,
-        "fingerprint": dataset.manifest.fingerprint,
-    }
-    if parsed.json:
-        print(json.dumps(facts))
-    else:
-        print(
-            f"{folder}: {dataset.train.tokens:,} training and {dataset.val.tokens:,} validation tokens "
-            f"({dataset.tokenizer.kind}, {dataset.tokenizer.vocab} ids)"
-        )
-    return 0
 
 
 def _add_model(parser: Parser) -> None:
@@ -381,7 +301,7 @@ def _config(words: list[str]) -> int:
         parser.add_argument("preset", help="name of the preset")
         parser.add_argument("file", nargs="?", help="file to write; default: PRESET.yaml")
     elif action in ("explain", "show"):
-        _add_config(parser)
+        add_config(parser)
     if action == "explain":
         parser.add_argument("--json", action="store_true", help="print rows as JSON")
     parsed = parser.parse_words(rest)
@@ -389,35 +309,37 @@ def _config(words: list[str]) -> int:
 
 
 def _config_action(action: str, parsed: argparse.Namespace) -> int:
-    from flatout.config import load
+    from flatout.config import load as configs
 
     if action == "schema":
-        print(json.dumps(load.schema_json(), indent=2))
+        print(json.dumps(configs.schema_json(), indent=2))
     elif action == "presets":
-        for title, rows in (("presets", load.list_presets()), ("hardware overlays", load.list_hardware())):
+        for title, rows in (("presets", configs.list_presets()), ("hardware overlays", configs.list_hardware())):
             print(f"{title}:")
             for row in rows:
                 print(f"  {row.name:<18}{row.summary}")
     elif action == "copy":
-        print(f"wrote {load.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
+        print(f"wrote {configs.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
     elif action == "show":
-        print(load.show(_load(parsed).config), end="")
+        print(configs.show(load(parsed).config), end="")
     else:
-        rows = load.explain(_load(parsed))
+        rows = configs.explain(load(parsed))
         if parsed.json:
             print(json.dumps([vars(row) for row in rows], ensure_ascii=False))
             return 0
-        widths = [max(len(row.path) for row in rows), max(len(load.format_value(row.value)) for row in rows)]
+        widths = [max(len(row.path) for row in rows), max(len(configs.format_value(row.value)) for row in rows)]
         sources = max(len(row.source) for row in rows)
         for row in rows:
-            value = load.format_value(row.value)
+            value = configs.format_value(row.value)
             print(f"{row.path:<{widths[0]}}  {value:<{widths[1]}}  {row.source:<{sources}}  {row.description}")
     return 0
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "prepare": _prepare,
+    "prepare": cli_data.prepare,
+    "data": cli_data.data,
+    "tokenizer": cli_data.tokenizer,
     "eval": _eval,
     "generate": _generate,
     "export": _export,

@@ -19,6 +19,9 @@ class UserError(Exception):
     def __str__(self) -> str:
         return f"{self.message} ({self.hint})"
 
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, str]]:
+        return type(self), (self.message, self.hint)  # so that it can cross from a worker process
+
 
 class UsageError(UserError):
     """A command line that cannot be understood."""

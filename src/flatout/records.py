@@ -117,6 +117,20 @@ class NoticeRecord:
     message: str
 
 
+@dataclasses.dataclass(frozen=True)
+class PrepareProgress:
+    """How far preparing has come: `phase` is characters, reading or merging; sizes are of the input on disk."""
+
+    phase: str
+    files: int
+    total_files: int
+    bytes: int
+    total_bytes: int
+    documents: int
+    tokens: int
+    problems: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndRecord:
     """The last record. `reason` is finished, early_stop or interrupted."""

@@ -4,9 +4,12 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flatout.errors import UsageError
+
+if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,6 +60,37 @@ class Parser(argparse.ArgumentParser):
         if fields:
             return f"did you mean the setting {fields[0]}=...? settings are written without dashes"
         return f"see `{self.prog} --help` for its options"
+
+
+def add_config(parser: Parser) -> None:
+    """Makes a verb take a config, a hardware overlay and settings."""
+    parser.add_argument("config", nargs="?", help="a preset's name or a YAML file; default: shakespeare-char")
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
+    )
+    parser.set_defaults(overrides=[])
+    parser.usage = f"{parser.prog} [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
+    parser.epilog = "Settings are written as SECTION.FIELD=VALUE, for example train.steps=500 optim.learning_rate=1e-3."
+
+
+def load(words: argparse.Namespace) -> "LoadedConfig":
+    """The config that parsed words ask for."""
+    from flatout.config.load import load_config
+
+    hardware = words.hardware
+    if hardware == "auto":
+        # A mistake in the config answers before torch is asked about the GPU.
+        load_config(words.config, words.overrides)
+        hardware = _hardware_here()
+    return load_config(words.config, words.overrides, hardware=hardware)
+
+
+def _hardware_here() -> str | None:
+    from flatout.config.load import hardware_for
+    from flatout.device import detect_device
+
+    memory = detect_device().memory_bytes
+    return None if memory is None else hardware_for(memory)
 
 
 def _fields_called(name: str) -> list[str]:

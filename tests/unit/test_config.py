@@ -1,5 +1,6 @@
 """Layers, sources, presets, overlays and the words of config errors."""
 
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from flatout.config.complain import _ELSEWHERE_CALLED, allowed_values, field_facts, section_paths, value_at
+from flatout.config.complain import (
+    _ELSEWHERE_CALLED,
+    _ITEM_ELSEWHERE_CALLED,
+    allowed_values,
+    field_facts,
+    section_paths,
+    value_at,
+    with_whole_numbers,
+)
 from flatout.config.load import (
     DEFAULT_PRESET,
     Source,
@@ -22,12 +31,13 @@ from flatout.config.load import (
     list_hardware,
     list_presets,
     load_config,
+    load_stored,
     preset_text,
     resolve_from_mapping,
     schema_json,
     show,
 )
-from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.schema import RunConfig, SourceConfig, micro_batch_of
 from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory
@@ -74,13 +84,30 @@ def test_every_field_has_one_sentence(path: str, description: str) -> None:
 def test_every_leaf_says_what_it_allows() -> None:
     assert len(field_facts()) == len(all_fields()) - len(section_paths())
     for path in field_facts():
-        assert "type None" not in allowed_values(path), path
+        assert "of type" not in allowed_values(path), path
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("data.source", "whose items are text or {path, weight, field, format, document_start}, or null"),
+        ("clean.languages", "whose items are text of the form ^[a-z]{2,3}$, or null"),
+        ("data.format", "one of text, jsonl, json, csv, tsv, parquet, warc, smiles, tokens, or null"),
+        ("data.streaming", "true or false"),
+        ("data.field", "text that is not empty"),
+        ("train.tokens", "a whole number at least 1 and at most 1099511627776, or null"),
+    ],
+)
+def test_what_fields_allow_in_words(path: str, words: str) -> None:
+    assert words in allowed_values(path)
 
 
 def test_words_of_other_trainers_lead_to_real_fields() -> None:
     names = {path.rpartition(".")[2] for path in field_facts()}
     assert set(_ELSEWHERE_CALLED.values()) <= set(field_facts())
     assert not names & set(_ELSEWHERE_CALLED)
+    assert set(_ITEM_ELSEWHERE_CALLED.values()) <= set(SourceConfig.model_fields)
+    assert not set(SourceConfig.model_fields) & set(_ITEM_ELSEWHERE_CALLED)
 
 
 # Layers and sources
@@ -232,6 +259,77 @@ def test_the_last_of_two_equal_overrides_wins() -> None:
     assert load_config(overrides=["train.seed=1", "train.seed=2"]).config.train.seed == 2
 
 
+def test_overrides_may_be_lists_where_the_field_takes_them() -> None:
+    def source(text: str) -> object:
+        loaded = load_config(overrides=[f"data.source={text}"])
+        return next(row.value for row in explain(loaded) if row.path == "data.source")
+
+    assert source("[a.txt,b.txt]") == ["a.txt", "b.txt"]
+    assert source(" [ -, hf:owner/name, C:\\text, 'a, b', \"12\" ] ") == [
+        "-",
+        "hf:owner/name",
+        "C:\\text",
+        "a, b",
+        "12",
+    ]
+    rest = {"field": None, "format": None, "document_start": None}
+    assert source("[{path: a, weight: 2.0}, b]") == [{"path": "a", "weight": 2.0, **rest}, "b"]
+    assert source("[{path: a, format: csv, field: body}]") == [
+        {"path": "a", "weight": 1.0, "field": "body", "format": "csv", "document_start": None}
+    ]
+    assert source("a.txt,b.txt") == "a.txt,b.txt"
+    assert source('"[a]"') == "[a]"
+    assert load_config(overrides=["clean.languages=[en, no]"]).config.clean.languages == ["en", "no"]
+
+
+def test_numbers_inside_lists_are_those_the_item_wants() -> None:
+    class Item(BaseModel):
+        count: int | None = None
+        share: float = 0.0
+
+    annotation = str | list[int | Item] | None
+    value = [1e3, 0.5, {"count": 1e6, "share": 2, "other": 1.0}, "1.0"]
+    result = with_whole_numbers(annotation, value)
+    assert result == [1000, 0.5, {"count": 10**6, "share": 2, "other": 1.0}, "1.0"]
+    assert [type(item) for item in result[:2]] == [int, float]
+    assert type(result[2]["count"]) is int
+    assert type(result[2]["other"]) is float
+    weight = load_config(overrides=["data.source=[{path: a, weight: 2}]"]).config.data.source[0].weight  # type: ignore[index]
+    assert type(weight) is float
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        (
+            "[a, {path: b, weight: -1}]",
+            "data.source[1].weight is -1, but it must be above 0",
+            "Allowed: a number above 0",
+        ),
+        ("[a, {path: b, weight: x}]", "data.source[1].weight is 'x', but it must be a number", "How often each"),
+        ("[a, {path: b, weight: '2'}]", "data.source[1].weight is '2', but it must be a number", "Remove the quotes"),
+        ("[{path: b, wieght: 1}]", "data.source[0].wieght is not a known key", "did you mean data.source[0].weight?"),
+        ("[{pth: b}]", "data.source[0].pth is not a known key", "did you mean data.source[0].path?"),
+        ("[{path: b, text_column: c}]", "data.source[0].text_column is not", "did you mean data.source[0].field?"),
+        ("[{path: b, proportion: 1}]", "data.source[0].proportion is not", "did you mean data.source[0].weight?"),
+        ("[a.txt: 2]", "data.source[0].a.txt is not a known key", "the keys of an item are path, weight, field"),
+        ("[{weight: 2}]", "data.source[0].path is missing", "Allowed: text."),
+        ("[{path: b, format: jsnl}]", "data.source[0].format is 'jsnl', but it must be one of text", "mean jsonl?"),
+        ("[a, 5, {path: b, weight: -1}]", "data.source[1] is 5, but it must be text or a mapping", "double quotes"),
+        ("[null]", "data.source[0] is null, but it must be text or a mapping", "Allowed: text, or a list"),
+        ("[[a]]", "data.source[0] is ['a'], but it must be text or a mapping", "{path, weight, field"),
+        ("{path: a}", "data.source is {'path': 'a'}, but it must be text or a list", "brackets around it"),
+        ("[a", "data.source: not valid YAML: expected ',' or ']'", "brackets, quotes and commas"),
+        ("[a] # b", "data.source: '[a] # b' goes on after its end", "its own ]"),
+        ("[{path: a, path: b}]", "data.source: the key 'path' is written twice", "keep one"),
+    ],
+)
+def test_refused_lists(override: str, message: str, hint: str) -> None:
+    error = refused(overrides=[f"data.source={override}"])
+    assert error.message.startswith(f"command line: {message}")
+    assert hint in error.hint
+
+
 @pytest.mark.parametrize(
     ("override", "message", "hint"),
     [
@@ -243,6 +341,13 @@ def test_the_last_of_two_equal_overrides_wins() -> None:
         ("width=5", "width is not a known key", "did you mean model.width?"),
         ("optim.learning-rate=5", "optim.learning-rate is not a known key", "did you mean optim.learning_rate?"),
         ("n_layer=5", "n_layer is not a known key", "did you mean model.layers?"),
+        ("data.text_column=a", "data.text_column is not a known key", "did you mean data.field?"),
+        ("sample_packing=true", "sample_packing is not a known key", "did you mean data.packing?"),
+        ("clean.languages=en", "clean.languages is 'en', but it must be a list", "Put brackets around it"),
+        ("clean.languages=[en, EN]", "clean.languages[1] is 'EN', but it does not have", "such as [en, de]"),
+        ("data.field=''", "data.field is '', but it must not be empty", "Allowed: text that is not empty."),
+        ("data.tokenizer=[a]", "data.tokenizer: '[a]' is not a single value", "quotes"),
+        ("data.format=jsnl", "data.format is 'jsnl', but it must be one of text, jsonl", "Did you mean jsonl?"),
         ("model.qqqqqq=5", "model.qqqqqq is not a known key", "the keys of model are family, layers"),
         ("model=5", "model is a section, not a value", "family, layers, width"),
         ("preset=5", "preset cannot be set by an override", "gpt2-124m"),
@@ -299,6 +404,16 @@ def test_refused_overrides(override: str, message: str, hint: str) -> None:
         ("hardware: 9gb\n", 1, "there is no hardware overlay 9gb", "the overlays are 4gb, 8gb"),
         ("data:\n  source: 5\n", 2, "data.source is 5, but it must be text", "double quotes"),
         ("model: {layers: 1}\nmodel: {}\n", 2, "'model' is written twice", "one"),
+        (
+            "data:\n  source:\n    - a\n    - path: b\n      weight: 0\n",
+            5,
+            "data.source[1].weight is 0, but it must be above 0",
+            "How often",
+        ),
+        ("data:\n  source:\n    - a\n    - [b]\n", 4, "data.source[1] is ['b'], but it must be text", "Allowed"),
+        ("data:\n  source:\n    - {pth: a}\n", 3, "data.source[0].pth is not a known key", "data.source[0].path?"),
+        ("data:\n  source:\n    - weight: 1\n", 3, "data.source[0].path is missing", "Allowed: text."),
+        ("clean:\n  languages:\n  - en\n  - 5\n", 4, "clean.languages[1] is 5, but it must be text", "quotes"),
     ],
 )
 def test_refused_files(tmp_path: Path, text: str, line: int, message: str, hint: str) -> None:
@@ -380,6 +495,44 @@ def test_any_valid_values_survive_showing(
     assert load_config(path).config == config
 
 
+mixtures = st.lists(
+    st.text()
+    | st.fixed_dictionaries(
+        {"path": st.text()},
+        optional={
+            "weight": st.floats(1e-9, 1000.0) | st.integers(1, 1000),
+            "field": st.none() | st.text(min_size=1),
+            "format": st.none() | st.just("csv"),
+        },
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(deadline=None)
+@given(mixtures, st.none() | st.lists(st.sampled_from(["en", "de", "no"]), min_size=1, max_size=3))
+@example(["true", "a: b", {"path": "- [x]", "weight": 2}], ["no"])
+def test_lists_survive_showing_and_storing(
+    tmp_path_factory: pytest.TempPathFactory, source: list[Any], languages: list[str] | None
+) -> None:
+    values = load_config().config.model_dump()
+    values["data"]["source"], values["clean"]["languages"] = source, languages
+    texts = [text for item in source for text in ([item] if isinstance(item, str) else item.values())]
+    if any(isinstance(text, str) and has_control_character(text) for text in texts):
+        with pytest.raises(ConfigError, match=r"data\.source\[\d\].* control characters"):
+            resolve_from_mapping(values)
+        return
+    config = resolve_from_mapping(values)
+    assert load_config(write(tmp_path_factory.mktemp("shown"), show(config))).config == config
+    assert resolve_from_mapping(config.model_dump()) == config
+    assert load_stored(config.model_dump()).config == config
+    line = next(line for line in show(config).splitlines() if line.startswith("  source: "))
+    assert (
+        load_config(overrides=["data." + line.strip().replace(": ", "=", 1)]).config.data.source == config.data.source
+    )
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [
@@ -393,6 +546,8 @@ def test_any_valid_values_survive_showing(
         ({"train": {"steps": "5"}}, "train.steps is '5', but it must be a whole number"),
         ({"train": {"steps": 10**5000}}, "train.steps is a number of more than 100 digits"),
         ({"train": {"steps": 5}, "data": {"source": "a\0b"}}, "may not hold control characters"),
+        ({"train": {"steps": 5}, "data": {"source": ["a", {3: 4}]}}, "data.source[1].3 is not a known key"),
+        ({"train": {"steps": 5}, "data": {"source": [{"path": "a\0b"}]}}, "data.source[0].path is 'a\\x00b', but"),
     ],
 )
 def test_stored_configs_that_are_damaged(values: Any, words: str) -> None:
@@ -416,6 +571,19 @@ def test_schema_describes_files() -> None:
     assert schema["properties"]["hardware"]["enum"] == OVERLAYS
     assert set(section_paths()) <= set(schema["properties"])
     assert "required" not in schema
+    text = json.dumps(schema)
+    for name in re.findall(r'"\$ref": "([^"]*)"', text):
+        assert name.removeprefix("#/$defs/") in schema["$defs"], name
+
+
+def test_schema_is_a_json_schema_and_agrees_with_the_loader() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.Draft202012Validator.check_schema(schema_json())
+    check = jsonschema.Draft202012Validator(schema_json()).is_valid
+    assert check(load_config(overrides=["data.source=[{path: a, weight: 2}, b]"]).config.model_dump())
+    assert check({"preset": "gpt2-124m", "clean": {"languages": ["en"]}, "data": {"source": ["a", {"path": "b"}]}})
+    assert not check({"data": {"source": [{"path": "b", "weight": -1}]}})
+    assert not check({"data": {"source": [{"weight": 1}]}})
 
 
 # Presets and overlays

@@ -14,6 +14,8 @@ from flatout.config.yaml_loader import (
     Node,
     format_value,
     has_control_character,
+    is_collection,
+    parse_collection,
     parse_scalar,
     parse_yaml,
     printable,
@@ -237,16 +239,58 @@ def test_command_line_text_that_is_broken(text: str) -> None:
     assert caught.value.message.isprintable()
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("[a.txt,b.txt]", ["a.txt", "b.txt"]),
+        (" [en, no] ", ["en", "no"]),
+        ("[]", []),
+        ("[-, a]", ["-", "a"]),
+        ("[a, -]", ["a", "-"]),
+        ("[1, 1e-3, null, true, '5']", [1, 1e-3, None, True, "5"]),
+        ("[{path: a, weight: 2.0}, b]", [{"path": "a", "weight": 2.0}, "b"]),
+        ("[hf:owner/name, C:\\x]", ["hf:owner/name", "C:\\x"]),
+        ("{a: [1]}", {"a": [1]}),
+    ],
+)
+def test_command_line_lists(text: str, value: object) -> None:
+    assert is_collection(text)
+    assert without_lines(parse_collection(text, "command line")) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *["[", "[a", "[a}", "{a", "[a] b", "[a] # b", "[a]: b", "[&a b]", "[*a]", "[!!int 5]", "[a, 'b]", "[a,\nb]"],
+        *["[{a: 1, a: 2}]", "[{1: 2}]", "[{<<: a}]", '["\\x00"]', "[\x1b]", "[\udcff]", "[" * 50, "]", "[a]\n---\n[b]"],
+        *["[" + "a," * (MAX_NODES + 1) + "]", f"[{'9' * 5000}]"],
+    ],
+)
+def test_command_line_lists_that_are_broken(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_collection(text, "command line: a.b")
+    assert_speaks(caught.value)
+    assert caught.value.message.startswith("command line: a.b: ")
+    assert "line 0" not in caught.value.message
+    assert len(caught.value.message) < 300
+
+
 plain_text = st.text().filter(lambda text: not has_control_character(text))
 plain_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**90), 10**90) | st.floats(allow_nan=False) | plain_text,
-    lambda inner: st.lists(inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(plain_text.filter(lambda key: key != "<<"), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 def without_lines(node: Node) -> object:
-    return [without_lines(item) for item in node.value] if isinstance(node.value, list) else node.value
+    if isinstance(node.value, list):
+        return [without_lines(item) for item in node.value]
+    if isinstance(node.value, dict):
+        return {key: without_lines(item) for key, item in node.value.items()}
+    return node.value
 
 
 @given(plain_values)
@@ -256,7 +300,9 @@ def test_formatted_values_read_back(value: object) -> None:
     result = without_lines(parse_yaml(f"key: {text}".encode(), "my.yaml")["key"])
     assert result == value
     assert type(result) is type(value)
-    if not isinstance(value, list):
+    if isinstance(value, list | dict):
+        assert without_lines(parse_collection(text, "command line")) == value
+    else:
         assert parse_scalar(text, "command line") == value
 
 

@@ -10,20 +10,29 @@ import pytest
 import torch
 
 from flatout.data import loader as module
-from flatout.data.loader import IGNORED, Batch, DeviceLoader, HostLoader, evaluation_batches, window_order
-from flatout.data.pack import pack_corpus
+from flatout.data.loader import (
+    IGNORED,
+    Batch,
+    DeviceLoader,
+    HostLoader,
+    evaluation_batches,
+    pack_documents,
+    window_order,
+)
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import TokenShards
+from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
 from flatout.errors import DataError, ResourceError
+from tests.handmade import write_dataset
 
 SHAPE: dict[str, Any] = {"batch_size": 6, "context": 16, "stride": 16, "device": "cpu"}
 
 
 def prepare(folder: Path, text: str, tokenizer: str = "bytes", shard_tokens: int = 10**8) -> Path:
-    source = folder / "text.txt"
-    source.write_text(text, encoding="utf-8")
-    pack_corpus(str(source), folder / f"data-{shard_tokens}", tokenizer, "contiguous", 0.2, shard_tokens)
-    return folder / f"data-{shard_tokens}"
+    made = CharTokenizer("".join(sorted(set(text)))) if tokenizer == "char" else ByteTokenizer()
+    border = int(len(text) * 0.8)
+    splits = ([made.encode(text[:border])], [made.encode(text[border:])])
+    return write_dataset(folder / f"data-{shard_tokens}", *splits, made, shard_tokens)
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +41,20 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
     return TokenShards(prepare(tmp_path_factory.mktemp("loader"), text), "train")
 
 
+def order_of(shards: TokenShards, arguments: dict[str, Any]) -> WindowOrder:
+    shape = {name: arguments.get(name) for name in ("context", "stride", "packing")}
+    return window_order(shards, **shape, seed=9)
+
+
 def host(shards: TokenShards, first: int, last: int, workers: int = 0, **changes: Any) -> HostLoader:
     arguments = SHAPE | changes
-    order = window_order(shards, context=arguments["context"], stride=arguments["stride"], seed=9)
+    order = order_of(shards, arguments)
     return HostLoader(shards, order, workers=workers, first_step=first, last_step=last, **arguments)
 
 
 def device(shards: TokenShards, first: int, last: int, **changes: Any) -> DeviceLoader:
     arguments = SHAPE | changes
-    order = window_order(shards, context=arguments["context"], stride=arguments["stride"], seed=9)
+    order = order_of(shards, arguments)
     return DeviceLoader(shards, order, first_step=first, last_step=last, **arguments)
 
 
@@ -49,6 +63,10 @@ def assert_same(left: list[Batch], right: list[Batch]) -> None:
     for one, other in zip(left, right, strict=True):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.targets, other.targets)
+        assert (one.documents is None) == (other.documents is None)
+        if one.documents is not None and other.documents is not None:
+            assert one.documents.dtype == other.documents.dtype == torch.int32
+            assert torch.equal(one.documents, other.documents)
 
 
 def loader_threads() -> list[str]:
@@ -126,6 +144,91 @@ def test_an_epoch_holds_every_target_once(train: TokenShards) -> None:
     batches = list(host(train, 0, 1, batch_size=windows))
     stream = train.read(1, windows * 16).astype(np.int64)
     assert sorted(batches[0].targets.flatten().tolist()) == sorted(stream.tolist())
+
+
+# Documents, joined and packed
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[list[int]]:
+    """Documents of 1 to 60 tokens, in which every pair of neighbours occurs nowhere else but across a border."""
+    generator = np.random.default_rng(4)
+    lengths = [1, 60, *generator.integers(1, 40, 120).tolist(), 17, 16, 1]
+    firsts = np.cumsum([0, *lengths])
+    return [list(range(first, first + length)) for first, length in zip(firsts, lengths, strict=False)]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -> TokenShards:
+    tokenizer = CharTokenizer("".join(chr(0x10000 + number) for number in range(66_000)))
+    folder = tmp_path_factory.mktemp("documents") / "data"
+    return TokenShards(write_dataset(folder, documents, documents[:1], tokenizer, 101), "train")
+
+
+def test_packed_windows_hold_every_pair_of_every_document_once(many: TokenShards, documents: list[list[int]]) -> None:
+    packing = pack_documents(many, 16)
+    [batch] = host(many, 0, 1, packing=packing, batch_size=packing.windows)
+    assert batch.documents is not None
+    assert batch.tokens.shape == batch.targets.shape == batch.documents.shape == (packing.windows, 16)
+    real = batch.targets != IGNORED
+    # Each id occurs once in the stream, so that a pair names its place.
+    found = sorted(zip(batch.tokens[real].tolist(), batch.targets[real].tolist(), strict=True))
+    assert found == [(a, a + 1) for document in documents for a in document[:-1]]
+    assert torch.equal(batch.documents >= 0, real)
+    assert bool((batch.tokens[~real] == 0).all())
+    owner = {token: number for number, document in enumerate(documents) for token in document}
+    for tokens, numbers in zip(batch.tokens.tolist(), batch.documents.tolist(), strict=True):
+        used = [number for number in numbers if number >= 0]
+        assert numbers == used + [-1] * (16 - len(used))
+        owners = [owner[token] for token in tokens[: len(used)]]
+        first_seen = list(dict.fromkeys(owners))
+        assert used == [first_seen.index(one) for one in owners]
+
+
+def test_packed_batches_are_the_same_from_host_and_device_and_any_workers(many: TokenShards) -> None:
+    packing = pack_documents(many, 16)
+    assert packing.windows == window_order(many, context=16, stride=16, seed=9, packing=packing).windows
+    reference = list(host(many, 0, 30, packing=packing))
+    for workers in (1, 3):
+        assert_same(list(host(many, 0, 30, workers, packing=packing)), reference)
+    assert_same(list(device(many, 0, 30, packing=packing)), reference)
+    assert_same(list(host(many, 11, 30, packing=packing)), reference[11:])
+    for build in (host, device):
+        ranks = [list(build(many, 0, 5, packing=packing, rank=rank, world_size=3)) for rank in range(3)]
+        for step in range(5):
+            assert torch.equal(torch.cat([batches[step].tokens for batches in ranks]), reference[step].tokens)
+
+
+@pytest.mark.parametrize(("context", "stride"), [(16, 16), (16, 5), (1, 1), (200, 50)])
+def test_documents_of_joined_windows_are_numbered_on_request(
+    many: TokenShards, documents: list[list[int]], context: int, stride: int
+) -> None:
+    owner = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+    shape: dict[str, Any] = {"context": context, "stride": stride}
+    plain = list(host(many, 0, 8, **shape))
+    assert {batch.documents for batch in plain} == {None}
+    told = list(host(many, 0, 8, with_documents=True, **shape))
+    for batch, same in zip(told, plain, strict=True):
+        assert torch.equal(batch.tokens, same.tokens)
+        assert torch.equal(batch.targets, same.targets)
+        assert batch.documents is not None
+        for tokens, numbers in zip(batch.tokens.numpy(), batch.documents.numpy(), strict=True):
+            assert np.array_equal(numbers, owner[tokens] - owner[tokens[0]])
+    assert_same(list(device(many, 0, 8, with_documents=True, **shape)), told)
+
+
+def test_a_packing_that_does_not_fit_is_refused(many: TokenShards, tmp_path: Path) -> None:
+    packing = pack_documents(many, 16)
+    with pytest.raises(ValueError, match="context of 16, not of 8"):
+        host(many, 0, 1, context=8, packing=packing)
+    with pytest.raises(ValueError, match="order is over"):
+        HostLoader(many, WindowOrder(3, 0), workers=0, first_step=0, last_step=1, packing=packing, **SHAPE)
+    single = TokenShards(write_dataset(tmp_path / "data", [b"a", b"b", b"c"]), "train")
+    packing = pack_documents(single, 16)
+    assert (packing.windows, packing.remainder) == (0, 3)
+    with pytest.raises(DataError, match="has two tokens") as caught:
+        window_order(single, context=16, stride=16, seed=0, packing=packing)
+    assert "concat" in caught.value.hint
 
 
 # Ends and errors
@@ -253,9 +356,7 @@ def test_evaluation_covers_every_target_once(
 
 
 def test_evaluation_refuses_a_split_without_a_target_at_once(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("abcdefghij", encoding="utf-8")
-    pack_corpus(str(tmp_path / "a.txt"), tmp_path / "data", "char")
-    val = TokenShards(tmp_path / "data", "val")
+    val = TokenShards(write_dataset(tmp_path / "data", [b"abcdefghi"], [b"j"]), "val")
     assert val.tokens == 1
     with pytest.raises(DataError, match="has 1 tokens"):
         evaluation_batches(val, context=8, batch_size=2, device="cpu")
@@ -276,3 +377,15 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(train: TokenShards, name: str) 
         arrived = list(batches)
         assert {batch.tokens.device.type for batch in arrived} == {"cuda"}
         assert_same([Batch(batch.tokens.cpu(), batch.targets.cpu(), batch.step) for batch in arrived], reference)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_packed_batches_on_a_gpu_equal_those_on_the_cpu(many: TokenShards) -> None:
+    packing = pack_documents(many, 16)
+    reference = list(host(many, 0, 20, packing=packing))
+    for build in (host, device):
+        for arrived, same in zip(build(many, 0, 20, packing=packing, device="cuda"), reference, strict=True):
+            assert arrived.documents is not None
+            moved = Batch(arrived.tokens.cpu(), arrived.targets.cpu(), arrived.step, arrived.documents.cpu())
+            assert_same([moved], [same])

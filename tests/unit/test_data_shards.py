@@ -1,7 +1,9 @@
 """Shards: reads across borders, and every kind of damage or mismatch refused with the file and both values."""
 
+import gc
 import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.data.manifest import _canonical, read_manifest
-from flatout.data.pack import pack_corpus
+from flatout.data import shards as module
+from flatout.data.manifest import VERSION, _canonical, read_manifest
 from flatout.data.shards import TokenShards, open_dataset, verify_dataset
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
 from flatout.errors import DataError
+from tests.handmade import write_dataset
 
 TEXT = "".join(f"line {number} of a small text\n" for number in range(40))
 
@@ -23,10 +26,9 @@ TEXT = "".join(f"line {number} of a small text\n" for number in range(40))
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of many small shards. Tests read it; those that damage take a copy."""
-    folder = tmp_path_factory.mktemp("shards")
-    (folder / "a.txt").write_text(TEXT, encoding="utf-8")
-    pack_corpus(str(folder / "a.txt"), folder / "data", "bytes", "contiguous", 0.2, 37)
-    return folder / "data"
+    border = int(len(TEXT) * 0.8)
+    folder = tmp_path_factory.mktemp("shards") / "data"
+    return write_dataset(folder, [TEXT[:border].encode()], [TEXT[border:].encode()], shard_tokens=37)
 
 
 @pytest.fixture
@@ -46,7 +48,7 @@ def rewrite(folder: Path, **changes: Any) -> None:
     content = json.loads((folder / "manifest.json").read_bytes()) | changes
     for name in ("fingerprint", "manifest_sha256"):
         del content[name]
-    learned = {name: value for name, value in content.items() if name != "settings"}
+    learned = {name: value for name, value in content.items() if name not in ("settings", "report", "problems")}
     content["fingerprint"] = hashlib.sha256(_canonical(learned)).hexdigest()
     content["manifest_sha256"] = hashlib.sha256(_canonical(content)).hexdigest()
     (folder / "manifest.json").write_bytes(_canonical(content))
@@ -61,10 +63,18 @@ def test_a_split_reads_as_one_array(prepared: Path) -> None:
     assert train.read(train.tokens, 0).tolist() == []
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.fixture(params=["positioned", "unannounced", "mapped"])
+def train(request: pytest.FixtureRequest, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> TokenShards:
+    """The training split as each kind of system reads it."""
+    if request.param == "unannounced":
+        monkeypatch.delattr(os, "posix_fadvise", raising=False)
+    monkeypatch.setattr(module, "_POSITIONED", module._POSITIONED and request.param != "mapped")
+    return TokenShards(prepared, "train")
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_reads_and_gathers_equal_slices(prepared: Path, data: st.DataObject) -> None:
-    train = TokenShards(prepared, "train")
+def test_reads_and_gathers_equal_slices(train: TokenShards, data: st.DataObject) -> None:
     stream = TEXT[: train.tokens].encode()
     length = data.draw(st.integers(1, train.tokens))
     starts = data.draw(st.lists(st.integers(0, train.tokens - length), max_size=20))
@@ -75,20 +85,75 @@ def test_reads_and_gathers_equal_slices(prepared: Path, data: st.DataObject) -> 
         assert bytes(window.tolist()) == stream[start : start + length] == bytes(train.read(start, length).tolist())
 
 
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(ranges=st.lists(st.tuples(st.integers(0, 610), st.integers(0, 150)), max_size=20))
+def test_ranges_of_any_length_come_one_after_the_other(train: TokenShards, ranges: list[tuple[int, int]]) -> None:
+    stream = TEXT[: train.tokens].encode()
+    starts, lengths = (
+        np.array(column, dtype=np.int64) for column in (zip(*ranges, strict=True) if ranges else ([], []))
+    )
+    expected = b"".join(stream[start : start + length] for start, length in ranges)
+    assert bytes(train.read_ranges(starts, lengths).tolist()) == expected
+
+
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 10**6), (10**6, 1), (5, -1)])
-def test_reading_outside_the_split_is_an_error(prepared: Path, start: int, length: int) -> None:
-    train = TokenShards(prepared, "train")
+def test_reading_outside_the_split_is_an_error(train: TokenShards, start: int, length: int) -> None:
     with pytest.raises(IndexError):
         train.read(start, length)
     with pytest.raises(IndexError):
         train.gather(np.array([0, start]), length)
+    with pytest.raises(IndexError):
+        train.read_ranges(np.array([0, start]), np.array([1, length]))
 
 
-def test_what_was_read_is_a_copy(prepared: Path) -> None:
-    train = TokenShards(prepared, "train")
+def test_what_was_read_is_a_copy(train: TokenShards) -> None:
     first = train.read(0, 10)
     first[:] = 0
     assert train.read(0, 10).any()
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's count of resident memory")
+def test_reading_does_not_grow_the_process(tmp_path: Path) -> None:
+    def resident() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile"))
+        return int(line.split()[1]) * 1024
+
+    size = 2**25
+    document = np.random.default_rng(0).integers(0, 257, size // 2, dtype=np.uint16)
+    shards = TokenShards(write_dataset(tmp_path / "data", [document]), "train")
+    starts = np.random.default_rng(1).permutation(size // 2 // 1024 - 1) * 1024
+    before = resident()
+    for part in np.array_split(starts, 16):
+        shards.gather(part, 1025)
+    assert resident() - before < size // 8
+
+
+@pytest.mark.skipif(not module._POSITIONED, reason="a map that shrinks kills the process")
+def test_a_shard_cut_after_it_was_opened_is_named(copy: Path) -> None:
+    train = TokenShards(copy, "train")
+    os.truncate(copy / "train-00001.bin", 10)
+    with pytest.raises(DataError, match=r"train-00001\.bin ends at byte 10") as caught:
+        train.read(0, 80)
+    assert caught.value.hint
+    assert len(train.read(0, 42)) == 42
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's list of open files")
+def test_files_are_closed_with_the_split_and_may_be_many(prepared: Path) -> None:
+    resource = pytest.importorskip("resource")
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + 10, hard))
+        train = TokenShards(prepared, "train")
+        opened = len(os.listdir("/proc/self/fd")) - before
+        assert opened >= len(train.manifest.splits["train"].shards) > 10
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    del train
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_an_intact_dataset_opens(prepared: Path) -> None:
@@ -176,10 +241,10 @@ def test_another_tokenizer_or_a_smaller_vocabulary_is_refused(prepared: Path) ->
 
 
 def test_a_newer_format_is_refused_as_such(copy: Path) -> None:
-    rewrite(copy, version=2)
+    rewrite(copy, version=VERSION + 1)
     error = refusal(copy)
-    assert "version 2" in error.message
-    assert "up to 1" in error.message
+    assert f"version {VERSION + 1}" in error.message
+    assert f"up to {VERSION}" in error.message
     assert "update" in error.hint
 
 
@@ -206,7 +271,7 @@ def test_names_in_a_manifest_cannot_leave_the_folder(copy: Path, name: str) -> N
         {"dtype": "float32"},
         {"splits": []},
         {"tokenizer": None},
-        {"settings": {}},
+        {"settings": []},
         {"format": "other"},
         {"version": "1"},
         {"extra": 1},

@@ -4,12 +4,13 @@ The idea: a user meets one error at a time, as `where: path is value, but rule`,
 sentence and what it allows. Both are read from the schema, so a new field needs no new words here.
 
 The contract: every `ConfigError` made here has a message and a hint of one line each. The trap: pydantic's location
-can be longer than a field's path (a union's branch, a list's index) or shorter (a check across fields), so it is
-matched to the nearest known path and never trusted to be one.
+can be longer than a field's path (a union's branch, a list's index) or shorter (a check across fields), and a union
+complains once for each of its branches. So a location is walked along the schema, the parts it does not know are left
+out, and of the complaints about one field the most particular is told.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -30,59 +31,166 @@ class FieldFact:
     owner: type[BaseModel]
     name: str
     description: str
-    takes_integers_only: bool
+    annotation: Any
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether a list may be the field's value."""
+        return _item_annotation(self.annotation) is not None
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A place in a config: `trail` holds, from the outside in, the path of each step and what the schema says of it."""
+
+    trail: tuple[tuple[str, Mapping[str, Any]], ...]
+
+    @property
+    def path(self) -> str:
+        return self.trail[-1][0] if self.trail else ""
+
+    @property
+    def described(self) -> Mapping[str, Any]:
+        return self.trail[-1][1] if self.trail else _schema()
+
+    @property
+    def field(self) -> str:
+        """The field's path that this place belongs to, or the section's."""
+        return next((path for path, _ in self.trail if path in field_facts()), self.path)
+
+    def origin(self, origins: Mapping[str, str], fallback: str) -> str:
+        """Where the nearest thing around this place was written."""
+        return next((origins[path] for path, _ in reversed(self.trail) if path in origins), fallback)
 
 
 # Words other trainers use, so that a config written from habit gets a useful answer.
 _ELSEWHERE_CALLED = {
     "accum_steps": "speed.accumulation",
     "batch_size": "train.batch_tokens",
+    "block_list": "clean.blocked_urls",
     "block_size": "model.context",
+    "blocklist": "clean.blocked_urls",
+    "content_field": "data.field",
+    "content_key": "data.field",
     "d_ff": "model.mlp_width",
     "d_model": "model.width",
+    "data_dir": "data.source",
+    "data_files": "data.source",
+    "data_path": "data.source",
+    "dataset": "data.source",
+    "dataset_format": "data.format",
+    "dataset_name": "data.source",
+    "dataset_path": "data.source",
+    "dataset_type": "data.format",
+    "datasets": "data.source",
+    "dedup": "clean.exact_duplicates",
+    "deduplicate": "clean.exact_duplicates",
+    "document_separator": "data.document_start",
     "dtype": "speed.precision",
+    "encoding_errors": "data.invalid_utf8",
+    "eval_data": "data.val_source",
+    "eval_dataset": "data.val_source",
     "eval_interval": "eval.every",
+    "exact_dedup": "clean.exact_duplicates",
+    "file_format": "data.format",
+    "file_type": "data.format",
+    "fuzzy_dedup": "clean.near_duplicates",
     "grad_accum_steps": "speed.accumulation",
     "grad_clip": "optim.clip",
     "gradient_accumulation_steps": "speed.accumulation",
     "gradient_checkpointing": "speed.checkpointing",
     "gradient_clip": "optim.clip",
     "hidden_size": "model.width",
+    "input_file": "data.source",
+    "json_keys": "data.field",
+    "lang": "clean.languages",
+    "langs": "clean.languages",
+    "language": "clean.languages",
     "log_interval": "output.log_every",
     "lr": "optim.learning_rate",
+    "max_chars": "clean.max_characters",
     "max_grad_norm": "optim.clip",
     "max_iters": "train.steps",
     "max_length": "model.context",
     "max_steps": "train.steps",
     "micro_batch_size": "speed.micro_batch",
+    "min_chars": "clean.min_characters",
+    "min_length": "clean.min_characters",
     "min_lr_ratio": "optim.min_ratio",
+    "minhash": "clean.near_duplicates",
+    "minhash_dedup": "clean.near_duplicates",
+    "minhash_threshold": "clean.near_duplicates",
+    "mixture": "data.source",
     "n_embd": "model.width",
     "n_head": "model.heads",
     "n_heads": "model.heads",
     "n_layer": "model.layers",
     "n_layers": "model.layers",
+    "near_dedup": "clean.near_duplicates",
     "num_epochs": "train.epochs",
     "num_workers": "speed.workers",
     "output_dir": "output.folder",
+    "pack_sequences": "data.packing",
+    "sample_packing": "data.packing",
     "save_interval": "checkpoint.every",
+    "separator": "data.document_start",
     "seq_len": "model.context",
     "sequence_length": "model.context",
+    "sequence_packing": "data.packing",
+    "shard_size": "data.shard_tokens",
+    "stream": "data.streaming",
+    "test_size": "data.val_fraction",
+    "text_column": "data.field",
+    "text_field": "data.field",
+    "text_key": "data.field",
+    "tokenizer_name": "data.tokenizer",
+    "tokenizer_path": "data.tokenizer",
+    "tokenizer_type": "data.tokenizer",
+    "tokens_per_shard": "data.shard_tokens",
+    "train_data": "data.source",
+    "train_file": "data.source",
+    "train_files": "data.source",
+    "url_blocklist": "clean.blocked_urls",
     "use_amp": "speed.precision",
     "use_compile": "speed.compile",
+    "val_data": "data.val_source",
+    "val_file": "data.val_source",
+    "val_split": "data.val_fraction",
+    "validation_data": "data.val_source",
+    "validation_file": "data.val_source",
+    "validation_split": "data.val_fraction",
+    "validation_split_percentage": "data.val_fraction",
     "vocab_size": "model.vocab",
     "warmup_iters": "optim.warmup_steps",
 }
 
-_TYPE_RULES = {
-    "int_type": "it must be a whole number",
-    "float_type": "it must be a number",
-    "bool_type": "it must be true or false",
-    "string_type": "it must be text",
+_ITEM_ELSEWHERE_CALLED = {
+    "file": "path",
+    "name": "path",
+    "probability": "weight",
+    "proportion": "weight",
+    "ratio": "weight",
+    "source": "path",
+    "type": "format",
+    "upsample": "weight",
+}
+
+# What a value should have been, by the type of the complaint that it is not.
+_WANTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "model_type": "a mapping",
+}
+_RULES = {
     "finite_number": "it must be a finite number",
     "string_pattern_mismatch": "it does not have the required form",
-    "model_type": "it must be a section with fields of its own",
-    "missing": "it must be given",
+    "string_too_short": "it must not be empty",
+    "too_short": "it must not be empty",
 }
+_UNKNOWN_KEYS = ("extra_forbidden", "invalid_key")
 _RANGE_RULES = {
     "greater_than": ("gt", "it must be above"),
     "greater_than_equal": ("ge", "it must be at least"),
@@ -103,8 +211,7 @@ def field_facts() -> dict[str, FieldFact]:
             if section is not None:
                 waiting.append((f"{prefix}{name}.", section))
             else:
-                only_integers = _takes_integers_only(field.annotation)
-                facts[prefix + name] = FieldFact(owner, name, field.description or "", only_integers)
+                facts[prefix + name] = FieldFact(owner, name, field.description or "", field.annotation)
     return facts
 
 
@@ -121,10 +228,25 @@ def section_paths() -> tuple[str, ...]:
 
 
 def allowed_values(path: str) -> str:
-    """What a field takes, in words: `a whole number, at least 1 and at most 1000`."""
-    fact = field_facts()[path]
-    described = fact.owner.model_json_schema()["properties"][fact.name]
-    return ", or ".join(_allowed_by(part) for part in described.get("anyOf", [described]))
+    """What a field takes, in words: `a whole number at least 1 and at most 1000`."""
+    return _allowed(_spot_at(path.split(".")).described)
+
+
+def with_whole_numbers(annotation: Any, value: Any) -> Any:
+    """`1e9` is a float by YAML's rules; where only whole numbers are taken, in lists too, a whole float is one."""
+    if isinstance(value, float):
+        kinds = _kinds(annotation)
+        return int(value) if value.is_integer() and int in kinds and float not in kinds else value
+    if isinstance(value, list) and (item := _item_annotation(annotation)) is not None:
+        return [with_whole_numbers(item, inner) for inner in value]
+    if isinstance(value, dict):
+        models = [model for kind in _kinds(annotation) if (model := section_class(kind)) is not None]
+        fields = models[0].model_fields if models else {}
+        return {
+            key: with_whole_numbers(fields[key].annotation, inner) if key in fields else inner
+            for key, inner in value.items()
+        }
+    return value
 
 
 def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()) -> ConfigError:
@@ -169,14 +291,15 @@ def validate(values: object, origins: Mapping[str, str], fallback: str) -> RunCo
     try:
         config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise _explain_error(error.errors(include_url=False)[0], origins, fallback) from None
+        raise _explain_error(error.errors(include_url=False), origins, fallback) from None
     for path in field_facts():
-        value = value_at(config, path)
-        if isinstance(value, str) and has_control_character(value):
-            raise ConfigError(
-                f"{origins.get(path, fallback)}: {path} is {shorten(value)}, but it may not hold control characters",
-                f"remove them; {_help(path)}",
-            )
+        for place, text in _texts_in(value_at(config, path), path):
+            if has_control_character(text):
+                where = origins.get(place, origins.get(path, fallback))
+                raise ConfigError(
+                    f"{where}: {place} is {shorten(text)}, but it may not hold control characters",
+                    f"remove them; {_help(_spot_at(path.split('.')))}",
+                )
     return config
 
 
@@ -193,29 +316,83 @@ def shorten_path(path: str) -> str:
     return path if re.fullmatch(r"[\w.-]{1,80}", path) and path.isprintable() else shorten(path)
 
 
-def _explain_error(error: ErrorDetails, origins: Mapping[str, str], fallback: str) -> ConfigError:
-    location = [str(part) for part in error["loc"]]
-    path = ".".join(location)
-    kind, context = error["type"], error.get("ctx", {})
-    if kind in ("extra_forbidden", "invalid_key"):
-        return unknown_key(path, fallback)
+def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], fallback: str) -> ConfigError:
+    error, spot, wanted = _most_particular(errors)
+    kind, context, path = error["type"], error.get("ctx", {}), spot.path
+    where = spot.origin(origins, fallback)
+    if kind in _UNKNOWN_KEYS:
+        in_item = spot.field != path
+        return _unknown_in_item(spot, where) if in_item else unknown_key(path, where)
     if kind == "value_error":
         return _explain_conflict(path, str(context.get("error", error["msg"])), origins, fallback)
-    while path not in field_facts() and path not in section_paths() and location:
-        location.pop()
-        path = ".".join(location)
     if kind == "missing":
-        return ConfigError(f"{fallback}: {path} is missing", _help(path))
+        return ConfigError(f"{where}: {path} is missing", _help(spot))
     if kind in _RANGE_RULES:
         name, words = _RANGE_RULES[kind]
         rule = f"{words} {_number(context[name])}"
     elif kind == "literal_error":
-        rule = f"it must be {allowed_values(path)}"
+        rule = f"it must be {_allowed(spot.described)}"
+    elif path in section_paths():
+        rule = "it must be a section with fields of its own"
+    elif wanted:
+        rule = f"it must be {' or '.join(wanted)}"
     else:
-        rule = _TYPE_RULES.get(kind, f"it was refused: {error['msg']}")
-    where = origins.get(path, fallback)
+        rule = _RULES.get(kind, f"it was refused: {error['msg']}")
     what = f"{path} is {shorten(error['input'])}" if path else f"the config is {shorten(error['input'])}"
-    return ConfigError(f"{where}: {what}, but {printable(rule)}", _help(path) + _advice(kind, path, error["input"]))
+    return ConfigError(f"{where}: {what}, but {printable(rule)}", _help(spot) + _advice(kind, spot, error["input"]))
+
+
+def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, _Spot, list[str]]:
+    """The complaint to tell, its place, and what its place takes according to all the complaints about it.
+
+    It is about the first field that has any; there about the first wrong item of a list; and of the branches of a
+    union about the one that got furthest, which is the one that was meant.
+    """
+    found = [(error, _spot_at(error["loc"], unknown=error["type"] in _UNKNOWN_KEYS)) for error in errors]
+    field = found[0][1].field
+    found = [(error, spot) for error, spot in found if spot.field == field]
+    inner = next((spot for _, spot in found if spot.path != field), None)
+    if inner is not None:
+        outside = [path for path, _ in inner.trail].index(field)
+        item = inner.trail[outside + 1][0]
+        found = [(error, spot) for error, spot in found if any(path == item for path, _ in spot.trail)]
+    # A misspelt key often leaves a field missing as well; the misspelling is what there is to mend.
+    error, spot = max(found, key=lambda pair: (len(pair[1].trail), pair[0]["type"] in _UNKNOWN_KEYS))
+    kinds = [other["type"] for other, place in found if place.path == spot.path]
+    return error, spot, [_WANTED[kind] for kind in kinds if kind in _WANTED]
+
+
+def _spot_at(location: Sequence[str | int], *, unknown: bool = False) -> _Spot:
+    """Walks a location along the schema, past the names of union branches; `unknown`: its last part is no field."""
+    trail: list[tuple[str, Mapping[str, Any]]] = []
+    path, described = "", _schema()
+    for part in location[:-1] if unknown else location:
+        options = _options(described)
+        if isinstance(part, int):
+            step = next((option["items"] for option in options if "items" in option), None)
+            name = f"{path}[{part}]"
+        else:
+            fields = {name: inner for option in options for name, inner in option.get("properties", {}).items()}
+            step = fields.get(part)
+            name = f"{path}.{part}" if path else part
+        if step is not None:
+            path, described = name, step
+            trail.append((path, described))
+    if unknown:
+        trail.append((f"{path}.{location[-1]}" if path else str(location[-1]), {}))
+    return _Spot(tuple(trail))
+
+
+def _unknown_in_item(spot: _Spot, where: str) -> ConfigError:
+    """The error for an unknown key in a mapping inside a list."""
+    parent, around = spot.trail[-2]
+    name = spot.path.removeprefix(f"{parent}.")
+    known = [key for option in _options(around) for key in option.get("properties", {})]
+    wanted = name[:100].strip().lower().replace("-", "_")
+    elsewhere = _ITEM_ELSEWHERE_CALLED.get(wanted) or _ELSEWHERE_CALLED.get(wanted, "").rpartition(".")[2]
+    close = [elsewhere] if elsewhere in known else _close_matches(wanted, known, 0.6)
+    hint = f"did you mean {parent}.{close[0]}?" if close else f"the keys of an item are {', '.join(known)}"
+    return ConfigError(f"{where}: {parent}.{shorten_path(name)} is not a known key", hint)
 
 
 def _explain_conflict(path: str, text: str, origins: Mapping[str, str], fallback: str) -> ConfigError:
@@ -231,10 +408,12 @@ def _explain_conflict(path: str, text: str, origins: Mapping[str, str], fallback
     return ConfigError(f"{head}{printable(text)}{where}", hint)
 
 
-def _help(path: str) -> str:
-    if path in field_facts():
-        return f"{field_facts()[path].description} Allowed: {allowed_values(path)}."
-    return _known_below(path if path in section_paths() else "", ())
+def _help(spot: _Spot) -> str:
+    """The sentence of the nearest thing around a place that has one, and what that allows; a section's keys."""
+    if spot.field in field_facts():
+        described = next(described for _, described in reversed(spot.trail) if "description" in described)
+        return f"{described['description']} Allowed: {_allowed(described)}."
+    return _known_below(spot.path if spot.path in section_paths() else "", ())
 
 
 def _known_below(section: str, extras: tuple[str, ...]) -> str:
@@ -244,17 +423,34 @@ def _known_below(section: str, extras: tuple[str, ...]) -> str:
     return f"the keys at the top level are {', '.join([*section_paths(), *extras])}"
 
 
-def _advice(kind: str, path: str, value: object) -> str:
+def _advice(kind: str, spot: _Spot, value: object) -> str:
+    options = _options(spot.described)
     if kind == "string_type" and isinstance(value, bool | int | float):
         return " Put it in double quotes to make it text."
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and looks_like_value(value):
         return " Remove the quotes: a value in quotes is text."
+    if any("items" in option for option in options) and isinstance(value, str | dict):
+        return " Put brackets around it to make it a list."
     if kind == "literal_error" and isinstance(value, str):
-        fact = field_facts()[path]
-        choices = fact.owner.model_json_schema()["properties"][fact.name].get("enum", [])
-        close = _close_matches(value[:100].lower(), [str(choice) for choice in choices], 0.6)
+        choices = [str(choice) for option in options for choice in option.get("enum", [])]
+        close = _close_matches(value[:100].lower(), choices, 0.6)
         return f" Did you mean {close[0]}?" if close else ""
     return ""
+
+
+@cache
+def _schema() -> Mapping[str, Any]:
+    return RunConfig.model_json_schema()
+
+
+def _options(described: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The alternatives of a described value, those that stand elsewhere in the schema fetched from there."""
+    parts = described.get("anyOf", [described])
+    return [_schema()["$defs"][part["$ref"].rpartition("/")[2]] if "$ref" in part else part for part in parts]
+
+
+def _allowed(described: Mapping[str, Any], join: str = ", or ") -> str:
+    return join.join(_allowed_by(option) for option in _options(described))
 
 
 def _allowed_by(described: Mapping[str, Any]) -> str:
@@ -272,8 +468,27 @@ def _allowed_by(described: Mapping[str, Any]) -> str:
         noun = "a whole number" if kind == "integer" else "a number"
         return noun + (" " + " and ".join(limits) if limits else "")
     if kind == "string":
-        return f"text of the form {described['pattern']}" if "pattern" in described else "text"
+        if "pattern" in described:
+            return f"text of the form {described['pattern']}"
+        return "text that is not empty" if described.get("minLength") else "text"
+    if kind == "array":
+        what = "a list that is not empty and" if described.get("minItems") else "a list"
+        return f"{what} whose items are {_allowed(described['items'], ' or ')}"
+    if kind == "object":
+        return "{" + ", ".join(described.get("properties", {})) + "}"
     return {"boolean": "true or false", "null": "null"}.get(str(kind), f"a value of type {kind}")
+
+
+def _texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every text in a field's value, with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _texts_in(item, f"{path}[{number}]")
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _texts_in(getattr(value, name), f"{path}.{name}")
 
 
 def _close_matches(word: str, known: list[str], cutoff: float) -> list[str]:
@@ -290,15 +505,16 @@ def _either(paths: list[str]) -> str:
     return paths[0] if len(paths) == 1 else f"{', '.join(paths[:-1])} or {paths[-1]}"
 
 
-def _takes_integers_only(annotation: Any) -> bool:
-    return int in (kinds := _scalar_kinds(annotation)) and float not in kinds
+def _item_annotation(annotation: Any) -> Any:
+    """The annotation of the items, where an annotation allows a list."""
+    return next((get_args(kind)[0] for kind in _kinds(annotation) if get_origin(kind) is list), None)
 
 
-def _scalar_kinds(annotation: Any) -> set[Any]:
+def _kinds(annotation: Any) -> list[Any]:
     """The types in an annotation, looking through unions and `Annotated`; literals count as their own type."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return _scalar_kinds(get_args(annotation)[0])
+        return _kinds(get_args(annotation)[0])
     if origin in (Union, UnionType):
-        return set().union(*(_scalar_kinds(part) for part in get_args(annotation))) - {NoneType}
-    return {Literal} if origin is Literal else {annotation}
+        return [kind for part in get_args(annotation) for kind in _kinds(part) if kind is not NoneType]
+    return [Literal] if origin is Literal else [annotation]

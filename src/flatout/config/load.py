@@ -10,7 +10,7 @@ must also silence its alternatives in lower ones, or no preset could ever be sho
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,10 +36,19 @@ from flatout.config.complain import (
     section_paths,
     unknown_key,
     validate,
-    value_at,
+    with_whole_numbers,
 )
 from flatout.config.schema import FAMILY_DEFAULTS, RunConfig
-from flatout.config.yaml_loader import Node, format_value, parse_scalar, printable, read_yaml, shorten
+from flatout.config.yaml_loader import (
+    Node,
+    format_value,
+    is_collection,
+    parse_collection,
+    parse_scalar,
+    printable,
+    read_yaml,
+    shorten,
+)
 from flatout.errors import ConfigError
 
 # All that other layers need of the config, from one module.
@@ -102,8 +111,11 @@ class ExplainRow:
 
 @dataclass(frozen=True)
 class _Setting:
+    """A value and its source; `places` says for what is inside a list, by path, on which line of a file it stands."""
+
     value: Any
     source: Source
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 _Layer = dict[str, _Setting]
@@ -143,7 +155,10 @@ def load_config(
 
     name = run_name(path.stem if path is not None else str(preset))
     merged.setdefault("output.name", _Setting(name, Source("default", "name of the config")))
-    written = {key: setting.source.where for key, setting in merged.items() if setting.source.kind != "default"}
+    written: dict[str, str] = {}
+    for key, setting in merged.items():
+        if setting.source.kind != "default":
+            written |= {key: setting.source.where, **setting.places}
     fallback = file_name if path is not None else f"preset {preset}"
     config = validate(_nested({key: setting.value for key, setting in merged.items()}), written, fallback)
     return LoadedConfig(config, _sources(config, merged))
@@ -176,8 +191,9 @@ def resolve_from_mapping(values: Mapping[str, Any], where: str = "stored config"
 
 def explain(loaded: LoadedConfig) -> list[ExplainRow]:
     """Every field with its value, where that came from, and its sentence, in the schema's order."""
+    values = loaded.config.model_dump()
     return [
-        ExplainRow(path, value_at(loaded.config, path), loaded.sources[path].where, fact.description)
+        ExplainRow(path, _at(values, path), loaded.sources[path].where, fact.description)
         for path, fact in field_facts().items()
     ]
 
@@ -257,8 +273,11 @@ def _settings(
                 raise unknown_key(path, place, top_level_extras=extras)
             inner = section_class(section.model_fields[name].annotation)
             if inner is None:
-                source = Source(kind, place if kind == "file" else where)
-                yield path, _Setting(_as_field_wants(path, _plain(node)), source)
+                value = with_whole_numbers(field_facts()[path].annotation, _plain(node))
+                if kind == "file":
+                    yield path, _Setting(value, Source(kind, place), dict(_places_in(path, node, where)))
+                else:
+                    yield path, _Setting(value, Source(kind, where))
             elif isinstance(node.value, dict):
                 waiting.append((f"{path}.", node.value, inner))
             elif node.value is not None:  # a section whose lines are all comments is empty, not wrong
@@ -288,16 +307,12 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
             )
         if path not in field_facts():
             raise unknown_key(path, "command line")
-        value = parse_scalar(text, f"command line: {path}")
-        layer[path] = _Setting(_as_field_wants(path, value), source)
+        where, fact = f"command line: {path}", field_facts()[path]
+        # Elsewhere a bracket is more likely the shell's or a slip, and the refusal of `parse_scalar` says more.
+        as_list = fact.takes_lists and is_collection(text)
+        value = _plain(parse_collection(text, where)) if as_list else parse_scalar(text, where)
+        layer[path] = _Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
-
-
-def _as_field_wants(path: str, value: Any) -> Any:
-    """`1e9` is a float by YAML's rules; where only whole numbers are taken, a whole float is one."""
-    if isinstance(value, float) and value.is_integer() and field_facts()[path].takes_integers_only:
-        return int(value)
-    return value
 
 
 def _merge(layers: Sequence[_Layer]) -> _Layer:
@@ -368,6 +383,18 @@ def _plain(node: Node) -> Any:
     if isinstance(node.value, dict):
         return {key: _plain(item) for key, item in node.value.items()}
     return node.value
+
+
+def _places_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
+    """By path, the places of everything inside a node."""
+    inner: list[tuple[str, Node]] = []
+    if isinstance(node.value, list):
+        inner = [(f"{path}[{number}]", item) for number, item in enumerate(node.value)]
+    elif isinstance(node.value, dict):
+        inner = [(f"{path}.{key}", item) for key, item in node.value.items()]
+    for name, item in inner:
+        yield name, f"{where}:{item.line}"
+        yield from _places_in(name, item, where)
 
 
 def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:

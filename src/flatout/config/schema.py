@@ -12,6 +12,7 @@ Positive = Annotated[int, Field(ge=1, le=2**40)]
 Natural = Annotated[int, Field(ge=0, le=2**40)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Switch = Literal["auto", "on", "off"]
+Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
 
 
 class Section(BaseModel):
@@ -114,10 +115,26 @@ class ModelConfig(Section):
         return self
 
 
+class SourceConfig(Section):
+    """One of several sources of a mixture."""
+
+    path: str = Field(description="What `data.source` takes as a single text.")
+    weight: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
+        default=1.0,
+        description="How often each training document is taken: 2 is twice, 0.25 a quarter of them, chosen by hash.",
+    )
+    field: str | None = Field(default=None, description="Instead of data.field for this source.")
+    format: Format | None = Field(default=None, description="Instead of data.format for this source.")
+    document_start: str | None = Field(default=None, description="Instead of data.document_start for this source.")
+
+
 class DataConfig(Section):
-    source: str | None = Field(
+    source: str | list[str | SourceConfig] | None = Field(
         default="shakespeare",
-        description="Raw text to prepare: `shakespeare` (shipped), a .txt or .jsonl file, or a folder of them.",
+        description="Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list.",
+    )
+    val_source: str | None = Field(
+        default=None, description="Source of the validation text; null takes val_fraction of data.source."
     )
     folder: str | None = Field(
         default=None,
@@ -126,14 +143,60 @@ class DataConfig(Section):
     tokenizer: str = Field(
         default="char", description="`char`, `bytes`, `gpt2`, or the path of a Hugging Face tokenizer.json."
     )
+    unknown_characters: Literal["error", "drop", "replace"] = Field(
+        default="error", description="What tokenizer `char` does with a character it has never seen."
+    )
+    format: Format | None = Field(default=None, description="Format of the source; null tells it by the file's name.")
+    field: Annotated[str, Field(min_length=1)] = Field(
+        default="text", description="Field of a row that holds its text, nested as in `a.b`; `*` takes every element."
+    )
+    document_start: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="In text files, each line that begins with this, after spaces, begins a document; null has one.",
+    )
+    invalid_utf8: Literal["strict", "replace", "skip"] = Field(
+        default="strict",
+        description="Documents with bytes that are not UTF-8: list and leave out, repair with U+FFFD, or drop.",
+    )
     split: Literal["contiguous", "document"] = Field(
         default="contiguous", description="Take validation from the end of the text, or choose whole documents by hash."
     )
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         default=0.1, description="Share of the text kept for validation."
     )
+    shard_tokens: Annotated[int, Field(ge=1, le=2**40)] = Field(
+        default=100_000_000, description="Tokens in a shard file."
+    )
+    packing: Literal["concat", "best_fit"] = Field(
+        default="concat",
+        description="Windows over the joined documents, or whole documents fitted into windows with little padding.",
+    )
+    streaming: bool = Field(
+        default=False, description="Train while reading data.source, without preparing shards first."
+    )
     stride: Positive | None = Field(
         default=None, description="Tokens between window starts; null means the context, so no overlap."
+    )
+
+
+class CleanConfig(Section):
+    min_characters: Natural = Field(default=0, description="Drop documents shorter than this; 0 keeps them.")
+    max_characters: Annotated[int, Field(ge=1, le=2**22)] | None = Field(
+        default=None, description="Drop documents longer than this."
+    )
+    exact_duplicates: bool = Field(default=False, description="Keep only the first of documents with the same text.")
+    near_duplicates: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
+        default=None, description="Drop documents this similar to an earlier one (Jaccard of word 5-grams, by MinHash)."
+    )
+    languages: list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]] | None = Field(
+        default=None, description="Keep only documents in these languages, such as [en, de]."
+    )
+    repetition: bool = Field(default=False, description="Drop documents that repeat lines, paragraphs or word n-grams.")
+    quality: bool = Field(
+        default=False, description="Drop documents whose word lengths, symbols or lines are not those of prose."
+    )
+    blocked_urls: str | None = Field(
+        default=None, description="File of domains, URLs or words, one a line, whose crawl pages are dropped."
     )
 
 
@@ -285,6 +348,7 @@ class RunConfig(Section):
 
     model: ModelConfig = Field(default_factory=lambda: ModelConfig(), description="The network.")
     data: DataConfig = Field(default_factory=lambda: DataConfig(), description="The text and its tokens.")
+    clean: CleanConfig = Field(default_factory=lambda: CleanConfig(), description="What is dropped of the text.")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(), description="The optimizer and its schedule.")
     train: TrainConfig = Field(description="Length, batch and seed of the run.")
     speed: SpeedConfig = Field(
@@ -301,6 +365,12 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         context, batch = self.model.context, self.train.batch_tokens
+        if self.data.streaming and (self.data.source is None or self.train.epochs is not None):
+            raise ValueError("data.streaming needs data.source, and a length in train.steps or train.tokens")
+        if self.data.streaming and (self.data.packing != "concat" or self.data.stride is not None):
+            raise ValueError("data.streaming goes with data.packing concat and no data.stride")
+        if self.data.packing == "best_fit" and self.data.stride is not None:
+            raise ValueError("data.packing best_fit fits whole documents and takes no data.stride")
         if batch % context:
             raise ValueError(f"train.batch_tokens {batch} is not a multiple of model.context {context}")
         sequences, count = batch // context, self.speed.accumulation

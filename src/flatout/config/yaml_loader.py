@@ -123,13 +123,7 @@ def parse_scalar(text: str, where: str) -> Scalar:
     Unquoted text is taken whole, so `ROMEO:` and `a #b` need no quotes here, although a file would need them. What
     YAML gives a meaning to at the start of a value (lists, anchors, tags) is refused rather than taken as text.
     """
-    text = text.strip(" \t")
-    control = re.search("[\n\r]", text) or _CONTROL_IN_TEXT.search(text)
-    if control is not None:
-        raise ConfigError(
-            f"{where}: the value contains the control character {control.group()!a}",
-            "remove it; a line break is written as \\n inside double quotes that the shell keeps",
-        )
+    text = _one_line(text, where)
     if not text:
         raise ConfigError(f"{where}: no value after =", 'write null for no value, or "" for empty text')
     if text[0] in "\"'":
@@ -143,6 +137,21 @@ def parse_scalar(text: str, where: str) -> Scalar:
             f"only quoted text can begin with {text[0]}; put quotes around it, inside the shell's own",
         )
     return resolve_scalar(text, where)
+
+
+def is_collection(text: str) -> bool:
+    """Whether a command-line argument begins as a list or mapping does."""
+    return text.strip(" \t").startswith(("[", "{"))
+
+
+def parse_collection(text: str, where: str) -> Node:
+    """The list or mapping that one command-line argument holds, by the rules of a file."""
+    text = _one_line(text, where)
+    root = _compose(text, where, one_line=True)
+    if root is None or not isinstance(root.value, list | dict) or text[-1] not in "]}":
+        closing = "]" if text.startswith("[") else "}"
+        raise ConfigError(f"{where}: {shorten(text)} goes on after its end", f"end it with its own {closing}")
+    return root
 
 
 def resolve_scalar(text: str, where: str) -> Scalar:
@@ -211,6 +220,18 @@ def has_control_character(text: str) -> bool:
     return _CONTROL_IN_VALUE.search(text) is not None
 
 
+def _one_line(text: str, where: str) -> str:
+    """A command-line argument without the space around it, refused if it holds control characters."""
+    text = text.strip(" \t")
+    control = re.search("[\n\r]", text) or _CONTROL_IN_TEXT.search(text)
+    if control is not None:
+        raise ConfigError(
+            f"{where}: the value contains the control character {control.group()!a}",
+            "remove it; a line break is written as \\n inside double quotes that the shell keeps",
+        )
+    return text
+
+
 def _compose(text: str, name: str, *, one_line: bool = False) -> Node | None:
     """The tree of the only document, built with a stack. `one_line` leaves line numbers out of errors."""
     root: Node | None = None
@@ -257,8 +278,12 @@ def _events(text: str, name: str, one_line: bool) -> Iterator[yaml.Event]:
         mark = error.problem_mark or error.context_mark
         line = 0 if one_line or mark is None else mark.line + 1
         problem = printable(error.problem or error.context or "not understood")
-        tabs = "indent with spaces, not tabs" if "'\\t'" in problem else None
-        _fail(name, line, f"not valid YAML: {problem}", tabs or "check indentation, quotes and colons around there")
+        hint = "check indentation, quotes and colons around there"
+        if "'\\t'" in problem:
+            hint = "indent with spaces, not tabs"
+        elif one_line:
+            hint = "check brackets, quotes and commas, and put the whole in quotes that the shell takes away"
+        _fail(name, line, f"not valid YAML: {problem}", hint)
     except (ValueError, OverflowError):
         # PyYAML hands escapes such as "\UFFFFFFFF" to chr and the version in %YAML to int, unchecked.
         line = 0 if one_line else loader.line + 1
@@ -297,13 +322,8 @@ def _open_key(top: _Open, node: Node, name: str) -> None:
     if node.value == "<<":
         _fail(name, node.line, "merge keys (<<) are not used here", "write the values out, or name a `preset:`")
     if node.value in top.items:
-        first = top.items[node.value].line
-        _fail(
-            name,
-            node.line,
-            f"the key {shorten(node.value)} is written twice, first on line {first}",
-            "keep one of the two lines",
-        )
+        first = f", first on line {top.items[node.value].line}" if node.line else ""
+        _fail(name, node.line, f"the key {shorten(node.value)} is written twice{first}", "keep one of the two")
     top.key, top.key_line = node.value, node.line
 
 

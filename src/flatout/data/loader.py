@@ -1,28 +1,34 @@
 """Windows of tokens to batches on the device, the same ones however they get there.
 
 Idea: step s reads positions s * batch_size to (s + 1) * batch_size - 1 of the window order, and each rank takes its
-contiguous share of them. `HostLoader` gathers from the memory-mapped shards, ahead of time and in background threads;
-`DeviceLoader` keeps the split on the device and gathers there. Both hand the raw windows to one function that makes
-the batch, so they cannot differ.
+contiguous share of them. `HostLoader` reads from the shards, ahead of time and in background threads; `DeviceLoader`
+keeps the split on the device and gathers there. Both hand raw ids to one function that makes the batch, so they cannot
+differ. Windows lie at a fixed stride in the joined documents, or are those of a `Packing` of whole documents.
 
 Contract: batches come in the order of steps, for any number of workers, and depend on nothing but (shards, order,
-batch_size, context, stride, step, rank). A loader is a one-pass iterator and a context manager; after `close`, which
-never waits for more than the batches being read, none of its threads runs. What a worker raises is raised in the loop.
+batch_size, context, stride or packing, step, rank). A loader is a one-pass iterator and a context manager; after
+`close`, which never waits for more than the batches being read, none of its threads runs. What a worker raises is
+raised in the loop.
 
 Trap: torch has few operations on unsigned types, so ids travel as int16 or int32 bits and are masked on arrival. Ids of
 32768 and above are negative until then.
+
+Trap: in joined documents the target of a document's last token is the first of the next one. `Batch.documents` tells
+where that is; in packed windows there is no such target.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from flatout.data.best_fit import Packing, best_fit
 from flatout.data.sampler import WindowOrder, window_count, window_starts
 from flatout.data.shards import TokenShards
 from flatout.data.tokenizer import Ids
@@ -37,38 +43,85 @@ _COPY_TOKENS = 2**25
 
 @dataclass(frozen=True)
 class Batch:
-    """Tokens and, for each, the token that follows it: both [B, T] int64 on the device; IGNORED has no label."""
+    """Tokens and, for each, the token that follows it: both [B, T] int64 on the device; IGNORED has no label.
+
+    `documents`, where there are any, is [B, T] int32: which document of its row each token belongs to, from 0 on, and
+    -1 for padding.
+    """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     step: int
+    documents: torch.Tensor | None = None
+
+
+@final
+@dataclass(frozen=True)
+class _Raw:
+    """What a batch is made of: windows of ids [B, W], or any row of ids and for each token its source in it [B, T]."""
+
+    ids: torch.Tensor
+    sources: torch.Tensor | None
+    documents: torch.Tensor | None
+
+    def pinned(self, device: torch.device) -> "_Raw":
+        return self._each(lambda tensor: _pinned(tensor, device))
+
+    def on(self, device: torch.device) -> "_Raw":
+        # Pinned memory makes the copy asynchronous; torch keeps it alive until the copy is done.
+        return self._each(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "_Raw":
+        sources, documents = (None if tensor is None else change(tensor) for tensor in (self.sources, self.documents))
+        return _Raw(change(self.ids), sources, documents)
 
 
 @final
 @dataclass(frozen=True)
 class _Plan:
-    """Which windows a rank reads at a step."""
+    """Which windows a rank reads at a step, and where their tokens lie."""
 
+    shards: TokenShards
     order: WindowOrder
     batch_size: int
+    context: int
     stride: int
+    packing: Packing | None
+    with_documents: bool
     rank: int
     world_size: int
 
-    def windows(self, step: int) -> np.ndarray:
+    def windows(self, step: int) -> npt.NDArray[np.int64]:
         share = self.batch_size // self.world_size
         return self.order.indices(step * self.batch_size + self.rank * share, share)
 
+    def documents(self, windows: npt.NDArray[np.int64]) -> torch.Tensor | None:
+        """Of windows over joined documents, if asked for."""
+        if not self.with_documents:
+            return None
+        starts = window_starts(windows, self.stride)
+        return torch.from_numpy(_documents_in(self.shards.document_starts(), starts, self.context))
 
-def window_order(shards: TokenShards, *, context: int, stride: int, seed: int) -> WindowOrder:
-    """The order over all windows of a split; a split without a single window is a `DataError`."""
-    _check_length(shards, context)
-    return WindowOrder(window_count(shards.tokens, context, stride), seed)
+
+def window_order(
+    shards: TokenShards, *, context: int, stride: int, seed: int, packing: Packing | None = None
+) -> WindowOrder:
+    """The order over all windows of a split or of its packing; without a single window it is a `DataError`."""
+    return WindowOrder(_count_windows(shards, context, stride, packing), seed)
+
+
+def pack_documents(shards: TokenShards, context: int) -> Packing:
+    """The documents of a split, whole wherever they fit, in windows of `context` inputs."""
+    starts = shards.document_starts().astype(np.int64)
+    return best_fit(np.diff(starts, append=shards.tokens), context)
 
 
 @final
 class HostLoader:
-    """Batches gathered from memory-mapped shards by `workers` threads, or in the loop when there are none."""
+    """Batches read from the shards by `workers` threads, or in the loop when there are none.
+
+    With a `packing` the stride plays no part, and batches always tell documents; else `with_documents` asks for them.
+    """
 
     def __init__(
         self,
@@ -84,16 +137,17 @@ class HostLoader:
         last_step: int,
         rank: int = 0,
         world_size: int = 1,
+        packing: Packing | None = None,
+        with_documents: bool = False,
     ) -> None:
         if workers < 0:
             raise ValueError(f"workers is 0 or more, not {workers}")
-        self._plan = _checked_plan(shards, order, batch_size, context, stride, rank, world_size)
-        self._shards = shards
-        self._context = context
+        plan = _Plan(shards, order, batch_size, context, stride, packing, with_documents, rank, world_size)
+        self._plan = _checked(plan)
         self._device = _with_index(device)
         self._next_step = first_step
         self._last_step = last_step
-        self._waiting: deque[Future[torch.Tensor]] = deque()
+        self._waiting: deque[Future[_Raw]] = deque()
         self._asked = first_step
         self._prefetch = max(PREFETCH, workers)
         self._pool = ThreadPoolExecutor(workers, "flatout-loader", _use_device, (self._device,)) if workers else None
@@ -107,17 +161,16 @@ class HostLoader:
             self.close()
             raise StopIteration
         if self._pool is None:
-            windows = self._read(step)
+            raw = self._read(step)
         else:
             self._ask_ahead(self._pool)
             try:
-                windows = self._waiting.popleft().result()
+                raw = self._waiting.popleft().result()
             except BaseException:
                 self.close()
                 raise
         self._next_step = step + 1
-        # Pinned memory makes the copy asynchronous; torch keeps it alive until the copy is done.
-        return _batch(windows.to(self._device, non_blocking=self._device.type == "cuda"), step)
+        return _batch(raw.on(self._device), step)
 
     def close(self) -> None:
         """Stop the threads and end the iteration. May be called at any time and more than once."""
@@ -140,10 +193,18 @@ class HostLoader:
             self._waiting.append(pool.submit(self._read, self._asked))
             self._asked += 1
 
-    def _read(self, step: int) -> torch.Tensor:
-        starts = window_starts(self._plan.windows(step), self._plan.stride)
-        windows = _as_signed(self._shards.gather(starts, self._context + 1))
-        return windows.pin_memory() if self._device.type == "cuda" else windows
+    def _read(self, step: int) -> _Raw:
+        plan, windows = self._plan, self._plan.windows(step)
+        if plan.packing is None:
+            ids = plan.shards.gather(window_starts(windows, plan.stride), plan.context + 1)
+            raw = _Raw(_as_signed(ids), None, plan.documents(windows))
+        else:
+            layout = plan.packing.layout(windows)
+            lengths = layout.sizes + 1
+            ids = plan.shards.read_ranges(layout.starts, lengths)
+            sources = layout.sources(np.cumsum(lengths) - lengths)
+            raw = _Raw(_as_signed(ids), torch.from_numpy(sources), torch.from_numpy(layout.documents))
+        return raw.pinned(self._device)
 
 
 @final
@@ -163,33 +224,31 @@ class DeviceLoader:
         last_step: int,
         rank: int = 0,
         world_size: int = 1,
+        packing: Packing | None = None,
+        with_documents: bool = False,
     ) -> None:
-        self._plan = _checked_plan(shards, order, batch_size, context, stride, rank, world_size)
+        plan = _Plan(shards, order, batch_size, context, stride, packing, with_documents, rank, world_size)
+        self._plan = _checked(plan)
         self._device = _with_index(device)
         self._next_step = first_step
         self._last_step = last_step
-        # Row i is window i: a view with overlapping rows, which costs nothing.
-        self._windows: torch.Tensor | None = _resident(shards, self._device).unfold(0, context + 1, stride)
+        self._resident: torch.Tensor | None = _resident(shards, self._device)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
         step = self._next_step
-        if step >= self._last_step or self._windows is None:
+        if step >= self._last_step or self._resident is None:
             self.close()
             raise StopIteration
-        numbers = torch.from_numpy(self._plan.windows(step))
-        if self._device.type == "cuda":
-            numbers = numbers.pin_memory()
-        numbers = numbers.to(self._device, non_blocking=self._device.type == "cuda")
         self._next_step = step + 1
-        return _batch(self._windows[numbers], step)
+        return _batch(self._gathered(self._resident, step).pinned(self._device).on(self._device), step)
 
     def close(self) -> None:
         """End the iteration and let go of the device memory."""
         self._next_step = self._last_step
-        self._windows = None
+        self._resident = None
 
     def __enter__(self) -> Self:
         return self
@@ -198,6 +257,18 @@ class DeviceLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _gathered(self, resident: torch.Tensor, step: int) -> _Raw:
+        plan, windows = self._plan, self._plan.windows(step)
+        if plan.packing is not None:
+            layout = plan.packing.layout(windows)
+            sources = torch.from_numpy(layout.sources(layout.starts))
+            return _Raw(resident, sources, torch.from_numpy(layout.documents))
+        # Row i is window i: a view with overlapping rows, which costs nothing.
+        rows = resident.unfold(0, plan.context + 1, plan.stride)
+        numbers = _pinned(torch.from_numpy(windows), self._device)
+        numbers = numbers.to(self._device, non_blocking=self._device.type == "cuda")
+        return _Raw(rows[numbers], None, plan.documents(windows))
 
 
 def evaluation_batches(
@@ -230,11 +301,35 @@ def _evaluation_batches(
         yield Batch(tokens.view(batch_size, context).to(device), labels.view(batch_size, context).to(device), step)
 
 
-def _batch(windows_BW: torch.Tensor, step: int) -> Batch:
-    """The batch of raw windows, which are on its device already."""
-    mask = 0xFFFF if windows_BW.dtype == torch.int16 else 0xFFFFFFFF
-    ids_BW = windows_BW.to(torch.int64) & mask
-    return Batch(ids_BW[:, :-1].contiguous(), ids_BW[:, 1:].contiguous(), step)
+def _batch(raw: _Raw, step: int) -> Batch:
+    """The batch of raw ids, which are on its device already."""
+    if raw.sources is None:
+        ids_BW = _widened(raw.ids)
+        return Batch(ids_BW[:, :-1].contiguous(), ids_BW[:, 1:].contiguous(), step, raw.documents)
+    real_BT = raw.sources >= 0
+    sources_BT = raw.sources.clamp(min=0)
+    tokens_BT = torch.where(real_BT, _widened(raw.ids[sources_BT]), 0)
+    targets_BT = torch.where(real_BT, _widened(raw.ids[sources_BT + 1]), IGNORED)
+    return Batch(tokens_BT, targets_BT, step, raw.documents)
+
+
+def _widened(ids: torch.Tensor) -> torch.Tensor:
+    return ids.to(torch.int64) & (0xFFFF if ids.dtype == torch.int16 else 0xFFFFFFFF)
+
+
+def _documents_in(
+    document_starts: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64], context: int
+) -> npt.NDArray[np.int32]:
+    """[B, T]: the number of the document within its window, for each token of the windows at `starts`."""
+    # Unsigned like the starts of documents: numpy would compare mixed types as floats, in a copy of all of them.
+    begins = starts.astype(np.uint64)
+    first = np.searchsorted(document_starts, begins, side="right")
+    counts = np.searchsorted(document_starts, begins + np.uint64(context - 1), side="right") - first
+    rows = np.repeat(np.arange(len(starts)), counts)
+    numbers = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts - first, counts)
+    changes = np.zeros((len(starts), context), dtype=np.int32)
+    changes[rows, document_starts[numbers].astype(np.int64) - starts[rows]] = 1
+    return np.cumsum(changes, axis=1, dtype=np.int32)
 
 
 def _as_signed(ids: Ids) -> torch.Tensor:
@@ -256,21 +351,28 @@ def _resident(shards: TokenShards, device: torch.device) -> torch.Tensor:
     return resident
 
 
-def _checked_plan(
-    shards: TokenShards, order: WindowOrder, batch_size: int, context: int, stride: int, rank: int, world_size: int
-) -> _Plan:
-    _check_length(shards, context)
-    windows = window_count(shards.tokens, context, stride)
-    if order.windows != windows:
-        raise ValueError(f"the order is over {order.windows} windows, and the split has {windows}")
-    if not 0 <= rank < world_size or batch_size < 1 or batch_size % world_size:
-        raise ValueError(f"no share of {batch_size} sequences for rank {rank} of {world_size}")
-    return _Plan(order, batch_size, stride, rank, world_size)
+def _checked(plan: _Plan) -> _Plan:
+    windows = _count_windows(plan.shards, plan.context, plan.stride, plan.packing)
+    if plan.order.windows != windows:
+        raise ValueError(f"the order is over {plan.order.windows} windows, and the split has {windows}")
+    if not 0 <= plan.rank < plan.world_size or plan.batch_size < 1 or plan.batch_size % plan.world_size:
+        raise ValueError(f"no share of {plan.batch_size} sequences for rank {plan.rank} of {plan.world_size}")
+    return plan
 
 
-def _check_length(shards: TokenShards, context: int) -> None:
-    if shards.tokens < context + 1:
-        raise _too_short(shards, context + 1, f"the context of {context} and one target")
+def _count_windows(shards: TokenShards, context: int, stride: int, packing: Packing | None) -> int:
+    if packing is None:
+        if shards.tokens < context + 1:
+            raise _too_short(shards, context + 1, f"the context of {context} and one target")
+        return window_count(shards.tokens, context, stride)
+    if packing.capacity != context:
+        raise ValueError(f"the packing is for a context of {packing.capacity}, not of {context}")
+    if not packing.windows:
+        raise DataError(
+            f"no document of the {shards.split} split in {shards.folder} has two tokens",
+            "use text with longer documents, or data.packing=concat",
+        )
+    return packing.windows
 
 
 def _too_short(shards: TokenShards, needed: int, why: str) -> DataError:
@@ -278,6 +380,10 @@ def _too_short(shards: TokenShards, needed: int, why: str) -> DataError:
         f"the {shards.split} split in {shards.folder} has {shards.tokens} tokens and needs at least {needed}: {why}",
         "use more text, a smaller model.context, or another data.val_fraction",
     )
+
+
+def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
 
 
 def _with_index(device: torch.device | str) -> torch.device:

@@ -2,7 +2,8 @@
 
 Idea: a dataset is a folder. Each split is a run of shards of raw little-endian ids (`train-00000.bin`, ...), which are
 read as one long stream, plus the token offset at which each document starts (`train.offsets.bin`, uint64). Beside them
-lie `tokenizer.json` and `manifest.json`, which names every file with its size and SHA-256.
+lie `tokenizer.json`, `report.json` (what was kept and dropped), `problems.jsonl` (what could not be read), and
+`manifest.json`, which names every file with its size and SHA-256.
 
 Contract: the manifest equals its own canonical form and carries its own hash, so a single flipped bit in it is noticed.
 It holds no time and no name of a machine: the same input and settings give the same bytes.
@@ -25,12 +26,14 @@ from flatout.data.tokenizer import token_dtype
 from flatout.errors import DataError
 
 FORMAT = "flatout-tokens"
-VERSION = 1
+VERSION = 2  # version 1 had no report
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
+REPORT = "report.json"
+PROBLEMS = "problems.jsonl"
 SPLITS = ("train", "val")
 # Every file a dataset may consist of. Names from a manifest are matched against it before they touch the file system.
-FILE_NAME = re.compile(r"(train|val)(-\d{5,}|\.offsets)\.bin|tokenizer\.json|manifest\.json")
+FILE_NAME = re.compile(r"(train|val)(-\d{5,}|\.offsets)\.bin|(tokenizer|report|manifest)\.json|problems\.jsonl")
 OFFSET_DTYPE = np.dtype("<u8")
 PREPARE_AGAIN = "prepare the dataset again, or restore its folder from a copy"
 
@@ -56,17 +59,6 @@ class SplitInfo:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the dataset was asked for, as far as it decides the result."""
-
-    source: str
-    source_bytes: int
-    split: str
-    val_fraction: float
-    shard_tokens: int
-
-
-@dataclass(frozen=True)
 class Manifest:
     """The table of contents of a dataset."""
 
@@ -77,20 +69,25 @@ class Manifest:
     tokenizer_fingerprint: str
     tokenizer: FileInfo
     splits: Mapping[str, SplitInfo]
-    settings: Settings
+    # How the dataset was asked for, as far as it decides the result.
+    settings: Mapping[str, Any]
+    report: FileInfo | None = None
+    problems: FileInfo | None = None
 
     @property
     def fingerprint(self) -> str:
         """Hash of all that training can see of the dataset."""
         content = self._content()
-        del content["settings"]
+        for name in ("settings", "report", "problems"):
+            content.pop(name, None)
         return hashlib.sha256(_canonical(content)).hexdigest()
 
     @property
     def files(self) -> tuple[FileInfo, ...]:
         """Every file of the dataset but the manifest itself."""
         parts = [(*split.shards, split.offsets) for split in self.splits.values()]
-        return (self.tokenizer, *(info for part in parts for info in part))
+        told = [info for info in (self.report, self.problems) if info is not None]
+        return (self.tokenizer, *told, *(info for part in parts for info in part))
 
     def to_bytes(self) -> bytes:
         """The manifest as it lies on disk."""
@@ -98,7 +95,8 @@ class Manifest:
         return _canonical({**content, "manifest_sha256": hashlib.sha256(_canonical(content)).hexdigest()})
 
     def _content(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        content = {"format": FORMAT, **asdict(self)}
+        return {name: value for name, value in content.items() if value is not None}
 
 
 def read_manifest(folder: str | Path) -> Manifest:
@@ -149,13 +147,9 @@ def _manifest_from(content: dict[str, Any]) -> Manifest:
         tokenizer_fingerprint=_text(content["tokenizer_fingerprint"]),
         tokenizer=_file_from(content["tokenizer"]),
         splits={_text(name): _split_from(split) for name, split in content["splits"].items()},
-        settings=Settings(
-            source=_text(content["settings"]["source"]),
-            source_bytes=_whole(content["settings"]["source_bytes"]),
-            split=_text(content["settings"]["split"]),
-            val_fraction=float(content["settings"]["val_fraction"]),
-            shard_tokens=_whole(content["settings"]["shard_tokens"]),
-        ),
+        settings=_mapping(content["settings"]),
+        report=_file_from(content["report"]) if "report" in content else None,
+        problems=_file_from(content["problems"]) if "problems" in content else None,
     )
 
 
@@ -197,4 +191,10 @@ def _whole(value: Any) -> int:
 def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not text")
+    return value
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r} is not a mapping")
     return value

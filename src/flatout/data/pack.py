@@ -1,17 +1,17 @@
-"""Text to a prepared dataset: tokenize a stream of documents into shards, whole or not at all.
+"""Text to a prepared dataset: whole or not at all, by as many processes as there are, and again after a kill.
 
-Idea: everything is written into a hidden folder beside the target, flushed to the disk, and moved into place by one
-rename. Whoever opens the target sees a complete dataset or none, wherever the packer was killed; the next packer of
-the same target clears what a killed one left behind.
+Idea: the input is cut into parts, each part becomes tokens in a worker process, and finished parts lie in a hidden work
+folder beside the target until all are there. Then they are put together in order, flushed, and moved into place by one
+rename. Whoever opens the target sees a complete dataset or none, wherever the packer was killed; the next packer goes
+on with the finished parts.
 
-Contract: the bytes are a pure function of source and settings. Memory is bounded by the largest document, not by the
-corpus. The end-of-text id follows every document, where the tokenizer has one; ids of different documents are never
-merged, since each is tokenized by itself. The validation split shares no text position with the training split:
-`document` gives each document to a split by the hash of its text, so that duplicates and later additions stay on their
-side; `contiguous` takes the last share of the characters, cutting the one document in which the border falls.
+Contract: the bytes are a pure function of the input and the settings: neither the number of workers nor an
+interruption changes them. Memory does not grow with the corpus. Bad input is listed in `problems.jsonl` and the rest is
+prepared; only an input of which nothing is left is an error. The end-of-text id follows every document, where the
+tokenizer has one; ids of different documents are never merged, since each is tokenized by itself.
 
-Trap: `char` and `contiguous` need a pass over the source before the one that tokenizes. A source that changes between
-the two is noticed and refused.
+Trap: `char` needs a pass over the source before the one that tokenizes. A source that changes while it is read is
+noticed and refused.
 """
 
 import contextlib
@@ -21,242 +21,203 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, Literal, final
+from typing import final
 
-import numpy as np
-import numpy.typing as npt
-
-from flatout.data.manifest import (
-    FILE_NAME,
-    MANIFEST,
-    OFFSET_DTYPE,
-    SPLITS,
-    TOKENIZER,
-    VERSION,
-    FileInfo,
-    Manifest,
-    Settings,
-    SplitInfo,
-)
-from flatout.data.readers import Document, read_documents, source_bytes
-from flatout.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
+import flatout
+from flatout.corpus.document import Document
+from flatout.data.journal import Journal
+from flatout.data.manifest import FILE_NAME, MANIFEST, TOKENIZER, VERSION, Manifest
+from flatout.data.merge import merge_parts, write_file
+from flatout.data.part import Part, Recipe, judged
+from flatout.data.plan import PART_BYTES, Done, Inputs, Request, check_free, find_inputs, find_part, parts_of
+from flatout.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, token_dtype
+from flatout.data.workers import EngineName, open_engine
 from flatout.errors import DataError, ResourceError
 from flatout.files import sync_folder
+from flatout.records import PrepareProgress
 
 if sys.platform != "win32":
     import fcntl
 
-Split = Literal["contiguous", "document"]
-# Called after each document with the documents, tokens and bytes of text so far.
-Progress = Callable[[int, int, int], None]
+Progress = Callable[[PrepareProgress], None]
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def pack_corpus(
-    source: str,
+    request: Request,
     folder: str | Path,
-    tokenizer_spec: str,
-    split: Split = "contiguous",
-    val_fraction: float = 0.1,
-    shard_tokens: int = 100_000_000,
-    progress: Progress | None = None,
     *,
+    workers: int | None = None,
+    engine: EngineName = "local",
+    progress: Progress | None = None,
     overwrite: bool = False,
 ) -> Manifest:
-    """Prepare `source` into `folder`, which must not hold a dataset yet unless `overwrite` is given."""
-    if split not in ("contiguous", "document") or not 0.0 < val_fraction < 1.0 or shard_tokens < 1:
-        raise ValueError(f"cannot split {split!r} with fraction {val_fraction} into shards of {shard_tokens} tokens")
+    """Prepare what `request` asks for into `folder`, which must not hold a dataset yet unless `overwrite` is given.
+
+    `workers` is the number of worker processes; None takes one per core, or none for a small corpus.
+    """
     target = Path(folder).resolve()
-    partial = target.with_name(f".{target.name}.partial")
+    work = target.with_name(f".{target.name}.partial")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _only_packer(target):
             _check_target(target, overwrite)
-            _remove(partial)
-            partial.mkdir()
+            work.mkdir(exist_ok=True)
             try:
-                settings = Settings(source, source_bytes(source), split, val_fraction, shard_tokens)
-                manifest = _write_dataset(settings, partial, tokenizer_spec, progress)
-                _move_into_place(partial, target)
-            finally:
-                # After the rename there is nothing left to remove; before it, failing to must not hide why we are here.
-                shutil.rmtree(partial, ignore_errors=True)
+                manifest = _Packer(request, work, workers, engine, progress).pack()
+            except DataError:
+                shutil.rmtree(work, ignore_errors=True)  # going on would meet the same error
+                raise
+            _move_into_place(work / "dataset", target)
+            shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         raise _write_error(error, target) from error
     return manifest
 
 
-def _write_dataset(settings: Settings, folder: Path, tokenizer_spec: str, progress: Progress | None) -> Manifest:
-    characters = 0
-
-    def texts() -> Iterator[str]:
-        nonlocal characters
-        characters = 0
-        for document in read_documents(settings.source):
-            characters += len(document.text)
-            yield document.text
-
-    tokenizer = load_tokenizer(tokenizer_spec, texts)
-    if settings.split == "contiguous":
-        if not characters:  # only `char` has read the source by now
-            for _ in texts():
-                pass
-        pieces = _cut_at(read_documents(settings.source), characters, settings.val_fraction)
-    else:
-        pieces = _chosen_by_hash(read_documents(settings.source), settings.val_fraction)
-    splits = _write_splits(pieces, folder, tokenizer, settings, progress)
-    manifest = Manifest(
-        version=VERSION,
-        dtype=token_dtype(tokenizer.vocab).name,
-        vocab=tokenizer.vocab,
-        tokenizer_kind=tokenizer.kind,
-        tokenizer_fingerprint=tokenizer.fingerprint,
-        tokenizer=_write_file(folder / TOKENIZER, [json.dumps(tokenizer.to_json()).encode("ascii"), b"\n"]),
-        splits=splits,
-        settings=settings,
-    )
-    _write_file(folder / MANIFEST, [manifest.to_bytes()])
-    return manifest
+def worker_count(input_bytes: int) -> int:
+    """One per core that this process may use; a corpus of a few megabytes is done before a worker has started."""
+    if input_bytes < PART_BYTES // 2:
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 64)
 
 
-# A piece of the corpus: its split, its text, and whether the document ends with it.
-Piece = tuple[str, str, bool]
+@final
+class _Packer:
+    """One prepare, from the list of files to a dataset in `work`/dataset."""
 
+    def __init__(
+        self, request: Request, work: Path, workers: int | None, engine: EngineName, progress: Progress | None
+    ) -> None:
+        self._request = request
+        self._work = work
+        self._progress = progress
+        self._inputs = find_inputs(request, work)
+        count = worker_count(self._inputs.bytes) if workers is None else workers
+        self._engine = open_engine(engine, count)
+        self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
 
-def _cut_at(documents: Iterable[Document], characters: int, val_fraction: float) -> Iterator[Piece]:
-    border = int(characters * (1.0 - val_fraction))
-    position = 0
-    for document in documents:
-        head, tail = document.text[: max(border - position, 0)], document.text[max(border - position, 0) :]
-        position += len(document.text)
-        if head:
-            yield "train", head, not tail
-        if tail:
-            yield "val", tail, True
-    if position != characters:
-        raise DataError(
-            f"the source had {characters} characters at first and then {position}: it changed while it was read",
-            "prepare it again when nothing writes to it",
-        )
+    def pack(self) -> Manifest:
+        stamps = self._inputs.stamps()
+        with self._engine:
+            tokenizer = self._tokenizer()
+            itemsize = token_dtype(tokenizer.vocab).itemsize
+            subword = tokenizer.kind not in ("char", "bytes")
+            check_free(self._work, self._inputs, itemsize, subword)
+            recipe = self._recipe(tokenizer)
+            journal = Journal(self._work, self._plan(tokenizer, stamps))
+            parts = self._tokenize(recipe, journal, itemsize)
+        if self._inputs.stamps() != stamps:
+            raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
+        return self._merge(journal, parts, recipe, tokenizer)
 
+    def _recipe(self, tokenizer: Tokenizer | None) -> Recipe:
+        description = None if tokenizer is None else tokenizer.to_json()
+        near = self._request.clean.near_duplicates is not None
+        return Recipe(self._request.options, self._request.rules, description, near)
 
-def _chosen_by_hash(documents: Iterable[Document], val_fraction: float) -> Iterator[Piece]:
-    for document in documents:
-        digest = hashlib.sha256(document.text.encode("utf-8")).digest()
-        share = int.from_bytes(digest[:8], "big") / 2**64
-        yield "val" if share < val_fraction else "train", document.text, True
-
-
-def _write_splits(
-    pieces: Iterable[Piece], folder: Path, tokenizer: Tokenizer, settings: Settings, progress: Progress | None
-) -> dict[str, SplitInfo]:
-    with contextlib.ExitStack() as stack:
-        dtype = token_dtype(tokenizer.vocab)
-        writers = {
-            name: stack.enter_context(contextlib.closing(_SplitWriter(folder, name, dtype, settings.shard_tokens)))
-            for name in SPLITS
+    def _plan(self, tokenizer: Tokenizer, stamps: list[list[object]]) -> dict[str, object]:
+        """All that a finished part depends on."""
+        settings = self._request.settings(self._inputs.bytes)
+        return {
+            "flatout": flatout.__version__,
+            "settings": settings,
+            "tokenizer": tokenizer.fingerprint,
+            "inputs": hashlib.sha256(json.dumps(stamps).encode("ascii")).hexdigest(),
         }
-        ending = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=dtype)
-        for documents, (name, text, is_whole) in enumerate(pieces, start=1):
-            ids = tokenizer.encode(text)
-            writers[name].add(np.concatenate([ids, ending]) if is_whole else ids, len(text.encode("utf-8")))
-            if progress is not None:
-                tokens = sum(writer.tokens for writer in writers.values())
-                progress(documents, tokens, sum(writer.text_bytes for writer in writers.values()))
-        for name, writer in writers.items():
-            if not writer.tokens:
-                raise DataError(f"the {name} split came out empty", _empty_hint(settings))
-        return {name: writer.finish() for name, writer in writers.items()}
+
+    def _tokenizer(self) -> Tokenizer:
+        data = self._request.data
+        if data.tokenizer != "char":
+            return load_tokenizer(data.tokenizer, None)
+        recipe = self._recipe(None)
+        parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, Part))
+        found: set[str] = set()
+        for part, characters in self._engine.run("characters", recipe, parts):
+            found.update(characters)
+            self._tell("characters", part.files, part.bytes, 0, 0, 0)
+        self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
+        if not found:
+            found = {"\n"}  # there is no text; what became of the input is told when it has been read
+        return CharTokenizer("".join(sorted(found)), unknown=data.unknown_characters)
+
+    def _tokenize(self, recipe: Recipe, journal: Journal, itemsize: int) -> int:
+        """Make sure that every part is in the journal, and return how many there are."""
+        parts = 0
+
+        def missing() -> Iterator[Part]:
+            nonlocal parts
+            for part in parts_of(self._inputs, recipe.options, journal):
+                parts += 1
+                if isinstance(part, Part):
+                    yield part
+                else:
+                    head = journal.head(part)
+                    self._tell("reading", head.files, head.bytes, head.documents, head.tokens, len(head.problems))
+
+        for part, result in self._engine.run("tokens", recipe, missing()):
+            head = journal.write(part.number, part.source, part.bytes, part.files, result, itemsize)
+            self._tell("reading", head.files, head.bytes, head.documents, head.tokens, len(head.problems))
+        return parts
+
+    def _merge(self, journal: Journal, parts: int, recipe: Recipe, tokenizer: Tokenizer) -> Manifest:
+        folder = self._work / "dataset"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        merged = merge_parts(
+            journal,
+            parts,
+            self._inputs,
+            self._request,
+            tokenizer,
+            folder,
+            lambda number, high, low: _text_of(self._inputs, recipe, number, high, low),
+            lambda number: self._tell("merging", 0, 0, 0, 0, 0),
+        )
+        manifest = Manifest(
+            version=VERSION,
+            dtype=token_dtype(tokenizer.vocab).name,
+            vocab=tokenizer.vocab,
+            tokenizer_kind=tokenizer.kind,
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            tokenizer=write_file(folder / TOKENIZER, [json.dumps(tokenizer.to_json()).encode("ascii"), b"\n"]),
+            splits=merged.splits,
+            settings=self._request.settings(self._inputs.bytes),
+            report=merged.report,
+            problems=merged.problems,
+        )
+        write_file(folder / MANIFEST, [manifest.to_bytes()])
+        return manifest
+
+    def _tell(self, phase: str, files: int, size: int, documents: int, tokens: int, problems: int) -> None:
+        told = self._told
+        self._told = PrepareProgress(
+            phase,
+            told.files + files,
+            told.total_files,
+            told.bytes + size,
+            told.total_bytes,
+            told.documents + documents,
+            told.tokens + tokens,
+            told.problems + problems,
+        )
+        if self._progress is not None:
+            self._progress(self._told)
 
 
-def _empty_hint(settings: Settings) -> str:
-    other = "split=contiguous, which cuts inside a document, " if settings.split == "document" else ""
-    return f"use more text, {other}or another val_fraction than {settings.val_fraction}"
-
-
-@final
-class _SplitWriter:
-    """Appends documents to one split, beginning a new shard whenever the last one is full."""
-
-    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
-        self.tokens = 0
-        self.documents = 0
-        self.text_bytes = 0
-        self._folder = folder
-        self._split = split
-        self._dtype = dtype
-        self._shard_tokens = shard_tokens
-        self._shards: list[FileInfo] = []
-        self._shard: _HashedFile | None = None
-        self._offsets = _HashedFile(folder / f"{split}.offsets.bin")
-
-    def add(self, ids: npt.NDArray[Any], text_bytes: int) -> None:
-        self.text_bytes += text_bytes
-        if not len(ids):
-            return  # a tokenizer may normalise a text away; a document has at least one token
-        self._offsets.write(np.array([self.tokens], dtype=OFFSET_DTYPE).tobytes())
-        self.documents += 1
-        while len(ids):
-            room = self._shard_tokens - self.tokens % self._shard_tokens
-            if self._shard is None:
-                self._shard = _HashedFile(self._folder / f"{self._split}-{len(self._shards):05d}.bin")
-            self._shard.write(ids[:room].astype(self._dtype).tobytes())
-            self.tokens += len(ids[:room])
-            ids = ids[room:]
-            if self.tokens % self._shard_tokens == 0:
-                self._finish_shard()
-
-    def finish(self) -> SplitInfo:
-        self._finish_shard()
-        return SplitInfo(self.tokens, self.documents, self.text_bytes, tuple(self._shards), self._offsets.finish())
-
-    def close(self) -> None:
-        """Let go of the files, whatever state they are in."""
-        for file in (self._shard, self._offsets):
-            if file is not None:
-                file.close()
-
-    def _finish_shard(self) -> None:
-        if self._shard is not None:
-            self._shards.append(self._shard.finish())
-            self._shard = None
-
-
-@final
-class _HashedFile:
-    """A new file that knows the size and SHA-256 of what was written to it."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._bytes = 0
-        self._digest = hashlib.sha256()
-        self._file: IO[bytes] = path.open("xb", buffering=2**20)
-
-    def write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-        self._bytes += len(data)
-
-    def finish(self) -> FileInfo:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return FileInfo(self._path.name, self._bytes, self._digest.hexdigest())
-
-    def close(self) -> None:
-        # On a full disk closing tries to flush and fails again, which must not hide the first failure.
-        with contextlib.suppress(OSError):
-            self._file.close()
-
-
-def _write_file(path: Path, chunks: Iterable[bytes]) -> FileInfo:
-    with contextlib.closing(_HashedFile(path)) as file:
-        for chunk in chunks:
-            file.write(chunk)
-        return file.finish()
+def _text_of(inputs: Inputs, recipe: Recipe, number: int, high: int, low: int) -> str:
+    """The text with that hash in the part of that number, read again."""
+    wanted = high.to_bytes(8, "big") + low.to_bytes(8, "big")
+    for _, item in judged(recipe, find_part(inputs, recipe.options, number)):
+        if isinstance(item, Document):
+            raw = item.text.encode("utf-8", "surrogatepass")
+            if hashlib.sha256(raw).digest()[:16] == wanted:
+                return item.text
+    raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
 
 
 @contextlib.contextmanager
@@ -305,28 +266,23 @@ def _check_target(target: Path, overwrite: bool) -> None:
         )
 
 
-def _move_into_place(partial: Path, target: Path) -> None:
-    sync_folder(partial)
+def _move_into_place(made: Path, target: Path) -> None:
+    sync_folder(made)
     old = target.with_name(f".{target.name}.old")
-    _remove(old)
+    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         # A kill between the two renames leaves no dataset at the target, never a mixed one.
         target.rename(old)
-    partial.rename(target)
+    made.rename(target)
     sync_folder(target.parent)
-    _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _write_error(error: OSError, target: Path) -> DataError | ResourceError:
     if error.errno in _DISK_FULL:
         return ResourceError(
             f"no room to write the dataset {target}: {error.strerror}",
-            "free some disk space or choose another folder; nothing was left behind",
+            "free some disk space and run it again: it goes on where it stopped",
         )
     return DataError(
         f"cannot write the dataset {target}: {error.strerror or error}", "check that the folder can be written to"

@@ -35,6 +35,12 @@ def window_count(tokens: int, context: int, stride: int) -> int:
     return 0 if tokens < context + 1 else (tokens - context - 1) // stride + 1
 
 
+def remainder(tokens: int, context: int, stride: int) -> int:
+    """How many tokens are in no window, neither as input nor as target: the tail, and gaps of a wider stride."""
+    windows = window_count(tokens, context, stride)
+    return tokens - (windows - 1) * min(stride, context + 1) - (context + 1) if windows else tokens
+
+
 def window_starts(indices: npt.NDArray[np.int64], stride: int) -> npt.NDArray[np.int64]:
     """The token at which each window begins."""
     return indices * stride

@@ -1,16 +1,25 @@
-"""Memory-mapped reading of a prepared dataset, refusing what is damaged or does not fit.
+"""Reading a prepared dataset of any size in little memory, refusing what is damaged or does not fit.
 
 Idea: the shards of a split are one long array of ids to everyone else; where one file ends and the next begins is known
-here only. The system's page cache is the only cache.
+here only. Ranges are read by position straight into the rows of the result. The system's page cache is the only cache,
+and unlike the pages of a memory map it is not the process's own: memory does not grow with what has been read.
 
-Contract: what opens is what was written. Manifest, tokenizer and file sizes are checked at every opening; contents, the
-range of ids and the document offsets in a full check. A refusal names the file and both values.
+A shuffled batch is hundreds of short reads all over the disk. All of them are announced before the first one is waited
+for, so that one thread keeps the whole queue of the disk busy.
 
-Trap: the files must not be changed while they are open; a map of a file that shrinks kills the process.
+Contract: what opens is what was written, and opening reads nothing of it. Manifest, tokenizer and file sizes are
+checked at every opening; contents, the range of ids and the document offsets in a full check. A refusal names the file
+and both values.
+
+Trap: the files must not be changed while they are open. One that shrinks is noticed, one that is overwritten is not.
+Where there are no positioned reads (Windows), shards are memory-mapped: the ids are the same, but pages that were read
+count as the process's memory, and a map of a file that shrinks kills it.
 """
 
 import hashlib
 import json
+import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +34,8 @@ from flatout.errors import DataError
 
 Verify = Literal["sizes", "full"]
 _CHUNK_BYTES = 2**24
+_POSITIONED = hasattr(os, "preadv")
+_SPARE_FILES = 512  # what the rest of the process may want to open beside the shards
 
 
 @final
@@ -46,43 +57,58 @@ class TokenShards:
         self.tokens = info.tokens
         for file in (*info.shards, info.offsets):
             _check_size(self.folder, file)
-        self._shards = [_mapped(self.folder / file.name, self.dtype) for file in info.shards]
+        _allow_open_files(len(info.shards))
+        self._files = [_open_shard(self.folder / file.name) for file in info.shards]
         self._offsets = _mapped(self.folder / info.offsets.name, OFFSET_DTYPE)
         # The stream position at which each shard begins, and at the end the number of tokens.
-        self._bounds = np.cumsum([0, *(len(shard) for shard in self._shards)], dtype=np.int64)
+        sizes = [file.bytes // self.dtype.itemsize for file in info.shards]
+        self._bounds = np.cumsum([0, *sizes], dtype=np.int64)
         if verify == "full":
             self._check_content(info)
 
     def read(self, start: int, length: int) -> Ids:
         """Tokens `start` to `start + length - 1`, as a copy."""
-        if start < 0 or length < 0 or start + length > self.tokens:
-            raise IndexError(f"tokens {start} to {start + length} of a split with {self.tokens}")
-        result = np.empty(length, dtype=self.dtype)
-        filled = 0
-        shard = int(np.searchsorted(self._bounds, start, side="right")) - 1
-        while filled < length:
-            first = start + filled - int(self._bounds[shard])
-            piece = self._shards[shard][first : first + length - filled]
-            result[filled : filled + len(piece)] = piece
-            filled += len(piece)
-            shard += 1
-        return result
+        return self.read_ranges(np.array([start]), np.array([length]))
 
     def gather(self, starts: npt.NDArray[np.int64], length: int) -> Ids:
         """The windows of `length` tokens at `starts`, as rows."""
-        if length < 1 or (starts.size and not 0 <= int(starts.min()) <= int(starts.max()) <= self.tokens - length):
-            raise IndexError(f"windows of {length} tokens outside a split with {self.tokens}")
-        result = np.empty((len(starts), length), dtype=self.dtype)
-        first = np.searchsorted(self._bounds, starts, side="right") - 1
-        last = np.searchsorted(self._bounds, starts + (length - 1), side="right") - 1
-        for number in np.unique(first[first == last]):
-            rows = np.flatnonzero((first == number) & (last == number))
-            # A sliding view turns the gather into one copy per row; no matrix of indices is built.
-            windows = np.lib.stride_tricks.sliding_window_view(self._shards[number], length)
-            result[rows] = windows[starts[rows] - self._bounds[number]]
-        for row in np.flatnonzero(first != last):
-            result[row] = self.read(int(starts[row]), length)
+        if length < 1:
+            raise IndexError(f"windows of {length} tokens")
+        return self.read_ranges(starts, np.full(len(starts), length)).reshape(len(starts), length)
+
+    def read_ranges(self, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> Ids:
+        """Ranges of `lengths` tokens at `starts`, one after the other in the order they were asked for."""
+        outside = np.flatnonzero((starts < 0) | (lengths < 0) | (starts > self.tokens - lengths))
+        if outside.size:
+            start, length = int(starts[outside[0]]), int(lengths[outside[0]])
+            raise IndexError(f"tokens {start} to {start + length} of a split with {self.tokens}")
+        result = np.empty(int(lengths.sum()), dtype=self.dtype)
+        buffer = result.view(np.uint8).data
+        reads = self._reads(starts, lengths)
+        if len(reads) > 1:
+            for file, offset, _, size in reads:
+                file.announce(offset, size)
+        for file, offset, place, size in reads:
+            file.read_into(buffer[place : place + size], offset)
         return result
+
+    def _reads(
+        self, starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]
+    ) -> list[tuple["_ShardFile", int, int, int]]:
+        """(file, byte in it, byte in the result, bytes) in the order of the disk; ranges are cut where shards end."""
+        order = np.argsort(starts, kind="stable")
+        numbers = np.searchsorted(self._bounds, starts, side="right") - 1
+        places = np.cumsum(lengths) - lengths
+        item, bounds = self.dtype.itemsize, self._bounds.tolist()
+        reads: list[tuple[_ShardFile, int, int, int]] = []
+        columns = (values[order].tolist() for values in (starts, lengths, numbers, places))
+        for start, length, number, place in zip(*columns, strict=True):
+            while length:
+                count = min(length, bounds[number + 1] - start)
+                if count:
+                    reads.append((self._files[number], (start - bounds[number]) * item, place * item, count * item))
+                start, length, number, place = start + count, length - count, number + 1, place + count
+        return reads
 
     def document_starts(self) -> npt.NDArray[np.uint64]:
         """The token at which each document begins, strictly rising from 0; memory-mapped and read-only."""
@@ -101,7 +127,7 @@ class TokenShards:
         for _ in _checked_chunks(self.folder, info.offsets):
             pass
         starts = self._offsets
-        if starts[0] != 0 or starts[-1] >= self.tokens or bool(np.any(starts[1:] <= starts[:-1])):
+        if starts[0] != 0 or starts[-1] >= self.tokens or not _rises(starts):
             raise DataError(
                 f"{self.folder / info.offsets.name} is damaged: its document starts do not rise from 0 to below "
                 f"{self.tokens}",
@@ -194,6 +220,86 @@ def _checked_chunks(folder: Path, file: FileInfo) -> Iterator[bytes]:
             f"{folder / file.name} is damaged: its SHA-256 is {digest.hexdigest()} and should be {file.sha256}",
             PREPARE_AGAIN,
         )
+
+
+def _rises(values: npt.NDArray[np.uint64]) -> bool:
+    """Whether each value is above the one before it, in bounded memory."""
+    step = _CHUNK_BYTES // values.dtype.itemsize
+    parts = (values[start : start + step + 1] for start in range(0, len(values), step))
+    return all(bool(np.all(part[1:] > part[:-1])) for part in parts)
+
+
+@final
+class _PositionedFile:
+    """A shard read by position: nothing of it stays in the process, and threads do not disturb each other."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._can_announce = hasattr(os, "posix_fadvise")
+        if self._can_announce:
+            # Without it the system reads far more around each window than the window itself.
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def announce(self, offset: int, size: int) -> None:
+        """Let the disk begin to read, and do not wait for it."""
+        if self._can_announce:
+            os.posix_fadvise(self._descriptor, offset, size, os.POSIX_FADV_WILLNEED)
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        while target:
+            try:
+                count = os.preadv(self._descriptor, [target], offset)
+            except OSError as error:
+                raise _unreadable(self._path, error) from error
+            if not count:
+                raise DataError(
+                    f"{self._path} ends at byte {offset}: it was cut after it had been opened", PREPARE_AGAIN
+                )
+            target, offset = target[count:], offset + count
+
+
+@final
+class _MappedFile:
+    """A shard for systems without positioned reads."""
+
+    def __init__(self, path: Path) -> None:
+        self._bytes = _mapped(path, np.dtype(np.uint8))
+
+    def announce(self, offset: int, size: int) -> None:
+        """Nothing to do."""
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        target[:] = self._bytes[offset : offset + len(target)].data
+
+
+_ShardFile = _PositionedFile | _MappedFile
+
+
+def _open_shard(path: Path) -> _ShardFile:
+    try:
+        return _PositionedFile(path) if _POSITIONED else _MappedFile(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _allow_open_files(count: int) -> None:
+    """Lift this process's own limit of open files where a dataset of many shards would meet it."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = count + _SPARE_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
+        )
+    except (OSError, ValueError):  # opening will tell, should the limit matter
+        return
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -17,11 +17,10 @@ from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, window_order
 from flatout.data.manifest import read_manifest
-from flatout.data.pack import pack_corpus
-from flatout.data.readers import source_bytes
+from flatout.data.pack import Progress
+from flatout.data.prepare import check_complete, prepare_data, report_of
 from flatout.data.sampler import WindowOrder
-from flatout.data.shards import Dataset, open_dataset
-from flatout.data.tokenizer import load_tokenizer
+from flatout.data.shards import Dataset, Verify, open_dataset
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.randomness import RandomStream
@@ -33,8 +32,8 @@ from flatout.model.weights import load_huggingface, read_huggingface_config
 from flatout.optim.optimizers import build_adamw
 from flatout.optim.schedule import rate_factors
 
+LARGE_CORPUS = 4 * 2**30  # bytes
 MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
-Progress = Callable[[int, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,71 +84,6 @@ def stride_of(config: RunConfig) -> int:
     return config.data.stride or config.model.context
 
 
-def data_folder(config: RunConfig) -> Path:
-    """Where the token shards live: as written, or data/SOURCE-TOKENIZER."""
-    if config.data.folder is not None:
-        return Path(config.data.folder)
-    if config.data.source is None:
-        raise ConfigError("neither data.source nor data.folder is set", "set data.source to a text file or folder")
-    return Path("data") / f"{Path(config.data.source).stem}-{Path(config.data.tokenizer).stem}"
-
-
-def prepare_data(config: RunConfig, progress: Progress | None = None, *, overwrite: bool = False) -> Path:
-    """Tokenizes data.source into data_folder(config); keeps what is already there when it fits."""
-    folder = data_folder(config)
-    if (folder / "manifest.json").exists() and not overwrite:
-        _check_settings(config, folder)
-        return folder
-    if config.data.source is None:
-        raise DataError(
-            f"{folder} holds no prepared data and data.source is not set",
-            "set data.source to a text file or folder, or data.folder to prepared shards",
-        )
-    pack_corpus(
-        config.data.source,
-        folder,
-        config.data.tokenizer,
-        config.data.split,
-        config.data.val_fraction,
-        progress=progress,
-        overwrite=overwrite,
-    )
-    return folder
-
-
-def _check_settings(config: RunConfig, folder: Path) -> None:
-    """Shards prepared from other settings must not be trained on by mistake."""
-    if config.data.source is None:
-        return
-    manifest = read_manifest(folder)
-    named = config.data.tokenizer
-    kind = named if named in ("char", "bytes", "gpt2") else "huggingface"
-    pairs = {
-        "source": (manifest.settings.source, config.data.source),
-        "split": (manifest.settings.split, config.data.split),
-        "val_fraction": (manifest.settings.val_fraction, config.data.val_fraction),
-        "tokenizer": (manifest.tokenizer_kind, kind),
-    }
-    if kind == "huggingface":
-        pairs["tokenizer"] = (manifest.tokenizer_fingerprint, load_tokenizer(named, None).fingerprint)
-    for name, (stored, asked) in pairs.items():
-        if stored != asked:
-            raise DataError(
-                f"{folder} was prepared with {name} {stored!r}, the config says {asked!r}",
-                "set data.folder to a new folder, or run `flatout prepare --overwrite` with this config",
-            )
-    before = manifest.settings.source_bytes
-    try:
-        now = source_bytes(config.data.source)
-    except DataError:  # the text is gone; the shards stand for themselves
-        now = before
-    if now != before:
-        raise DataError(
-            f"{folder} was prepared from {before:,} bytes of text, {config.data.source} now has {now:,}",
-            "run `flatout prepare --overwrite` with this config, or set data.folder to a new folder",
-        )
-
-
 def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None) -> Run:
     """Builds a run with fresh weights. Resuming overwrites its state afterwards."""
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
@@ -157,8 +91,10 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = detect_device(config.speed.device)
-    folder = prepare_data(config, progress)
-    dataset = open_dataset(folder, verify="full")
+    folder, fresh = prepare_data(config.data, config.clean, progress)
+    if fresh:
+        check_complete(folder)  # trained on only when asked again, with the losses known
+    dataset = open_dataset(folder, verify=_how_to_verify(folder))
     order = window_order(dataset.train, context=config.model.context, stride=stride_of(config), seed=config.train.seed)
     vocab = _vocabulary(config, dataset)
     corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
@@ -190,7 +126,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         order=order,
         flops_per_token=flops_per_token(config.model, vocab),
         memory=memory,
-        notices=tuple(_remarks(config, steps)),
+        notices=tuple([*_remarks(config, steps), *_remarks_on_data(folder)]),
     )
     run.evaluation()  # a validation split without a single target is told now, not after the first steps
     return run
@@ -295,6 +231,22 @@ def out_of_memory() -> Iterator[None]:
             f"out of device memory: {first}",
             "lower speed.micro_batch (the global batch stays), set speed.checkpointing=full, or add --hardware auto",
         ) from error
+
+
+def _how_to_verify(folder: Path) -> Verify:
+    """Small corpora are checked byte for byte at every start; hashing large ones would take minutes."""
+    return "full" if sum(file.bytes for file in read_manifest(folder).files) <= LARGE_CORPUS else "sizes"
+
+
+def _remarks_on_data(folder: Path) -> Iterator[str]:
+    report = report_of(folder)
+    if report is not None and report["problem_count"]:
+        yield (
+            f"{report['damaged']:,} of {report['records']:,} records of the source could not be used; "
+            f"see {folder / 'problems.jsonl'}"
+        )
+    if _how_to_verify(folder) == "sizes":
+        yield f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"
 
 
 def _remarks(config: RunConfig, steps: int) -> Iterator[str]:

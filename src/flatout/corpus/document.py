@@ -1,0 +1,104 @@
+"""What readers hand on: documents, and the problems of whatever could not become one.
+
+Idea: a reader turns each record of its input (a line, a row, a crawl record, a whole text file) into exactly one of
+two things, so that the counts of a report add up to the input: a `Document`, possibly empty or rejected, or a
+`Problem` that says how many records it cost.
+
+Contract: a large text comes as several documents in a row, its pieces: the first `begins`, the last `ends`, and none
+but the last piece's text ends where a tokenizer would not cut anyway (see `flatout.corpus.streams`). If any piece of a
+document is rejected, the whole document is.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+# One place for the words that a report and the tests share.
+ProblemKind = Literal[
+    "binary",  # a text file that holds NUL bytes
+    "bomb",  # a compressed file that grows more than a thousandfold
+    "checksum",  # decompressed, but the stored checksum differs
+    "compression",  # not what its suffix says, or garbage in the middle
+    "csv",  # a row that cannot be told apart or has other columns
+    "empty",  # a file without a byte
+    "field",  # a record without the text field, or with something else in it
+    "format",  # not of the format its name promises
+    "json",
+    "link",  # a link that leads out of the source folder
+    "not-utf8",
+    "record",  # a crawl record that is damaged
+    "surrogate",  # JSON that escapes half of a surrogate pair
+    "too-long",  # a record above the limit
+    "tokenizer",  # a text that the tokenizer refuses
+    "truncated",
+    "unreadable",  # the system says no
+]
+InvalidUtf8 = Literal["strict", "replace", "skip"]
+
+REJECTED_UTF8 = "invalid_utf8"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text and where in its file it stands: `line 12`, `row 3`, `byte 1048576`, or nothing for a whole file.
+
+    `replaced` counts the U+FFFD that stand for invalid bytes. `rejected` names the rule that drops the document.
+    """
+
+    text: str
+    place: str = ""
+    url: str | None = None
+    begins: bool = True
+    ends: bool = True
+    replaced: int = 0
+    rejected: str | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something in the input that could not be used; `records` is how many records are known to be lost with it."""
+
+    file: str
+    place: str
+    kind: ProblemKind
+    message: str
+    records: int
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """What readers need to know beside the file; the words are those of the config's `data` section."""
+
+    field: str = "text"
+    document_start: str | None = None
+    invalid_utf8: InvalidUtf8 = "strict"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """A file to read. `name` is fit for a message; `path` is what is opened. `source` numbers the source it came from."""
+
+    path: str
+    name: str
+    format: str
+    compression: str
+    bytes: int
+    source: int = 0
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A stretch of one file that can be read by itself, from `start` up to `end` (None: to the end).
+
+    The unit depends on the format: bytes of a text, JSON lines or SMILES file, row groups of parquet, rows of a saved
+    Hugging Face dataset; other formats have one slice, the whole file. Concatenating the documents of a file's slices
+    gives the documents of the file, whatever the cuts.
+    """
+
+    file: InputFile
+    start: int = 0
+    end: int | None = None
+
+
+def shown(name: object) -> str:
+    """A name for a message: control characters and undecodable bytes, which could upset a terminal, are escaped."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in str(name))

@@ -1,0 +1,130 @@
+"""The text of a record that has fields: a JSON value, a row of a table.
+
+Idea: a field is a path. `text` is a name in an object, `page.body` a name inside the object under another name,
+`messages.0.content` takes one element of a list by its number, and `messages.*.content` all of them, joined by "\\n".
+
+Contract: no exceptions, since a broken record is nothing special: the result is the text (`str`) or a `FieldError` that
+says what stands there instead. A record that is a plain string is its own text if the field is `text`. Half of a
+surrogate pair, which JSON can escape and no file can hold, is an error too.
+
+Trap: a name that holds the rest of the path as it is wins over the path, so that the column `page.body` can be read
+although it has a dot.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, final
+
+from flatout.corpus.document import shown
+
+TEXT_FIELD = "text"
+EVERY = "*"
+
+_NAMES_SHOWN = 8
+
+
+@final
+@dataclass(frozen=True)
+class FieldError:
+    """Why a record has no text. `null` if the field is there, or something above it is, and holds nothing at all."""
+
+    kind: Literal["field", "surrogate"]
+    message: str
+    null: bool = False
+
+
+def text_of(value: object, field: str) -> str | FieldError:
+    """The text at the path `field` of a record."""
+    if type(value) is dict and type(text := value.get(field)) is str:
+        return _whole(text)  # nearly every record there is
+    if isinstance(value, str):
+        if field == TEXT_FIELD:
+            return _whole(value)
+        return FieldError("field", f"the record is a plain string and has no field {_quoted(field)}")
+    found = _at(value, field, field)
+    return _whole(found) if isinstance(found, str) else found
+
+
+def names_shown(names: Sequence[object]) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return (", ".join(shown(name)[:80] for name in names[:_NAMES_SHOWN]) or "none") + more
+
+
+def _at(value: object, path: str, field: str) -> str | FieldError:
+    while path:
+        if isinstance(value, Mapping):
+            if path in value:
+                value, path = value[path], ""
+                continue
+            name, _, path = path.partition(".")
+            if name not in value:
+                names = names_shown(list(value))
+                return FieldError("field", f"the record lacks the field {_at_path(name, field)}; there are: {names}")
+            value = value[name]
+        elif isinstance(value, (list, tuple)):
+            name, _, path = path.partition(".")
+            if name == EVERY:
+                return _every(value, path, field)
+            if not (name.isascii() and name.isdigit()):
+                return FieldError(
+                    "field", f"the record has a list where the field {_at_path(name, field)} is looked for"
+                )
+            if len(name) > 18 or int(name) >= len(value):
+                return FieldError(
+                    "field", f"the record lacks element {_at_path(name, field)}; the list has {len(value)}"
+                )
+            value = value[int(name)]
+        else:
+            what = f"the record holds {_kind(value)} where the field {_at_path(path, field)} is looked for"
+            return FieldError("field", what, null=value is None)
+    if isinstance(value, str):
+        return value
+    return FieldError("field", f"the field {_quoted(field)} holds {_kind(value)}, not text", null=value is None)
+
+
+def _every(values: Sequence[object], path: str, field: str) -> str | FieldError:
+    texts: list[str] = []
+    for value in values:
+        text = _at(value, path, field)
+        if isinstance(text, FieldError):
+            # One null among texts is damage, unlike a field that is null as a whole.
+            return FieldError(text.kind, text.message)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _whole(text: str) -> str | FieldError:
+    if text.isascii():
+        return text
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"{text[error.start]!a} at character {error.start}"
+        return FieldError("surrogate", f"the text escapes half of a surrogate pair, {half}, which is not Unicode text")
+    return text
+
+
+def _kind(value: object) -> str:
+    """What JSON calls a value's type."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, (int, float)):
+        return "a number"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, Mapping):
+        return f"an object with {names_shown(list(value))}"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def _at_path(name: str, field: str) -> str:
+    return _quoted(field) if name == field else f"{_quoted(name)} of {_quoted(field)}"
+
+
+def _quoted(name: str) -> str:
+    return f"'{shown(name)[:80]}'"

@@ -1,0 +1,486 @@
+"""Finished parts to one dataset: which documents stay, which split each goes to, and the shards.
+
+Idea: parts are gone through in the order of their numbers, twice. The first pass decides what is kept (it looks at the
+index of each part, not at the tokens); the second writes. What is decided depends on the order of documents only, so
+the number of workers cannot matter.
+
+Contract: memory holds one part at a time and one byte per document; looking for near duplicates holds more (see
+`flatout.corpus.near`). Every record ends up in exactly one of the report's counts, and the sum is checked.
+
+Trap: the border of a contiguous split falls inside a document. Its tokens are not cut, for a tokenizer may join what
+the border separates: its text is read again, cut, and tokenized as two.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.corpus.document import Problem
+from flatout.corpus.near import near_duplicates
+from flatout.data.journal import Journal, StoredPart
+from flatout.data.manifest import OFFSET_DTYPE, PROBLEMS, REPORT, SPLITS, FileInfo, SplitInfo
+from flatout.data.part import BEGINS, ENDS, REJECTED
+from flatout.data.plan import Inputs, Request
+from flatout.data.tokenizer import Ids, Tokenizer, token_dtype
+from flatout.errors import DataError
+from flatout.files import canonical_json
+
+KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
+_REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
+_DOCUMENTS_AT_ONCE = 4_000_000
+Flags = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.uint64]
+# Gives the text of the piece with that hash in the part of that number.
+FindText = Callable[[int, int, int], str]
+Tick = Callable[[int], None]
+
+
+@dataclass
+class _Long:
+    """A document in several pieces, as it is put together."""
+
+    digest: Any = field(default_factory=hashlib.sha256)
+    reason: str | None = None
+
+    def halves(self) -> tuple[int, int]:
+        raw = self.digest.digest()
+        return int.from_bytes(raw[:8], "big"), int.from_bytes(raw[8:16], "big")
+
+
+@final
+class Decisions:
+    """What becomes of each document, numbered through all parts by where it begins."""
+
+    def __init__(self, journal: Journal, parts: int, request: Request) -> None:
+        self._journal = journal
+        self._request = request
+        self.parts = parts
+        self.heads = [journal.head(number) for number in range(parts)]
+        self.bounds = np.cumsum([0, *(head.documents for head in self.heads)], dtype=np.int64)
+        self.status: Flags = np.zeros(int(self.bounds[-1]), dtype=np.uint8)
+        self._long: dict[int, _Long] = {}
+        self.dropped: Counter[str] = Counter()
+        self._find_long_documents()
+        if request.clean.exact_duplicates:
+            self._drop_exact()
+        if request.clean.near_duplicates is not None:
+            self._drop_near(request.clean.near_duplicates)
+        self._choose_by_weight()
+        for status, reason in _REASONS.items():
+            if count := int(np.count_nonzero(self.status == status)):
+                self.dropped[reason] += count
+
+    def index(self, number: int, stored: StoredPart | None = None) -> tuple[npt.NDArray[np.int64], Numbers, Numbers]:
+        """For each piece of a part its document (-1: of none), and the two halves of the documents' hashes."""
+        pieces = (stored or self._journal.read(number, tokens=False, signatures=False)).pieces
+        begins = pieces["flags"] & BEGINS != 0
+        documents = np.cumsum(begins, dtype=np.int64) - 1 + self.bounds[number]
+        high, low = pieces["high"][begins].copy(), pieces["low"][begins].copy()
+        for document in self._long:
+            if self.bounds[number] <= document < self.bounds[number + 1]:
+                high[document - self.bounds[number]], low[document - self.bounds[number]] = self._long[
+                    document
+                ].halves()
+        return documents, high, low
+
+    def copies(self, number: int, high: Numbers, low: Numbers) -> npt.NDArray[np.int64]:
+        """How often each document that begins in a part is taken, by the weight of its source."""
+        weight = self._request.sources[self.heads[number].source].weight
+        return int(weight) + (_share(low) < weight - int(weight)).astype(np.int64)
+
+    def _find_long_documents(self) -> None:
+        current: int | None = None
+        for number in range(self.parts):
+            pieces = self._journal.read(number, tokens=False, signatures=False).pieces
+            whole = BEGINS | ENDS
+            for row in np.flatnonzero(pieces["flags"] & whole != whole):
+                flags = int(pieces["flags"][row])
+                if flags & BEGINS:
+                    current = int(self.bounds[number]) + int(np.count_nonzero(pieces["flags"][:row] & BEGINS))
+                    self._long[current] = _Long()
+                if current is None:  # the piece that begins it could not be read, and is listed as a problem
+                    continue
+                long = self._long[current]
+                long.digest.update(pieces["high"][row].tobytes() + pieces["low"][row].tobytes())
+                if flags & REJECTED:
+                    long.reason = long.reason or self.heads[number].rejected[int(row)]
+                if flags & ENDS:
+                    current = None
+        for document, long in self._long.items():
+            if long.reason is not None:
+                self.status[document] = DROPPED
+                self.dropped[long.reason] += 1
+
+    def _drop_exact(self) -> None:
+        buckets = len(self.status) // _DOCUMENTS_AT_ONCE + 1
+        for bucket in range(buckets):
+            found: list[tuple[Numbers, Numbers, npt.NDArray[np.int64]]] = []
+            for number in range(self.parts):
+                _, high, low = self.index(number)
+                here = self.status[self.bounds[number] : self.bounds[number + 1]]
+                rows = np.flatnonzero((here == KEPT) & (high % np.uint64(buckets) == bucket))
+                found.append((high[rows], low[rows], rows + self.bounds[number]))
+            high, low, documents = (np.concatenate(column) for column in zip(*found, strict=True))
+            # Documents are in rising order, and the sort keeps the order of equals: the first of them stays.
+            order = np.lexsort((low, high))
+            again = (high[order][1:] == high[order][:-1]) & (low[order][1:] == low[order][:-1])
+            self.status[documents[order[1:][again]]] = EXACT
+
+    def _drop_near(self, threshold: float) -> None:
+        kept = np.flatnonzero(self.status == KEPT)
+        repeats = np.asarray(near_duplicates(self._signatures(), threshold), dtype=bool)
+        self.status[kept[repeats]] = NEAR
+
+    def _signatures(self) -> Iterator[bytes]:
+        for number in range(self.parts):
+            raw = self._journal.read(number, tokens=False).signatures
+            here = self.status[self.bounds[number] : self.bounds[number + 1]]
+            size = len(raw) // len(here) if len(here) else 0
+            for row in np.flatnonzero(here == KEPT):
+                yield raw[row * size : (row + 1) * size]
+
+    def _choose_by_weight(self) -> None:
+        if all(source.weight >= 1 for source in self._request.sources):
+            return
+        for number in range(self.parts):
+            _, high, low = self.index(number)
+            here = self.status[self.bounds[number] : self.bounds[number + 1]]
+            here[(self.copies(number, high, low) == 0) & (here == KEPT)] = UNCHOSEN
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The splits as they lie on disk, and the two files that tell what became of the input."""
+
+    splits: dict[str, SplitInfo]
+    report: FileInfo
+    problems: FileInfo
+
+
+def merge_parts(
+    journal: Journal,
+    parts: int,
+    inputs: Inputs,
+    request: Request,
+    tokenizer: Tokenizer,
+    folder: Path,
+    find_text: FindText,
+    tick: Tick = lambda number: None,
+) -> Merged:
+    """Write the shards, offsets, report and list of problems of `parts` finished parts into `folder`."""
+    decisions = Decisions(journal, parts, request)
+    if not np.any(decisions.status == KEPT):
+        raise _nothing_left(decisions, inputs)
+    border = _border(journal, decisions, request)
+    writer = _Splitter(journal, decisions, request, tokenizer, folder, border, find_text)
+    with contextlib.closing(writer):
+        splits = writer.write(tick)
+    problems = _write_problems(folder, journal, parts, inputs)
+    report = _report(decisions, inputs, writer.kept, splits)
+    return Merged(splits, write_file(folder / REPORT, [canonical_json(report)]), problems)
+
+
+def _border(journal: Journal, decisions: Decisions, request: Request) -> int | None:
+    """The character, counted over what is kept, at which a contiguous split begins validation."""
+    if request.data.split != "contiguous" or request.data.val_source is not None:
+        return None
+    characters = 0
+    for number in range(decisions.parts):
+        stored = journal.read(number, tokens=False, signatures=False)
+        documents, _, _ = decisions.index(number, stored)
+        characters += int(stored.pieces["characters"][_kept(decisions, documents)].sum())
+    return int(characters * (1.0 - request.data.val_fraction))
+
+
+def _kept(decisions: Decisions, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    # A piece without a document, before all others, would look at the last one; it is masked out.
+    return (documents >= 0) & (decisions.status[documents] == KEPT)
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """Hash and copies of the last document so far, for its pieces in the next part."""
+
+    high: int = 0
+    copies: int = 1
+
+
+@final
+class _Splitter:
+    """Writes the kept pieces of all parts into the splits."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        decisions: Decisions,
+        request: Request,
+        tokenizer: Tokenizer,
+        folder: Path,
+        border: int | None,
+        find_text: FindText,
+    ) -> None:
+        self.kept: Counter[str] = Counter()
+        self._journal = journal
+        self._decisions = decisions
+        self._request = request
+        self._tokenizer = tokenizer
+        self._border = border
+        self._find_text = find_text
+        self._dtype = token_dtype(tokenizer.vocab)
+        self._writers = {name: _SplitWriter(folder, name, self._dtype, request.data.shard_tokens) for name in SPLITS}
+
+    def write(self, tick: Tick) -> dict[str, SplitInfo]:
+        characters = 0
+        for source, spec in enumerate(self._request.sources):
+            numbers = [n for n, head in enumerate(self._decisions.heads) if head.source == source]
+            for copy in range(max(1, int(np.ceil(spec.weight)))):
+                position = characters
+                carried = _Carried()
+                for number in numbers:
+                    position, carried = self._write_part(number, copy, position, carried)
+                    tick(number)
+            characters = position if numbers else characters
+        for name, writer in self._writers.items():
+            if not writer.tokens:
+                raise DataError(f"the {name} split came out empty", _empty_hint(self._request))
+        return {name: writer.finish() for name, writer in self._writers.items()}
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _write_part(self, number: int, copy: int, position: int, carried: _Carried) -> tuple[int, _Carried]:
+        """Write a part once. `position` is the character it begins at; `carried` tells of the last document so far."""
+        stored = self._journal.read(number, signatures=False)
+        pieces = stored.pieces
+        documents, high, low = self._decisions.index(number, stored)
+        kept = _kept(self._decisions, documents)
+        # Row 0 stands for the document that began in an earlier part.
+        local = documents - self._decisions.bounds[number] + 1
+        hashes = np.concatenate([np.array([carried.high], dtype=np.uint64), high])
+        taken = np.concatenate([[carried.copies], self._decisions.copies(number, high, low)])
+        copies = taken[local]
+        ends = position + np.cumsum(np.where(kept, pieces["characters"], 0).astype(np.int64))
+        in_val = self._in_val(stored.head.source, hashes[local], ends - pieces["characters"].astype(np.int64))
+        cut = self._cut_row(kept, ends, pieces["characters"])
+        ids = np.frombuffer(stored.tokens, dtype=self._dtype)
+        for name in SPLITS:
+            if name == "val" and copy:
+                continue  # validation is measured on each document once
+            chosen = kept & (in_val == (name == "val")) & (copies > copy)
+            if cut is None:
+                self._add(name, ids, pieces, chosen, first_copy=not copy)
+                continue
+            before, after = chosen.copy(), chosen.copy()
+            before[cut:], after[: cut + 1] = False, False
+            self._add(name, ids, pieces, before, first_copy=not copy)
+            if copies[cut] > copy:
+                border = self._border_in(pieces, ends, cut)
+                self._add_cut(name, number, pieces[cut], border, first_copy=not copy)
+            self._add(name, ids, pieces, after, first_copy=not copy)
+        end = int(ends[-1]) if len(ends) else position
+        return end, _Carried(int(hashes[-1]), int(taken[-1]))
+
+    def _in_val(self, source: int, hashes: Numbers, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        if self._request.data.val_source is not None:
+            return np.full(len(starts), source == len(self._request.sources) - 1)
+        if self._border is not None:
+            return starts >= self._border
+        return _share(hashes) < self._request.data.val_fraction
+
+    def _cut_row(self, kept: npt.NDArray[np.bool_], ends: npt.NDArray[np.int64], characters: Numbers) -> int | None:
+        if self._border is None:
+            return None
+        rows = np.flatnonzero(kept & (ends > self._border) & (ends - characters.astype(np.int64) < self._border))
+        return int(rows[0]) if len(rows) else None
+
+    def _border_in(self, pieces: Any, ends: npt.NDArray[np.int64], row: int) -> int:
+        assert self._border is not None
+        return self._border - (int(ends[row]) - int(pieces["characters"][row]))
+
+    def _add(self, name: str, ids: Ids, pieces: Any, chosen: npt.NDArray[np.bool_], *, first_copy: bool) -> None:
+        if not chosen.any():
+            return
+        lengths = pieces["tokens"][chosen].astype(np.int64)
+        begins = pieces["flags"][chosen] & BEGINS != 0
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])[begins]
+        mask = np.repeat(chosen, pieces["tokens"].astype(np.int64))
+        self._writers[name].add(ids if mask.all() else ids[mask], starts, int(pieces["bytes"][chosen].sum()))
+        if first_copy:
+            self.kept[name] += int(np.count_nonzero(begins))
+
+    def _add_cut(self, name: str, number: int, piece: Any, border: int, *, first_copy: bool) -> None:
+        """Write the head of the piece in which the border falls to training, its tail to validation."""
+        text = self._find_text(number, int(piece["high"]), int(piece["low"]))
+        text = text[:border] if name == "train" else text[border:]
+        ids = self._tokenizer.encode(text)
+        if name == "val" and piece["flags"] & ENDS and self._tokenizer.end_of_text is not None:
+            ids = np.concatenate([ids, np.array([self._tokenizer.end_of_text], dtype=self._dtype)])
+        begins = name == "val" or bool(piece["flags"] & BEGINS)
+        starts = np.zeros(int(begins), dtype=np.int64)
+        self._writers[name].add(ids, starts, len(text.encode("utf-8", "surrogatepass")))
+        if first_copy and name == "train" and piece["flags"] & BEGINS:
+            self.kept[name] += 1  # a document in both splits is counted where it begins
+
+
+def _share(half: Numbers) -> npt.NDArray[np.float64]:
+    """A hash as a number from 0 to 1."""
+    return half.astype(np.float64) / 2.0**64
+
+
+def _empty_hint(request: Request) -> str:
+    data = request.data
+    if data.val_source is not None:
+        return "check data.source and data.val_source"
+    other = "data.split=contiguous, which cuts inside a document, " if data.split == "document" else ""
+    return f"use more text, {other}or another data.val_fraction than {data.val_fraction}"
+
+
+def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
+    records = sum(head.records for head in decisions.heads)
+    dropped = sum((Counter(head.dropped) for head in decisions.heads), Counter(decisions.dropped))
+    problems = [problem for head in decisions.heads for problem in head.problems] + list(inputs.problems)
+    if problems:
+        first = problems[0]
+        place = f", {first.place}" if first.place else ""
+        more = f" (and {len(problems) - 1:,} more)" if len(problems) > 1 else ""
+        return DataError(
+            f"nothing could be read: {first.file}{place}: {first.message}{more}",
+            "mend the input, or set data.field, data.format or data.invalid_utf8",
+        )
+    why = ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common(4)) or "no records at all"
+    return DataError(
+        f"the source holds no text that is kept: of {records:,} records, {why}",
+        "give a source with text in it, or loosen the clean section",
+    )
+
+
+def _report(decisions: Decisions, inputs: Inputs, kept: Counter[str], splits: dict[str, SplitInfo]) -> dict[str, Any]:
+    heads = decisions.heads
+    dropped = sum((Counter(head.dropped) for head in heads), Counter(decisions.dropped))
+    problems = [len(head.problems) for head in heads]
+    damaged = sum(problem.records for head in heads for problem in head.problems)
+    damaged += sum(problem.records for problem in inputs.problems)
+    records = sum(head.records for head in heads) + sum(problem.records for problem in inputs.problems)
+    if records != sum(kept.values()) + sum(dropped.values()) + damaged:
+        raise RuntimeError(f"{records} records became {dict(kept)} kept, {dict(dropped)} dropped and {damaged} damaged")
+    return {
+        "format": "flatout-report",
+        "records": records,
+        "kept": {name: kept[name] for name in SPLITS},
+        "dropped": dict(dropped),
+        "damaged": damaged,
+        "problem_count": sum(problems) + len(inputs.problems),
+        "replaced_characters": sum(head.replaced for head in heads),
+        "files": len(inputs.files),
+        "passed_over": dict(inputs.passed_over),
+        "input_bytes": inputs.bytes,
+        "text_bytes": sum(split.text_bytes for split in splits.values()),
+    }
+
+
+def _write_problems(folder: Path, journal: Journal, parts: int, inputs: Inputs) -> FileInfo:
+    def every() -> Iterator[Problem]:
+        yield from inputs.problems
+        for number in range(parts):
+            yield from journal.head(number).problems
+
+    lines = (
+        json.dumps(asdict(problem), ensure_ascii=True, sort_keys=True).encode("ascii") + b"\n" for problem in every()
+    )
+    return write_file(folder / PROBLEMS, lines)
+
+
+@final
+class _SplitWriter:
+    """Appends documents to one split, beginning a new shard whenever the last one is full."""
+
+    def __init__(self, folder: Path, split: str, dtype: np.dtype[Any], shard_tokens: int) -> None:
+        self.tokens = 0
+        self.documents = 0
+        self.text_bytes = 0
+        self._folder = folder
+        self._split = split
+        self._dtype = dtype
+        self._shard_tokens = shard_tokens
+        self._shards: list[FileInfo] = []
+        self._shard: HashedFile | None = None
+        self._offsets = HashedFile(folder / f"{split}.offsets.bin")
+
+    def add(self, ids: npt.NDArray[Any], starts: npt.NDArray[np.int64], text_bytes: int) -> None:
+        """Append `ids`, in which documents begin at `starts`; what comes before the first goes on with the last one."""
+        self.text_bytes += text_bytes
+        if not len(ids):
+            return
+        if not self.tokens and (not len(starts) or starts[0]):
+            starts = np.concatenate([[0], starts])  # the split begins inside a document
+        self._offsets.write((starts + self.tokens).astype(OFFSET_DTYPE).tobytes())
+        self.documents += len(starts)
+        while len(ids):
+            room = self._shard_tokens - self.tokens % self._shard_tokens
+            if self._shard is None:
+                self._shard = HashedFile(self._folder / f"{self._split}-{len(self._shards):05d}.bin")
+            self._shard.write(ids[:room].astype(self._dtype, copy=False).tobytes())
+            self.tokens += len(ids[:room])
+            ids = ids[room:]
+            if self.tokens % self._shard_tokens == 0:
+                self._finish_shard()
+
+    def finish(self) -> SplitInfo:
+        self._finish_shard()
+        return SplitInfo(self.tokens, self.documents, self.text_bytes, tuple(self._shards), self._offsets.finish())
+
+    def close(self) -> None:
+        """Let go of the files, whatever state they are in."""
+        for file in (self._shard, self._offsets):
+            if file is not None:
+                file.close()
+
+    def _finish_shard(self) -> None:
+        if self._shard is not None:
+            self._shards.append(self._shard.finish())
+            self._shard = None
+
+
+@final
+class HashedFile:
+    """A new file that knows the size and SHA-256 of what was written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._bytes = 0
+        self._digest = hashlib.sha256()
+        self._file: IO[bytes] = path.open("xb", buffering=2**20)
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._bytes += len(data)
+
+    def finish(self) -> FileInfo:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return FileInfo(self._path.name, self._bytes, self._digest.hexdigest())
+
+    def close(self) -> None:
+        # On a full disk closing tries to flush and fails again, which must not hide the first failure.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+def write_file(path: Path, chunks: Iterable[bytes]) -> FileInfo:
+    """Write a file whole and flushed, and describe it."""
+    with contextlib.closing(HashedFile(path)) as file:
+        for chunk in chunks:
+            file.write(chunk)
+        return file.finish()

@@ -1,0 +1,235 @@
+"""One part of a corpus: read, cleaned and tokenized, by whichever process gets it.
+
+Idea: a part is a few megabytes of the input, and what becomes of it depends on the part and the recipe alone. So parts
+may run in any order, anywhere, and again after a kill; putting their results together in the order of their numbers is
+left to `flatout.data.pack`.
+
+Contract: `run_part` never raises for bad input. Every record of the part is a piece of the result, or counted in
+`dropped` or in a problem. Memory is bounded by the part and its largest document.
+
+Trap: a text file above 16 MiB is one document in several pieces, which may lie in several parts. Whether such a
+document is kept can only be decided when all of its pieces are known; a rejected piece is therefore kept in the index.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.corpus.clean import CleanRules, rejection
+from flatout.corpus.document import Document, Problem, ReadOptions, Slice
+from flatout.corpus.near import signature
+from flatout.corpus.readers import read_slice
+from flatout.data.tokenizer import Ids, Tokenizer, token_dtype, tokenizer_from_json
+from flatout.errors import DataError
+from flatout.files import canonical_json
+
+BEGINS, ENDS, REJECTED = 1, 2, 4
+# A row per piece. `high` and `low` are the first sixteen bytes of the SHA-256 of its text.
+PIECE = np.dtype(
+    [("tokens", "<u8"), ("bytes", "<u8"), ("characters", "<u8"), ("high", "<u8"), ("low", "<u8"), ("flags", "u1")]
+)
+Pieces = npt.NDArray[np.void]
+_BATCH_CHARACTERS = 2**20
+_MOST_PROBLEMS = 10_000
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides what becomes of a part. `options` has one entry per source; no tokenizer means no tokens."""
+
+    options: tuple[ReadOptions, ...]
+    rules: CleanRules
+    tokenizer: dict[str, Any] | None = None
+    near: bool = False
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of one source: slices for the worker to read, or documents of one file that were read already."""
+
+    number: int
+    source: int
+    slices: tuple[Slice, ...] = ()
+    documents: tuple[Document | Problem, ...] = ()
+    file: str = ""
+    # How much of the input this is, for the progress bar: bytes as they lie on disk, and files that end with it.
+    bytes: int = 0
+    files: int = 0
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What became of a part. Arrays are bytes here, since they travel between processes and into files."""
+
+    tokens: bytes
+    pieces: bytes
+    signatures: bytes
+    records: int
+    replaced: int
+    dropped: dict[str, int]
+    problems: tuple[Problem, ...]
+    # Rejected pieces of documents in several pieces, by position in `pieces`, and the rule.
+    rejected: dict[int, str] = field(default_factory=dict)
+
+
+def run_part(recipe: Recipe, part: Part) -> PartResult:
+    """Read, clean and tokenize a part."""
+    assert recipe.tokenizer is not None, "a recipe for tokens names a tokenizer"
+    work = _Work(_tokenizer(canonical_json(recipe.tokenizer)), recipe.near)
+    for file, item in judged(recipe, part):
+        work.add(file, item)
+    return work.result()
+
+
+def characters_of_part(recipe: Recipe, part: Part) -> str:
+    """The characters that occur in the documents of a part which are kept, sorted."""
+    found: set[str] = set()
+    for _, item in judged(recipe, part):
+        if isinstance(item, Document) and item.rejected is None:
+            found.update(item.text)
+    return "".join(sorted(found))
+
+
+def texts_of_part(recipe: Recipe, part: Part) -> Iterator[str]:
+    """The texts of a part that are kept."""
+    for _, item in judged(recipe, part):
+        if isinstance(item, Document) and item.rejected is None and item.text:
+            yield item.text
+
+
+def judged(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem]]:
+    """The documents of a part, each marked with the first rule that drops it, and the problems met on the way.
+
+    Each comes with the name of its file.
+    """
+    for file, item in _items(recipe, part):
+        if isinstance(item, Document) and item.begins and item.text and item.rejected is None:
+            reason = _reason(recipe.rules, item)
+            yield file, item if reason is None else replace(item, text="", rejected=reason)
+        else:
+            yield file, item
+
+
+def _items(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem]]:
+    for item in part.documents:
+        yield part.file, item
+    for each in part.slices:
+        for item in read_slice(each, recipe.options[part.source]):
+            yield each.file.name, item
+
+
+def _reason(rules: CleanRules, document: Document) -> str | None:
+    if not document.ends and rules.max_characters is not None:
+        return "too_long"  # what comes in pieces is longer than any limit that can be set
+    return rejection(rules, document.text, document.url)
+
+
+@final
+class _Work:
+    """Collects what becomes of a part; texts are tokenized in batches, since many are short."""
+
+    def __init__(self, tokenizer: Tokenizer, near: bool) -> None:
+        self._tokenizer = tokenizer
+        self._near = near
+        self._dtype = token_dtype(tokenizer.vocab)
+        self._ending = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=self._dtype)
+        self._waiting: list[tuple[str, Document]] = []
+        self._waiting_characters = 0
+        self._tokens: list[bytes] = []
+        self._rows: list[tuple[int, int, int, int, int, int]] = []
+        self._signatures: list[bytes] = []
+        self._records = self._replaced = 0
+        self._dropped: Counter[str] = Counter()
+        self._rejected: dict[int, str] = {}
+        self._problems: list[Problem] = []
+        self._unlisted, self._first_unlisted = 0, ""
+
+    def add(self, file: str, item: Document | Problem) -> None:
+        if isinstance(item, Problem):
+            self._records += item.records
+            self._problem(item)
+            return
+        self._records += item.begins
+        self._replaced += item.replaced
+        if item.begins and item.ends and (item.rejected is not None or not item.text):
+            self._dropped[item.rejected or "empty"] += 1
+            return
+        self._waiting.append((file, item))
+        self._waiting_characters += len(item.text)
+        if self._waiting_characters >= _BATCH_CHARACTERS:
+            self._encode()
+
+    def result(self) -> PartResult:
+        self._encode()
+        return PartResult(
+            tokens=b"".join(self._tokens),
+            pieces=np.array(self._rows, dtype=PIECE).tobytes(),
+            signatures=b"".join(self._signatures),
+            records=self._records,
+            replaced=self._replaced,
+            dropped=dict(self._dropped),
+            problems=tuple(self._problems),
+            rejected=self._rejected,
+        )
+
+    def _problem(self, problem: Problem) -> None:
+        if len(self._problems) < _MOST_PROBLEMS:
+            self._problems.append(problem)
+            return
+        # A file of another kind altogether may hold millions; the last entry then stands for the rest of its part.
+        last, self._unlisted = self._problems[-1], self._unlisted + 1
+        message = f"{self._unlisted:,} more from here on, the first: {self._first_unlisted or problem.message}"
+        self._first_unlisted = self._first_unlisted or problem.message
+        self._problems[-1] = replace(last, message=message, records=last.records + problem.records)
+
+    def _encode(self) -> None:
+        waiting, self._waiting, self._waiting_characters = self._waiting, [], 0
+        try:
+            encoded = self._tokenizer.encode_batch([document.text for _, document in waiting])
+        except DataError:  # it refuses one of the texts; find out which
+            encoded = None
+        for number, (file, document) in enumerate(waiting):
+            ids = self._encode_one(file, document) if encoded is None else encoded[number]
+            if ids is not None:
+                self._keep(document, ids)
+
+    def _encode_one(self, file: str, document: Document) -> Ids | None:
+        try:
+            return self._tokenizer.encode(document.text)
+        except DataError as error:
+            whole = document.begins and document.ends
+            self._problem(Problem(file, document.place, "tokenizer", error.message, records=int(whole)))
+            if whole:
+                return None
+            self._rejected[len(self._rows)] = "tokenizer"
+            return np.empty(0, self._dtype)
+
+    def _keep(self, document: Document, ids: Ids) -> None:
+        whole = document.begins and document.ends
+        if document.ends and document.rejected is None:
+            ids = np.concatenate([ids, self._ending])
+        if whole and not len(ids):  # a tokenizer may normalise a text away
+            self._dropped["empty"] += 1
+            return
+        if document.rejected is not None:
+            self._rejected[len(self._rows)] = document.rejected
+        raw = document.text.encode("utf-8", "surrogatepass")
+        digest = hashlib.sha256(raw).digest()
+        high, low = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
+        flags = BEGINS * document.begins | ENDS * document.ends | REJECTED * (len(self._rows) in self._rejected)
+        self._rows.append((len(ids), len(raw), len(document.text), high, low, flags))
+        self._tokens.append(ids.astype(self._dtype, copy=False).tobytes())
+        if self._near and document.begins:
+            self._signatures.append(signature(document.text))
+
+
+@lru_cache(maxsize=2)
+def _tokenizer(description: bytes) -> Tokenizer:
+    return tokenizer_from_json(json.loads(description))

@@ -1,0 +1,262 @@
+"""What is asked for and what there is to read: from a config's words to numbered parts.
+
+Idea: the parts of a corpus are numbered in the order of its text. Cutting depends on names and sizes only, so a prepare
+that starts again finds the same parts under the same numbers.
+
+Contract: parts come in order, each about 16 MiB of input, and never span two sources. What cannot be cut (a large
+compressed file, a large JSON array, a hub stream) is read here, in the parent, and handed on as documents; what such a
+file gave is noted in `done`, so that it is not read again for nothing.
+
+Trap: standard input cannot be read twice. It is copied to a file first, and that file is what the parts come from.
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flatout.config.schema import CleanConfig, DataConfig, SourceConfig
+from flatout.corpus.clean import CleanRules, load_rules
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice
+from flatout.corpus.readers import read_slice
+from flatout.corpus.sources import find_files, slices_of
+from flatout.data.part import Part
+from flatout.errors import DataError, ResourceError
+
+STDIN = "-"
+PART_BYTES = 2**24
+_MOST_SLICES = 4096
+_MOST_DOCUMENTS = 50_000
+# What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
+_DECISIVE = (
+    "source",
+    "val_source",
+    "format",
+    "field",
+    "document_start",
+    "invalid_utf8",
+    "split",
+    "val_fraction",
+    "shard_tokens",
+    "unknown_characters",
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A dataset as it was asked for."""
+
+    data: DataConfig
+    clean: CleanConfig
+    rules: CleanRules
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The sources in order; the last is the validation source where there is one."""
+        given = self.data.source
+        listed: list[str | SourceConfig] = given if isinstance(given, list) else [] if given is None else [given]
+        plain = [SourceConfig(path=item) if isinstance(item, str) else item for item in listed]
+        return (*plain, *([] if self.data.val_source is None else [SourceConfig(path=self.data.val_source)]))
+
+    @property
+    def options(self) -> tuple[ReadOptions, ...]:
+        """How each source is read."""
+        data = self.data
+        return tuple(
+            ReadOptions(source.field or data.field, source.document_start or data.document_start, data.invalid_utf8)
+            for source in self.sources
+        )
+
+    def settings(self, source_bytes: int) -> dict[str, Any]:
+        """What the manifest keeps of the request."""
+        data = self.data.model_dump(mode="json")
+        chosen = {name: data[name] for name in _DECISIVE}
+        return {**chosen, "clean": self.rules.to_json(), "source_bytes": source_bytes}
+
+
+def request_of(data: DataConfig, clean: CleanConfig | None = None) -> Request:
+    """The request that two sections of a config make; a block list is read here."""
+    clean = clean or CleanConfig()
+    return Request(data, clean, load_rules(clean))
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files of all sources in the order they are read, and what was seen beside them."""
+
+    files: tuple[InputFile, ...]
+    problems: tuple[Problem, ...]
+    passed_over: dict[str, int]
+
+    @property
+    def bytes(self) -> int:
+        return sum(file.bytes for file in self.files)
+
+    def stamps(self) -> list[list[Any]]:
+        """Size and time of change of every file: a change tells that the input is another."""
+        return [[file.path, file.format, file.compression, file.source, *_stamp(file)] for file in self.files]
+
+
+def find_inputs(request: Request, work: Path) -> Inputs:
+    """List the files of a request. Standard input is copied into `work` first."""
+    if not request.sources:
+        raise DataError("data.source is not set", "set data.source to a text file or folder")
+    files: list[InputFile] = []
+    problems: list[Problem] = []
+    passed_over: dict[str, int] = {}
+    for number, source in enumerate(request.sources):
+        form = source.format or request.data.format
+        if source.path == STDIN:
+            files.append(_spooled(work / f"stdin-{number}", form or "text", number))
+            continue
+        found = find_files(source.path, format=form, number=number)
+        files += found.files
+        problems += found.problems
+        for suffix, count in found.passed_over.items():
+            passed_over[suffix] = passed_over.get(suffix, 0) + count
+    return Inputs(tuple(files), tuple(problems), passed_over)
+
+
+def source_bytes(request: Request) -> int | None:
+    """Size of the source's files now: a quick sign of whether a dataset prepared earlier may be out of date."""
+    if any(source.path == STDIN for source in request.sources):
+        return None
+    return find_inputs(request, Path()).bytes
+
+
+class Done:
+    """What a prepare that was stopped had finished; here, of one that has only begun: nothing."""
+
+    def has(self, number: int) -> bool:
+        """Whether the result of that part is there."""
+        return False
+
+    def parts_of(self, file: int) -> int | None:
+        """How many parts the file of that number gave, if it has been read to its end."""
+        return None
+
+    def note(self, file: int, parts: int) -> None:
+        """Keep in mind that a file has been read to its end and gave that many parts."""
+
+
+def parts_of(inputs: Inputs, options: tuple[ReadOptions, ...], done: Done) -> Iterator[Part | int]:
+    """The parts that are still to be done, in order, and the numbers of those that are done."""
+    number = 0
+    waiting: list[Slice] = []
+    size = 0
+
+    def group(files: int) -> Part:
+        nonlocal number, size, waiting
+        part = Part(number, waiting[0].file.source, tuple(waiting), bytes=size, files=files)
+        number, size, waiting = number + 1, 0, []
+        return part
+
+    ended = 0  # files that end in the group
+    for index, file in enumerate(inputs.files):
+        slices = slices_of(file, PART_BYTES)
+        if waiting and (slices is None or waiting[0].file.source != file.source):
+            yield _unless_done(group(ended), done)
+            ended = 0
+        if slices is None:
+            for part in _read_here(file, index, options[file.source], number, done):
+                number += 1
+                yield part
+            continue
+        for position, piece in enumerate(slices):
+            waiting.append(piece)
+            share = file.bytes * (position + 1) // len(slices) - file.bytes * position // len(slices)
+            size += share
+            ended += position + 1 == len(slices)
+            if size >= PART_BYTES or len(waiting) >= _MOST_SLICES:
+                yield _unless_done(group(ended), done)
+                ended = 0
+    if waiting:
+        yield _unless_done(group(ended), done)
+
+
+def _unless_done(part: Part, done: Done) -> Part | int:
+    return part.number if done.has(part.number) else part
+
+
+def _read_here(file: InputFile, index: int, options: ReadOptions, first: int, done: Done) -> Iterator[Part | int]:
+    """The parts of a file that only one process can read, cut by the size of their texts."""
+    known = done.parts_of(index)
+    if known is not None and all(done.has(number) for number in range(first, first + known)):
+        yield from range(first, first + known)
+        return
+    number = first
+    for documents, share in _batches(file, options):
+        part = Part(number, file.source, documents=documents, file=file.name, bytes=share)
+        yield _unless_done(part, done)
+        number += 1
+    done.note(index, number - first)
+
+
+def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Document | Problem, ...], int]]:
+    batch: list[Document | Problem] = []
+    characters = 0
+    position = told = 0
+
+    def watch(now: int) -> None:
+        nonlocal position
+        position = now
+
+    for item in read_slice(Slice(file), options, watch=watch):
+        batch.append(item)
+        characters += len(item.text) if isinstance(item, Document) else 0
+        if characters >= PART_BYTES or len(batch) >= _MOST_DOCUMENTS:
+            yield tuple(batch), position - told
+            told, batch, characters = position, [], 0
+    yield tuple(batch), max(file.bytes - told, 0)
+
+
+def find_part(inputs: Inputs, options: tuple[ReadOptions, ...], number: int) -> Part:
+    """The part of that number, cut anew."""
+    for part in parts_of(inputs, options, Done()):
+        if isinstance(part, Part) and part.number == number:
+            return part
+    raise DataError("the source has become shorter while it was read", "prepare it again when nothing writes to it")
+
+
+def _spooled(target: Path, form: str, number: int) -> InputFile:
+    if sys.stdin is None or sys.stdin.isatty():
+        raise DataError(
+            "the source is standard input, and nothing is piped into it", "for example: cat a.txt | flatout prepare ..."
+        )
+    digest = hashlib.sha256()
+    with target.open("wb") as file:
+        while chunk := sys.stdin.buffer.read(2**20):
+            digest.update(chunk)
+            file.write(chunk)
+    # The same bytes piped in again are the same input: the stamp is their hash, not the time.
+    stamp = int.from_bytes(digest.digest()[:6], "big")
+    os.utime(target, ns=(stamp, stamp))
+    return InputFile(str(target), "standard input", form, "", target.stat().st_size, number)
+
+
+def _stamp(file: InputFile) -> tuple[int, int]:
+    if file.format == "hub":
+        return 0, 0
+    try:
+        found = os.stat(file.path)
+    except OSError:
+        return -1, -1
+    return (file.bytes if os.path.isdir(file.path) else found.st_size), found.st_mtime_ns
+
+
+def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool) -> None:
+    """Refuse to begin where the parts and the shards that come from them cannot fit."""
+    text = sum(file.bytes * (4 if file.compression or file.format == "parquet" else 1) for file in inputs.files)
+    tokens = text // 3 if subword else text
+    need = 2 * tokens * bytes_per_token
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise ResourceError(
+            f"{folder} has {free / 1e9:.1f} GB free, and preparing {inputs.bytes / 1e9:.1f} GB of input needs about "
+            f"{need / 1e9:.1f} GB",
+            "free some space, or set data.folder to another disk",
+        )

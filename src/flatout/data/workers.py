@@ -1,0 +1,259 @@
+"""Where parts run: in this process, in worker processes, or on a Ray cluster. The results are the same.
+
+Idea: an engine maps a task over parts and yields each part with its result as soon as it is there, in any order, with
+a bounded number under way. A worker is a fresh Python that reads jobs from its standard input and writes results to
+its standard output; so it never imports the user's script, shares no threads or locks with this process, and ends by
+itself when this process dies, even by SIGKILL.
+
+Contract: tasks are functions of (recipe, part) that depend on nothing else. A `UserError` in a worker is raised here;
+any other failure names the worker's traceback. After `close` no worker runs.
+
+Trap: jobs travel as pickles, from this process to its own children only; nothing of the kind is ever written to disk.
+"""
+
+import abc
+import contextlib
+import os
+import pickle
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import IO, Any, Literal, Self, final
+
+import flatout
+from flatout.data.part import Part, Recipe, characters_of_part, run_part
+from flatout.errors import DataError, HardwareError, ResourceError, UserError
+
+EngineName = Literal["local", "ray"]
+Task = Literal["tokens", "characters"]
+TASKS: dict[str, Callable[[Recipe, Part], Any]] = {"tokens": run_part, "characters": characters_of_part}
+_SIZE = struct.Struct("<Q")
+
+
+class Engine(abc.ABC):
+    """Runs parts. Use as a context manager."""
+
+    @abc.abstractmethod
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
+        """Each part with its result, in the order in which they finish. Parts are taken only as fast as needed."""
+
+    def close(self) -> None:  # noqa: B027 - an engine without workers has nothing to stop
+        """Stop all workers at once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_engine(name: EngineName, workers: int) -> Engine:
+    """The engine of that name; `workers` 0 runs in this process. Ray decides by itself how many run."""
+    if name == "ray":
+        return RayEngine()
+    return ProcessEngine(workers) if workers else InlineEngine()
+
+
+@final
+class InlineEngine(Engine):
+    """Runs every part in this process, one after the other."""
+
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
+        for part in parts:
+            yield part, TASKS[task](recipe, part)
+
+
+@final
+class ProcessEngine(Engine):
+    """Runs parts in worker processes; a thread per worker hands it its jobs."""
+
+    def __init__(self, workers: int) -> None:
+        self._workers = [_Worker() for _ in range(workers)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(workers, "flatout-prepare")
+
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
+        # One job more than there are workers is ready, so that none waits for this thread to read the next.
+        most = 2 * len(self._workers)
+        under_way: dict[Future[Any], Part] = {}
+        for part in parts:
+            if len(under_way) >= most:
+                yield from _finished(under_way)
+            under_way[self._threads.submit(self._call, task, recipe, part)] = part
+        while under_way:
+            yield from _finished(under_way)
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _call(self, task: Task, recipe: Recipe, part: Part) -> Any:
+        worker = self._idle.get()
+        try:
+            return worker.call(task, recipe, part)
+        finally:
+            self._idle.put(worker)
+
+
+def _finished(under_way: dict[Future[Any], Part]) -> Iterator[tuple[Part, Any]]:
+    done, _ = wait(under_way, return_when=FIRST_COMPLETED)
+    for future in sorted(done, key=lambda each: under_way[each].number):
+        part = under_way.pop(future)
+        yield part, future.result()
+
+
+@final
+class _Worker:
+    """A child process that answers one job at a time."""
+
+    def __init__(self) -> None:
+        root = str(Path(flatout.__file__).parents[1])
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        # One thread each: there are as many workers as cores.
+        threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from flatout.data.workers import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, **threads, "PYTHONPATH": path},
+        )
+        self._recipe: Recipe | None = None
+
+    def call(self, task: Task, recipe: Recipe, part: Part) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        known = self._recipe is recipe
+        self._recipe = recipe
+        try:
+            _send(self._process.stdin, (task, None if known else recipe, part))
+            ok, value = _receive(self._process.stdout)
+        except (OSError, EOFError) as error:
+            code = self._process.wait()
+            raise ResourceError(
+                f"a worker process ended with code {code} while it prepared {_name(part)}",
+                "if the machine ran out of memory, use fewer --workers; run prepare again to go on",
+            ) from error
+        if ok:
+            return value
+        if isinstance(value, UserError):
+            raise value
+        raise RuntimeError(f"a worker process failed on {_name(part)}:\n{value}")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):  # what was still to be written has no reader any more
+                stream.close()
+
+
+def serve() -> None:
+    """The life of a worker: answer jobs until there is nobody left to ask."""
+    # Nothing that prints may get into the answers.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    recipe: Recipe | None = None
+    while True:
+        try:
+            task, given, part = _receive(sys.stdin.buffer)
+        except EOFError:
+            return
+        recipe = given or recipe
+        assert recipe is not None, "the first job brings the recipe"
+        try:
+            reply = True, TASKS[task](recipe, part)
+        except UserError as error:
+            reply = False, error
+        except Exception:  # noqa: BLE001 - whatever it is, the parent must hear of it
+            reply = False, traceback.format_exc()
+        try:
+            _send(replies, reply)
+        except OSError:  # the parent is gone
+            os._exit(1)
+
+
+def _send(stream: IO[bytes], value: Any) -> None:
+    raw = pickle.dumps(value, protocol=5)
+    stream.write(_SIZE.pack(len(raw)))
+    stream.write(raw)
+    stream.flush()
+
+
+def _receive(stream: IO[bytes]) -> Any:
+    return pickle.loads(_exactly(stream, _SIZE.unpack(_exactly(stream, _SIZE.size))[0]))
+
+
+def _exactly(stream: IO[bytes], count: int) -> bytes:
+    raw = stream.read(count)
+    if len(raw) < count:
+        raise EOFError
+    return raw
+
+
+def _name(part: Part) -> str:
+    return part.file or (part.slices[0].file.name if part.slices else f"part {part.number}")
+
+
+@final
+class RayEngine(Engine):
+    """Runs parts on the Ray cluster this process is in, or on one of its own on this machine."""
+
+    def __init__(self) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise DataError("--engine ray needs the package ray", "pip install 'flatout[ray]'") from error
+        self._ray = ray
+        self._ours = not ray.is_initialized()
+        if self._ours:
+            try:
+                # RAY_ADDRESS names the cluster; without it, a running local one is found or a new one is started.
+                ray.init(log_to_driver=False, configure_logging=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise HardwareError(
+                    f"cannot reach a Ray cluster: {error}", "check RAY_ADDRESS, or start one with `ray start --head`"
+                ) from error
+
+    def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
+        ray = self._ray
+        remote = ray.remote(_ray_task)
+        stored = ray.put(recipe)
+        under_way: dict[Any, Part] = {}
+        for part in parts:
+            # The cluster may grow while we run, so its size is asked for each time.
+            if len(under_way) >= 2 * max(1, int(ray.cluster_resources().get("CPU", 1))):
+                yield from self._finished(under_way)
+            under_way[remote.remote(task, stored, part)] = part
+        while under_way:
+            yield from self._finished(under_way)
+
+    def close(self) -> None:
+        if self._ours:
+            self._ray.shutdown()
+
+    def _finished(self, under_way: dict[Any, Part]) -> Iterator[tuple[Part, Any]]:
+        done, _ = self._ray.wait(list(under_way), num_returns=1)
+        for reference in done:
+            part = under_way.pop(reference)
+            try:
+                yield part, self._ray.get(reference)
+            except self._ray.exceptions.RayTaskError as error:
+                cause = error.cause if isinstance(error.cause, UserError) else None
+                if cause is not None:
+                    raise cause from error
+                raise
+
+
+def _ray_task(task: Task, recipe: Recipe, part: Part) -> Any:
+    return TASKS[task](recipe, part)

@@ -33,7 +33,8 @@ def write_dataset(
 
     def split(name: str, documents: Documents) -> SplitInfo:
         lengths = [len(document) for document in documents]
-        stream = np.concatenate([np.array(list(document), dtype=dtype) for document in documents])
+        values = [list(document) if isinstance(document, bytes) else document for document in documents]
+        stream = np.concatenate([np.asarray(document, dtype=dtype) for document in values])
         shards = [
             store(f"{name}-{number:05d}.bin", stream[start : start + shard_tokens].tobytes())
             for number, start in enumerate(range(0, len(stream), shard_tokens))

@@ -144,6 +144,68 @@ class EndRecord:
     checkpoint: str | None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitSummary:
+    """One split of a prepared dataset. Lengths are in tokens, an end-of-text id included.
+
+    Bin i holds the documents of length `edges[i]` to `edges[i + 1] - 1`; both splits have the same edges. `quantiles`
+    goes from `min` over `50%` to `max`. `windows` and `remainder` are None when no context was given.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    bytes_per_token: float
+    shards: int
+    disk_bytes: int
+    edges: tuple[int, ...]
+    documents_by_length: tuple[int, ...]
+    tokens_by_length: tuple[int, ...]
+    quantiles: dict[str, int]
+    windows: int | None
+    remainder: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenCount:
+    """How often an id occurs; `text` is what it stands for, with escapes, or empty when that is no whole character."""
+
+    id: int
+    text: str
+    count: int
+    share: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DocumentSample:
+    """The beginning of a document, as it is; `document` counts from 0, and `cut` says that there is more."""
+
+    split: str
+    document: int
+    tokens: int
+    text: str
+    cut: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataSummary:
+    """What a prepared dataset holds. `report` is its report.json, None if it has none; `problems` are the first few."""
+
+    folder: str
+    fingerprint: str
+    tokenizer: str
+    vocab: int
+    dtype: str
+    context: int | None
+    splits: tuple[SplitSummary, ...]
+    top_tokens: tuple[TokenCount, ...]
+    unused_ids: int
+    samples: tuple[DocumentSample, ...]
+    report: dict[str, Any] | None
+    problems: tuple[dict[str, Any], ...]
+
+
 Record = RunInfo | StepRecord | EvalRecord | EpochRecord | SampleRecord | CheckpointRecord | NoticeRecord | EndRecord
 
 _NAMES: dict[type, str] = {
@@ -155,10 +217,11 @@ _NAMES: dict[type, str] = {
     CheckpointRecord: "checkpoint",
     NoticeRecord: "notice",
     EndRecord: "end",
+    DataSummary: "data",
 }
 
 
-def record_to_json(record: Record) -> str:
+def record_to_json(record: Record | DataSummary) -> str:
     """One JSON line. Non-finite numbers become the strings "nan", "inf", "-inf": JSON has no word for them, and a
     NaN loss must be visible in the log, never averaged or filtered away."""
     body = {"type": _NAMES[type(record)], **dataclasses.asdict(record)}

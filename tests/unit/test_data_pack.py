@@ -1,26 +1,54 @@
 """Packing: exact splits, documents and offsets, the same bytes every time, and nothing half-made left behind."""
 
 import errno
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
-from flatout.data import pack
+from flatout.config.schema import CleanConfig, DataConfig
+from flatout.data import plan
+from flatout.data.inspect import read_problems, read_report
 from flatout.data.manifest import Manifest, read_manifest
 from flatout.data.pack import pack_corpus
-from flatout.data.readers import Document
+from flatout.data.plan import request_of
 from flatout.data.shards import open_dataset, verify_dataset
 from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
 from flatout.errors import DataError, ResourceError
+from flatout.records import PrepareProgress
 
 TEXTS = [f"document {number} says {'ho ' * (number % 7)}\n" for number in range(60)]
+
+
+def pack(
+    source: Any,
+    folder: Path,
+    tokenizer: str = "bytes",
+    split: Any = "contiguous",
+    val_fraction: float = 0.1,
+    shard_tokens: int = 100_000_000,
+    clean: CleanConfig | None = None,
+    more: dict[str, Any] | None = None,
+    **how: Any,
+) -> Manifest:
+    data = DataConfig(
+        source=source, tokenizer=tokenizer, split=split, val_fraction=val_fraction, shard_tokens=shard_tokens,
+        **(more or {}),
+    )  # fmt: skip
+    return pack_corpus(request_of(data, clean), folder, **how)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut even small files into many parts."""
+    monkeypatch.setattr(plan, "PART_BYTES", 256)
 
 
 def rows(folder: Path, texts: list[str] = TEXTS) -> str:
@@ -39,19 +67,19 @@ def split_tokens(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def test_shakespeare_splits_at_the_customary_character(tmp_path: Path) -> None:
-    manifest = pack_corpus("shakespeare", tmp_path / "char", "char")
+    manifest = pack("shakespeare", tmp_path / "char", "char")
     assert (manifest.vocab, manifest.dtype) == (65, "uint16")
     assert [manifest.splits[name].tokens for name in ("train", "val")] == [1_003_854, 111_540]
     dataset = open_dataset(tmp_path / "char", verify="full")
     assert dataset.tokenizer.decode(dataset.val.read(0, 15)) == "?\n\nGREMIO:\nGood"
-    manifest = pack_corpus("shakespeare", tmp_path / "gpt2", "gpt2")
+    manifest = pack("shakespeare", tmp_path / "gpt2", "gpt2")
     # The document ends in the validation split, and so does its end-of-text id.
     assert [manifest.splits[name].tokens for name in ("train", "val")] == [301_966, 36_059 + 1]
     assert [manifest.splits[name].text_bytes for name in ("train", "val")] == [1_003_854, 111_540]
 
 
 def test_contiguous_cuts_inside_the_document_at_the_border(tmp_path: Path) -> None:
-    pack_corpus(rows(tmp_path, ["aaaa", "bbbbbb", "cc"]), tmp_path / "data", "bytes", "contiguous", 0.5)
+    pack(rows(tmp_path, ["aaaa", "bbbbbb", "cc"]), tmp_path / "data", "bytes", "contiguous", 0.5)
     train, val = split_tokens(tmp_path / "data")
     # The cut document has no end of text in training, for it does not end there.
     assert train == [*b"aaaa", 256, *b"bb"]
@@ -65,7 +93,7 @@ def test_contiguous_cuts_inside_the_document_at_the_border(tmp_path: Path) -> No
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.9])
 def test_contiguous_loses_and_repeats_nothing(tmp_path: Path, fraction: float) -> None:
     texts = ["é漢😀" * 20, "x", "long " * 30, "y\n"]
-    pack_corpus(rows(tmp_path, texts), tmp_path / "data", "char", "contiguous", fraction)
+    pack(rows(tmp_path, texts), tmp_path / "data", "char", "contiguous", fraction)
     train, val = split_tokens(tmp_path / "data")
     tokenizer = open_dataset(tmp_path / "data").tokenizer
     assert tokenizer.decode(train) + tokenizer.decode(val) == "".join(texts)
@@ -74,7 +102,7 @@ def test_contiguous_loses_and_repeats_nothing(tmp_path: Path, fraction: float) -
 
 def test_document_split_is_by_the_text_alone(tmp_path: Path) -> None:
     def documents(folder: str, texts: list[str]) -> tuple[set[str], set[str]]:
-        pack_corpus(rows(tmp_path, texts), tmp_path / folder, "bytes", "document", 0.3)
+        pack(rows(tmp_path, texts), tmp_path / folder, "bytes", "document", 0.3)
         tokenizer = ByteTokenizer()
         train, val = (tokenizer.decode(ids).split("<|endoftext|>")[:-1] for ids in split_tokens(tmp_path / folder))
         assert len(train) + len(val) == len(texts)
@@ -90,7 +118,7 @@ def test_document_split_is_by_the_text_alone(tmp_path: Path) -> None:
 
 
 def test_documents_are_tokenized_one_by_one_and_end_in_the_id(tmp_path: Path) -> None:
-    pack_corpus(rows(tmp_path), tmp_path / "data", "gpt2", "document", 0.3)
+    pack(rows(tmp_path), tmp_path / "data", "gpt2", "document", 0.3)
     dataset = open_dataset(tmp_path / "data", verify="full")
     starts = dataset.train.document_starts().astype(np.int64)
     ends = [*starts[1:].tolist(), dataset.train.tokens]
@@ -104,21 +132,21 @@ def test_documents_are_tokenized_one_by_one_and_end_in_the_id(tmp_path: Path) ->
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
-    first = pack_corpus(rows(tmp_path), tmp_path / "a", "gpt2", "document", 0.3, 37)
-    second = pack_corpus(rows(tmp_path), tmp_path / "b", "gpt2", "document", 0.3, 37)
+    first = pack(rows(tmp_path), tmp_path / "a", "gpt2", "document", 0.3, 37)
+    second = pack(rows(tmp_path), tmp_path / "b", "gpt2", "document", 0.3, 37)
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert first == second == read_manifest(tmp_path / "a")
     (tmp_path / "elsewhere").mkdir()
-    moved = pack_corpus(rows(tmp_path / "elsewhere"), tmp_path / "c", "gpt2", "document", 0.3, 37)
+    moved = pack(rows(tmp_path / "elsewhere"), tmp_path / "c", "gpt2", "document", 0.3, 37)
     assert moved.fingerprint == first.fingerprint
-    other = pack_corpus(rows(tmp_path), tmp_path / "d", "gpt2", "document", 0.4, 37)
+    other = pack(rows(tmp_path), tmp_path / "d", "gpt2", "document", 0.4, 37)
     assert other.fingerprint != first.fingerprint
 
 
 @pytest.mark.parametrize("shard_tokens", [1, 7, 100, 10**9])
 def test_the_size_of_shards_does_not_change_the_stream(tmp_path: Path, shard_tokens: int) -> None:
-    pack_corpus(rows(tmp_path, TEXTS[:8]), tmp_path / "one", "bytes", "contiguous", 0.2)
-    manifest = pack_corpus(rows(tmp_path, TEXTS[:8]), tmp_path / "many", "bytes", "contiguous", 0.2, shard_tokens)
+    pack(rows(tmp_path, TEXTS[:8]), tmp_path / "one", "bytes", "contiguous", 0.2)
+    manifest = pack(rows(tmp_path, TEXTS[:8]), tmp_path / "many", "bytes", "contiguous", 0.2, shard_tokens)
     assert split_tokens(tmp_path / "one") == split_tokens(tmp_path / "many")
     shards = manifest.splits["train"].shards
     assert len(shards) == -(-manifest.splits["train"].tokens // shard_tokens)
@@ -128,30 +156,30 @@ def test_the_size_of_shards_does_not_change_the_stream(tmp_path: Path, shard_tok
 def test_a_large_vocabulary_is_kept_in_four_bytes(tmp_path: Path) -> None:
     text = "".join(chr(code) for code in range(0x10000, 0x10000 + 70_000))
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    manifest = pack_corpus(str(tmp_path / "a.txt"), tmp_path / "data", "char")
+    manifest = pack(str(tmp_path / "a.txt"), tmp_path / "data", "char")
     assert manifest.dtype == "uint32"
     assert split_tokens(tmp_path / "data") == (list(range(63_000)), list(range(63_000, 70_000)))
 
 
-def test_progress_counts_up_to_the_whole(tmp_path: Path) -> None:
-    calls: list[tuple[int, int, int]] = []
-    manifest = pack_corpus(
-        rows(tmp_path), tmp_path / "data", "bytes", "document", 0.3, progress=lambda *counts: calls.append(counts)
-    )
-    splits = manifest.splits.values()
-    total = (60, sum(split.tokens for split in splits), sum(split.text_bytes for split in splits))
-    assert calls[-1] == total
-    assert calls == sorted(calls)
+def test_progress_counts_up_to_the_whole(tmp_path: Path, small_parts: None) -> None:
+    told: list[PrepareProgress] = []
+    manifest = pack(rows(tmp_path), tmp_path / "data", "bytes", "document", 0.3, progress=told.append)
+    reading = [step for step in told if step.phase == "reading"]
+    assert len(reading) > 5
+    assert (reading[-1].documents, reading[-1].files) == (60, 1)
+    assert reading[-1].tokens == sum(split.tokens for split in manifest.splits.values())
+    assert reading[-1].bytes == reading[-1].total_bytes == (tmp_path / "rows.jsonl").stat().st_size
+    assert [step.bytes for step in reading] == sorted(step.bytes for step in reading)
 
 
 def test_a_tokenizer_of_one_dataset_prepares_another(tmp_path: Path) -> None:
-    first = pack_corpus("shakespeare", tmp_path / "a", "char")
+    first = pack("shakespeare", tmp_path / "a", "char")
     (tmp_path / "new.txt").write_text("To be, or not to be.\n" * 9, encoding="utf-8")
-    second = pack_corpus(str(tmp_path / "new.txt"), tmp_path / "b", str(tmp_path / "a" / "tokenizer.json"))
+    second = pack(str(tmp_path / "new.txt"), tmp_path / "b", str(tmp_path / "a" / "tokenizer.json"))
     assert second.tokenizer_fingerprint == first.tokenizer_fingerprint
     (tmp_path / "new.txt").write_text("To bé", encoding="utf-8")
     with pytest.raises(DataError, match="'é'"):
-        pack_corpus(str(tmp_path / "new.txt"), tmp_path / "c", str(tmp_path / "a" / "tokenizer.json"))
+        pack(str(tmp_path / "new.txt"), tmp_path / "c", str(tmp_path / "a" / "tokenizer.json"))
 
 
 # What is refused
@@ -159,20 +187,20 @@ def test_a_tokenizer_of_one_dataset_prepares_another(tmp_path: Path) -> None:
 
 def test_an_empty_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="came out empty") as caught:
-        pack_corpus("shakespeare", tmp_path / "a", "char", "document")
+        pack("shakespeare", tmp_path / "a", "char", "document")
     assert "contiguous" in caught.value.hint
     (tmp_path / "x.txt").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match="train split came out empty"):
-        pack_corpus(str(tmp_path / "x.txt"), tmp_path / "a", "bytes")
+        pack(str(tmp_path / "x.txt"), tmp_path / "a", "bytes")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.txt"]
 
 
 def test_an_existing_dataset_is_kept_unless_told_otherwise(tmp_path: Path) -> None:
-    first = pack_corpus(rows(tmp_path), tmp_path / "data", "bytes")
+    first = pack(rows(tmp_path), tmp_path / "data", "bytes")
     with pytest.raises(DataError, match="already holds a dataset"):
-        pack_corpus("shakespeare", tmp_path / "data", "char")
+        pack("shakespeare", tmp_path / "data", "char")
     assert verify_dataset(tmp_path / "data") == first
-    second = pack_corpus("shakespeare", tmp_path / "data", "char", overwrite=True)
+    second = pack("shakespeare", tmp_path / "data", "char", overwrite=True)
     assert verify_dataset(tmp_path / "data") == second != first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "rows.jsonl"]
 
@@ -182,84 +210,232 @@ def test_folders_that_hold_something_else_are_never_touched(tmp_path: Path, over
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("precious", encoding="utf-8")
     with pytest.raises(DataError, match=r"holds 'thesis\.txt'"):
-        pack_corpus("shakespeare", tmp_path / "mine", "char", overwrite=overwrite)
-    pack_corpus("shakespeare", tmp_path / "data", "char")
+        pack("shakespeare", tmp_path / "mine", "char", overwrite=overwrite)
+    pack("shakespeare", tmp_path / "data", "char")
     (tmp_path / "data" / "notes.md").write_text("precious", encoding="utf-8")
     with pytest.raises(DataError):
-        pack_corpus("shakespeare", tmp_path / "data", "char", overwrite=overwrite)
+        pack("shakespeare", tmp_path / "data", "char", overwrite=overwrite)
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="is a file"):
-        pack_corpus("shakespeare", tmp_path / "file", "char", overwrite=overwrite)
+        pack("shakespeare", tmp_path / "file", "char", overwrite=overwrite)
     assert (tmp_path / "mine" / "thesis.txt").read_text("utf-8") == "precious"
     assert (tmp_path / "data" / "notes.md").exists()
 
 
 def test_an_empty_folder_and_missing_parents_are_fine(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    pack_corpus("shakespeare", tmp_path / "empty", "char")
-    pack_corpus("shakespeare", tmp_path / "a" / "b" / "c", "char")
+    pack("shakespeare", tmp_path / "empty", "char")
+    pack("shakespeare", tmp_path / "a" / "b" / "c", "char")
     verify_dataset(tmp_path / "empty")
     verify_dataset(tmp_path / "a" / "b" / "c")
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = iter([["x" * 100], ["x" * 101]])
-    monkeypatch.setattr(pack, "read_documents", lambda _: [Document(text, "test") for text in next(passes)])
-    with pytest.raises(DataError, match="100 characters at first and then 101"):
-        pack_corpus("shakespeare", tmp_path / "data", "bytes")
-    assert list(tmp_path.iterdir()) == []
+def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    source = rows(tmp_path)
+
+    def change(_: PrepareProgress) -> None:
+        with open(source, "a", encoding="utf-8") as file:
+            file.write('{"text": "late"}\n')
+
+    with pytest.raises(DataError, match="changed while it was read"):
+        pack(source, tmp_path / "data", "bytes", progress=change)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-@pytest.mark.parametrize(
-    ("split", "fraction", "shard"),
-    [("random", 0.1, 10), ("document", 0.0, 10), ("document", 1.0, 10), ("document", 0.1, 0)],
-)
-def test_impossible_settings_are_refused(tmp_path: Path, split: str, fraction: float, shard: int) -> None:
-    with pytest.raises(ValueError, match="cannot split"):
-        pack_corpus("shakespeare", tmp_path / "data", "char", split, fraction, shard)  # type: ignore[arg-type]
+# Mixtures, validation sources, duplicates, standard input
+
+
+def texts_of(folder: Path) -> tuple[list[str], list[str]]:
+    """The documents of both splits of a dataset of bytes."""
+    train, val = (ByteTokenizer().decode(ids).split("<|endoftext|>") for ids in split_tokens(folder))
+    return train[:-1], val[:-1]
+
+
+def test_a_validation_source_is_the_validation_split(tmp_path: Path) -> None:
+    (tmp_path / "v.jsonl").write_text('{"text": "for validation"}\n', encoding="utf-8")
+    pack(rows(tmp_path), tmp_path / "data", more={"val_source": str(tmp_path / "v.jsonl")})
+    assert texts_of(tmp_path / "data") == (TEXTS, ["for validation"])
+
+
+@pytest.mark.parametrize("weight", [0.25, 0.5, 1.0, 1.5, 2.0, 3.0])
+def test_weights_repeat_or_thin_out_training_documents(tmp_path: Path, small_parts: None, weight: float) -> None:
+    (tmp_path / "other").mkdir()
+    other = rows(tmp_path / "other", [f"other {number}" for number in range(40)])
+    source = [{"path": rows(tmp_path), "weight": weight}, other]
+    pack(source, tmp_path / "plain", "bytes", "document", 0.3)
+    train, val = texts_of(tmp_path / "plain")
+    pack([rows(tmp_path), other], tmp_path / "one", "bytes", "document", 0.3)
+    once, val_once = texts_of(tmp_path / "one")
+    mine = [text for text in once if text in TEXTS]
+    taken = [train.count(text) for text in mine]
+    assert all(int(weight) <= count <= int(weight) + 1 for count in taken)
+    assert abs(sum(taken) - weight * len(mine)) <= 12
+    assert [text for text in train if text.startswith("other")] == [text for text in once if text.startswith("other")]
+    assert set(val) <= set(val_once)
+    assert len(val) == len(set(val))
+    report = read_report(tmp_path / "plain")
+    assert report is not None
+    assert report["records"] == 100 == sum(report["kept"].values()) + sum(report["dropped"].values())
+
+
+@pytest.mark.parametrize("at_once", [4, 4_000_000])
+def test_exact_duplicates_keep_the_first(
+    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr("flatout.data.merge._DOCUMENTS_AT_ONCE", at_once)
+    unique = [f"text number {number}" for number in range(30)]
+    texts = [*unique, *unique[5:20], "the end", unique[0]]
+    clean = CleanConfig(exact_duplicates=True)
+    pack(rows(tmp_path, texts), tmp_path / "data", "bytes", "document", 0.3, clean=clean)
+    train, val = texts_of(tmp_path / "data")
+    assert sorted([*train, *val]) == sorted([*unique, "the end"])
+    assert train == [text for text in [*unique, "the end"] if text in train]
+    assert (read_report(tmp_path / "data") or {})["dropped"] == {"exact_duplicate": 16}
+
+
+def test_near_duplicates_and_rules_are_counted(tmp_path: Path) -> None:
+    prose = [" ".join(f"word{number}x{place}" for place in range(60)) for number in range(12)]
+    texts = [*prose, prose[3] + " and a few more words", "short", ""]
+    clean = CleanConfig(near_duplicates=0.7, min_characters=20)
+    pack(rows(tmp_path, texts), tmp_path / "data", "bytes", "document", 0.4, clean=clean)
+    report = read_report(tmp_path / "data")
+    assert report is not None
+    assert report["dropped"] == {"near_duplicate": 1, "too_short": 1, "empty": 1}
+    assert report["records"] == 15
+    assert sum(report["kept"].values()) == 12
+
+
+def test_bad_lines_are_listed_and_the_rest_is_kept(tmp_path: Path, small_parts: None) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"text": text}).encode() for text in TEXTS]
+    lines[7], lines[20], lines[41] = b'{"text": "cut', b'{"other": 1}', b'{"text": "\xff\xfe"}'
+    path.write_bytes(b"\n".join(lines))
+    pack(str(path), tmp_path / "data", "bytes", "document", 0.3)
+    train, val = texts_of(tmp_path / "data")
+    assert sorted([*train, *val]) == sorted(text for number, text in enumerate(TEXTS) if number not in (7, 20, 41))
+    problems = read_problems(tmp_path / "data", 10)
+    assert [problem["kind"] for problem in problems] == ["json", "field", "not-utf8"]
+    report = read_report(tmp_path / "data")
+    assert report is not None
+    assert (report["records"], report["damaged"], report["problem_count"]) == (60, 3, 3)
+
+
+def test_an_input_of_which_nothing_is_left_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("nonsense\n" * 3, encoding="utf-8")
+    with pytest.raises(DataError, match=r"nothing could be read: .*bad\.jsonl, line 1.*and 2 more"):
+        pack(str(tmp_path / "bad.jsonl"), tmp_path / "data")
+    with pytest.raises(DataError, match="60 too_short"):
+        pack(rows(tmp_path), tmp_path / "data", clean=CleanConfig(min_characters=1000))
+
+
+def test_standard_input_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Piped(io.TextIOWrapper):
+        def isatty(self) -> bool:
+            return False
+
+    monkeypatch.setattr(sys, "stdin", Piped(io.BytesIO(b"piped text " * 20)))
+    pack("-", tmp_path / "data")
+    train, val = texts_of(tmp_path / "data")
+    assert "".join([*train, *val]).startswith("piped text ")
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_the_cut_of_a_contiguous_split_is_by_characters_for_any_tokenizer(tmp_path: Path, small_parts: None) -> None:
+    pack(rows(tmp_path), tmp_path / "data", "gpt2", "contiguous", 0.37)
+    train, val = split_tokens(tmp_path / "data")
+    tokenizer = load_tokenizer("gpt2")
+    head, tail = tokenizer.decode(train), tokenizer.decode(val)
+    assert (head + tail).replace("<|endoftext|>", "") == "".join(TEXTS)
+    assert len(head.replace("<|endoftext|>", "")) == int(len("".join(TEXTS)) * 0.63)
 
 
 # What interrupts
 
 
-def test_a_failure_at_any_document_leaves_nothing(tmp_path: Path) -> None:
+def test_workers_do_not_change_a_byte(tmp_path: Path, small_parts: None) -> None:
+    for workers in (0, 1, 2, 5):
+        pack(rows(tmp_path), tmp_path / f"data{workers}", "gpt2", "document", 0.3, 100, workers=workers)
+    for workers in (1, 2, 5):
+        assert contents(tmp_path / "data0") == contents(tmp_path / f"data{workers}")
+
+
+def test_an_interrupted_prepare_goes_on(tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     source = rows(tmp_path)
-    for moment in (1, 30, 60):
+    pack(source, tmp_path / "whole", "bytes", "document", 0.3)
+    ran: list[int] = []
 
-        def fail(documents: int, *_: int, moment: int = moment) -> None:
-            if documents == moment:
-                raise KeyboardInterrupt
+    def interrupt(progress: PrepareProgress) -> None:
+        ran.append(progress.documents)
+        if len(ran) in (3, 6):
+            raise KeyboardInterrupt
 
+    for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
-            pack_corpus(source, tmp_path / "data", "bytes", "document", 0.3, progress=fail)
-        assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+            pack(source, tmp_path / "data", "bytes", "document", 0.3, progress=interrupt)
+        assert not (tmp_path / "data").exists()
+    kept = sorted((tmp_path / ".data.partial" / "parts").iterdir())
+    assert len(kept) >= 3
+    stamps = {path.name: path.stat().st_mtime_ns for path in kept}
+
+    def watch(progress: PrepareProgress) -> None:
+        for path in (tmp_path / ".data.partial" / "parts").glob("*.part"):
+            if path.name in stamps:
+                assert path.stat().st_mtime_ns == stamps[path.name], "a finished part was made again"
+
+    pack(source, tmp_path / "data", "bytes", "document", 0.3, progress=watch)
+    assert contents(tmp_path / "data") == contents(tmp_path / "whole")
+    assert not (tmp_path / ".data.partial").exists()
+
+
+def test_parts_of_another_plan_are_not_used(tmp_path: Path, small_parts: None) -> None:
+    source = rows(tmp_path)
+
+    def interrupt(progress: PrepareProgress) -> None:
+        if progress.documents > 20:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, tmp_path / "data", "bytes", "document", 0.3, progress=interrupt)
+    texts = [text.upper() for text in TEXTS]
+    rows(tmp_path, texts)
+    pack(source, tmp_path / "data", "bytes", "document", 0.3)
+    train, val = texts_of(tmp_path / "data")
+    assert sorted([*train, *val]) == sorted(texts)
 
 
 def test_a_failure_keeps_the_old_dataset(tmp_path: Path) -> None:
-    def fail(*_: int) -> NoReturn:
+    def fail(_: PrepareProgress) -> NoReturn:
         raise KeyboardInterrupt
 
-    old = pack_corpus(rows(tmp_path), tmp_path / "data", "bytes")
+    old = pack(rows(tmp_path), tmp_path / "data", "bytes")
     with pytest.raises(KeyboardInterrupt):
-        pack_corpus("shakespeare", tmp_path / "data", "char", overwrite=True, progress=fail)
+        pack("shakespeare", tmp_path / "data", "char", overwrite=True, progress=fail)
     assert verify_dataset(tmp_path / "data") == old
 
 
 KILLED = """
 import os, signal, sys
-from flatout.data import pack
+from flatout.config.schema import DataConfig
+from flatout.data import merge, pack, plan
 source, folder, moment = sys.argv[1:]
-def die(*_):
+plan.PART_BYTES = 256
+def die(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
-if moment == "document":
-    pack.pack_corpus(source, folder, "bytes", "document", 0.3, progress=lambda n, *_: die() if n == 30 else None)
-setattr(pack.Path if moment == "rename" else pack, moment, die)
-pack.pack_corpus(source, folder, "bytes", "document", 0.3)
+request = plan.request_of(DataConfig(source=source, tokenizer="bytes", split="document", val_fraction=0.3))
+def progress(told):
+    if moment == "document" and told.documents > 30:
+        die()
+room = {"write_file": merge, "merge_parts": pack, "_move_into_place": pack, "rename": pack.Path}.get(moment)
+if room is not None:
+    setattr(room, moment, die)
+pack.pack_corpus(request, folder, progress=progress)
 """
 
 
-@pytest.mark.parametrize("moment", ["document", "_write_file", "_move_into_place", "rename"])
-def test_a_killed_packer_leaves_nothing_that_loads_and_the_next_one_succeeds(tmp_path: Path, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["document", "write_file", "merge_parts", "_move_into_place", "rename"])
+def test_a_killed_packer_leaves_nothing_that_loads_and_the_next_one_succeeds(
+    tmp_path: Path, small_parts: None, moment: str
+) -> None:
     source = rows(tmp_path)
     command = [sys.executable, "-c", KILLED, source, str(tmp_path / "data"), moment]
     result = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
@@ -267,44 +443,57 @@ def test_a_killed_packer_leaves_nothing_that_loads_and_the_next_one_succeeds(tmp
     assert not (tmp_path / "data").exists()
     with pytest.raises(DataError, match="there is no folder"):
         open_dataset(tmp_path / "data")
-    pack_corpus(source, tmp_path / "data", "bytes", "document", 0.3)
-    verify_dataset(tmp_path / "data")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "rows.jsonl"]
+    pack(source, tmp_path / "data", "bytes", "document", 0.3)
+    pack(source, tmp_path / "undisturbed", "bytes", "document", 0.3)
+    assert contents(tmp_path / "data") == contents(tmp_path / "undisturbed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "rows.jsonl", "undisturbed"]
 
 
 def test_two_packers_never_share_a_folder(tmp_path: Path) -> None:
-    def second(*_: int) -> None:
+    def second(_: PrepareProgress) -> None:
         with pytest.raises(DataError, match="another process is preparing"):
-            pack_corpus("shakespeare", tmp_path / "data", "char")
+            pack("shakespeare", tmp_path / "data", "char")
 
-    manifest = pack_corpus("shakespeare", tmp_path / "data", "char", progress=second)
+    manifest = pack("shakespeare", tmp_path / "data", "char", progress=second)
     assert verify_dataset(tmp_path / "data") == manifest
 
 
 @pytest.mark.parametrize(
     ("code", "kind"), [(errno.ENOSPC, ResourceError), (errno.EDQUOT, ResourceError), (errno.EROFS, DataError)]
 )
-def test_a_disk_that_fails_is_reported_and_cleaned_up(
+def test_a_disk_that_fails_is_reported_and_the_next_try_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, kind: type[DataError]
 ) -> None:
     def fail(_: int) -> NoReturn:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(kind) as caught:
-        pack_corpus("shakespeare", tmp_path / "data", "char")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        with pytest.raises(kind) as caught:
+            pack("shakespeare", tmp_path / "data", "char")
     assert str(tmp_path / "data") in caught.value.message
     assert caught.value.exit_code == (5 if kind is ResourceError else 3)
-    assert list(tmp_path.iterdir()) == []
+    pack("shakespeare", tmp_path / "data", "char")
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_too_little_disk_is_told_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = plan.shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ResourceError, match="GB free") as caught:
+        pack("shakespeare", tmp_path / "data", "bytes")
+    assert "data.folder" in caught.value.hint
 
 
 LIMITED = """
 import resource, sys
+from flatout.config.schema import DataConfig
 from flatout.data.pack import pack_corpus
+from flatout.data.plan import request_of
 from flatout.errors import ResourceError
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_500_000, 1_500_000))
 try:
-    pack_corpus("shakespeare", sys.argv[1], "char", shard_tokens=10**9)
+    pack_corpus(request_of(DataConfig(source="shakespeare", tokenizer="char")), sys.argv[1])
 except ResourceError as error:
     sys.exit(error.exit_code)
 """
@@ -320,12 +509,12 @@ def test_a_write_that_really_fails_is_a_resource_error(tmp_path: Path) -> None:
         check=False,
     )
     assert (result.returncode, result.stderr) == (5, "")
-    assert list(tmp_path.iterdir()) == []
+    assert not (tmp_path / "data").exists()
 
 
 def test_packing_needs_no_torch(tmp_path: Path) -> None:
     program = (
-        "import sys, flatout.data.pack as p; p.pack_corpus('shakespeare', sys.argv[1], 'gpt2'); "
+        "import sys; from flatout.cli import main; main(['prepare', 'data.tokenizer=gpt2', 'data.folder=' + sys.argv[1]]); "
         "sys.exit('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "data")]
@@ -334,10 +523,10 @@ def test_packing_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_manifest_says_what_was_asked(tmp_path: Path) -> None:
-    manifest: Manifest = pack_corpus(rows(tmp_path), tmp_path / "data", "bytes", "document", 0.25, 1000)
+    manifest: Manifest = pack(rows(tmp_path), tmp_path / "data", "bytes", "document", 0.25, 1000)
     settings = manifest.settings
-    assert (settings.source, settings.split, settings.val_fraction) == (rows(tmp_path), "document", 0.25)
-    assert settings.source_bytes == Path(rows(tmp_path)).stat().st_size
+    assert (settings["source"], settings["split"], settings["val_fraction"]) == (rows(tmp_path), "document", 0.25)
+    assert settings["source_bytes"] == Path(rows(tmp_path)).stat().st_size
     assert manifest.tokenizer_fingerprint == load_tokenizer("bytes").fingerprint
     on_disk = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
     assert on_disk["fingerprint"] == manifest.fingerprint

@@ -193,7 +193,7 @@ class Line(NamedTuple):
 
 
 def before(start: int) -> int:
-    """Where to open a file to read what begins at `start` or later: the byte before tells whether a line begins there."""
+    """Where to open a file to read what begins at `start` or later: the byte before tells if a line begins there."""
     return max(start - 1, 0)
 
 
@@ -304,11 +304,6 @@ def decode(raw: bytes | bytearray, policy: InvalidUtf8) -> tuple[str, int]:
     return text, text.count("\ufffd") - raw.count(b"\xef\xbf\xbd")
 
 
-def without_signature(raw: bytes) -> bytes:
-    """The first bytes of a file, less a byte-order mark."""
-    return raw.removeprefix(codecs.BOM_UTF8)
-
-
 def whole_characters(raw: bytes | bytearray) -> int:
     """How many bytes of a text that broke off are left without the character that it broke off in."""
     tail = bytes(raw[-4:])
@@ -334,9 +329,9 @@ class _Window:
         drop = min(self.keep - self.base, len(self.data))
         del self.data[:drop]
         self.base += drop
-        chunk = next(self._chunks, b"")
-        self.data += chunk
-        self.ended = not chunk
+        chunk = next(self._chunks, None)
+        self.data += chunk or b""
+        self.ended = chunk is None
 
     def reach(self, offset: int) -> None:
         while self.end < offset and not self.ended:
@@ -366,7 +361,8 @@ def _pieces_of_one(window: _Window, start: int, stop: int, size: int) -> Iterato
         number += 1
         following = cut(number)
         ends = following is None
-        yield Piece(here, window.copy(here, window.end if ends else following), number == 1, ends, ends)
+        raw = window.copy(here, window.end if following is None else following)
+        yield Piece(here, raw, number == 1, ends, ends)
         here = following
 
 
@@ -384,9 +380,9 @@ def _pieces_of_marked(window: _Window, start: int, stop: int, mark: bytes, size:
             end = window.end if following is None else following
             cut = window.cut(nominal, look, end) if end > nominal else None
             ends = cut is None
-            raw = window.copy(here, end if ends else cut)
-            yield Piece(here, raw, here == origin, ends, ends and following is None)
-            here = end if ends else cut
+            stretch = here, end if cut is None else cut
+            yield Piece(here, window.copy(*stretch), here == origin, ends, ends and following is None)
+            here = stretch[1]
         origin = following
 
 
@@ -426,7 +422,7 @@ def _next_document(window: _Window, mark: bytes, start: int, stop: int) -> int |
 
 def _joined(parts: list[bytes], offset: int) -> bytes:
     raw = b"".join(parts)
-    return without_signature(raw) if offset == 0 else raw
+    return raw.removeprefix(codecs.BOM_UTF8) if offset == 0 else raw
 
 
 def _decoder(method: str) -> Any:

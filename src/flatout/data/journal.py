@@ -62,6 +62,7 @@ class Journal(Done):
     """The finished parts of one plan."""
 
     def __init__(self, folder: Path, plan: dict[str, Any]) -> None:
+        self.folder = folder
         self._parts = folder / _PARTS
         self._notes = folder / _READ_HERE
         wanted = canonical_json(plan)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.corpus.document import Problem
-from flatout.corpus.near import near_duplicates
+from flatout.corpus.near import SLOTS, near_duplicates
 from flatout.data.journal import Journal, StoredPart
 from flatout.data.manifest import OFFSET_DTYPE, PROBLEMS, REPORT, SPLITS, FileInfo, SplitInfo
 from flatout.data.part import BEGINS, ENDS, REJECTED
@@ -137,16 +137,23 @@ class Decisions:
 
     def _drop_near(self, threshold: float) -> None:
         kept = np.flatnonzero(self.status == KEPT)
-        repeats = np.asarray(near_duplicates(self._signatures(), threshold), dtype=bool)
-        self.status[kept[repeats]] = NEAR
+        path = self._journal.folder / "signatures.bin"
+        try:
+            # They may be larger than memory; the search reads them through a map.
+            with path.open("wb") as file:
+                for number in range(self.parts):
+                    file.write(self._signatures(number))
+            rows = np.memmap(path, dtype="<u4", mode="r", shape=(len(kept), SLOTS)) if len(kept) else None
+            if rows is not None:
+                self.status[kept[near_duplicates(rows, threshold) >= 0]] = NEAR
+        finally:
+            path.unlink(missing_ok=True)
 
-    def _signatures(self) -> Iterator[bytes]:
-        for number in range(self.parts):
-            raw = self._journal.read(number, tokens=False).signatures
-            here = self.status[self.bounds[number] : self.bounds[number + 1]]
-            size = len(raw) // len(here) if len(here) else 0
-            for row in np.flatnonzero(here == KEPT):
-                yield raw[row * size : (row + 1) * size]
+    def _signatures(self, number: int) -> bytes:
+        """The signatures of the documents that are still kept and begin in a part."""
+        here = self.status[self.bounds[number] : self.bounds[number + 1]]
+        stored = self._journal.read(number, tokens=False)
+        return np.frombuffer(stored.signatures, dtype="<u4").reshape(len(here), SLOTS)[here == KEPT].tobytes()
 
     def _choose_by_weight(self) -> None:
         if all(source.weight >= 1 for source in self._request.sources):

@@ -167,13 +167,13 @@ def parts_of(inputs: Inputs, options: tuple[ReadOptions, ...], done: Done) -> It
                 yield part
             continue
         for position, piece in enumerate(slices):
-            waiting.append(piece)
             share = file.bytes * (position + 1) // len(slices) - file.bytes * position // len(slices)
-            size += share
-            ended += position + 1 == len(slices)
-            if size >= PART_BYTES or len(waiting) >= _MOST_SLICES:
+            if waiting and (size + share > PART_BYTES or len(waiting) >= _MOST_SLICES):
                 yield _unless_done(group(ended), done)
                 ended = 0
+            waiting.append(piece)
+            size += share
+            ended += position + 1 == len(slices)
     if waiting:
         yield _unless_done(group(ended), done)
 
@@ -205,7 +205,7 @@ def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Docu
         nonlocal position
         position = now
 
-    for item in read_slice(Slice(file), options, watch=watch):
+    for item in read_slice(Slice(file), options):
         batch.append(item)
         characters += len(item.text) if isinstance(item, Document) else 0
         if characters >= PART_BYTES or len(batch) >= _MOST_DOCUMENTS:
@@ -235,7 +235,7 @@ def _spooled(target: Path, form: str, number: int) -> InputFile:
     # The same bytes piped in again are the same input: the stamp is their hash, not the time.
     stamp = int.from_bytes(digest.digest()[:6], "big")
     os.utime(target, ns=(stamp, stamp))
-    return InputFile(str(target), "standard input", form, "", target.stat().st_size, number)
+    return InputFile(str(target), "standard input", form, "none", target.stat().st_size, number)
 
 
 def _stamp(file: InputFile) -> tuple[int, int]:
@@ -250,7 +250,7 @@ def _stamp(file: InputFile) -> tuple[int, int]:
 
 def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool) -> None:
     """Refuse to begin where the parts and the shards that come from them cannot fit."""
-    text = sum(file.bytes * (4 if file.compression or file.format == "parquet" else 1) for file in inputs.files)
+    text = sum(file.bytes * (4 if file.compression != "none" or file.format == "parquet" else 1) for file in inputs.files)
     tokens = text // 3 if subword else text
     need = 2 * tokens * bytes_per_token
     free = shutil.disk_usage(folder).free

@@ -6,10 +6,18 @@ model can always be asked in the language it was taught.
 
 Contract: `encode` gives a 1-D array of unsigned ids below `vocab`, and never the end-of-text id: that one is added
 between documents by whoever knows where documents end. Text that merely spells `<|endoftext|>` is ordinary text.
-`decode(encode(text)) == text` for every well-formed text, except where a Hugging Face file normalises text or lacks it.
+`decode(encode(text)) == text` for every well-formed text, except where a Hugging Face file normalises text or lacks it,
+or a `char` tokenizer was told to drop or replace what it has never seen. `encode_batch` gives the ids that `encode`
+gives for each text; many short texts cost a fraction of the time that way.
+
+Memory is bounded by the text: long ones are encoded a segment at a time, cut where a token begins anyway. GPT-2's ids
+are those of the whole text unless a quarter of a million characters in a row are all letters, all digits, all white
+space or all something else; there a cut falls anywhere.
 
 Trap: a `tokenizer.json` may ask for truncation, padding and BPE dropout. The first loses text, the second invents it
-and the third makes ids random, so all three are switched off on loading, and the description says so.
+and the third makes ids random, so all three are switched off on loading, and the description says so. One that puts a
+space before every text does so before every segment, too; segments of a Hugging Face tokenizer have a million
+characters.
 """
 
 import abc
@@ -19,7 +27,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, final
@@ -30,6 +38,7 @@ import numpy.typing as npt
 from flatout.errors import DataError
 
 TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface"]
+UnknownPolicy = Literal["error", "drop", "replace"]
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
 END_OF_TEXT = "<|endoftext|>"
@@ -37,13 +46,28 @@ END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 
 GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-# How GPT-2 cuts text before merging: contractions, then words, numbers and the rest, each with the space before it.
-# Possessive quantifiers match the same pieces as GPT-2's greedy ones, without a backtracking entry per character.
-GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# How GPT-2 cuts text before merging: contractions, then words, numbers and the rest, each with the space before it, and
+# white space, here without GPT-2's look-ahead. A regular expression with one runs at half the speed, and exhausts its
+# stack on a million spaces; what it would see is found by `_inner_cuts` before.
+GPT2_SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 # Unicode White_Space, which is what \s means above. Python's own \s also takes in \x1c-\x1f and would cut wrongly.
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
-_LAST_SPACE_OF_RUN = re.compile(rf"[{_SPACE}](?=[^{_SPACE}])")
+# Marks between texts and inside them: characters that are most unlikely in a text; if one is there, it costs time only.
+_CUT_MARK, _END_MARK = "\x02", "\x03"
+
 _SEGMENT = 2**18
+# How far beyond a segment to look for a good place to cut. A single word of both takes tiktoken 0.2 s and 40 MB.
+_STRETCH = 2**18
+# The `tokenizers` library takes 130 bytes for each byte of text.
+_HUGGINGFACE_SEGMENT = 2**20
+# Where GPT-2's split cuts whatever stands around: before the last white space of a run, after a letter or digit before
+# an ASCII character of another class, and between Chinese, Japanese or Korean letters and their punctuation.
+_GPT2_CUT = re.compile(
+    rf"[{_SPACE}](?=[^{_SPACE}])|(?<=[A-Za-z])(?=[!-@\[-`{{-~])|(?<=[0-9])(?=[!-/:-~])"
+    r"|(?<=[\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3])(?=[\u3001\u3002\uff01\uff0c\uff1f])"
+)
+# Where nearly every tokenizer cuts: before a single space, or before a single line end after a letter or digit.
+_WORD_CUT = re.compile(rf"(?<=[^{_SPACE}]) (?=[^{_SPACE}])|(?<=[^\W_])\n(?=[^{_SPACE}])")
 
 
 def token_dtype(vocab: int) -> np.dtype[Any]:
@@ -65,6 +89,10 @@ class Tokenizer(abc.ABC):
     def encode(self, text: str) -> Ids:
         """The ids of `text`, without an end-of-text id."""
 
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """The ids of each text, as `encode` gives them; arrays may be parts of one larger array."""
+        return [self.encode(text) for text in texts]
+
     @abc.abstractmethod
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD, an id outside the vocabulary is a `DataError`."""
@@ -76,52 +104,81 @@ class Tokenizer(abc.ABC):
 
 @final
 class CharTokenizer(Tokenizer):
-    """One id per character, in the order of their code points. Knows only the characters it was made from."""
+    """One id per character, in the order of their code points. Knows only the characters it was made from.
 
-    def __init__(self, characters: str) -> None:
+    What becomes of others is `unknown`: an error, nothing, or one more id at the end, which decodes to U+FFFD.
+    """
+
+    def __init__(self, characters: str, unknown: UnknownPolicy = "error") -> None:
         if not characters or list(characters) != sorted(set(characters)):
             raise ValueError("the characters of a char tokenizer are sorted, without repetition, and at least one")
+        if unknown not in ("error", "drop", "replace"):
+            raise ValueError(f"unknown characters are an error, or drop or replace them, not {unknown!r}")
         self.kind = "char"
-        self.vocab = len(characters)
+        self.unknown = unknown
+        self.vocab = len(characters) + (unknown == "replace")
         self.end_of_text = None
         self._characters = characters
-        self._code_of_id = _code_points(characters)
+        self._code_of_id = _code_points(characters + "\ufffd")
         # A table over code points makes encoding one numpy gather: 1 MB takes a few milliseconds, not a Python loop.
-        self._id_of_code = np.full(int(self._code_of_id[-1]) + 2, self.vocab, dtype=np.uint32)
-        self._id_of_code[self._code_of_id] = np.arange(self.vocab, dtype=np.uint32)
+        # Unknown ones get the id after the last, and so does the table's last entry, which stands for all beyond it.
+        self._id_of_code = np.full(
+            int(self._code_of_id[-2]) + 2, len(characters), dtype=token_dtype(len(characters) + 1)
+        )
+        self._id_of_code[self._code_of_id[:-1]] = np.arange(len(characters))
         self.fingerprint = _fingerprint(self.to_json())
 
     @classmethod
-    def from_text(cls, chunks: Iterable[str]) -> "CharTokenizer":
+    def from_text(cls, chunks: Iterable[str], unknown: UnknownPolicy = "error") -> "CharTokenizer":
         """A tokenizer for exactly the characters that occur in `chunks`."""
         characters: set[str] = set()
         for chunk in chunks:
             characters.update(chunk)
-        if not characters:
+        return cls.from_characters(characters, unknown)
+
+    @classmethod
+    def from_characters(cls, characters: Iterable[str], unknown: UnknownPolicy = "error") -> "CharTokenizer":
+        """A tokenizer for `characters`, a string or a set, in any order."""
+        found = "".join(sorted(set(characters)))
+        if not found:
             raise DataError("there is no text to take characters from", "give a source that is not empty")
-        return cls("".join(sorted(characters)))
+        return cls(found, unknown)
 
     def encode(self, text: str) -> Ids:
-        codes = _code_points(text)
-        # The table's last entry stands for every code point beyond it, and means "unknown".
-        ids = self._id_of_code[np.minimum(codes, len(self._id_of_code) - 1)]
-        unknown = ids == self.vocab
-        if unknown.any():
-            position = int(np.argmax(unknown))
-            raise DataError(
-                f"character {text[position]!r} (U+{ord(text[position]):04X}) at position {position} is not among the "
-                f"{self.vocab} characters of this tokenizer",
-                "leave it out, prepare the data again from text that contains it, or use the tokenizer `bytes`, "
-                "which knows every text",
-            )
-        return ids.astype(token_dtype(self.vocab))
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        results: list[Ids] = []
+        for group in _groups(texts):
+            ids = self._id_of_code.take(_code_points("".join(group)), mode="clip")
+            bounds = np.cumsum([0, *map(len, group)])
+            if self.unknown != "replace" and not (known := ids < self.vocab).all():
+                if self.unknown == "error":
+                    raise self._unknown_error(group)
+                ids, bounds = ids[known], np.concatenate([[0], np.cumsum(known)])[bounds]
+            ids = ids.astype(token_dtype(self.vocab), copy=False)
+            results += [ids[start:end] for start, end in itertools.pairwise(bounds.tolist())]
+        return results
+
+    def _unknown_error(self, texts: Sequence[str]) -> DataError:
+        known = set(self._characters)
+        text = next(text for text in texts if not known.issuperset(text))
+        position, character = next(pair for pair in enumerate(text) if pair[1] not in known)
+        return DataError(
+            f"character {character!r} (U+{ord(character):04X}) at position {position} is not among the "
+            f"{self.vocab} characters of this tokenizer",
+            "leave it out, prepare the data again from text that contains it, or use the tokenizer `bytes`, "
+            "which knows every text",
+        )
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         codes = self._code_of_id[_checked_ids(ids, self.vocab)]
         return codes.tobytes().decode("utf-32-le", "surrogatepass")
 
     def to_json(self) -> dict[str, Any]:
-        return {"kind": self.kind, "characters": self._characters}
+        # Datasets from before there was a choice say nothing about it and mean "error".
+        policy = {} if self.unknown == "error" else {"unknown": self.unknown}
+        return {"kind": self.kind, "characters": self._characters, **policy}
 
 
 @final
@@ -135,7 +192,10 @@ class ByteTokenizer(Tokenizer):
         self.fingerprint = _fingerprint(self.to_json())
 
     def encode(self, text: str) -> Ids:
-        raw = _well_formed(text).encode("utf-8")
+        try:
+            raw = text.encode("utf-8")
+        except UnicodeEncodeError:
+            raw = _well_formed(text).encode("utf-8")
         return np.frombuffer(raw, dtype=np.uint8).astype(token_dtype(self.vocab))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
@@ -150,7 +210,11 @@ class ByteTokenizer(Tokenizer):
 
 @final
 class Gpt2Tokenizer(Tokenizer):
-    """GPT-2's byte-pair encoding, from the rank file that ships with Flatout."""
+    """GPT-2's byte-pair encoding, from the rank file that ships with Flatout.
+
+    tiktoken splits and merges, on text in which marks stand wherever the split needs to look ahead. To tiktoken a mark
+    is a special token, which ends a piece of text; its id is above the vocabulary and is taken out afterwards.
+    """
 
     def __init__(self) -> None:
         import tiktoken
@@ -158,22 +222,49 @@ class Gpt2Tokenizer(Tokenizer):
         self.kind = "gpt2"
         self.vocab = 50257
         self.end_of_text = 50256
+        self._cut_id, self._end_id = 50257, 50258
         self._encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=GPT2_SPLIT,
             mergeable_ranks=_gpt2_ranks(),
-            special_tokens={END_OF_TEXT: self.end_of_text},
-            explicit_n_vocab=self.vocab,
+            special_tokens={END_OF_TEXT: self.end_of_text, _CUT_MARK: self._cut_id, _END_MARK: self._end_id},
         )
+        self._spaces = _space_table()
+        # A text that ends in white space ends there, so to look-ahead the mark after it is no word that follows.
+        self._spaces_and_end = self._spaces.copy()
+        self._spaces_and_end[ord(_END_MARK)] = True
         self.fingerprint = _fingerprint(self.to_json())
 
     def encode(self, text: str) -> Ids:
-        # With no special token allowed and none forbidden, tiktoken takes all text as ordinary.
-        parts = [
-            self._encoding.encode_to_numpy(part, allowed_special=set(), disallowed_special=())
-            for part in _gpt2_segments(_well_formed(text))
-        ]
-        return np.concatenate(parts).astype(token_dtype(self.vocab)) if parts else np.empty(0, token_dtype(self.vocab))
+        parts = [self._encode_segment(part) for part in _segments(text, _SEGMENT, _GPT2_CUT)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, token_dtype(self.vocab)), *parts])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        results: list[Ids] = []
+        for group in _groups(texts):
+            joined = _END_MARK.join(group)
+            if len(group) == 1 or _CUT_MARK in joined or joined.count(_END_MARK) != len(group) - 1:
+                results += [self.encode(text) for text in group]
+                continue
+            marked = _CUT_MARK.join(_inner_cuts(joined, self._spaces_and_end))
+            ids = self._ids(marked, {_CUT_MARK, _END_MARK})
+            ends = np.flatnonzero(ids == self._end_id).tolist()
+            results += [ids[start + 1 : end] for start, end in itertools.pairwise([-1, *ends, len(ids)])]
+        return results
+
+    def _encode_segment(self, text: str) -> Ids:
+        parts = _inner_cuts(text, self._spaces)
+        if _CUT_MARK in text:
+            return np.concatenate([self._ids(part, set()) for part in parts])
+        return self._ids(_CUT_MARK.join(parts), {_CUT_MARK})
+
+    def _ids(self, text: str, marks: set[str]) -> Ids:
+        # With the marks allowed and nothing forbidden, tiktoken takes all else as ordinary text.
+        try:
+            ids = self._encoding.encode_to_numpy(text, allowed_special=marks, disallowed_special=())
+        except UnicodeEncodeError:
+            ids = self._encoding.encode_to_numpy(_well_formed(text), allowed_special=marks, disallowed_special=())
+        return ids[ids != self._cut_id].astype(token_dtype(self.vocab))
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         return self._encoding.decode(_checked_ids(ids, self.vocab).tolist(), errors="replace")
@@ -224,25 +315,45 @@ class HuggingFaceTokenizer(Tokenizer):
         return {content: number for content, number in special.items() if number not in unknown}
 
     def encode(self, text: str) -> Ids:
-        text = _well_formed(text)
-        ids = self._encode_part(text)
-        if self._is_special[ids].any():
-            # A model whose own vocabulary holds the special token's text can still produce it from that text. Encoding
-            # the first character of each such place on its own makes that impossible.
-            names = "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
-            cuts = [0, *(match.start() + 1 for match in re.finditer(f"(?={names})", text)), len(text)]
-            parts = [text[start:end] for start, end in itertools.pairwise(cuts) if start < end]
-            ids = np.concatenate([self._encode_part(part) for part in parts])
+        parts = list(_segments(_well_formed(text), _HUGGINGFACE_SEGMENT, _WORD_CUT))
+        # One at a time: the library keeps much about every token until all texts of a call are done.
+        encoded = [self._encode_parts([part])[0] for part in parts]
+        return encoded[0] if len(encoded) == 1 else np.concatenate([np.empty(0, token_dtype(self.vocab)), *encoded])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        results: list[Ids] = []
+        for group in _groups(texts):
+            results += (
+                [self.encode(group[0])] if len(group) == 1 else self._encode_parts(list(map(_well_formed, group)))
+            )
+        return results
+
+    def _encode_parts(self, texts: list[str]) -> list[Ids]:
+        encoded = self._library_ids(texts)
+        for number, ids in enumerate(encoded):
             if self._is_special[ids].any():
-                name = next(name for name, number in self._special.items() if number in ids)
-                raise DataError(
-                    f"the tokenizer turns ordinary text into its special token {name!r}",
-                    "remove such text from the source, or use another tokenizer",
-                )
+                encoded[number] = self._without_special(texts[number])
+        return encoded
+
+    def _without_special(self, text: str) -> Ids:
+        # A model whose own vocabulary holds the special token's text can still produce it from that text. Encoding the
+        # first character of each such place on its own makes that impossible.
+        names = "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
+        cuts = [0, *(match.start() + 1 for match in re.finditer(f"(?={names})", text)), len(text)]
+        ids = np.concatenate(self._library_ids([text[start:end] for start, end in itertools.pairwise(cuts)]))
+        if self._is_special[ids].any():
+            name = next(name for name, number in self._special.items() if number in ids)
+            raise DataError(
+                f"the tokenizer turns ordinary text into its special token {name!r}",
+                "remove such text from the source, or use another tokenizer",
+            )
         return ids
 
-    def _encode_part(self, text: str) -> Ids:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=token_dtype(self.vocab))
+    def _library_ids(self, texts: list[str]) -> list[Ids]:
+        dtype = token_dtype(self.vocab)
+        # This call differs from plain `encode` in not working out which characters each token came from.
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(each.ids, dtype=dtype) for each in encoded]
 
     def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
         return self._tokenizer.decode(_checked_ids(ids, self.vocab).tolist(), skip_special_tokens=False)
@@ -251,11 +362,14 @@ class HuggingFaceTokenizer(Tokenizer):
         return {"kind": self.kind, "content": self._content}
 
 
-def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
+def load_tokenizer(
+    spec: str, corpus: Callable[[], Iterable[str]] | None = None, unknown: UnknownPolicy = "error"
+) -> Tokenizer:
     """The tokenizer that a config names: `char`, `bytes`, `gpt2`, or the path of a JSON file.
 
-    `char` needs `corpus`, which gives the texts to take characters from. A file may be a Hugging Face `tokenizer.json`
-    or one that Flatout wrote beside its shards, so that new text can be prepared for an old model.
+    `char` needs `corpus`, which gives the texts to take characters from, and alone heeds `unknown`. A file may be a
+    Hugging Face `tokenizer.json` or one that Flatout wrote beside its shards, so that new text can be prepared for an
+    old model.
     """
     if spec == "char":
         if corpus is None:
@@ -263,7 +377,7 @@ def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None)
                 "the tokenizer `char` is made from a text, and none was given",
                 "give the tokenizer.json of a prepared dataset instead",
             )
-        return CharTokenizer.from_text(corpus())
+        return CharTokenizer.from_text(corpus(), unknown)
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "gpt2":
@@ -287,7 +401,8 @@ def tokenizer_from_json(description: dict[str, Any]) -> Tokenizer:
     kind = description.get("kind")
     try:
         if kind == "char":
-            return CharTokenizer(_text_field(description, "characters"))
+            policy: Any = description.get("unknown", "error")
+            return CharTokenizer(_text_field(description, "characters"), policy)
         if kind == "bytes":
             return ByteTokenizer()
         if kind == "gpt2":
@@ -330,22 +445,44 @@ def _gpt2_ranks() -> dict[bytes, int]:
     return {binascii.a2b_base64(token): int(rank) for token, rank in pairs}
 
 
-def _gpt2_segments(text: str) -> Iterable[str]:
-    """Cut a long text where GPT-2's split cuts it anyway, so that its ids do not change.
-
-    The last white-space character of a run begins a piece whenever something follows the run: either it is the space
-    that belongs to the next word, or a piece of its own. Cutting right before it bounds memory, and it also bounds the
-    runs in the middle of a segment, on which the look-ahead of the split would exhaust the regex engine's stack at
-    about a million characters.
-    """
+def _segments(text: str, size: int, cut: re.Pattern[str]) -> Iterator[str]:
+    """`text` in parts that end at the first place for a `cut` after `size` characters, or _STRETCH later anywhere."""
     start = 0
     while start < len(text):
         end = len(text)
-        if end - start > _SEGMENT:
-            match = _LAST_SPACE_OF_RUN.search(text, start + _SEGMENT)
-            end = match.start() if match else end
+        if end - start > size:
+            match = cut.search(text, start + size, start + size + _STRETCH)
+            end = match.start() if match else min(start + size + _STRETCH, end)
         yield text[start:end]
         start = end
+
+
+def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Neighbouring texts whose characters together are at most a segment; a longer text is alone."""
+    start = size = 0
+    for number, text in enumerate(texts):
+        if start < number and size + len(text) > _SEGMENT:
+            yield texts[start:number]
+            start, size = number, 0
+        size += len(text)
+    if start < len(texts):
+        yield texts[start:]
+
+
+def _inner_cuts(text: str, spaces: npt.NDArray[np.bool_]) -> list[str]:
+    """`text`, cut before the last character of every run of two or more white-space characters that a word follows.
+
+    GPT-2's split does so by looking ahead: the last one is the space before the word, or else a piece of its own.
+    """
+    is_space = spaces.take(_code_points(text), mode="clip")
+    cuts = np.flatnonzero(is_space[:-2] & is_space[1:-1] & ~is_space[2:]) + 1
+    return [text[start:end] for start, end in itertools.pairwise([0, *cuts.tolist(), len(text)])]
+
+
+def _space_table() -> npt.NDArray[np.bool_]:
+    """Whether each code point is white space; the last entry stands for all that follow."""
+    is_space = re.compile(f"[{_SPACE}]").match
+    return np.array([is_space(chr(code)) is not None for code in range(0x3002)])
 
 
 def _well_formed(text: str) -> str:

@@ -15,7 +15,8 @@ import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
-from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, window_order
+from flatout.data.best_fit import Packing
+from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, pack_documents, window_order
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.prepare import check_complete, prepare_data, report_of
@@ -49,6 +50,7 @@ class Run:
     steps: int
     sequences: int
     order: WindowOrder
+    packing: Packing | None  # of the training documents, when data.packing is best_fit
     flops_per_token: float
     memory: MemoryEstimate
     notices: tuple[str, ...]
@@ -63,9 +65,10 @@ class Run:
         device = self.speed.device.torch_device
         span = {"first_step": first_step, "last_step": self.steps, "device": device}
         shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
+        plan = {"packing": self.packing, **shape, **span}
         if self.speed.loader == "device":
-            return DeviceLoader(self.dataset.train, self.order, **shape, **span)
-        return HostLoader(self.dataset.train, self.order, workers=self.speed.workers, **shape, **span)
+            return DeviceLoader(self.dataset.train, self.order, **plan)
+        return HostLoader(self.dataset.train, self.order, workers=self.speed.workers, **plan)
 
     def evaluation(self) -> Iterator[Batch]:
         return evaluation_batches(
@@ -95,7 +98,9 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     if fresh:
         check_complete(folder)  # trained on only when asked again, with the losses known
     dataset = open_dataset(folder, verify=_how_to_verify(folder))
-    order = window_order(dataset.train, context=config.model.context, stride=stride_of(config), seed=config.train.seed)
+    context, stride = config.model.context, stride_of(config)
+    packing = pack_documents(dataset.train, context) if config.data.packing == "best_fit" else None
+    order = window_order(dataset.train, context=context, stride=stride, seed=config.train.seed, packing=packing)
     vocab = _vocabulary(config, dataset)
     corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
     speed = resolve_speed(config, device, corpus_bytes, lambda path: sources.get(path, "file") in ("file", "override"))
@@ -124,6 +129,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         steps=steps,
         sequences=config.train.batch_tokens // config.model.context,
         order=order,
+        packing=packing,
         flops_per_token=flops_per_token(config.model, vocab),
         memory=memory,
         notices=tuple([*_remarks(config, steps), *_remarks_on_data(folder)]),

@@ -1,0 +1,449 @@
+"""Which documents are dropped, and by which rule.
+
+Idea: `rejection` asks rule after rule, the cheap ones first, and answers with the name of the first that fails, so that
+a report can count what each of them cost. Every rule, its threshold and its origin are in docs/cleaning.md.
+
+`quality` holds the rules of Gopher (Rae et al. 2021, "Scaling Language Models", section A1.1, "Quality Filtering") and
+the three that FineWeb added (Penedo et al. 2024, "The FineWeb Datasets", section 3.6). `repetition` is Gopher's
+"Repetition Removal" with the thresholds of its table A1. The code is ours; where the papers leave a choice, it is this:
+- a word is what stands between white space, and its characters are all that count in shares of words and n-grams; only
+  for the share of words with letters, marks that stand by themselves are no words;
+- lines are stripped, and empty ones left out; paragraphs are parted by empty lines;
+- a duplicate is an occurrence after the first, of lines, paragraphs and n-grams alike;
+- characters covered by overlapping n-grams count once.
+
+Contract: the answer depends on the rules, the text and the URL only. Rules travel between processes as they are;
+`to_json` names all that decides the result, the content of the block list and the version of the language detector
+included, but no path.
+
+Trap: a text is judged by its first 16 Mi characters; a document in pieces by its first piece, and its caller knows what
+it is. Words and lines are those of European languages: in Chinese, Japanese or Thai, which put no spaces, `quality`
+drops everything. Language detection needs some text: below two or three hundred characters it is often wrong.
+"""
+
+import hashlib
+import itertools
+import re
+import unicodedata
+from collections import defaultdict
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.config.schema import CleanConfig
+from flatout.corpus.document import shown
+from flatout.corpus.near import method
+from flatout.errors import ConfigError, DataError
+
+Positions = npt.NDArray[np.int64]
+
+# Gopher
+_FEWEST_WORDS, _MOST_WORDS = 50, 100_000
+_SHORTEST_MEAN_WORD, _LONGEST_MEAN_WORD = 3, 10
+_MOST_SYMBOLS_PER_WORD = 0.1
+_MOST_BULLET_LINES = 0.9
+_MOST_ELLIPSIS_LINES = 0.3
+_FEWEST_WORDS_WITH_LETTERS = 0.8
+_FEWEST_STOP_WORDS = 2
+_STOP_WORDS = tuple(
+    (word, word.capitalize(), word.upper()) for word in ("the", "be", "to", "of", "and", "that", "have", "with")
+)
+# FineWeb: a document goes when it is at the threshold, where Gopher's goes beyond it
+_PUNCTUATED_LINES = 0.12
+_DUPLICATE_LINE_CHARACTERS = 0.1
+_SHORT_LINES = 0.67
+_SHORT_LINE = 30
+# Gopher, table A1
+_MOST_DUPLICATES = 0.30
+_MOST_DUPLICATE_CHARACTERS = 0.20
+_TOP_GRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
+_DUPLICATE_GRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
+_STRICTEST = min(_DUPLICATE_GRAMS.values())
+
+RULES = (
+    "too_short",
+    "too_long",
+    "blocked_url",
+    "language",
+    "quality_few_words",
+    "quality_many_words",
+    "quality_word_length",
+    "quality_hashes",
+    "quality_ellipses",
+    "quality_bullet_lines",
+    "quality_ellipsis_lines",
+    "quality_unpunctuated_lines",
+    "quality_short_lines",
+    "quality_duplicate_lines",
+    "quality_letters",
+    "quality_stop_words",
+    "repetition_lines",
+    "repetition_line_characters",
+    "repetition_paragraphs",
+    "repetition_paragraph_characters",
+    *(f"repetition_top_{size}_gram" for size in _TOP_GRAMS),
+    *(f"repetition_{size}_grams" for size in _DUPLICATE_GRAMS),
+)
+
+_JUDGED_CHARACTERS = 2**24
+_LANGUAGE_CHARACTERS = 2**16
+_URL_CHARACTERS = 2**13
+_VERSION = 1  # of the rules; to be raised when any of them changes its answer
+_BULLETS = frozenset("•‣▪●◦·*-–")
+_ELLIPSES = ("...", "…")
+_SENTENCE_ENDS = frozenset(".!?\"'…”’»。！？」』।؟۔")
+_PARAGRAPH_GAP = re.compile(r"\n\s*\n")
+_DOMAIN = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
+_URL = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?(?P<host>[^/?#]*)(?P<rest>.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class BlockList:
+    """URLs to drop: domains with all below them, beginnings of URLs by whole path segments, words anywhere in the URL.
+
+    A look-up takes as many steps as the URL has parts, however long the list.
+    """
+
+    domains: frozenset[str]
+    beginnings: frozenset[str]
+    words: frozenset[str]
+    word_sizes: tuple[int, ...]
+    sha256: str
+
+    def blocks(self, url: str) -> bool:
+        """Whether an entry of the list meets this URL."""
+        url = url.strip(" <>")[:_URL_CHARACTERS].lower()
+        host, rest = _host_and_rest(url)
+        labels = host.split(".")
+        if any(".".join(labels[first:]) in self.domains for first in range(len(labels))):
+            return True
+        path = re.split(r"[?#]", rest, maxsplit=1)[0]
+        ends = [match.start() for match in re.finditer("/", path)][1:]
+        if any(host + rest[:end] in self.beginnings for end in (*ends, len(path), len(rest))):
+            return True
+        # To try every stretch of the URL costs the same for one word as for a million.
+        return any(url[at : at + size] in self.words for size in self.word_sizes for at in range(len(url) - size + 1))
+
+
+@dataclass(frozen=True)
+class CleanRules:
+    """The `clean` section of a config as plain values, with its block list read and its languages checked."""
+
+    min_characters: int = 0
+    max_characters: int | None = None
+    exact_duplicates: bool = False
+    near_duplicates: float | None = None
+    languages: tuple[str, ...] | None = None
+    repetition: bool = False
+    quality: bool = False
+    blocked: BlockList | None = None
+    # Versions of the libraries whose answers count; None where nobody asks them.
+    language_method: str | None = None
+    near_method: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """All that decides what is dropped, in one spelling."""
+        return {
+            "version": _VERSION,
+            "min_characters": self.min_characters,
+            "max_characters": self.max_characters,
+            "exact_duplicates": self.exact_duplicates,
+            "near_duplicates": self.near_duplicates,
+            "near_method": self.near_method,
+            "languages": None if self.languages is None else list(self.languages),
+            "language_method": self.language_method,
+            "repetition": self.repetition,
+            "quality": self.quality,
+            "blocked_urls_sha256": None if self.blocked is None else self.blocked.sha256,
+        }
+
+
+def load_rules(config: CleanConfig) -> CleanRules:
+    """The rules that a config asks for. What it names must exist: languages, the block list, the packages."""
+    return CleanRules(
+        min_characters=config.min_characters,
+        max_characters=config.max_characters,
+        exact_duplicates=config.exact_duplicates,
+        near_duplicates=config.near_duplicates,
+        languages=None if config.languages is None else _known_languages(config.languages),
+        repetition=config.repetition,
+        quality=config.quality,
+        blocked=None if config.blocked_urls is None else load_block_list(config.blocked_urls),
+        language_method=None if config.languages is None else _language_method(),
+        near_method=None if config.near_duplicates is None else method(),
+    )
+
+
+def rejection(rules: CleanRules, text: str, url: str | None) -> str | None:
+    """The name of the first rule, in the order of `RULES`, that drops the document; None keeps it."""
+    if len(text) < rules.min_characters:
+        return "too_short"
+    if rules.max_characters is not None and len(text) > rules.max_characters:
+        return "too_long"
+    if rules.blocked is not None and url is not None and rules.blocked.blocks(url):
+        return "blocked_url"
+    language = None
+    if rules.languages is not None:
+        language = language_of(text)
+        if language not in rules.languages:
+            return "language"
+    if not (rules.quality or rules.repetition):
+        return None
+    text = text[:_JUDGED_CHARACTERS]
+    # One word more than allowed is enough to know, and spares a huge text the list of its words.
+    words = text.split(None, _MOST_WORDS if rules.quality else -1)
+    if rules.quality and not _FEWEST_WORDS <= len(words) <= _MOST_WORDS:
+        return "quality_few_words" if len(words) < _FEWEST_WORDS else "quality_many_words"
+    if not words:
+        return None
+    looked_at = _look_at(text, words)
+    reason = _quality(looked_at, language in (None, "en")) if rules.quality else None
+    return reason or (_repetition(looked_at) if rules.repetition else None)
+
+
+def language_of(text: str) -> str | None:
+    """The code of the language that the beginning of a text is most like; None where it is like none."""
+    text = text[:_LANGUAGE_CHARACTERS]
+    if not any(map(str.isalpha, text)):
+        return None  # the detector takes nothing at all for English
+    # Above its cutoff, 1200, the distance to the nearest language means little, and the answer is "unknown".
+    code, _ = _detector().detect_fast(unicodedata.normalize("NFC", text))
+    return None if code == "unknown" else code
+
+
+def load_block_list(path: str) -> BlockList:
+    """Read a block list: one entry a line, `#` begins a comment.
+
+    An entry is a domain, which takes its subdomains with it; a domain with a path, which takes what lies below; or
+    `word:` and a word, which is looked for anywhere in the URL. Upper and lower case are the same, `www.` is left away.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise DataError(
+            f"the block list {shown(path)} cannot be read: {error.strerror or error}", "see clean.blocked_urls"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"the block list {shown(path)} is not UTF-8: {error}", "save it as UTF-8") from error
+    domains, beginnings, words = set[str](), set[str](), set[str]()
+    for number, line in enumerate(lines, start=1):
+        entry = re.split(r"(?:^|\s)#", line, maxsplit=1)[0].strip().lower()
+        host, rest = _host_and_rest(entry)
+        if not entry:
+            continue
+        if re.fullmatch(r"word:\S+", entry):
+            words.add(entry.removeprefix("word:"))
+        elif not _DOMAIN.fullmatch(host) or re.search(r"\s", rest):
+            raise DataError(
+                f"{shown(path)}, line {number}: {shown(entry[:80])} is neither a domain nor a URL nor a word",
+                "write entries such as example.com, example.com/ads or word:casino, one a line",
+            )
+        elif rest.strip("/"):
+            beginnings.add(host + rest.rstrip("/"))
+        else:
+            domains.add(host)
+    listed = "\n\n".join("\n".join(sorted(entries)) for entries in (domains, beginnings, words))
+    return BlockList(
+        frozenset(domains),
+        frozenset(beginnings),
+        frozenset(words),
+        tuple(sorted({len(word) for word in words})),
+        hashlib.sha256(listed.encode("utf-8", "surrogatepass")).hexdigest(),
+    )
+
+
+def _host_and_rest(url: str) -> tuple[str, str]:
+    """The host of a URL, without user, port and `www.`, and all that follows it."""
+    parts = _URL.match(url)
+    assert parts is not None, "every part may be empty"
+    host, rest = parts["host"].rpartition("@")[2].partition(":")[0].strip("."), parts["rest"]
+    if not host.isascii():
+        try:
+            host = host.encode("idna").decode("ascii")  # as crawls write it
+        except UnicodeError:
+            return "", rest
+    host = host.removeprefix("*.")
+    below = host.removeprefix("www.")
+    return below if "." in below else host, rest
+
+
+def _known_languages(codes: list[str]) -> tuple[str, ...]:
+    known = sorted(_detector().supported_langs())
+    if not codes:
+        raise ConfigError(
+            "clean.languages is an empty list, which would drop everything", "name some, or set it to null"
+        )
+    for code in codes:
+        if code not in known:
+            close = get_close_matches(code, known, n=4, cutoff=0.4) or known
+            raise ConfigError(
+                f"clean.languages names {code}, a language that cannot be detected",
+                f"codes are those of ISO 639-1; the closest are {', '.join(close)}",
+            )
+    return tuple(sorted(set(codes)))
+
+
+def _language_method() -> str:
+    return f"resiliparse {version('resiliparse')}"
+
+
+@cache
+def _detector() -> Any:
+    try:
+        return import_module("resiliparse.parse.lang")
+    except ImportError:
+        raise DataError("clean.languages needs the package resiliparse", "pip install 'flatout[data]'") from None
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A text with at least one word, taken apart.
+
+    `numbers` numbers its distinct words, `ids` are the words in order, by number; `times` is how often each occurs.
+    The characters of word p are `edges[p]` to `edges[p + 1] - 1`, white space left out.
+    """
+
+    text: str
+    lines: list[str]
+    numbers: dict[str, int]
+    ids: Positions
+    times: Positions
+    edges: Positions
+
+
+def _look_at(text: str, words: list[str]) -> _Text:
+    numbers: defaultdict[str, int] = defaultdict(itertools.count().__next__)
+    ids = np.fromiter(map(numbers.__getitem__, words), dtype=np.int64, count=len(words))
+    sizes = np.fromiter(map(len, numbers), dtype=np.int64, count=len(numbers))
+    edges = np.zeros(len(words) + 1, dtype=np.int64)
+    np.cumsum(sizes[ids], out=edges[1:])
+    lines = [line for line in map(str.strip, text.split("\n")) if line]
+    return _Text(text, lines, numbers, ids, np.bincount(ids), edges)
+
+
+def _quality(looked_at: _Text, english: bool) -> str | None:
+    """The first rule of Gopher's or FineWeb's that is broken. The number of words is in order."""
+    text, lines, words = looked_at.text, looked_at.lines, len(looked_at.ids)
+    if not _SHORTEST_MEAN_WORD <= int(looked_at.edges[-1]) / words <= _LONGEST_MEAN_WORD:
+        return "quality_word_length"
+    if text.count("#") / words > _MOST_SYMBOLS_PER_WORD:
+        return "quality_hashes"
+    if sum(map(text.count, _ELLIPSES)) / words > _MOST_SYMBOLS_PER_WORD:
+        return "quality_ellipses"
+    if sum(line[0] in _BULLETS for line in lines) / len(lines) > _MOST_BULLET_LINES:
+        return "quality_bullet_lines"
+    if sum(line.endswith(_ELLIPSES) for line in lines) / len(lines) > _MOST_ELLIPSIS_LINES:
+        return "quality_ellipsis_lines"
+    if sum(line[-1] in _SENTENCE_ENDS for line in lines) / len(lines) <= _PUNCTUATED_LINES:
+        return "quality_unpunctuated_lines"
+    if sum(len(line) < _SHORT_LINE for line in lines) / len(lines) >= _SHORT_LINES:
+        return "quality_short_lines"
+    if _duplicate_characters(lines) >= _DUPLICATE_LINE_CHARACTERS:
+        return "quality_duplicate_lines"
+    if _with_letters(looked_at) < _FEWEST_WORDS_WITH_LETTERS:
+        return "quality_letters"
+    if english and sum(not looked_at.numbers.keys().isdisjoint(forms) for forms in _STOP_WORDS) < _FEWEST_STOP_WORDS:
+        return "quality_stop_words"
+    return None
+
+
+def _with_letters(looked_at: _Text) -> float:
+    """The share of words with a letter in them, among those with a letter or a digit."""
+    times = looked_at.times.tolist()
+    digits = marks = 0
+    for word, number in looked_at.numbers.items():
+        # Nearly all words are letters only, which is quickly seen.
+        if not word.isalpha() and not any(map(str.isalpha, word)):
+            if any(map(str.isalnum, word)):
+                digits += times[number]
+            else:
+                marks += times[number]
+    words = len(looked_at.ids) - marks
+    return (words - digits) / words if words else 0.0
+
+
+def _repetition(looked_at: _Text) -> str | None:
+    """The first rule of Gopher's table A1 that is broken."""
+    paragraphs = [paragraph for paragraph in map(str.strip, _PARAGRAPH_GAP.split(looked_at.text)) if paragraph]
+    for name, parts in (("line", looked_at.lines), ("paragraph", paragraphs)):
+        if (distinct := len(set(parts))) == len(parts):
+            continue
+        if (len(parts) - distinct) / len(parts) > _MOST_DUPLICATES:
+            return f"repetition_{name}s"
+        if _duplicate_characters(parts) > _MOST_DUPLICATE_CHARACTERS:
+            return f"repetition_{name}_characters"
+    return _repeated_grams(looked_at)
+
+
+def _duplicate_characters(parts: list[str]) -> float:
+    """The share of characters in parts that occurred before."""
+    characters = sum(map(len, parts))
+    return (characters - sum(map(len, set(parts)))) / characters
+
+
+def _repeated_grams(looked_at: _Text) -> str | None:
+    """The first rule on n-grams that is broken.
+
+    A repeated n-gram is made of repeated n-grams one word shorter. So only the places of those are looked at, and once
+    they cover less than the strictest rule allows, the answer is known: in prose, mostly at 3 words. An n-gram's number
+    is made of the numbers of the two that it consists of, so no two share one.
+    """
+    edges = looked_at.edges
+    characters = int(edges[-1])
+    places = np.flatnonzero(looked_at.times[looked_at.ids] > 1)
+    ids = looked_at.ids[places]
+    for size in range(2, max(_DUPLICATE_GRAMS) + 1):
+        joined = np.flatnonzero(places[1:] == places[:-1] + 1)
+        if not len(joined):
+            return None
+        keys = ids[joined] * (int(ids.max()) + 1) + ids[joined + 1]
+        ids, times = _numbered(keys)
+        again = times[ids] > 1
+        places, ids = places[joined[again]], ids[again]
+        if _covered(places, edges, size) / characters <= _STRICTEST:
+            return None
+        if size in _TOP_GRAMS:
+            top = _most_frequent(places, ids, times, edges, size)
+            if _covered(top, edges, size) / characters > _TOP_GRAMS[size]:
+                return f"repetition_top_{size}_gram"
+        else:
+            first = np.empty(len(times), dtype=np.int64)
+            first[ids[::-1]] = places[::-1]  # the last value that is written stays
+            if _covered(places[places != first[ids]], edges, size) / characters > _DUPLICATE_GRAMS[size]:
+                return f"repetition_{size}_grams"
+    return None
+
+
+def _numbered(keys: Positions) -> tuple[Positions, Positions]:
+    """(numbers that are equal where the keys are, how often each occurs). As `numpy.unique`, at half the time."""
+    order = np.argsort(keys)
+    ordered = keys[order]
+    steps = np.zeros(len(keys), dtype=np.int64)
+    steps[1:] = ordered[1:] != ordered[:-1]
+    ranks = np.cumsum(steps)
+    numbers = np.empty_like(ranks)
+    numbers[order] = ranks
+    return numbers, np.bincount(ranks)
+
+
+def _most_frequent(places: Positions, ids: Positions, times: Positions, edges: Positions, size: int) -> Positions:
+    """The places of the n-gram that occurs most often; of several, of the longest, and of those, of the first."""
+    often = times[ids] == times[ids].max()
+    places, ids = places[often], ids[often]
+    longest = np.argmax(edges[places + size] - edges[places])
+    return places[ids == ids[longest]]
+
+
+def _covered(places: Positions, edges: Positions, size: int) -> int:
+    """How many characters the n-grams at these places hold, those in two of them counted once."""
+    if not len(places):
+        return 0
+    starts, ends = edges[places], edges[places + size]
+    return int(np.sum(ends) - np.sum(np.maximum(starts[1:], ends[:-1])) - starts[0])

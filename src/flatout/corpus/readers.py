@@ -1,0 +1,471 @@
+"""Files to documents: one reader for each format, all of them lazy.
+
+Idea: `read_slice` turns a stretch of a file into `Document`s and `Problem`s. What tables and crawls are made of is for
+`tables` and `crawl` to know; here are the formats that are text from end to end, and files of GPT-2 tokens.
+
+Contract: every record becomes one document, or is counted in one problem; what is broken is left out and the reading
+goes on where that is possible. Joining the results of a file's slices gives the results of the file, except that places
+are lines in a slice that starts at 0 and bytes in another. Memory is bounded by `LINE_LIMIT` a record and `PIECE` a
+piece of text. Only what is no fault of the data raises: a package that is missing.
+
+Trap: a compressed text that breaks off still is a document, as far as it goes; the problem says that it does. A line
+that breaks off is not: half a row of JSON is none.
+"""
+
+import binascii
+import codecs
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from importlib import resources
+from typing import NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Slice
+from flatout.corpus.fields import FieldError, text_of
+from flatout.corpus.streams import (
+    CHUNK,
+    LINE_LIMIT,
+    PIECE,
+    ByteStream,
+    Piece,
+    before,
+    decode,
+    lines,
+    open_bytes,
+    pieces,
+    whole_characters,
+)
+from flatout.errors import DataError
+
+Results = Iterator[Document | Problem]
+
+REJECTED_BOMB = "bomb"
+REJECTED_TOKENS = "token_range"
+# A NUL byte in this much of a file shows that it is no text.
+HEAD = 2**13
+
+GPT2_END_OF_TEXT = 50256
+GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
+# The files of modded-nanogpt begin with 256 numbers of four bytes: these two, the number of tokens, and zeros.
+_TOKENS_HEADER = 1024
+_TOKENS_MAGIC = (20240520, 1)
+
+_TEXT_FORMATS = frozenset({"text", "jsonl", "json", "csv", "tsv", "smiles"})
+
+_SPACE = re.compile(r"[ \t\n\r]*")
+_DECODER = json.JSONDecoder()
+
+
+def read_slice(slice: Slice, options: ReadOptions, *, piece: int = PIECE, limit: int = LINE_LIMIT) -> Results:
+    """The documents and problems of a stretch of a file. `piece` and `limit` are lower in tests only."""
+    file = slice.file
+    if file.format in _TEXT_FORMATS and _is_binary(file):
+        if slice.start == 0:
+            records = 1 if file.format == "text" else 0
+            message = "it holds NUL bytes, so it is not text in UTF-8"
+            yield Problem(file.name, "", "binary", message, records)
+    elif file.format == "text":
+        yield from _read_text(slice, options, piece)
+    elif file.format == "jsonl":
+        yield from _read_json_lines(slice, options, limit)
+    elif file.format == "smiles":
+        yield from _read_molecules(slice, options, limit)
+    elif file.format in ("parquet", "saved", "hub"):
+        yield from _read_table(slice, options)
+    else:
+        with open_bytes(file) as stream:
+            yield from _read_stream(stream, file, options, piece, limit)
+
+
+def _read_table(slice: Slice, options: ReadOptions) -> Results:
+    from flatout.corpus import tables
+
+    if slice.file.format == "parquet":
+        return tables.read_parquet(slice.file, slice.start, slice.end, options)
+    if slice.file.format == "saved":
+        return tables.read_saved(slice.file, slice.start, slice.end, options)
+    return tables.read_hub(slice.file, options)
+
+
+def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions, piece: int, limit: int) -> Results:
+    if file.format == "json":
+        return _read_json(stream, file, options, limit)
+    if file.format == "tokens":
+        return _read_tokens(stream, file, options, piece)
+    if file.format == "warc":
+        from flatout.corpus import crawl
+
+        return crawl.read_warc(stream, file, options)
+    if file.format in ("csv", "tsv"):
+        from flatout.corpus import tables
+
+        return tables.read_csv(stream, file, options, "," if file.format == "csv" else "\t")
+    raise ValueError(f"there is no reader for the format {file.format!r}")
+
+
+def _is_binary(file: InputFile) -> bool:
+    with open_bytes(file) as stream:
+        return b"\0" in stream.read(HEAD)
+
+
+# Text.
+
+
+def _read_text(slice: Slice, options: ReadOptions, size: int) -> Results:
+    file = slice.file
+    mark = options.document_start.encode("utf-8") if options.document_start else None
+    with open_bytes(file, before(slice.start)) as stream:
+        lost = 0
+        for piece in pieces(stream, start=slice.start, end=slice.end, mark=mark, size=size):
+            whole_file = piece.begins and piece.final and piece.offset == 0
+            place = "" if whole_file else f"byte {piece.offset}"
+            broken = stream.problem if piece.final else None
+            if broken is not None and piece.begins and not piece.raw:
+                lost = 1
+            elif broken is not None and broken.kind == "bomb":
+                yield Document("", place, None, piece.begins, True, rejected=REJECTED_BOMB)
+            else:
+                if broken is not None:
+                    del piece.raw[whole_characters(piece.raw) :]
+                signature = piece.offset == 0 and piece.raw.startswith(codecs.BOM_UTF8)
+                first = len(codecs.BOM_UTF8) if signature else 0
+                del piece.raw[:first]
+                yield from _decoded(piece, file, options, place, "byte {}", piece.offset + first)
+        if stream.problem is not None:
+            yield replace(stream.problem, records=lost)
+
+
+def _decoded(
+    piece: Piece, file: InputFile, options: ReadOptions, place: str, place_of_byte: str, first: int
+) -> Results:
+    """The document of a piece; `place_of_byte` has a gap for a byte's number, which for the first is `first`."""
+    whole = piece.begins and piece.ends
+    try:
+        text, replaced = decode(piece.raw, options.invalid_utf8)
+    except UnicodeDecodeError as error:
+        if options.invalid_utf8 == "skip" or not whole:
+            yield Document("", place, None, piece.begins, piece.ends, rejected=REJECTED_UTF8)
+        if options.invalid_utf8 == "strict":
+            yield _not_utf8(file, place_of_byte.format(first + error.start), error, records=1 if whole else 0)
+    else:
+        yield Document(text, place, None, piece.begins, piece.ends, replaced)
+
+
+def _not_utf8(file: InputFile, place: str, error: UnicodeDecodeError, records: int) -> Problem:
+    message = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
+    return Problem(file.name, place, "not-utf8", message, records)
+
+
+# Records on lines.
+
+
+def _read_json_lines(slice: Slice, options: ReadOptions, limit: int) -> Results:
+    name, field = slice.file.name, options.field
+    for line in _records(slice, options, limit):
+        if not isinstance(line, tuple):
+            yield line
+            continue
+        place, row, replaced = line
+        try:
+            value = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            yield Problem(name, place, "json", _not_json(error), records=1)
+            continue
+        text = text_of(value, field)
+        if isinstance(text, str):
+            yield Document(text, place, replaced=replaced)
+        else:
+            yield Problem(name, place, text.kind, text.message, records=1)
+
+
+def _read_molecules(slice: Slice, options: ReadOptions, limit: int) -> Results:
+    for line in _records(slice, options, limit):
+        if not isinstance(line, tuple):
+            yield line
+            continue
+        place, row, replaced = line
+        molecule = row.split(None, 1)[0]
+        if place != "line 1" or molecule.lower() != "smiles":
+            yield Document(molecule, place, replaced=replaced)
+
+
+def _records(slice: Slice, options: ReadOptions, limit: int) -> Iterator[tuple[str, str, int] | Document | Problem]:
+    """The lines that are not blank as (place, text, replaced), or what became of them otherwise."""
+    file = slice.file
+    lost = 0
+    with open_bytes(file, before(slice.start)) as stream:
+        for line in lines(stream, limit, start=slice.start, end=slice.end):
+            raw = line.raw
+            if not line.ended and stream.problem is not None:
+                lost = 0 if raw is not None and (not raw or raw.isspace()) else 1
+                break
+            place = f"byte {line.offset}" if slice.start else f"line {line.number}"
+            if raw is None:
+                message = f"the line has {line.length:,} bytes; the limit is {limit:,}"
+                yield Problem(file.name, place, "too-long", message, records=1)
+                continue
+            try:
+                text, replaced = decode(raw, options.invalid_utf8)
+            except UnicodeDecodeError as error:
+                if options.invalid_utf8 == "skip":
+                    yield Document("", place, rejected=REJECTED_UTF8)
+                else:
+                    yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
+                continue
+            if text and not text.isspace():
+                yield place, text, replaced
+        if stream.problem is not None:
+            yield replace(stream.problem, records=lost)
+
+
+def _not_json(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"it is not JSON: {error.msg} at character {error.pos}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else f"it cannot be read: {error}"
+
+
+# JSON.
+
+
+def _read_json(stream: ByteStream, file: InputFile, options: ReadOptions, limit: int) -> Results:
+    """The elements of an array, or else values that follow one another, of which there may be just one."""
+    source = _JsonText(stream, file.name, limit)
+    try:
+        for number, value, raw in source.values():
+            yield _element(number, value, raw, file, options)
+    except _BrokenJsonError as broken:
+        # Where the file itself breaks off, that is the reason for whatever is wrong with its end.
+        yield replace(stream.problem or broken.problem, records=broken.problem.records)
+    else:
+        if stream.problem is not None:
+            yield stream.problem
+
+
+def _element(number: int, value: object, raw: str, file: InputFile, options: ReadOptions) -> Document | Problem:
+    place = f"element {number}"
+    replaced = 0
+    if not raw.isascii():
+        try:
+            text, replaced = decode(raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
+        except UnicodeDecodeError as error:
+            if options.invalid_utf8 == "skip":
+                return Document("", place, rejected=REJECTED_UTF8)
+            return _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
+        value = json.loads(text) if replaced else value
+    found = text_of(value, options.field)
+    if isinstance(found, FieldError):
+        return Problem(file.name, place, found.kind, found.message, records=1)
+    return Document(found, place, replaced=replaced)
+
+
+class _BrokenJsonError(Exception):
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.message)
+        self.problem = problem
+
+
+@final
+class _JsonText:
+    """JSON values from a text that is read as it is needed. Bytes that are not UTF-8 come as halves of surrogates.
+
+    A value that is not complete yet looks like a broken one. So it is tried again with twice as much text, up to the
+    limit, which makes the time linear in the size of the value.
+    """
+
+    def __init__(self, stream: ByteStream, name: str, limit: int) -> None:
+        self._stream = stream
+        self._name = name
+        self._limit = limit
+        self._bytes = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        self._text = ""
+        self._at = 0
+        self._offset = 0  # of the text's first byte
+        self._ended = False
+        self._number = 0
+
+    def values(self) -> Iterator[tuple[int, object, str]]:
+        """The number of each value, the value, and how it is written."""
+        self._grow()
+        self._at = 1 if self._text.startswith("\ufeff") else 0
+        if self._peek() != "[":
+            while self._peek():
+                yield self._value()
+            return
+        separator = "["
+        while separator != "]":
+            self._at += 1
+            following = self._peek()
+            if following == "]" and separator == "[":
+                break
+            if following == "]":
+                raise self._broken("there is a comma before the closing bracket")
+            if not following:
+                raise self._broken("the array has no closing bracket")
+            yield self._value()
+            separator = self._peek()
+            if not separator:
+                raise self._broken("the array has no closing bracket")
+            if separator not in ",]":
+                raise self._broken("there is no comma after the element", records=1)
+        self._at += 1
+        if self._peek():
+            raise self._broken("there is something after the closing bracket")
+
+    def _value(self) -> tuple[int, object, str]:
+        self._number += 1
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if self._ended:
+                    raise self._broken(f"it is not JSON: {error.msg}", 1, error.pos) from error
+                end = len(self._text)
+                value = None
+            except (ValueError, RecursionError) as error:
+                raise self._broken(_not_json(error), 1) from error
+            if end - self._at > self._limit:
+                raise self._broken(f"the element has more than {self._limit:,} characters", 1, kind="too-long")
+            # A number that ends where the text does may go on.
+            if end < len(self._text) or self._ended:
+                raw = self._text[self._at : end]
+                self._at = end
+                return self._number, value, raw
+            self._grow()
+
+    def _peek(self) -> str:
+        """The next character that is no space; nothing at the end."""
+        while True:
+            match = _SPACE.match(self._text, self._at)
+            self._at = match.end() if match else self._at
+            if self._at < len(self._text) or self._ended:
+                return self._text[self._at : self._at + 1]
+            self._grow()
+
+    def _grow(self) -> None:
+        rest = self._text[self._at :]
+        self._offset = self._offset_of(self._at)
+        raw = self._stream.read(max(CHUNK, len(rest)))
+        self._ended = not raw
+        self._text = rest + self._bytes.decode(raw, final=self._ended)
+        self._at = 0
+
+    def _offset_of(self, at: int) -> int:
+        return self._offset + len(self._text[:at].encode("utf-8", "surrogateescape"))
+
+    def _broken(
+        self, message: str, records: int = 0, at: int | None = None, kind: ProblemKind = "json"
+    ) -> _BrokenJsonError:
+        place = f"element {self._number}, byte {self._offset_of(self._at if at is None else at)}"
+        return _BrokenJsonError(Problem(self._name, place, kind, message, records))
+
+
+# GPT-2 tokens.
+
+
+def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions, size: int) -> Results:
+    """Ids of two bytes each. A document ends with an end-of-text id, or at the end of the file."""
+    tokens = _TokenRuns(stream)
+    for run in tokens:
+        if run.number == 0 and run.ends and not run.ids.size:
+            continue  # some files have an end-of-text id before each document instead of after it
+        yield from _token_document(run, tokens, stream, file, options, size)
+    if stream.problem is not None:
+        yield stream.problem
+        return
+    place = f"token {tokens.count}"
+    if tokens.odd:
+        yield Problem(file.name, place, "truncated", "the file ends inside a token", records=0)
+    if tokens.expected is not None and tokens.expected != tokens.count:
+        message = f"its header tells of {tokens.expected:,} tokens, and it has {tokens.count:,}"
+        yield Problem(file.name, place, "truncated" if tokens.count < tokens.expected else "format", message, records=0)
+
+
+def _token_document(
+    run: "_Run", runs: "_TokenRuns", stream: ByteStream, file: InputFile, options: ReadOptions, size: int
+) -> Results:
+    place = f"token {run.number}"
+    table = _gpt2_bytes()
+    ended = False
+    wrong: tuple[int, int] | None = None
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal ended, wrong
+        for part in itertools.chain([run], runs):
+            outside = np.flatnonzero(part.ids >= len(table))
+            if wrong is None and outside.size:
+                wrong = part.number + int(outside[0]), int(part.ids[outside[0]])
+            if wrong is None:
+                yield b"".join([table[number] for number in part.ids.tolist()])
+            ended = part.ends
+            if ended:
+                return
+
+    for piece in pieces(chunks(), size=size):
+        if wrong is not None and piece.final:
+            if not piece.begins:
+                yield Document("", place, None, False, True, rejected=REJECTED_TOKENS)
+            message = f"{wrong[1]} is no id of GPT-2, whose ids are below {GPT2_END_OF_TEXT + 1}"
+            yield Problem(file.name, f"token {wrong[0]}", "format", message, records=1 if piece.begins else 0)
+            continue
+        if piece.final and not ended and stream.problem is not None:
+            del piece.raw[whole_characters(piece.raw) :]
+        yield from _decoded(piece, file, options, place, f"{place}, byte {{}} of its text", piece.offset)
+
+
+class _Run(NamedTuple):
+    """A stretch of a document's ids, and the number of the first in the file. `ends`: an end-of-text id follows."""
+
+    number: int
+    ids: npt.NDArray[np.uint16]
+    ends: bool
+
+
+@final
+class _TokenRuns:
+    """An iterator over the runs of a file, which counts tokens as it goes."""
+
+    def __init__(self, stream: ByteStream) -> None:
+        head = stream.read(_TOKENS_HEADER)
+        numbers = np.frombuffer(head, "<i4") if len(head) == _TOKENS_HEADER else np.zeros(3, "<i4")
+        has_header = tuple(numbers[:2].tolist()) == _TOKENS_MAGIC
+        self.expected = int(numbers[2]) if has_header else None
+        self.count = 0
+        self.odd = b""
+        self._runs = self._read(stream if has_header else itertools.chain([head], stream))
+
+    def __iter__(self) -> Iterator[_Run]:
+        return self._runs
+
+    def _read(self, chunks: Iterable[bytes]) -> Iterator[_Run]:
+        for chunk in chunks:
+            data = self.odd + chunk
+            ids = np.frombuffer(data, "<u2", len(data) // 2)
+            self.odd = data[2 * len(ids) :]
+            first, start = self.count, 0
+            self.count += len(ids)
+            for end in np.flatnonzero(ids == GPT2_END_OF_TEXT).tolist():
+                yield _Run(first + start, ids[start:end], True)
+                start = end + 1
+            if start < len(ids):
+                yield _Run(first + start, ids[start:], False)
+
+
+@functools.cache
+def _gpt2_bytes() -> list[bytes]:
+    """The bytes of each token but the end of text, from the ranks that ship with Flatout."""
+    raw = resources.files("flatout.data").joinpath("bundled", "gpt2.tiktoken").read_bytes()
+    found = hashlib.sha256(raw).hexdigest()
+    if found != GPT2_RANKS_SHA256:
+        raise DataError(
+            f"the shipped file gpt2.tiktoken is damaged: its SHA-256 is {found} and should be {GPT2_RANKS_SHA256}",
+            "install flatout again",
+        )
+    pairs = [line.split() for line in raw.splitlines()]
+    return [binascii.a2b_base64(token) for token, _ in sorted(pairs, key=lambda pair: int(pair[1]))]

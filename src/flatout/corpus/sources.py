@@ -1,0 +1,323 @@
+"""What a source means: the files it names, their formats, and the slices they can be read in.
+
+Idea: `find_files` lists files in an order that depends on names only, never on the file system, so that preparing twice
+gives the same bytes. A format is told by the end of a name; a text that begins like a crawl is one whatever its name.
+
+Contract: what cannot be used is not dropped in silence. A file or folder that cannot be read, an empty file, and a link
+that leads out of its folder are `Problem`s; files of other types are counted by type. Only a source that is not there,
+or that has nothing of a known type, is a `DataError`.
+
+Trap: in folders, hidden names (with a dot in front) do not count as there at all, and folders behind links are not
+entered. A link to a file inside the source is read only if the file it leads to is not read itself.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+
+from flatout.corpus.document import InputFile, Problem, Slice, shown
+from flatout.corpus.streams import PIECE, open_bytes
+from flatout.errors import DataError
+
+SHAKESPEARE = "shakespeare"
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+HUB = "hf:"
+
+SUFFIXES: Mapping[str, str] = {
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".parquet": "parquet",
+    ".warc": "warc",
+    ".wet": "warc",
+    ".smi": "smiles",
+    ".smiles": "smiles",
+    ".bin": "tokens",
+}
+COMPRESSIONS: Mapping[str, str] = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz2": "bz2"}
+# Parquet compresses inside; a file that is also compressed outside could not be read at any place.
+_NEVER_COMPRESSED = ("parquet",)
+# What programs leave behind or have not finished; with a format given, nothing else would keep them out.
+_LEFTOVERS = (".lock", ".part", ".partial", ".tmp", ".temp", ".incomplete", ".crdownload", ".download", ".swp", "~")
+# Formats whose byte ranges can be read by themselves where they are not compressed.
+_SLICED = ("text", "jsonl", "smiles")
+# A file that can only be read from its beginning is left to one reader up to this size.
+_WHOLE_BYTES = 2**25
+_CRAWL = b"WARC/1."
+_TYPES = f"{' '.join(SUFFIXES)}, and most of them also with {' '.join(COMPRESSIONS)}"
+_CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, or hf:NAME"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The files of a source in the order they are read, what is wrong with others, and the types passed over."""
+
+    files: tuple[InputFile, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    passed_over: Mapping[str, int] = field(default_factory=dict)
+
+
+def format_of(name: str) -> tuple[str | None, str]:
+    """Format and compression by the end of a file's name; None for a format that is not known."""
+    stem, suffix = os.path.splitext(name.lower())
+    compression = COMPRESSIONS.get(suffix, "none")
+    if compression == "none":
+        return SUFFIXES.get(suffix), compression
+    format = SUFFIXES.get(os.path.splitext(stem)[1])
+    return None if format in _NEVER_COMPRESSED else format, compression
+
+
+def find_files(source: str, *, format: str | None = None, number: int = 0) -> Found:
+    """The files of a source: `shakespeare`, a file, a folder, a saved Hugging Face dataset, or `hf:NAME:CONFIG:SPLIT`.
+
+    `format` holds for every file of the source, whatever its name. `number` is that of the source among several.
+    """
+    if source == SHAKESPEARE:
+        return Found((_shakespeare(number),))
+    if source.startswith(HUB):
+        return Found((_hub(source, number),))
+    try:
+        mode = os.stat(source).st_mode
+    except PermissionError as error:
+        raise DataError(
+            f"cannot read {shown(source)}: {error.strerror}", "check that you may read the folder it is in"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"there is no source {shown(source)}", _missing_hint(source)) from error
+    if stat.S_ISDIR(mode):
+        return _in_folder(source, format, number)
+    if not stat.S_ISREG(mode):
+        raise DataError(f"the source {shown(source)} is neither a file nor a folder", f"give {_CHOICES}")
+    if (format or format_of(source)[0]) is None:
+        raise DataError(
+            f"the source {shown(source)} is of a type that cannot be read: {_type(source)}",
+            f"the types are {_TYPES}; set data.format, or rename the file",
+        )
+    listed = _listed(source, format, number)
+    return Found((listed,)) if isinstance(listed, InputFile) else Found(problems=(listed,))
+
+
+def source_bytes(files: Iterable[InputFile]) -> int:
+    """Size of the files: a quick sign of whether a dataset prepared earlier may be out of date."""
+    return sum(file.bytes for file in files)
+
+
+def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:
+    """Slices of about `target` bytes that can be read side by side; None for what is better read in one go.
+
+    Small files that cannot be cut are one slice. So are crawl files of any size, which come in great numbers.
+    """
+    if file.format in _SLICED and file.compression == "none":
+        return _ranges(file, file.bytes, target)
+    if file.format == "parquet":
+        return _row_groups(file, target)
+    if file.format == "saved":
+        from flatout.corpus import tables
+
+        try:
+            rows = tables.saved_rows(file.path)
+        except (OSError, ValueError):
+            return [Slice(file)]  # reading it will tell what is wrong
+        return _ranges(file, rows, max(1, rows * target // max(file.bytes, 1)))
+    if file.format == "hub" or (file.format != "warc" and file.bytes > _WHOLE_BYTES):
+        return None
+    return [Slice(file)]
+
+
+def _ranges(file: InputFile, total: int, step: int) -> list[Slice]:
+    starts = range(0, max(total, 1), step)
+    # The last goes on to the end, wherever that is by now.
+    return [Slice(file, start, start + step if start + step < total else None) for start in starts]
+
+
+def _row_groups(file: InputFile, target: int) -> list[Slice]:
+    from flatout.corpus import tables
+
+    try:
+        sizes = tables.parquet_group_bytes(file.path)
+    except (OSError, ValueError):
+        return [Slice(file)]  # reading it will tell what is wrong
+    slices: list[Slice] = []
+    start = held = 0
+    for group, size in enumerate(sizes):
+        if group > start and held + size > target:
+            slices.append(Slice(file, start, group))
+            start, held = group, 0
+        held += size
+    return [*slices, Slice(file, start, None)]
+
+
+def _in_folder(source: str, format: str | None, number: int) -> Found:
+    root = os.path.realpath(source)
+    files: dict[str, InputFile] = {}
+    links: list[str] = []
+    problems: list[Problem] = []
+    others: Counter[str] = Counter()
+
+    def list_file(path: str) -> None:
+        listed = _listed(path, format, number)
+        if isinstance(listed, InputFile):
+            files[path] = listed
+        else:
+            problems.append(listed)
+
+    def refuse(error: OSError) -> None:
+        # os.walk would pass over a folder that it cannot read without a word.
+        problems.append(_unreadable(str(error.filename or source), error, records=0))
+
+    for parent, folders, names in os.walk(source, onerror=refuse):
+        if format is None and (saved := _saved(parent, names, number)):
+            files.update((file.path, file) for file in saved if isinstance(file, InputFile))
+            problems.extend(file for file in saved if isinstance(file, Problem))
+            folders.clear()
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        problems.extend(filter(None, (_link_problem(os.path.join(parent, name), root) for name in folders)))
+        for name in names:
+            path = os.path.join(parent, name)
+            if name.startswith("."):
+                continue
+            if not _is_readable_type(name, format):
+                others[_type(name)] += 1
+            elif problem := _link_problem(path, root):
+                problems.append(problem)
+            elif os.path.islink(path):
+                links.append(path)
+            elif os.path.isfile(path):
+                list_file(path)
+            else:
+                others["no file"] += 1
+    read = {os.path.realpath(path) for path in files}
+    for path in sorted(links):
+        target = os.path.realpath(path)
+        if target not in read and os.path.isfile(target):
+            read.add(target)
+            list_file(path)
+    if not files and not problems:
+        found = ", ".join(f"{count} of {name}" for name, count in others.most_common(4)) or "no files"
+        raise DataError(
+            f"the folder {shown(source)} holds no file that can be read; it has {found}", f"the types are {_TYPES}"
+        )
+    order = sorted(files, key=lambda path: Path(os.path.relpath(path, source)).parts)
+    problems.sort(key=lambda problem: (problem.file, problem.kind))
+    return Found(tuple(files[path] for path in order), tuple(problems), dict(sorted(others.items())))
+
+
+def _is_readable_type(name: str, format: str | None) -> bool:
+    if name.lower().endswith(_LEFTOVERS):
+        return False
+    return format is not None or format_of(name)[0] is not None
+
+
+def _listed(path: str, format: str | None, number: int) -> InputFile | Problem:
+    by_name, compression = format_of(path)
+    file = InputFile(path, shown(path), format or by_name or "", compression, 0, number)
+    try:
+        with open(path, "rb") as opened:  # the only sure way to know whether we may
+            file = replace(file, bytes=os.fstat(opened.fileno()).st_size)
+    except OSError as error:
+        return _unreadable(path, error, records=1 if file.format == "text" else 0)
+    if file.bytes == 0:
+        return Problem(file.name, "", "empty", "the file is empty", records=0)
+    if format is None and file.format == "text":
+        with open_bytes(file) as stream:
+            if stream.read(len(_CRAWL)) == _CRAWL:
+                return replace(file, format="warc")
+    return file
+
+
+def _saved(folder: str, names: list[str], number: int) -> list[InputFile | Problem]:
+    """What `save_to_disk` of a Hugging Face dataset left in a folder: one split, or several of which `train` counts."""
+    if "dataset_dict.json" in names:
+        path = os.path.join(folder, "dataset_dict.json")
+        try:
+            with open(path, encoding="utf-8") as file:
+                splits = sorted(str(split) for split in json.load(file)["splits"])
+        except OSError as error:
+            return [_unreadable(path, error, records=0)]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return [Problem(shown(path), "", "format", "it does not name the splits of a dataset", records=0)]
+        chosen = ["train"] if "train" in splits else splits
+        if any(split in ("", ".", "..") or os.path.basename(split) != split for split in chosen):
+            return [Problem(shown(path), "", "format", "it names splits outside of the folder", records=0)]
+        return [_saved_split(os.path.join(folder, split), number) for split in chosen]
+    if "dataset_info.json" in names and "state.json" in names:
+        return [_saved_split(folder, number)]
+    return []
+
+
+def _saved_split(folder: str, number: int) -> InputFile | Problem:
+    try:
+        with os.scandir(folder) as entries:
+            size = sum(entry.stat().st_size for entry in entries if entry.name.endswith(".arrow"))
+    except OSError as error:
+        return _unreadable(folder, error, records=0)
+    return InputFile(folder, shown(folder), "saved", "none", size, number)
+
+
+def _link_problem(path: str, root: str) -> Problem | None:
+    if not os.path.islink(path):
+        return None
+    target = os.path.realpath(path)
+    if os.path.commonpath([root, target]) != root:
+        message = f"the link leads out of the folder, to {shown(target)}"
+    elif not os.path.exists(target):
+        message = f"the link leads to {shown(target)}, which is not there"
+    else:
+        return None
+    return Problem(shown(path), "", "link", message, records=0)
+
+
+def _shakespeare(number: int) -> InputFile:
+    path = Path(str(resources.files("flatout.data").joinpath("bundled", "tiny_shakespeare.txt")))
+    raw = path.read_bytes()
+    found = hashlib.sha256(raw).hexdigest()
+    if found != SHAKESPEARE_SHA256:
+        raise DataError(
+            f"the shipped file tiny_shakespeare.txt is damaged: its SHA-256 is {found} "
+            f"and should be {SHAKESPEARE_SHA256}",
+            "install flatout again",
+        )
+    return InputFile(str(path), SHAKESPEARE, "text", "none", len(raw), number)
+
+
+def _hub(source: str, number: int) -> InputFile:
+    name, *rest = source.removeprefix(HUB).split(":")
+    if not name or len(rest) > 2 or "" in rest:
+        raise DataError(
+            f"the source {shown(source)} names no dataset", "write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT"
+        )
+    return InputFile(source.removeprefix(HUB), shown(source), "hub", "none", 0, number)
+
+
+def _missing_hint(source: str) -> str:
+    folder = os.path.dirname(source) or "."
+    try:
+        beside = [os.path.join(os.path.dirname(source), name) for name in os.listdir(folder)]
+    except (OSError, ValueError):
+        beside = []
+    close = difflib.get_close_matches(source, [SHAKESPEARE, *beside], n=1, cutoff=0.75)
+    return f"did you mean {shown(close[0])}? Give {_CHOICES}" if close else f"give {_CHOICES}"
+
+
+def _type(name: str) -> str:
+    stem, suffix = os.path.splitext(os.path.basename(name))
+    if suffix.lower() in COMPRESSIONS:
+        suffix = os.path.splitext(stem)[1] + suffix
+    return shown(suffix.lower()) or "no suffix"
+
+
+def _unreadable(path: str, error: OSError, records: int) -> Problem:
+    return Problem(shown(path), "", "unreadable", f"cannot read it: {error.strerror or error}", records)

@@ -1,0 +1,320 @@
+"""What a prepared dataset holds, counted: lengths, frequent tokens, samples, and what was dropped on the way.
+
+Idea: one pass over the tokens and one over the document starts, in pieces. Lengths are counted in fine bins (exact
+below 131,072 tokens, above that within 1 part in 65,536), from which histogram and quantiles are read at the end.
+
+Contract: memory does not grow with the corpus. The same dataset gives the same summary, samples included, on every
+machine. A dataset without a report, made before there were any, has None for it; a damaged one is a `DataError`.
+
+Trap: this is a look and no check. Sizes, the range of ids and the order of documents are noticed on the way; hashes of
+shards are checked by `verify_dataset` only.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.data.manifest import PREPARE_AGAIN, SPLITS, FileInfo, read_manifest
+from flatout.data.sampler import remainder, window_count
+from flatout.data.shards import Dataset, TokenShards, open_dataset
+from flatout.data.tokenizer import Tokenizer
+from flatout.errors import DataError
+from flatout.records import DataSummary, DocumentSample, SplitSummary, TokenCount
+
+Counts = npt.NDArray[np.int64]
+# Called with the tokens counted so far and the tokens in all.
+Progress = Callable[[int, int], None]
+
+QUANTILES = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "90%": 0.9, "99%": 0.99}
+REPORT_FORMAT = "flatout-report"
+_REPORT_NUMBERS = ("records", "damaged", "problem_count", "replaced_characters", "files", "input_bytes", "text_bytes")
+_REPORT_TABLES = ("kept", "dropped", "passed_over")
+
+_CHUNK = 2**20  # larger ones leave the processor's cache and are counted at two thirds of the speed
+_FINE_BITS = 16
+_MOST_BINS = 48
+_BINS_PER_DOUBLING = 8
+_SAMPLE_CHARACTERS = 300
+_PROBLEMS = 20
+
+
+def summarize(
+    folder: str | Path,
+    *,
+    context: int | None = None,
+    samples: int = 5,
+    top: int = 20,
+    progress: Progress | None = None,
+) -> DataSummary:
+    """Everything there is to see about the dataset in `folder`; with `context`, its windows are counted too."""
+    dataset = open_dataset(folder)
+    report = read_report(folder)
+    splits = {"train": dataset.train, "val": dataset.val}
+    total = sum(shards.tokens for shards in splits.values())
+    counts = np.zeros(dataset.manifest.vocab, dtype=np.int64)
+    done = 0
+    for shards in splits.values():
+        done = _count_tokens(shards, counts, done, total, progress)
+    lengths = {name: _count_lengths(shards) for name, shards in splits.items()}
+    edges = _edges(min(found.least for found in lengths.values()), max(found.most for found in lengths.values()))
+    return DataSummary(
+        folder=str(folder),
+        fingerprint=dataset.manifest.fingerprint,
+        tokenizer=dataset.tokenizer.kind,
+        vocab=dataset.manifest.vocab,
+        dtype=dataset.manifest.dtype,
+        context=context,
+        splits=tuple(_split_summary(dataset, name, lengths[name], edges, context) for name in splits),
+        top_tokens=_most_frequent(dataset.tokenizer, counts, top),
+        unused_ids=int(np.count_nonzero(counts == 0)),
+        samples=_samples(dataset, samples),
+        report=report,
+        problems=tuple(read_problems(folder, _PROBLEMS)),
+    )
+
+
+def read_report(folder: str | Path) -> dict[str, Any] | None:
+    """What became of the input of the dataset in `folder`, or None if it was made before there were reports."""
+    info = read_manifest(folder).report
+    if info is None:
+        return None
+    path = Path(folder) / info.name
+    raw = _content(path, info)
+    if (found := hashlib.sha256(raw).hexdigest()) != info.sha256:
+        raise DataError(f"{path} is damaged: its SHA-256 is {found} and should be {info.sha256}", PREPARE_AGAIN)
+    try:
+        report = json.loads(raw)
+        _check_report(report)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}", PREPARE_AGAIN) from error
+    return report
+
+
+def read_problems(folder: str | Path, most: int) -> list[dict[str, Any]]:
+    """The first `most` problems that preparing the dataset in `folder` met, in the order of the input."""
+    info = read_manifest(folder).problems
+    if info is None:
+        return []
+    path = Path(folder) / info.name
+    problems: list[dict[str, Any]] = []
+    try:
+        _check_size(path, info)
+        with path.open("rb") as lines:
+            while len(problems) < most and (line := lines.readline()):
+                problems.append(_problem_from(line))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        place = f"line {len(problems) + 1}"
+        raise DataError(f"{path} is damaged in {place}: {type(error).__name__}: {error}", PREPARE_AGAIN) from error
+    return problems
+
+
+def shown(text: str) -> str:
+    """The text of a token with whatever cannot be seen, or could act on a terminal, as an escape."""
+    return "".join(
+        letter if letter.isprintable() and letter != "\\" else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
+
+
+def _content(path: Path, info: FileInfo) -> bytes:
+    try:
+        _check_size(path, info)
+        return path.read_bytes()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _check_size(path: Path, info: FileInfo) -> None:
+    if (found := os.stat(path).st_size) != info.bytes:
+        raise DataError(f"{path} has {found} bytes and should have {info.bytes}", PREPARE_AGAIN)
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"cannot read {path}: {error.strerror}", PREPARE_AGAIN)
+
+
+def _check_report(report: Any) -> None:
+    if report["format"] != REPORT_FORMAT:
+        raise ValueError(f"its format is not {REPORT_FORMAT!r}")
+    numbers = [report[name] for name in _REPORT_NUMBERS]
+    numbers += [number for name in _REPORT_TABLES for number in report[name].values()]
+    if any(type(number) is not int or number < 0 for number in numbers) or set(report["kept"]) != set(SPLITS):
+        raise ValueError("it holds something else than counts")
+    found = sum(report["kept"].values()) + sum(report["dropped"].values()) + report["damaged"]
+    if found != report["records"]:
+        raise ValueError(f"of {report['records']} records it accounts for {found}")
+
+
+def _problem_from(line: bytes) -> dict[str, Any]:
+    problem = json.loads(line)
+    texts = {name: problem[name] for name in ("file", "place", "kind", "message")}
+    records = problem["records"]
+    if not all(isinstance(text, str) for text in texts.values()) or type(records) is not int:
+        raise ValueError("it does not have the fields of a problem")
+    return {**texts, "records": records}
+
+
+def _count_tokens(shards: TokenShards, counts: Counts, done: int, total: int, progress: Progress | None) -> int:
+    for start in range(0, shards.tokens, _CHUNK):
+        ids = shards.read(start, min(_CHUNK, shards.tokens - start))
+        # Before counting: a damaged id of four bytes would ask for a table of 32 GiB.
+        if (largest := int(ids.max())) >= len(counts):
+            raise DataError(
+                f"split {shards.split} of {shards.folder} holds token id {largest} between tokens {start} and "
+                f"{start + len(ids)}, and the vocabulary has {len(counts)}",
+                PREPARE_AGAIN,
+            )
+        counts += np.bincount(ids, minlength=len(counts))
+        done += len(ids)
+        if progress is not None:
+            progress(done, total)
+    return done
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """Documents and their tokens by fine bin, and the shortest and the longest document."""
+
+    documents: Counts
+    tokens: Counts
+    least: int
+    most: int
+
+
+def _count_lengths(shards: TokenShards) -> _Lengths:
+    starts = shards.document_starts()
+    number = len(starts)
+    documents = np.zeros(_fine_bin(np.array([shards.tokens]))[0] + 1, dtype=np.int64)
+    tokens = np.zeros_like(documents)
+    least, most = shards.tokens, 0
+    for first in range(0, number, _CHUNK):
+        bounds = starts[first : first + _CHUNK + 1].astype(np.int64)
+        if first + _CHUNK >= number:
+            bounds = np.append(bounds, shards.tokens)
+        lengths = np.diff(bounds)
+        if (first == 0 and bounds[0] != 0) or int(lengths.min()) < 1 or int(lengths.max()) > shards.tokens:
+            raise DataError(
+                f"the document starts of split {shards.split} in {shards.folder} do not rise from 0 to below "
+                f"{shards.tokens}",
+                PREPARE_AGAIN,
+            )
+        least, most = min(least, int(lengths.min())), max(most, int(lengths.max()))
+        bins = _fine_bin(lengths)
+        documents += np.bincount(bins, minlength=len(documents))
+        # Sums of whole numbers below 2**53 are exact in floating point.
+        tokens += np.bincount(bins, weights=lengths, minlength=len(tokens)).astype(np.int64)
+    return _Lengths(documents, tokens, least, most)
+
+
+def _fine_bin(lengths: Counts) -> Counts:
+    """The number of a length's bin: 65,536 bins per doubling, hence one for each length below 131,072."""
+    shifts = np.maximum(np.frexp(lengths.astype(np.float64))[1].astype(np.int64) - (_FINE_BITS + 1), 0)
+    return (shifts << _FINE_BITS) + (lengths >> shifts)
+
+
+def _length_of(fine_bin: int) -> int:
+    """The smallest length in a bin."""
+    shift = max((fine_bin >> _FINE_BITS) - 1, 0)
+    return (fine_bin - (shift << _FINE_BITS)) << shift
+
+
+def _edges(least: int, most: int) -> tuple[int, ...]:
+    """Whole numbers about a constant ratio apart, the last above `most`; they fall on borders of fine bins."""
+    doublings = np.log2((most + 1) / least)
+    bins = min(_MOST_BINS, max(1, int(np.ceil(_BINS_PER_DOUBLING * doublings))))
+    wanted = np.unique(np.round(np.geomspace(least, most + 1, bins + 1)).astype(np.int64))
+    inner = {_length_of(int(fine_bin)) for fine_bin in _fine_bin(wanted[1:-1])}
+    return (least, *sorted(edge for edge in inner if least < edge <= most), most + 1)
+
+
+def _split_summary(
+    dataset: Dataset, name: str, lengths: _Lengths, edges: tuple[int, ...], context: int | None
+) -> SplitSummary:
+    info = dataset.manifest.splits[name]
+    borders = [0, *(int(_fine_bin(np.array([edge]))[0]) for edge in edges[1:-1]), len(lengths.documents)]
+    return SplitSummary(
+        name=name,
+        documents=info.documents,
+        tokens=info.tokens,
+        text_bytes=info.text_bytes,
+        bytes_per_token=info.text_bytes / info.tokens,
+        shards=len(info.shards),
+        disk_bytes=sum(file.bytes for file in (*info.shards, info.offsets)),
+        edges=edges,
+        documents_by_length=_sums(lengths.documents, borders),
+        tokens_by_length=_sums(lengths.tokens, borders),
+        quantiles=_quantiles(lengths),
+        windows=None if context is None else window_count(info.tokens, context, context),
+        remainder=None if context is None else remainder(info.tokens, context, context),
+    )
+
+
+def _sums(counts: Counts, borders: list[int]) -> tuple[int, ...]:
+    return tuple(int(counts[low:high].sum()) for low, high in itertools.pairwise(borders))
+
+
+def _quantiles(lengths: _Lengths) -> dict[str, int]:
+    """For each share, the shortest length that at least this share of the documents does not exceed."""
+    below = np.cumsum(lengths.documents)
+    ranks = {name: max(1, int(np.ceil(share * int(below[-1])))) for name, share in QUANTILES.items()}
+    found = {name: _length_of(int(np.searchsorted(below, rank))) for name, rank in ranks.items()}
+    inner = {name: min(max(length, lengths.least), lengths.most) for name, length in found.items()}
+    return {"min": lengths.least, **inner, "max": lengths.most}
+
+
+def _most_frequent(tokenizer: Tokenizer, counts: Counts, top: int) -> tuple[TokenCount, ...]:
+    # A stable sort of the negated counts gives the smaller id of two that are equally frequent.
+    order = np.argsort(-counts, kind="stable")[:top]
+    total = int(counts.sum())
+    return tuple(
+        TokenCount(id=int(i), text=_token_text(tokenizer, int(i)), count=int(counts[i]), share=int(counts[i]) / total)
+        for i in order
+        if counts[i]
+    )
+
+
+def _token_text(tokenizer: Tokenizer, number: int) -> str:
+    text = tokenizer.decode([number])
+    # Part of a character has no text of its own, and U+FFFD in its place would look like a damaged corpus.
+    return "" if "\ufffd" in text and tokenizer.kind != "char" else shown(text)
+
+
+def _samples(dataset: Dataset, samples: int) -> tuple[DocumentSample, ...]:
+    documents = dataset.manifest.splits["train"].documents
+    chosen: set[int] = set(range(documents)) if documents <= samples else set()
+    draw = 0
+    while len(chosen) < min(samples, documents):
+        digest = hashlib.sha256(f"{dataset.manifest.fingerprint} {draw}".encode("ascii")).digest()
+        chosen.add(int.from_bytes(digest, "big") % documents)
+        draw += 1
+    return tuple(_sample(dataset, number) for number in sorted(chosen))
+
+
+def _sample(dataset: Dataset, number: int) -> DocumentSample:
+    shards = dataset.train
+    starts = shards.document_starts()
+    start = int(starts[number])
+    end = int(starts[number + 1]) if number + 1 < len(starts) else shards.tokens
+    # No tokenizer gives less than a quarter of a character for a token: that is a byte of four-byte UTF-8.
+    ids = shards.read(start, min(end - start, 4 * _SAMPLE_CHARACTERS))
+    whole = len(ids) == end - start
+    if whole and len(ids) and int(ids[-1]) == dataset.tokenizer.end_of_text:
+        ids = ids[:-1]
+    text = dataset.tokenizer.decode(ids)
+    return DocumentSample(
+        split="train",
+        document=number,
+        tokens=end - start,
+        text=text[:_SAMPLE_CHARACTERS],
+        cut=not whole or len(text) > _SAMPLE_CHARACTERS,
+    )

@@ -6,13 +6,15 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 from flatout.config.load import LoadedConfig, load_config, load_stored, resolve_from_mapping, show
 from flatout.config.schema import RunConfig
 from flatout.data.loader import evaluation_batches
 from flatout.data.pack import Progress
 from flatout.data.prepare import data_folder, prepare_data
-from flatout.data.shards import open_dataset
+from flatout.data.shards import TokenShards, open_dataset
+from flatout.data.stream import open_stream
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.workers import EngineName
 from flatout.device import Device, arithmetic, detect_device
@@ -260,19 +262,10 @@ def evaluate(
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     if data is None and loaded.config is None:
         raise UsageError(f"{loaded.origin} does not say what it was trained on", "name prepared shards with --data")
-    folder = Path(data) if data is not None else data_folder(_known(loaded.config).data)
-    if data is None and not folder.is_dir():
-        raise DataError(
-            f"the run's data folder {folder} is not here",
-            "call this from the folder the run was trained in, or name the shards with --data",
-        )
-    dataset = open_dataset(folder, tokenizer_fingerprint=loaded.tokenizer.fingerprint, verify="full")
-    if data is None and dataset.manifest.fingerprint != loaded.dataset:
-        raise DataError(
-            f"{folder} is no longer what {loaded.origin} was trained on",
-            "prepare that text again, or name these shards with --data to measure on them all the same",
-        )
-    shards = dataset.val if split == "val" else dataset.train
+    if data is None and _known(loaded.config).data.streaming:
+        shards = _streamed_validation(loaded, split)
+    else:
+        shards = _shards(loaded, data, split)
     device = loaded.device.torch_device
     batches = evaluation_batches(
         shards, context=loaded.model.config.context, batch_size=batch_size, device=device, most_tokens=tokens
@@ -287,6 +280,39 @@ def evaluate(
         split=split,
         origin=str(loaded.origin),
     )
+
+
+def _shards(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenShards:
+    folder = Path(data) if data is not None else data_folder(_known(loaded.config).data)
+    if data is None and not folder.is_dir():
+        raise DataError(
+            f"the run's data folder {folder} is not here",
+            "call this from the folder the run was trained in, or name the shards with --data",
+        )
+    dataset = open_dataset(folder, tokenizer_fingerprint=loaded.tokenizer.fingerprint, verify="full")
+    if data is None and dataset.manifest.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{folder} is no longer what {loaded.origin} was trained on",
+            "prepare that text again, or name these shards with --data to measure on them all the same",
+        )
+    return dataset.val if split == "val" else dataset.train
+
+
+def _streamed_validation(loaded: LoadedModel, split: str) -> TokenShards:
+    """The validation text of a run that streamed, read from its source again."""
+    config = _known(loaded.config)
+    if split != "val":
+        raise UsageError(
+            f"{loaded.origin} was trained on a stream, of which only validation text is held",
+            "measure on --split val, or name prepared shards with --data",
+        )
+    dataset = open_stream(config.data, config.clean, val_tokens=config.eval.tokens)
+    if dataset.manifest.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{dataset.train.folder} is no longer what {loaded.origin} was trained on",
+            "restore the source, or name prepared shards with --data",
+        )
+    return cast(TokenShards, dataset.val)
 
 
 def export(model: LoadedModel | str | Path | None, folder: str | Path) -> Path:

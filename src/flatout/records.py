@@ -38,9 +38,9 @@ class RunInfo:
     accumulation: int
     context: int
     vocab: int
-    train_tokens: int
+    train_tokens: int | None  # not known of a stream
     val_tokens: int
-    windows: int
+    windows: int | None
     dataset: str
     tokenizer: str
     start_step: int
@@ -54,7 +54,7 @@ class StepRecord:
     """One optimizer step. `loss` is the mean over the labelled tokens of the step, label smoothing included."""
 
     step: int
-    epoch: float
+    epoch: float | None
     loss: float
     learning_rate: float
     grad_norm: float
@@ -119,7 +119,10 @@ class NoticeRecord:
 
 @dataclasses.dataclass(frozen=True)
 class PrepareProgress:
-    """How far preparing has come: `phase` is characters, reading or merging; sizes are of the input on disk."""
+    """How far preparing has come: `phase` is characters, reading or merging; sizes are of the input on disk.
+
+    In the phase validation, of a stream, how much there is in all plays no part.
+    """
 
     phase: str
     files: int

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.model.weights import export_huggingface
 from flatout.records import RunInfo, SampleRecord, StepRecord
 from tests.conftest import TINY
+from tests.damaged import build
 
+STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
 # One other value for each field. A list of words where a field only makes sense beside another.
 OTHER: dict[str, str | list[str]] = {
     "model.family": "gpt2",
@@ -37,11 +40,28 @@ OTHER: dict[str, str | list[str]] = {
     "model.dropout": "0.2",
     "model.init_from": ["model.family=gpt2", "model.init_from=weights"],
     "data.source": "other.txt",
+    "data.val_source": "other.txt",
     "data.folder": "shards",
     "data.tokenizer": "bytes",
+    "data.unknown_characters": "replace",
+    "data.format": ["data.format=jsonl", "data.source=rows.txt"],
+    "data.field": ["data.field=inner.loud", "data.source=many.jsonl"],
+    "data.document_start": ["data.document_start=the old", "data.tokenizer=bytes"],
+    "data.invalid_utf8": ["data.invalid_utf8=replace", "data.source=bad.jsonl"],
     "data.split": ["data.split=document", "data.source=many.jsonl"],
     "data.val_fraction": "0.2",
+    "data.shard_tokens": "1000",
+    "data.packing": ["data.packing=best_fit", *STREAM],
+    "data.streaming": ["data.streaming=true", *STREAM],
     "data.stride": "7",
+    "clean.min_characters": ["clean.min_characters=120", "data.source=many.jsonl"],
+    "clean.max_characters": ["clean.max_characters=120", "data.source=many.jsonl"],
+    "clean.exact_duplicates": ["clean.exact_duplicates=true", "data.source=web.jsonl"],
+    "clean.near_duplicates": ["clean.near_duplicates=0.7", "data.source=web.jsonl"],
+    "clean.languages": ["clean.languages=[en]", "data.source=web.jsonl"],
+    "clean.repetition": ["clean.repetition=true", "data.source=web.jsonl"],
+    "clean.quality": ["clean.quality=true", "data.source=web.jsonl"],
+    "clean.blocked_urls": ["clean.blocked_urls=blocked", "data.source=pages.warc"],
     "optim.learning_rate": "1e-3",
     "optim.schedule": "linear",
     "optim.warmup_steps": "1",
@@ -85,10 +105,20 @@ OTHER: dict[str, str | list[str]] = {
     "output.name": "another",
     "output.log_every": "3",
 }
+WEB_RULES = ("exact_duplicates", "near_duplicates", "languages", "repetition", "quality")
 # What each case is compared with, where that is not the plain run.
 BESIDE: dict[str, list[str]] = {
     "model.init_from": ["model.family=gpt2"],
+    "data.format": ["data.source=rows.txt"],
+    "data.field": ["data.source=many.jsonl"],
+    "data.document_start": ["data.tokenizer=bytes"],
+    "data.invalid_utf8": ["data.invalid_utf8=skip", "data.source=bad.jsonl"],
     "data.split": ["data.source=many.jsonl"],
+    "data.packing": STREAM,
+    "data.streaming": STREAM,
+    **{f"clean.{name}": ["data.source=many.jsonl"] for name in ("min_characters", "max_characters")},
+    **{f"clean.{name}": ["data.source=web.jsonl"] for name in WEB_RULES},
+    "clean.blocked_urls": ["data.source=pages.warc"],
     "optim.decay_fraction": ["optim.schedule=wsd"],
     "eval.epoch_end": ["train.epochs=1.2"],
     "eval.patience": ["eval.every=1", "optim.learning_rate=1.0", "eval.min_delta=9.0"],
@@ -132,9 +162,35 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "text.txt").write_text(text, encoding="utf-8")
     (path / "other.txt").write_text(text.swapcase(), encoding="utf-8")
     lines = text.splitlines()
-    documents = [json.dumps({"text": f"{i}: " + "\n".join(lines[i : i + 5])}) for i in range(0, len(lines), 5)]
+    texts = [f"{i}: " + "\n".join(lines[i : i + 3 + i % 4]) for i in range(0, len(lines), 5)]
+    documents = [json.dumps({"text": text, "inner": {"loud": text.upper()}}) for text in texts]
     (path / "many.jsonl").write_text("\n".join(documents), encoding="utf-8")
+    (path / "rows.txt").write_text("\n".join(documents), encoding="utf-8")
+    (path / "bad.jsonl").write_bytes(b'{"text": "bad \xff byte"}\n' * 9 + "\n".join(documents).encode("utf-8"))
+    (path / "pages.warc").write_bytes(build("warc", [f"{text} " * 4 for text in texts]))
+    (path / "blocked").write_text("a.example/1\na.example/2\n", encoding="utf-8")
+    web = [json.dumps({"text": text}) for text in web_texts()]
+    (path / "web.jsonl").write_text("\n".join(web), encoding="utf-8")
     return path
+
+
+def web_texts() -> list[str]:
+    """Prose in two languages, and some of what each rule drops."""
+    nouns = "river letter garden teacher window harbour village machine forest market island winter candle".split()
+    verbs = "follows remembers crosses repairs watches describes opens visits forgets measures carries".split()
+    manners = "slowly often never quietly twice gladly rarely today together again".split()
+    links = ["and that the", "while a", "with the", "to be of a", "because the", "before a", "after that, the"]
+
+    def sentence(seed: int) -> str:
+        choose = random.Random(seed)
+        clauses = [f"{choose.choice(nouns)} {choose.choice(manners)} {choose.choice(verbs)}" for _ in range(3)]
+        return f"The {clauses[0]} {choose.choice(links)} {clauses[1]} {choose.choice(links)} {clauses[2]} it."
+
+    prose = [" ".join(sentence(11 * number + line) for line in range(8)) for number in range(30)]
+    german = "Der Garten hinter dem Haus ist im Herbst am schönsten, wenn die Blätter fallen und niemand mehr kommt. " * 4
+    repeats = "the same words come again and again and again in this text. " * 30
+    symbols = "# ... # $$$ ### @@ !!! " * 40
+    return [*prose, german, german + "Ende.", repeats, symbols, prose[3], prose[4] + " One more word."]
 
 
 BASE: dict[tuple[str, ...], Any] = {}
@@ -154,9 +210,9 @@ def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch
         BASE[tuple(beside)] = signature(beside)
     other = OTHER[field]
     shutil.rmtree("shards", ignore_errors=True)
-    if field.startswith("data."):
+    if field.startswith(("data.", "clean.")):
         shutil.rmtree("data", ignore_errors=True)
     changed = signature(other if isinstance(other, list) else [f"{field}={other}"])
-    if field.startswith("data."):
+    if field.startswith(("data.", "clean.")):
         shutil.rmtree("data", ignore_errors=True)
     assert changed != BASE[tuple(beside)], f"{field} changes nothing"

@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -137,7 +138,7 @@ def test_zeros_after_the_data_are_padding(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize("method", PACKED)
 def test_a_bomb_is_stopped(tmp_path: Path, method: str) -> None:
-    size = 2**26
+    size = 2**25
     compressor = {
         "gz": lambda: gzip.compress(bytes(size), 9),
         "zst": lambda: zstandard.ZstdCompressor(level=1).compress(bytes(size)),
@@ -312,26 +313,18 @@ def test_marks_are_found_across_chunks_and_far_apart() -> None:
     assert [piece.offset for piece in later] == [piece.offset for piece in found[1:]]
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(["word", "Don't", "42", "'s", "--", "é", "x."]),
-            st.sampled_from([" ", "\n", "  ", "\n\n", " \n", "\t", "\xa0"]),
-        ),
-        min_size=1500,
-        max_size=1800,
-    )
-)
-def test_cuts_do_not_change_gpt2_tokens(words: list[tuple[str, str]]) -> None:
+def test_cuts_do_not_change_gpt2_tokens() -> None:
     tokenizer = Gpt2Tokenizer()
-    text = "".join(itertools.chain.from_iterable(words))
-    found = list(pieces([text.encode()], size=1024))
-    assert len(found) > 3
-    for piece in found[1:]:
-        assert piece.raw[:1] in (b" ", b"\n")
-    ids = np.concatenate([tokenizer.encode(piece.raw.decode()) for piece in found])
-    assert np.array_equal(ids, tokenizer.encode(text))
+    random = Random(0)
+    for _ in range(10):
+        words = random.choices(["word", "Don't", "42", "'s", "--", "é", "x.", "\U0001f600"], k=5000)
+        text = "".join(word + random.choice([" ", "\n", "  ", "\n\n", " \n", "\t", "\xa0", " "]) for word in words)
+        found = list(pieces([text.encode()], size=4096))
+        assert len(found) > 3
+        # All of them are safe places: none had to be taken for want of one.
+        assert all(piece.raw[:1] in (b" ", b"\n") for piece in found[1:])
+        ids = np.concatenate([tokenizer.encode(piece.raw.decode()) for piece in found])
+        assert np.array_equal(ids, tokenizer.encode(text))
 
 
 def test_a_long_text_is_cut_within_bounded_memory() -> None:

@@ -95,3 +95,268 @@ def write_texts(folder: Path, tokenizer: Tokenizer, train: Sequence[str], val: S
         for name, texts in (("train", train), ("val", val))
     }
     return write_ids(folder, tokenizer, documents, **named)
+
+
+def refused(action: Any, *arguments: Any) -> DataError:
+    with pytest.raises(DataError) as caught:
+        action(*arguments)
+    return caught.value
+
+
+# Counting
+
+
+@pytest.mark.parametrize("chunk", [2**20, 7])
+@pytest.mark.parametrize("shard_tokens", [10**9, 50])
+def test_a_summary_counts_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, shard_tokens: int
+) -> None:
+    monkeypatch.setattr(inspect, "_CHUNK", chunk)
+    train, val = [f"{'ab' * (n % 13)}c{n}" for n in range(40)], ["xyz", "é" * 30]
+    tokenizer = ByteTokenizer()
+    folder = write_texts(tmp_path / "set", tokenizer, train, val, shard_tokens=shard_tokens)
+    summary = summarize(folder, context=16, samples=3, top=4)
+    assert (summary.tokenizer, summary.vocab, summary.dtype, summary.context) == ("bytes", 257, "uint16", 16)
+    ids: Counter[int] = Counter()
+    for split, texts in zip(summary.splits, (train, val), strict=True):
+        encoded = [[*text.encode(), 256] for text in texts]
+        lengths = sorted(len(document) for document in encoded)
+        ids.update(number for document in encoded for number in document)
+        assert (split.documents, split.tokens) == (len(texts), sum(lengths))
+        assert split.bytes_per_token == split.text_bytes / split.tokens
+        assert split.shards == -(-split.tokens // shard_tokens)
+        assert split.disk_bytes == 2 * split.tokens + 8 * split.documents
+        assert list(split.quantiles) == ["min", "1%", "10%", "50%", "90%", "99%", "max"]
+        assert list(split.quantiles.values()) == [
+            lengths[0],
+            *(lengths[-(-share * len(lengths) // 100) - 1] for share in (1, 10, 50, 90, 99)),
+            lengths[-1],
+        ]
+        bins = list(zip(split.edges[:-1], split.edges[1:], strict=True))
+        assert list(split.documents_by_length) == [sum(low <= n < high for n in lengths) for low, high in bins]
+        assert list(split.tokens_by_length) == [sum(n for n in lengths if low <= n < high) for low, high in bins]
+        windows = max(0, (split.tokens - 1) // 16)
+        assert (split.windows, split.remainder) == (windows, split.tokens - 16 * windows - bool(windows))
+    expected = sorted(ids.items(), key=lambda pair: (-pair[1], pair[0]))[:4]
+    assert [(token.id, token.count) for token in summary.top_tokens] == expected
+    assert summary.top_tokens[0].share == expected[0][1] / ids.total()
+    assert summary.unused_ids == 257 - len(ids)
+
+
+def test_without_a_context_there_are_no_windows(tmp_path: Path) -> None:
+    summary = summarize(write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"]))
+    assert [(split.windows, split.remainder) for split in summary.splits] == [(None, None), (None, None)]
+
+
+def test_progress_reaches_the_end_and_never_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "_CHUNK", 10)
+    seen: list[tuple[int, int]] = []
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["ab" * 17], ["a" * 5])
+    summarize(folder, progress=lambda done, total: seen.append((done, total)))
+    assert [done for done, _ in seen] == [10, 20, 30, 34, 39]
+    assert {total for _, total in seen} == {39}
+
+
+@given(st.integers(1, 2**40))
+def test_fine_bins_are_exact_for_short_documents_and_close_for_long_ones(length: int) -> None:
+    def fine_bin(value: int) -> int:
+        return int(inspect._fine_bin(np.array([value]))[0])
+
+    low = inspect._length_of(fine_bin(length))
+    assert low <= length < low * (1 + 2.0**-16) + (length < 2**17)
+    assert fine_bin(low) == fine_bin(length)
+    assert fine_bin(low) - 1 <= fine_bin(low - 1) < fine_bin(low)
+    if length < 2**17:
+        assert (low, fine_bin(length)) == (length, length)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 2**40), st.integers(1, 2**40))
+def test_edges_hold_every_length_and_rise(first: int, second: int) -> None:
+    least, most = min(first, second), max(first, second)
+    edges = inspect._edges(least, most)
+    assert (edges[0], edges[-1]) == (least, most + 1)
+    assert list(edges) == sorted(set(edges))
+    assert len(edges) <= 49
+    assert all(inspect._length_of(int(inspect._fine_bin(np.array([edge]))[0])) == edge for edge in edges[1:-1])
+
+
+def test_long_documents_are_counted_in_the_right_bin(tmp_path: Path) -> None:
+    tokenizer = CharTokenizer("ab")
+    lengths = [1, 300_001, 150_000, 2, 300_000]
+    folder = write_ids(tmp_path, tokenizer, {"train": [np.zeros(n, dtype=int) for n in lengths], "val": [[0]]})
+    split = summarize(folder).splits[0]
+    assert (sum(split.documents_by_length), sum(split.tokens_by_length)) == (5, sum(lengths))
+    for count, tokens, low, high in zip(
+        split.documents_by_length, split.tokens_by_length, split.edges[:-1], split.edges[1:], strict=True
+    ):
+        inside = [n for n in lengths if low <= n < high]
+        assert (count, tokens) == (len(inside), sum(inside))
+    assert (split.quantiles["min"], split.quantiles["max"]) == (1, 300_001)
+    assert split.quantiles["50%"] == pytest.approx(150_000, rel=2.0**-16)
+
+
+# Tokens and samples
+
+
+@pytest.mark.parametrize(
+    ("text", "safe"),
+    [
+        (" the", " the"),
+        ("\n\t", "\\n\\t"),
+        ("\\n", "\\\\n"),
+        ("\x1b[31m", "\\x1b[31m"),
+        ("é日", "é日"),
+        ("\u202e", "\\u202e"),
+    ],
+)
+def test_token_texts_are_safe_to_show(text: str, safe: str) -> None:
+    assert shown(text) == safe
+    assert shown(text).isprintable()
+
+
+def test_part_of_a_character_has_no_text_unless_it_is_a_byte(tmp_path: Path) -> None:
+    from flatout.data.tokenizer import Gpt2Tokenizer
+
+    texts = {
+        token.text for token in summarize(write_texts(tmp_path / "a", ByteTokenizer(), ["日" * 9], ["a"])).top_tokens
+    }
+    assert texts == {"\\xe6", "\\x97", "\\xa5", "a", "<|endoftext|>"}
+    gpt2 = summarize(write_texts(tmp_path / "b", Gpt2Tokenizer(), ["\U0001f9ec" * 9], [" the"])).top_tokens
+    assert "" in {token.text for token in gpt2}
+    assert " the" in {token.text for token in gpt2}
+    assert not any("\ufffd" in token.text for token in gpt2)
+
+
+def test_samples_are_the_beginnings_of_documents_and_always_the_same(tmp_path: Path) -> None:
+    texts = [f"{n} " + "é😀" * (n * 10) for n in range(50)]
+    folder = write_texts(tmp_path, ByteTokenizer(), texts, ["x"])
+    samples = summarize(folder, samples=7).samples
+    assert samples == summarize(folder, samples=7).samples
+    assert len(samples) == 7
+    assert [sample.document for sample in samples] == sorted({sample.document for sample in samples})
+    for sample in samples:
+        text = texts[sample.document]
+        assert (sample.split, sample.text, sample.cut) == ("train", text[:300], len(text) > 300)
+        assert sample.tokens == len(text.encode()) + 1
+    assert [sample.text for sample in summarize(folder, samples=100).samples] == [text[:300] for text in texts]
+    assert summarize(folder, samples=0).samples == ()
+
+
+# The report and the problems
+
+
+def test_the_report_and_the_first_problems_are_part_of_the_summary(tmp_path: Path) -> None:
+    problems = [{**PROBLEM, "place": f"line {n}"} for n in range(100)]
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["ab"], ["a"], report=REPORT, problems=problems)
+    summary = summarize(folder)
+    assert summary.report == read_report(folder) == REPORT
+    assert list(summary.problems) == read_problems(folder, 20) == problems[:20]
+    assert read_problems(folder, 0) == []
+    assert read_problems(folder, 1000) == problems
+    read_back = json.loads(record_to_json(summary))
+    assert read_back["type"] == "data"
+    assert read_back["report"] == REPORT
+    assert len(read_back["splits"]) == 2
+
+
+def test_a_dataset_from_before_reports_has_none(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["ab"], ["a"])
+    # A file that the manifest does not know is not the dataset's.
+    (folder / "report.json").write_text("{}")
+    assert read_report(folder) is None
+    assert read_problems(folder, 10) == []
+    assert (summarize(folder).report, summarize(folder).problems) == (None, ())
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        {},
+        {**REPORT, "format": "other"},
+        {**REPORT, "records": 101},
+        {**REPORT, "records": -1},
+        {**REPORT, "damaged": True},
+        {**REPORT, "kept": {"train": 70}},
+        {**REPORT, "dropped": [27]},
+        {**REPORT, "dropped": {"language": 13.5, "length": 13.5}},
+        b"[" * 100_000,
+    ],
+)
+def test_a_report_that_is_not_one_is_damage(tmp_path: Path, report: Any) -> None:
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["ab"], ["a"], report=report)
+    assert "report.json is damaged" in refused(read_report, folder).message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"{\n", b"[]\n", b"5\n", b'{"file": "a"}\n', {**PROBLEM, "file": 5}, {**PROBLEM, "records": "1"}, b"\xff\n"],
+)
+def test_problems_that_are_none_are_damage(tmp_path: Path, line: Any) -> None:
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["ab"], ["a"], report=REPORT, problems=[PROBLEM, line])
+    assert read_problems(folder, 1) == [PROBLEM]
+    assert "problems.jsonl is damaged in line 2" in refused(read_problems, folder, 2).message
+
+
+def test_changed_and_missing_files_are_named_with_both_values(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["ab"], ["a"], report=REPORT, problems=[PROBLEM])
+    whole = (folder / "report.json").read_bytes()
+    (folder / "report.json").write_bytes(whole.replace(b"60", b"61"))
+    assert "its SHA-256 is" in refused(read_report, folder).message
+    (folder / "report.json").write_bytes(whole + b" ")
+    assert f"has {len(whole) + 1} bytes and should have {len(whole)}" in refused(read_report, folder).message
+    (folder / "report.json").unlink()
+    assert "cannot read" in refused(read_report, folder).message
+    (folder / "problems.jsonl").write_bytes(b"")
+    assert "has 0 bytes" in refused(read_problems, folder, 1).message
+    (folder / "problems.jsonl").unlink()
+    assert "cannot read" in refused(read_problems, folder, 1).message
+
+
+# Damage in the tokens
+
+
+def test_ids_outside_the_vocabulary_are_noticed_before_they_are_counted(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["ab" * 50], ["a"])
+    ids = np.fromfile(folder / "train-00000.bin", dtype="<u2")
+    ids[70] = 9
+    ids.tofile(folder / "train-00000.bin")
+    error = refused(summarize, folder)
+    assert "split train" in error.message
+    assert "holds token id 9" in error.message
+    assert "the vocabulary has 2" in error.message
+
+
+@pytest.mark.parametrize("starts", [[1, 2], [0, 0], [0, 6], [0, 2**63], [0, 2**64 - 1]])
+def test_document_starts_that_do_not_rise_are_noticed(tmp_path: Path, starts: list[int]) -> None:
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["abab", "b"], ["a"])
+    np.array(starts, dtype="<u8").tofile(folder / "train.offsets.bin")
+    assert "document starts of split train" in refused(summarize, folder).message
+
+
+def test_a_folder_without_a_dataset(tmp_path: Path) -> None:
+    for action in (summarize, read_report, lambda folder: read_problems(folder, 1)):
+        assert "there is no dataset" in refused(action, tmp_path).message
+
+
+def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
+    folder = write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=REPORT, problems=[])
+    code = (
+        "import sys, flatout.data.inspect as inspect, flatout.observe.data_picture as look;"
+        f"look.print_data(inspect.summarize({str(folder)!r}));"
+        "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "False False"
+
+
+def test_a_summary_is_plain_values(tmp_path: Path) -> None:
+    summary = summarize(write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"]), context=2)
+    assert isinstance(summary, DataSummary)
+    plain = json.loads(record_to_json(summary))
+    assert plain["splits"][0]["quantiles"]["50%"] == 4
+    assert plain["top_tokens"][0] == {"id": 0, "text": "a", "count": 3, "share": 0.6}

@@ -1,17 +1,18 @@
 """Tokenizers: known ids, round trips, special text, descriptions that rebuild the same tokenizer, clear refusals."""
 
 import json
+from importlib import resources
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from flatout.data import tokenizer as module
-from flatout.data.readers import read_documents
 from flatout.data.tokenizer import (
     ByteTokenizer,
     CharTokenizer,
@@ -35,12 +36,15 @@ ODD_TEXTS = [
     "it's we'll I'D you've\u0000\ufffd\U0010ffff",
     "\n" * 50 + "x" + " " * 50,
     "\x1c\x1d \x1e\x1f\n",
+    " \x02\x03  \x02\n\n\x03  x\x02",
 ]
+# Characters at which splits differ: white space and what looks like it, contractions, letters, digits, marks.
+TRICKY = " \n\t\u00a0\u3000\x1c\x02\x03ab'sll1٣é漢か。，.-_\u0301👍"
 
 
 @pytest.fixture(scope="module")
 def shakespeare() -> str:
-    return next(read_documents("shakespeare")).text
+    return resources.files("flatout.data").joinpath("bundled", "tiny_shakespeare.txt").read_bytes().decode("utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -128,24 +132,65 @@ def test_gpt2_gives_the_known_ids(gpt2: Gpt2Tokenizer, shakespeare: str) -> None
     assert gpt2.decode(ids) == shakespeare
 
 
-@settings(max_examples=150, deadline=None)
-@given(text=st.text(alphabet=" \n\t\u00a0\u3000\x1cab'sé1漢.", max_size=60), segment=st.integers(1, 8))
-def test_gpt2_segments_never_change_the_ids(gpt2: Gpt2Tokenizer, text: str, segment: int) -> None:
-    whole = gpt2.encode(text).tolist()
+@pytest.fixture(scope="module")
+def published() -> tiktoken.Encoding:
+    """GPT-2's split as OpenAI wrote it down, with the shipped ranks."""
+    split = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    return tiktoken.Encoding("published", pat_str=split, mergeable_ranks=module._gpt2_ranks(), special_tokens={})
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    texts=st.lists(st.text(alphabet=TRICKY, max_size=60) | st.text(max_size=20), max_size=5),
+    segment=st.integers(1, 8) | st.just(2**18),
+)
+def test_gpt2_ids_are_those_of_the_published_split(
+    gpt2: Gpt2Tokenizer, published: tiktoken.Encoding, texts: list[str], segment: int
+) -> None:
+    wanted = [published.encode_ordinary(text) for text in texts]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_SEGMENT", segment)
-        assert gpt2.encode(text).tolist() == whole
+        assert [gpt2.encode(text).tolist() for text in texts] == wanted
+        assert [ids.tolist() for ids in gpt2.encode_batch(texts)] == wanted
 
 
-@pytest.mark.parametrize("text", ["\n" * 1_200_000 + "x", " " * 1_200_000, "a" * 300_000, "x \n" * 200_000])
+@pytest.mark.parametrize("text", ["\n" * 1_200_000 + "x", " " * 1_200_000, "a" * 700_000, "x \n" * 200_000])
 def test_gpt2_takes_long_runs_that_would_exhaust_the_regex_engine(gpt2: Gpt2Tokenizer, text: str) -> None:
     assert gpt2.decode(gpt2.encode(text)) == text
+
+
+def test_text_without_a_place_to_cut_is_cut_all_the_same() -> None:
+    most = module._SEGMENT + module._STRETCH
+    for text in ("a" * (3 * most), " " * (2 * most) + "x"):
+        parts = list(module._segments(text, module._SEGMENT, module._GPT2_CUT))
+        assert "".join(parts) == text
+        assert max(map(len, parts)) == most
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    texts=st.lists(st.text(alphabet=TRICKY, max_size=12) | st.text(max_size=8), max_size=8), segment=st.integers(1, 40)
+)
+def test_a_batch_gives_what_its_texts_give_alone(every: list[Tokenizer], texts: list[str], segment: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_SEGMENT", segment)
+        for tokenizer in every:
+            together = tokenizer.encode_batch(texts)
+            assert [ids.tolist() for ids in together] == [tokenizer.encode(text).tolist() for text in texts]
+            assert {ids.dtype for ids in together} <= {token_dtype(tokenizer.vocab)}
+
+
+@pytest.fixture(scope="module")
+def every(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
+    policies = [CharTokenizer("\n as", "drop"), CharTokenizer("\n as", "replace")]
+    return [*every_kind(tmp_path_factory.mktemp("every"))[1:], *policies]
 
 
 def test_surrogates_do_not_crash(tmp_path: Path) -> None:
     for tokenizer in every_kind(tmp_path)[1:]:
         assert tokenizer.decode(tokenizer.encode("a\ud83d\ude00b")) == "a😀b"
         assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a\ufffdb"
+        assert tokenizer.encode_batch(["a\ud800", "\ude00b"])[1].tolist() == tokenizer.encode("\ufffdb").tolist()
     characters = CharTokenizer.from_text(["a\ud800b"])
     assert characters.decode(characters.encode("b\ud800")) == "b\ud800"
     assert tokenizer_from_json(json.loads(json.dumps(characters.to_json()))).fingerprint == characters.fingerprint
@@ -175,6 +220,44 @@ def test_an_unknown_character_is_named_with_its_position(text: str, shown: str, 
     assert shown in caught.value.message
     assert f"position {position}" in caught.value.message
     assert "bytes" in caught.value.hint
+
+
+def test_an_unknown_character_in_a_batch_is_named_as_in_its_text() -> None:
+    with pytest.raises(DataError, match=r"'c' \(U\+0063\) at position 1 is not among the 2 characters"):
+        CharTokenizer("ab").encode_batch(["aba", "bc", "d"])
+
+
+def test_unknown_characters_can_be_dropped_or_replaced() -> None:
+    drop, replace = CharTokenizer("abz", unknown="drop"), CharTokenizer("abz", unknown="replace")
+    assert (drop.vocab, replace.vocab) == (3, 4)
+    assert drop.encode("éa\x00zz\U0001f600").tolist() == [0, 2, 2]
+    assert drop.encode("é").tolist() == []
+    assert replace.encode("éaz\U0001f600").tolist() == [3, 0, 2, 3]
+    assert replace.decode([3, 0]) == "\ufffda"
+    for tokenizer in (drop, replace):
+        assert tokenizer.to_json()["unknown"] == tokenizer.unknown
+        rebuilt = tokenizer_from_json(json.loads(json.dumps(tokenizer.to_json())))
+        assert rebuilt.fingerprint == tokenizer.fingerprint
+        assert rebuilt.encode("azé").tolist() == tokenizer.encode("azé").tolist()
+    assert len({drop.fingerprint, replace.fingerprint, CharTokenizer("abz").fingerprint}) == 3
+    with pytest.raises(DataError, match="token id 3 "):
+        drop.decode([3])
+
+
+def test_a_replacement_id_counts_when_choosing_the_width() -> None:
+    characters = "".join(chr(code) for code in range(0x10000, 0x20000))
+    assert CharTokenizer(characters, "drop").encode("a" + characters[-1]).dtype == np.dtype("<u2")
+    assert CharTokenizer(characters, "drop").encode("a" + characters[-1]).tolist() == [65535]
+    assert CharTokenizer(characters, "replace").encode("a").tolist() == [65536]
+
+
+def test_characters_collected_elsewhere_make_the_same_tokenizer() -> None:
+    wanted = CharTokenizer.from_text(["hello", " world"])
+    assert CharTokenizer.from_characters(set("hello") | set(" world")).fingerprint == wanted.fingerprint
+    assert CharTokenizer.from_characters("dehlorw lo").fingerprint == wanted.fingerprint
+    assert load_tokenizer("char", lambda: ["ab"], unknown="drop").encode("xax").tolist() == [0]
+    with pytest.raises(DataError, match="no text"):
+        CharTokenizer.from_characters(set())
 
 
 def test_a_large_char_vocabulary_needs_four_bytes() -> None:
@@ -227,6 +310,18 @@ def test_a_model_that_knows_the_special_text_itself_cannot_produce_the_special_i
     assert tokenizer.end_of_text == 1
     assert 1 not in tokenizer.encode("a</s></s>b").tolist()
     assert 0 in tokenizer.encode("aé").tolist(), "unknown text still becomes the unknown token"
+
+
+def test_long_text_for_a_tokenizer_file_is_cut_between_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(str(library_file(tmp_path)))
+    text = "the cat  sat\non\n\nthe mat, " * 30 + "thecat" * 40
+    whole = tokenizer.encode(text[:750]).tolist()
+    monkeypatch.setattr(module, "_STRETCH", 50)
+    for size in (7, 100):
+        monkeypatch.setattr(module, "_HUGGINGFACE_SEGMENT", size)
+        assert tokenizer.encode(text[:750]).tolist() == whole
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert max(map(len, module.word_segments(text, 100))) == 150
 
 
 def test_gaps_in_the_ids_count_towards_the_vocabulary(tmp_path: Path) -> None:
@@ -296,6 +391,8 @@ def test_a_description_file_of_a_dataset_is_a_tokenizer_too(tmp_path: Path) -> N
         {"kind": "char"},
         {"kind": "char", "characters": "ba"},
         {"kind": "char", "characters": ""},
+        {"kind": "char", "characters": "ab", "unknown": "guess"},
+        {"kind": "char", "characters": "ab", "unknown": []},
         {"kind": "gpt2", "ranks_sha256": "other"},
         {"kind": "huggingface"},
         {"kind": "huggingface", "content": {"model": {}}},

@@ -16,9 +16,9 @@ Contract: the answer depends on the rules, the text and the URL only. Rules trav
 `to_json` names all that decides the result, the content of the block list and the version of the language detector
 included, but no path.
 
-Trap: a text is judged by its first 16 Mi characters; a document in pieces by its first piece, and its caller knows what
-it is. Words and lines are those of European languages: in Chinese, Japanese or Thai, which put no spaces, `quality`
-drops everything. Language detection needs some text: below two or three hundred characters it is often wrong.
+Trap: a text is judged by its first 16 Mi characters, a document in pieces by its first piece. Words and
+lines are those of languages with spaces: of Chinese, Japanese or Thai, `quality` drops everything. Language detection
+needs some text: below two or three hundred characters it is often wrong.
 """
 
 import hashlib
@@ -240,7 +240,7 @@ def load_block_list(path: str) -> BlockList:
             continue
         if re.fullmatch(r"word:\S+", entry):
             words.add(entry.removeprefix("word:"))
-        elif not _DOMAIN.fullmatch(host) or re.search(r"\s", rest):
+        elif entry.startswith("word:") or not _DOMAIN.fullmatch(host) or re.search(r"\s", rest):
             raise DataError(
                 f"{shown(path)}, line {number}: {shown(entry[:80])} is neither a domain nor a URL nor a word",
                 "write entries such as example.com, example.com/ads or word:casino, one a line",
@@ -285,7 +285,7 @@ def _known_languages(codes: list[str]) -> tuple[str, ...]:
             close = get_close_matches(code, known, n=4, cutoff=0.4) or known
             raise ConfigError(
                 f"clean.languages names {code}, a language that cannot be detected",
-                f"codes are those of ISO 639-1; the closest are {', '.join(close)}",
+                f"codes are those of ISO 639-1, such as {', '.join(close)}",
             )
     return tuple(sorted(set(codes)))
 

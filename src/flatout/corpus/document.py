@@ -75,7 +75,7 @@ class ReadOptions:
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file to read. `name` is fit for a message; `path` is what is opened. `source` numbers the source it came from."""
+    """A file to read: `path` is what is opened, `name` is fit for a message, `source` is the number of its source."""
 
     path: str
     name: str

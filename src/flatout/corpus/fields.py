@@ -1,4 +1,4 @@
-"""The text of a record that has fields: a JSON value, a row of a table.
+"""The text of a record: of one that has fields (a JSON value, a row of a table), and of one that is bytes.
 
 Idea: a field is a path. `text` is a name in an object, `page.body` a name inside the object under another name,
 `messages.0.content` takes one element of a list by its number, and `messages.*.content` all of them, joined by "\\n".
@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
-from flatout.corpus.document import shown
+from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, shown
+from flatout.corpus.streams import decode
 
 TEXT_FIELD = "text"
 EVERY = "*"
@@ -43,6 +44,27 @@ def text_of(value: object, field: str) -> str | FieldError:
         return FieldError("field", f"the record is a plain string and has no field {_quoted(field)}")
     found = _at(value, field, field)
     return _whole(found) if isinstance(found, str) else found
+
+
+def decoded(
+    raw: bytes, file: InputFile, place: str, options: ReadOptions, url: str | None = None
+) -> Document | Problem:
+    """The document of a record whose text is UTF-8, or what the policy for other bytes makes of it."""
+    try:
+        text, replaced = decode(raw, options.invalid_utf8)
+    except UnicodeDecodeError as error:
+        message = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
+        return invalid(file, f"{place}, byte {error.start} of it", message, options, place, url)
+    return Document(text, place, url, replaced=replaced)
+
+
+def invalid(
+    file: InputFile, place_of_byte: str, message: str, options: ReadOptions, place: str, url: str | None = None
+) -> Document | Problem:
+    """What becomes of a record that cannot be decoded where the policy is not to replace what is wrong with it."""
+    if options.invalid_utf8 == "skip":
+        return Document("", place, url, rejected=REJECTED_UTF8)
+    return Problem(file.name, place_of_byte, "not-utf8", message, records=1)
 
 
 def names_shown(names: Sequence[object]) -> str:

@@ -61,6 +61,8 @@ _TEXT_FORMATS = frozenset({"text", "jsonl", "json", "csv", "tsv", "smiles"})
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
+# More characters than the longest word of JSON, or than a character that is written as two escapes.
+_ESCAPE = 16
 
 
 def read_slice(slice: Slice, options: ReadOptions, *, piece: int = PIECE, limit: int = LINE_LIMIT) -> Results:
@@ -275,8 +277,8 @@ class _BrokenJsonError(Exception):
 class _JsonText:
     """JSON values from a text that is read as it is needed. Bytes that are not UTF-8 come as halves of surrogates.
 
-    A value that is not complete yet looks like a broken one. So it is tried again with twice as much text, up to the
-    limit, which makes the time linear in the size of the value.
+    A value that is not complete yet looks like a broken one, so it is tried again with twice as much text, up to the
+    limit. Since the text doubles, the time is linear in the size of the value.
     """
 
     def __init__(self, stream: ByteStream, name: str, limit: int) -> None:
@@ -324,7 +326,7 @@ class _JsonText:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if self._ended:
+                if self._ended or self._is_final(error):
                     raise self._broken(f"it is not JSON: {error.msg}", 1, error.pos) from error
                 end = len(self._text)
                 value = None
@@ -338,6 +340,10 @@ class _JsonText:
                 self._at = end
                 return self._number, value, raw
             self._grow()
+
+    def _is_final(self, error: json.JSONDecodeError) -> bool:
+        """Whether more text could not mend an error: a text that just ends too early fails near its end."""
+        return error.pos < len(self._text) - _ESCAPE and not error.msg.startswith("Unterminated string")
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""

@@ -43,7 +43,8 @@ _FEED = {"gz": 2**12, "zst": 2**11, "xz": 2**12, "bz2": 2**12}
 _METHODS = {"gz": "gzip", "zst": "zstd", "xz": "xz", "bz2": "bzip2"}
 # These may be filled up with zeros at the end.
 _PADDED = ("gz", "xz")
-_TRAILER = 8
+# The checksum at the end of a file goes in by itself, so that a wrong one does not cost the text before it.
+_TRAILER = {"gz": 8, "zst": 4, "xz": 0, "bz2": 0}
 _CHECKSUM = re.compile("checksum|incorrect (data|length) check")
 _BOMB_RATIO = 1000
 _BOMB_BYTES = 2**24
@@ -158,8 +159,8 @@ class ByteStream:
         if self._input_at == len(self._input):
             self._input, self._input_at = self._from_disk(CHUNK), 0
         left = len(self._input) - self._input_at
-        # A checksum at the end goes in by itself, so that a wrong one does not cost the text before it.
-        count = min(count, left - _TRAILER if left > _TRAILER else left)
+        trailer = _TRAILER[self._method]
+        count = min(count, left - trailer if left > trailer else left)
         data = self._input[self._input_at : self._input_at + count]
         self._input_at += count
         self.position += count

@@ -284,6 +284,8 @@ def _most_frequent(tokenizer: Tokenizer, counts: Counts, top: int) -> tuple[Toke
 
 
 def _token_text(tokenizer: Tokenizer, number: int) -> str:
+    if tokenizer.kind == "bytes" and 128 <= number < 256:
+        return f"\\x{number:02x}"
     text = tokenizer.decode([number])
     # Part of a character has no text of its own, and U+FFFD in its place would look like a damaged corpus.
     return "" if "\ufffd" in text and tokenizer.kind != "char" else shown(text)

@@ -315,17 +315,17 @@ class HuggingFaceTokenizer(Tokenizer):
         return {content: number for content, number in special.items() if number not in unknown}
 
     def encode(self, text: str) -> Ids:
-        parts = list(_segments(_well_formed(text), _HUGGINGFACE_SEGMENT, _WORD_CUT))
         # One at a time: the library keeps much about every token until all texts of a call are done.
-        encoded = [self._encode_parts([part])[0] for part in parts]
+        encoded = [self._encode_parts([part])[0] for part in word_segments(text, _HUGGINGFACE_SEGMENT)]
         return encoded[0] if len(encoded) == 1 else np.concatenate([np.empty(0, token_dtype(self.vocab)), *encoded])
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         results: list[Ids] = []
         for group in _groups(texts):
-            results += (
-                [self.encode(group[0])] if len(group) == 1 else self._encode_parts(list(map(_well_formed, group)))
-            )
+            if len(group) == 1:
+                results.append(self.encode(group[0]))
+            else:
+                results += self._encode_parts([_well_formed(text) for text in group])
         return results
 
     def _encode_parts(self, texts: list[str]) -> list[Ids]:
@@ -340,7 +340,8 @@ class HuggingFaceTokenizer(Tokenizer):
         # first character of each such place on its own makes that impossible.
         names = "|".join(re.escape(name) for name in sorted(self._special, key=len, reverse=True))
         cuts = [0, *(match.start() + 1 for match in re.finditer(f"(?={names})", text)), len(text)]
-        ids = np.concatenate(self._library_ids([text[start:end] for start, end in itertools.pairwise(cuts)]))
+        parts = [text[start:end] for start, end in itertools.pairwise(cuts) if start < end]
+        ids = np.concatenate(self._library_ids(parts))
         if self._is_special[ids].any():
             name = next(name for name, number in self._special.items() if number in ids)
             raise DataError(
@@ -421,6 +422,11 @@ def tokenizer_from_json(description: dict[str, Any]) -> Tokenizer:
         f"a tokenizer of kind {kind!r} is unknown",
         "the kinds are char, bytes, gpt2 and huggingface; is flatout up to date?",
     )
+
+
+def word_segments(text: str, size: int) -> Iterator[str]:
+    """`text`, well-formed, in parts of about `size` characters, cut between words where there are any."""
+    return _segments(_well_formed(text), size, _WORD_CUT)
 
 
 def _tokenizer_hint(spec: str, path: Path) -> str:

@@ -36,8 +36,11 @@ class Speed:
     features: tuple[Feature, ...]
 
 
-def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int, written: Callable[[str], bool]) -> Speed:
-    """`written(path)` tells whether the user wrote a field, in a file or on the command line."""
+def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int | None, written: Callable[[str], bool]) -> Speed:
+    """`written(path)` tells whether the user wrote a field, in a file or on the command line.
+
+    `corpus_bytes` is the size of the tokens, None where they are streamed.
+    """
     asked = config.speed
     features: list[Feature] = []
 
@@ -125,7 +128,9 @@ def _fused(asked: str, device: Device) -> tuple[str, str]:
     return ("on", "") if device.fused_optimizer else ("off", f"torch has no fused AdamW on {device.kind}")
 
 
-def _loader(asked: str, device: Device, corpus_bytes: int) -> tuple[str, str]:
+def _loader(asked: str, device: Device, corpus_bytes: int | None) -> tuple[str, str]:
+    if corpus_bytes is None:
+        return "host", "" if asked == "host" else "the text is streamed"
     if asked != "auto":
         return asked, ""
     if device.kind != "cuda":

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 import flatout
+from flatout.data.stream import TOLD_PROBLEMS
+from flatout.data.stream_loader import StreamLoader
 from flatout.device import peak_memory_bytes
 from flatout.engine.checkpoint import Checkpoint, keep_newest, write_checkpoint, write_json_atomically
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
@@ -70,13 +72,17 @@ def train_loop(
         yield NoticeRecord(step=progress.step, message=message)
     spent = _out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
     reason, checkpoint = "early_stop" if spent else "finished", resumed_from
-    with run.batches(run.steps if spent else progress.step) as loader:
+    position = None if resumed is None else resumed.state.get("stream")
+    with run.batches(run.steps if spent else progress.step, position) as loader:
         pending.restart()
         for batch in loader:
             with run.random.active(), out_of_memory():
                 report = run.step(batch.tokens, batch.targets)
             step = batch.step + 1
             pending.push(step, report)
+            if isinstance(loader, StreamLoader):
+                position = loader.position().to_json()
+                yield from (NoticeRecord(step=step, message=message) for message in loader.news())
             yield from settle(run, progress, pending.ready())
             stopping, ending = stop(), step == run.steps
             evaluating = (
@@ -98,13 +104,15 @@ def train_loop(
             if (sampling or exhausted) and run.config.eval.sample_tokens:
                 yield _sample(run, step)
             if saving or exhausted or (improved and run.config.checkpoint.best):
-                record = _save(run, progress, folder, improved)
+                record = _save(run, progress, folder, improved, position)
                 checkpoint = record.path
                 yield record
             if exhausted or (stopping and not ending):
                 reason = "early_stop" if exhausted else "interrupted"
                 break
             pending.restart()
+    if position is not None and position["problems"] > TOLD_PROBLEMS and not spent:
+        yield NoticeRecord(step=progress.step, message=f"{position['problems']:,} problems in the source in all")
     yield EndRecord(
         step=progress.step,
         reason=reason,
@@ -126,7 +134,7 @@ def settle(run: Run, progress: Progress, reports: Iterable[StepReport]) -> Itera
         peak = run.speed.device.peak_flops
         yield StepRecord(
             step=report.step,
-            epoch=report.step * run.sequences / run.windows,
+            epoch=None if run.windows is None else report.step * run.sequences / run.windows,
             loss=report.loss,
             learning_rate=report.learning_rate,
             grad_norm=report.grad_norm,
@@ -170,6 +178,7 @@ def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Reco
 
 
 def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
+    assert run.windows is not None, "only an epoch that has been counted can end"
     seconds = max(progress.epoch_seconds, 1e-9)
     windows = progress.epoch_steps * run.sequences
     record = EpochRecord(
@@ -185,6 +194,8 @@ def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
 
 
 def _ends_epoch(run: Run, step: int) -> bool:
+    if run.windows is None:
+        return False
     return step * run.sequences // run.windows > (step - 1) * run.sequences // run.windows
 
 
@@ -210,7 +221,7 @@ def _evaluate(run: Run, progress: Progress, reason: str) -> EvalRecord:
         step=progress.step,
         loss=loss,
         perplexity=perplexity(loss),
-        bits_per_byte=bits_per_byte(loss, run.dataset.val),
+        bits_per_byte=bits_per_byte(loss, run.val),
         tokens=tokens,
         seconds=time.perf_counter() - began,
         best=best,
@@ -242,9 +253,11 @@ def _sample(run: Run, step: int) -> SampleRecord:
 # --- saving and restoring ---------------------------------------------------------------------------------------------
 
 
-def _save(run: Run, progress: Progress, folder: Path, improved: bool) -> CheckpointRecord:
+def _save(
+    run: Run, progress: Progress, folder: Path, improved: bool, position: dict[str, Any] | None
+) -> CheckpointRecord:
     began = time.perf_counter()
-    path, size = write_checkpoint(checkpoints_of(folder), capture(run, progress))
+    path, size = write_checkpoint(checkpoints_of(folder), capture(run, progress, position))
     if improved:
         write_json_atomically(folder / "best.json", {"step": progress.step, "loss": progress.best_loss})
     keep_newest(
@@ -255,8 +268,8 @@ def _save(run: Run, progress: Progress, folder: Path, improved: bool) -> Checkpo
     )
 
 
-def capture(run: Run, progress: Progress) -> Checkpoint:
-    """The whole state of a run at a step boundary."""
+def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None) -> Checkpoint:
+    """The whole state of a run at a step boundary; `position` is where a stream goes on from there."""
     tensors = {**run.random.tensors(), "updates": run.step.updates}
     if run.step.loss_scale is not None:
         tensors |= {"scale": run.step.loss_scale.scale, "good_updates": run.step.loss_scale.good_updates}
@@ -266,6 +279,7 @@ def capture(run: Run, progress: Progress) -> Checkpoint:
         "torch": torch.__version__,
         "dataset": run.dataset.manifest.fingerprint,
         "vocab": run.model.vocab,
+        **({} if position is None else {"stream": position}),
     }
     return Checkpoint(
         model=model_tensors(run.model),

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +22,10 @@ from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.prepare import check_complete, prepare_data, report_of
 from flatout.data.sampler import WindowOrder
-from flatout.data.shards import Dataset, Verify, open_dataset
+from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
+from flatout.data.stream import StreamDataset, open_stream
+from flatout.data.stream_loader import StreamLoader, block_windows
+from flatout.data.stream_parts import Position
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.randomness import RandomStream
@@ -43,7 +47,7 @@ class Run:
 
     config: RunConfig
     speed: Speed
-    dataset: Dataset
+    dataset: Dataset | StreamDataset
     model: GPT
     step: TrainStep
     random: RandomStream
@@ -56,14 +60,29 @@ class Run:
     notices: tuple[str, ...]
 
     @property
-    def windows(self) -> int:
-        """Training windows, each seen once per epoch."""
-        return self.order.windows
+    def windows(self) -> int | None:
+        """Training windows, each seen once per epoch; None where nobody has counted them, in a stream."""
+        return None if isinstance(self.dataset, StreamDataset) else self.order.windows
 
-    def batches(self, first_step: int) -> HostLoader | DeviceLoader:
-        """The training batches from `first_step` to the end: a pure function of seed and step."""
+    @property
+    def val(self) -> TokenShards:
+        # The validation tokens of a stream answer to what evaluation asks of shards.
+        return cast(TokenShards, self.dataset.val)
+
+    def batches(
+        self, first_step: int, position: dict[str, Any] | None = None
+    ) -> HostLoader | DeviceLoader | StreamLoader:
+        """The training batches from `first_step` to the end: a pure function of seed and step.
+
+        `position` is what the checkpoint of that step says of a stream.
+        """
         device = self.speed.device.torch_device
         span = {"first_step": first_step, "last_step": self.steps, "device": device}
+        if isinstance(self.dataset, StreamDataset):
+            context, seed = self.config.model.context, self.config.train.seed
+            start = None if position is None else Position(**position)
+            shape = {"batch_size": self.sequences, "context": context, "seed": seed}
+            return StreamLoader(self.dataset.train, position=start, **shape, **span)
         shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
         plan = {"packing": self.packing, **shape, **span}
         if self.speed.loader == "device":
@@ -72,7 +91,7 @@ class Run:
 
     def evaluation(self) -> Iterator[Batch]:
         return evaluation_batches(
-            self.dataset.val,
+            self.val,
             context=self.config.model.context,
             batch_size=self.speed.micro_batch,
             device=self.speed.device.torch_device,
@@ -94,15 +113,16 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = detect_device(config.speed.device)
-    folder, fresh = prepare_data(config.data, config.clean, progress)
-    if fresh:
-        check_complete(folder)  # trained on only when asked again, with the losses known
-    dataset = open_dataset(folder, verify=_how_to_verify(folder))
+    dataset, remarks = _open_data(config, progress)
     context, stride = config.model.context, stride_of(config)
-    packing = pack_documents(dataset.train, context) if config.data.packing == "best_fit" else None
-    order = window_order(dataset.train, context=context, stride=stride, seed=config.train.seed, packing=packing)
+    if isinstance(dataset, StreamDataset):
+        packing, corpus_bytes = None, None
+        order = WindowOrder(block_windows(context), config.train.seed)
+    else:
+        packing = pack_documents(dataset.train, context) if config.data.packing == "best_fit" else None
+        order = window_order(dataset.train, context=context, stride=stride, seed=config.train.seed, packing=packing)
+        corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
     vocab = _vocabulary(config, dataset)
-    corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
     speed = resolve_speed(config, device, corpus_bytes, lambda path: sources.get(path, "file") in ("file", "override"))
     memory = estimate_memory(
         config.model,
@@ -132,13 +152,28 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         packing=packing,
         flops_per_token=flops_per_token(config.model, vocab),
         memory=memory,
-        notices=tuple([*_remarks(config, steps), *_remarks_on_data(folder)]),
+        notices=(*_remarks(config, steps), *remarks),
     )
     run.evaluation()  # a validation split without a single target is told now, not after the first steps
     return run
 
 
-def _vocabulary(config: RunConfig, dataset: Dataset) -> int:
+def _open_data(config: RunConfig, progress: Progress | None) -> tuple[Dataset | StreamDataset, tuple[str, ...]]:
+    """The data that a config names, and what there is to say of it."""
+    if config.data.streaming:
+        if config.eval.epoch_end:
+            raise ConfigError(
+                "eval.epoch_end is set, but where an epoch of a stream ends is not known", "set eval.every"
+            )
+        stream = open_stream(config.data, config.clean, val_tokens=config.eval.tokens, progress=progress)
+        return stream, stream.notices
+    folder, fresh = prepare_data(config.data, config.clean, progress)
+    if fresh:
+        check_complete(folder)  # trained on only when asked again, with the losses known
+    return open_dataset(folder, verify=_how_to_verify(folder)), tuple(_remarks_on_data(folder))
+
+
+def _vocabulary(config: RunConfig, dataset: Dataset | StreamDataset) -> int:
     known = dataset.tokenizer.vocab
     if config.model.vocab is not None and config.model.vocab < known:
         raise ConfigError(

@@ -167,15 +167,14 @@ def _banner(info: RunInfo) -> list[str]:
     start = f", from step {info.start_step}" if info.start_step else ""
     size = human_count(info.parameters)
     shape = f"{info.micro_batch} x {info.context} x {info.accumulation}"
-    epochs = info.steps * info.batch_tokens / (info.windows * info.context)
+    epochs = f", {info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs" if info.windows else ""
+    training = "streamed training text" if info.train_tokens is None else f"{info.train_tokens:,} training"
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in info.features if f.name in _SHOWN)
     fallbacks = [f for f in info.features if f.why and f.name in _SHOWN and f.asked not in ("auto", f.used)]
     return [
         f"flatout {info.flatout}: {info.family}, {size} parameters, on {info.device} (torch {info.torch})",
-        f"data: {info.train_tokens:,} training and {info.val_tokens:,} validation tokens "
-        f"({info.tokenizer}, {info.vocab:,} ids)",
-        f"run: {info.steps:,} steps of {info.batch_tokens:,} tokens ({shape}), {epochs:.2f} epochs{start}, "
-        f"in {info.folder}",
+        f"data: {training} and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab:,} ids)",
+        f"run: {info.steps:,} steps of {info.batch_tokens:,} tokens ({shape}){epochs}{start}, in {info.folder}",
         f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}",
         *(f"note: speed.{f.name} {f.asked} became {f.used}: {f.why}" for f in fallbacks),
         *([f"resuming from {info.resumed_from}"] if info.resumed_from else []),

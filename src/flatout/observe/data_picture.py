@@ -6,24 +6,26 @@ which tokens make it up. The picture has one panel for each and the key numbers 
 Contract: any summary can be drawn, that of one document or with tokens of any script; nothing overlaps, and the same
 summary gives the same bytes. Text from data cannot act on the terminal, and in the picture is never taken as a formula.
 
-Trap: bins of whole numbers cannot have equal widths on a logarithmic axis, so plain counts would show steps that are
-not in the data. The picture therefore draws counts per doubling of the length, and areas are what can be compared.
+Trap: bins of whole numbers cannot have equal widths on a logarithmic axis where numbers are small, and plain counts
+would show steps that are not in the data. A bin that is wider than the others is drawn lower: areas can be compared.
 """
 
 import io
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.columns import Columns
 from rich.console import Console as RichConsole
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.observe.console import _Console, human_bytes, human_count, printable
-from flatout.records import DataSummary, SplitSummary, TokenCount
+from flatout.records import DataSummary, TokenCount
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,13 +34,16 @@ if TYPE_CHECKING:
 _WIDTH, _HEIGHT, _DPI = 13.0, 8.0, 120
 _SANS, _MONOSPACE = "DejaVu Sans", "DejaVu Sans Mono"  # both come with matplotlib
 _LEFT = 0.065
+_SMALL = 9.5
 _INK, _FAINT = "#22272e", "#6e7781"
 _BLUE, _LIGHT_BLUE, _ORANGE, _RED = "#2f6db5", "#8fb8de", "#e08a1e", "#c0392b"
 _MOST_REASONS = 9
 _MOST_TOKENS = 20
 _LONGEST_TOKEN = 16
+_LONGEST_LABEL = 24  # where escapes stand for letters
 _LONGEST_REASON = 36
 _PROBLEMS_SHOWN = 5
+_SPACE = "\u2423"  # the open box that stands for a space
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
@@ -61,9 +66,10 @@ def draw_data(summary: DataSummary, path: str | Path) -> None:
         figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else {"Software": None})
     try:
         path.write_bytes(content.getvalue())
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ResourceError(
-            f"could not write the picture {printable(str(path))}: {error.strerror}",
+            f"could not write the picture {printable(str(path))}: {reason}",
             "name a file in a folder that is there and that you may write to",
         ) from error
 
@@ -76,9 +82,9 @@ def _figure(summary: DataSummary) -> "Figure":
     figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
     _draw_header(figure, summary)
-    _draw_lengths(_panel(figure, "How long the documents are", _LEFT, (_LEFT, 0.5, 0.55, 0.3)), summary)
-    _draw_records(_panel(figure, "Where the records went", _LEFT, (0.235, 0.1, 0.38, 0.27)), summary)
-    tokens = _panel(figure, "Most frequent tokens", 0.675, (0.79, 0.055, 0.19, 0.745))
+    _draw_lengths(_panel(figure, "How long the documents are", (_LEFT, 0.5, 0.55, 0.305)), summary)
+    _draw_records(_panel(figure, "Where the records went", (_LEFT, 0.135, 0.55, 0.245)), summary)
+    tokens = _panel(figure, "Most frequent tokens", (0.68, 0.05, 0.3, 0.755))
     _draw_tokens(tokens, summary.top_tokens[:_MOST_TOKENS])
     return figure
 
@@ -86,24 +92,9 @@ def _figure(summary: DataSummary) -> "Figure":
 def print_data(summary: DataSummary, console: RichConsole | None = None) -> None:
     """Show a dataset on the terminal."""
     console = console or _Console(highlight=False)
-    facts = _facts(summary)
-    console.print(Text(_one_line(summary.folder), style="bold"))
-    console.print(Text(", ".join(facts[:3])))
-    console.print(Text(", ".join(facts[3:])))
-    console.print()
-    console.print(_split_table(summary))
-    console.print()
-    console.print(_length_table(summary.splits))
-    console.print(_sparkline(console, summary))
-    console.print()
-    _print_report(console, summary)
-    console.print()
-    console.print(_token_table(console, summary.top_tokens))
-    for sample in summary.samples:
-        console.print()
-        head = f"{sample.split} document {sample.document:,} ({_many(sample.tokens, 'token')})"
-        console.print(Text(head, style="bold"))
-        console.print(Text(_one_line(sample.text) + ("..." if sample.cut else "")))
+    for part in (_about, _splits_and_lengths, _about_records, _about_tokens, _about_samples):
+        for item in part(console, summary):
+            console.print(item)
 
 
 def _facts(summary: DataSummary) -> list[str]:
@@ -153,8 +144,9 @@ def _side_notes(summary: DataSummary) -> list[str]:
         notes.append(f"{report['replaced_characters']:,} invalid byte sequences replaced")
     if report["passed_over"]:
         others = sorted(report["passed_over"].items(), key=lambda pair: (-pair[1], pair[0]))
-        more = f" and {len(others) - 4} other types" if len(others) > 4 else ""
-        notes.append("passed over " + ", ".join(f"{count:,} {_one_line(kind)}" for kind, count in others[:4]) + more)
+        words = [f"{count:,} {_one_line(kind)[:12] or 'without suffix'}" for kind, count in others[:4]]
+        words += [_many(len(others) - 4, "other type")] if len(others) > 4 else []
+        notes.append(f"files passed over: {', '.join(words)}")
     return notes
 
 
@@ -164,7 +156,7 @@ def _side_notes(summary: DataSummary) -> list[str]:
 def _draw_header(figure: "Figure", summary: DataSummary) -> None:
     name = Path(summary.folder).name or summary.folder
     facts = _facts(summary)
-    figure.text(_LEFT, 0.955, _drawable(_shortened(name, 70)), size=17, weight="bold", color=_INK, va="center")
+    figure.text(_LEFT, 0.955, _shortened(_drawable(name), 70), size=17, weight="bold", color=_INK, va="center")
     figure.text(_LEFT, 0.915, "   ·   ".join(facts[:4]), size=11.5, color=_INK, va="center")
     figure.text(_LEFT, 0.885, "   ·   ".join([*facts[4:], *_window_words(summary)]), size=10, color=_FAINT, va="center")
 
@@ -173,29 +165,35 @@ def _window_words(summary: DataSummary) -> list[str]:
     train = next((split for split in summary.splits if split.name == "train"), None)
     if train is None or train.windows is None or train.remainder is None:
         return []
-    return [f"{_many(train.windows, 'window')} of {summary.context:,} tokens, {train.remainder:,} tokens left over"]
+    return [
+        f"{_many(train.windows, 'window')} of {summary.context:,} tokens, {_many(train.remainder, 'token')} left over"
+    ]
 
 
 def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
     documents, tokens = _by_length(summary)
     edges = _drawn_edges(summary.splits[0].edges)
-    if len(documents) == 1:  # all of one length: there is no distribution, and a bar says so
-        heights, unit = ([100.0], [100.0]), "% of all"
-    else:
-        widths = [math.log2(high / low) for low, high in itertools.pairwise(edges)]
-        heights = [
-            [100 * count / width / sum(counts) for count, width in zip(counts, widths, strict=True)]
-            for counts in (documents, tokens)
-        ]
-        unit = "% per doubling of length"
+    widths = [math.log(high / low) for low, high in itertools.pairwise(edges)]
+    usual = sorted(widths)[len(widths) // 2]
+    heights = [
+        [100 * count / sum(counts) * usual / width for count, width in zip(counts, widths, strict=True)]
+        for counts in (documents, tokens)
+    ]
+    highest = max(*heights[0], *heights[1])
     axes.stairs(heights[0], edges, fill=True, color=_LIGHT_BLUE, label="documents")
     axes.stairs(heights[1], edges, color=_ORANGE, linewidth=1.8, baseline=None, label="tokens in them")
     axes.set_xscale("log")
-    axes.set_xlim(edges[0] / 1.06, edges[-1] * 1.06)
-    axes.set_ylim(0, 1.12 * max(*heights[0], *heights[1]))
+    margin = 1.06 if len(widths) > 1 else 4.0
+    axes.set_xlim(edges[0] / margin, edges[-1] * margin)
+    axes.set_ylim(0, 1.3 * highest)
+    # No ticks where the marks have their names.
+    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= min(100, 1.05 * highest)])
+    _mark(axes, summary.splits[0].quantiles["50%"], "median {:,}", 1.23 * highest)
+    if summary.context is not None:
+        _mark(axes, summary.context, "context {:,}", 1.11 * highest)
     axes.set_xlabel("tokens in a document", size=10, color=_INK, labelpad=5)
-    axes.set_ylabel(unit, size=10, color=_INK)
-    _set_length_ticks(axes, edges)
+    axes.set_ylabel("% in a bar", size=10, color=_INK)
+    _set_length_ticks(axes)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(
@@ -203,6 +201,19 @@ def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
         labelcolor=_INK, handlelength=1.4, columnspacing=1.4,
     )  # fmt: skip
     _tidy(axes, keep=("left", "bottom"))
+
+
+def _mark(axes: "Axes", length: int, words: str, height: float) -> None:
+    """A vertical line at a length, with its name on the side where there is more room."""
+    low, high = axes.get_xlim()
+    if not low <= length <= high:
+        return
+    right = length < math.sqrt(low * high)
+    axes.plot([length, length], [0, height * 1.03], color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    place = length * (high / low) ** (0.008 if right else -0.008)
+    axes.text(
+        place, height, words.format(length), size=_SMALL, color=_INK, va="center", ha="left" if right else "right"
+    )
 
 
 def _by_length(summary: DataSummary) -> tuple[list[int], list[int]]:
@@ -216,71 +227,90 @@ def _drawn_edges(edges: Sequence[int]) -> list[float]:
     if len(edges) > 2:
         return [float(edge) for edge in edges]
     # One bin may be as narrow as [n, n + 1), which is no width at all on a logarithmic axis.
-    middle = math.sqrt(edges[0] * (edges[1] - 0.5))
-    return [middle / 1.1, middle * 1.1]
+    middle = math.sqrt(edges[0] * (edges[1] - 1))
+    return [middle / 1.15, middle * 1.15]
 
 
-def _set_length_ticks(axes: "Axes", edges: Sequence[float]) -> None:
-    from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator
+def _set_length_ticks(axes: "Axes") -> None:
+    from matplotlib.ticker import NullLocator
 
-    low, high = edges[0] / 1.06, edges[-1] * 1.06
+    low, high = axes.get_xlim()
     doublings = math.log2(high / low)
-    steps = (1, 10) if doublings > 20 else (1, 2, 5) if doublings > 2.5 else (1, 1.5, 2, 3, 4, 5, 6, 8)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = sorted({step * 10.0**power for power in powers for step in steps})
-    ticks = [tick for tick in ticks if low <= tick <= high and (tick == int(tick))]
-    if len(edges) == 2 or len(ticks) < 2:
-        ticks = [round(math.sqrt(low * high))]
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.set_xticklabels([f"{tick:,.0f}" if tick < 10_000 else human_count(tick) for tick in ticks])
+    steps = (1, 2, 3, 4, 5, 6, 8) if doublings < 3 else (1, 2, 3, 5, 7) if doublings < 6 else (1, 2, 5)
+    steps = (1,) if doublings > 16 else steps
+    powers = range(max(0, math.floor(math.log10(low))), math.ceil(math.log10(high)) + 1)
+    ticks = [tick for power in powers for step in steps if low <= (tick := step * 10**power) <= high]
+    if len(ticks) < 2:
+        ticks = [max(1, round(math.sqrt(low * high)))]
+    axes.set_xticks(ticks, [f"{tick:,}" if tick < 10_000 else human_count(tick) for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _draw_records(axes: "Axes", summary: DataSummary) -> None:
-    notes = _side_notes(summary)
-    axes.set_xticks([])
-    if summary.report is None:
-        axes.set_yticks([])
-        axes.text(_LEFT, 0.35, notes[0], transform=axes.figure.transFigure, size=10.5, color=_FAINT, va="top")
-        _tidy(axes, keep=())
-        return
-    rows = _where_records_went(summary.report)
+    from matplotlib.transforms import blended_transform_factory
+
+    notes = [_drawable(note) for note in _side_notes(summary)]
+    rows = _where_records_went(summary.report) if summary.report is not None else []
+    total = sum(count for _, count, _ in rows) or 1
     colours = {"kept": _BLUE, "dropped": _ORANGE, "damaged": _RED}
-    total = summary.report["records"] or 1
-    texts = [f"{count:,}   {_percent(count / total)}" for _, count, _ in rows]
-    labels = [_drawable(_shortened(what, _LONGEST_REASON)) for what, _, _ in rows]
-    _bars(axes, labels, [count for _, count, _ in rows], texts, [colours[kind] for _, _, kind in rows], least_rows=6)
-    axes.text(0.0, -0.06, "   ·   ".join(notes), transform=axes.transAxes, size=9.5, color=_FAINT, va="top", ha="left")
+    _bars(
+        axes,
+        [_shortened(_drawable(what), _LONGEST_REASON) for what, _, _ in rows],
+        [count for _, count, _ in rows],
+        [f"{count:,}   {_percent(count / total)}" for _, count, _ in rows],
+        [colours[kind] for _, _, kind in rows],
+        least_rows=6,
+    )
+    lines = _wrapped(notes, "   ·   ", 0.55 * _WIDTH)
+    below = blended_transform_factory(axes.figure.transFigure, axes.transData)
+    place = max(len(rows), 0.2) - 0.35
+    axes.text(_LEFT, place, "\n".join(lines), transform=below, size=_SMALL, color=_FAINT, va="top", linespacing=1.5)
 
 
 def _draw_tokens(axes: "Axes", tokens: Sequence[TokenCount]) -> None:
-    labels = [_drawable(_token_label(token), _MONOSPACE) for token in tokens]
-    texts = [f"{_percent(token.share)}" for token in tokens]
-    _bars(axes, labels, [token.count for token in tokens], texts, [_BLUE] * len(tokens), least_rows=_MOST_TOKENS)
-    for label in axes.get_yticklabels():
-        label.set_fontfamily(_MONOSPACE)
+    _bars(
+        axes,
+        [_shortened(_drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens],
+        [token.count for token in tokens],
+        [_percent(token.share) for token in tokens],
+        [_BLUE] * len(tokens),
+        least_rows=_MOST_TOKENS,
+        family=_MONOSPACE,
+    )
 
 
 def _bars(
-    axes: "Axes", labels: list[str], values: list[int], texts: list[str], colours: list[str], *, least_rows: int
+    axes: "Axes",
+    labels: list[str],
+    values: list[int],
+    texts: list[str],
+    colours: list[str],
+    *,
+    least_rows: int,
+    family: str = _SANS,
 ) -> None:
-    """Horizontal bars from the top down, each with its text at its end."""
+    """Horizontal bars from the top down, each with its name before it and its text at its end, within the axes' box."""
+    box = axes.get_position()
+    left = max((_inches(label, family) for label in labels), default=0.0) / _WIDTH + 0.008
+    right = max((_inches(text, _SANS) for text in texts), default=0.0) / _WIDTH + 0.008
+    axes.set_position((box.x0 + left, box.y0, box.width - left, box.height))
+    most = max(values, default=0) or 1
+    axes.set_xlim(0, most * (box.width - left) / (box.width - left - right))
     places = range(len(values))
-    most = max(values) or 1
     axes.barh(places, values, height=0.68, color=colours)
     for place, value, text in zip(places, values, texts, strict=True):
-        axes.text(value + 0.012 * most, place, text, size=9.5, color=_INK, va="center")
-    axes.set_yticks(list(places), labels, size=9.5, color=_INK)
+        axes.annotate(
+            text, (value, place), (5, 0), textcoords="offset points", size=_SMALL, color=_INK, va="center_baseline"
+        )
+    axes.set_yticks(list(places), labels, size=_SMALL, color=_INK, family=family)
     axes.set_ylim(max(len(values), least_rows) - 0.4, -0.6)
-    axes.set_xlim(0, 1.28 * most)
     axes.set_xticks([])
     _tidy(axes, keep=())
 
 
-def _panel(figure: "Figure", name: str, left: float, box: tuple[float, float, float, float]) -> "Axes":
-    """Axes in `box` (left, bottom, width, height, as shares of the figure), named above from `left` on."""
-    figure.text(left, box[1] + box[3] + 0.014, name, size=12.5, weight="bold", color=_INK)
+def _panel(figure: "Figure", name: str, box: tuple[float, float, float, float]) -> "Axes":
+    """Axes in `box` (left, bottom, width, height, as shares of the figure) with a name above."""
+    figure.text(box[0], box[1] + box[3] + 0.016, name, size=12.5, weight="bold", color=_INK)
     return figure.add_axes(box)
 
 
@@ -288,7 +318,28 @@ def _tidy(axes: "Axes", keep: tuple[str, ...]) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)
         spine.set_color("#b6bcc3")
-    axes.tick_params(length=0 if not keep else 3, color="#b6bcc3", labelcolor=_INK, labelsize=9.5)
+    axes.tick_params(length=0 if not keep else 3, color="#b6bcc3", labelcolor=_INK, labelsize=_SMALL)
+
+
+def _inches(text: str, family: str) -> float:
+    """The width of a small text."""
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.textpath import TextPath
+
+    # The width of the path leaves out spaces at its ends; a letter at each side holds them.
+    framed = TextPath((0, 0), f"|{text}|", size=_SMALL, prop=FontProperties(family=[family])).get_extents()
+    return float(framed.width) / 72
+
+
+def _wrapped(parts: list[str], between: str, most: float) -> list[str]:
+    """Parts put together into lines of at most `most` inches, where a single part is not longer than that."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and _inches(lines[-1] + between + part, _SANS) <= most:
+            lines[-1] += between + part
+        else:
+            lines.append(part)
+    return lines
 
 
 def _drawable(text: str, family: str = _SANS) -> str:
@@ -303,87 +354,113 @@ def _drawable(text: str, family: str = _SANS) -> str:
 
 
 def _token_label(token: TokenCount) -> str:
-    return f"'{_shortened(token.text, _LONGEST_TOKEN)}'" if token.text else f"id {token.id}"
+    """What a token stands for, its spaces visible; that of part of a character is its id."""
+    return _shortened(token.text.replace(" ", _SPACE), _LONGEST_TOKEN) if token.text else f"(id {token.id})"
 
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
 
-def _split_table(summary: DataSummary) -> Table:
-    table = _table("split", "documents", "tokens", "text", "bytes/token", "shards", "disk")
+def _about(console: RichConsole, summary: DataSummary) -> Iterator[RenderableType]:
+    facts = _facts(summary)
+    yield _text(console, _one_line(summary.folder), "bold")
+    yield _text(console, ", ".join(facts[:4]))
+    yield _text(console, facts[4])
+
+
+def _splits_and_lengths(console: RichConsole, summary: DataSummary) -> Iterator[RenderableType]:
+    sizes = _table("", *(split.name for split in summary.splits))
+    lengths = _table("length in tokens", *(split.name for split in summary.splits))
+    rows = {
+        "documents": [f"{split.documents:,}" for split in summary.splits],
+        "tokens": [f"{split.tokens:,}" for split in summary.splits],
+        "text": [human_bytes(split.text_bytes) for split in summary.splits],
+        "bytes per token": [f"{split.bytes_per_token:.3f}" for split in summary.splits],
+        "shards": [f"{split.shards:,}" for split in summary.splits],
+        "disk": [human_bytes(split.disk_bytes) for split in summary.splits],
+    }
     if summary.context is not None:
-        table.add_column(f"windows of {summary.context:,}", justify="right")
-        table.add_column("left over", justify="right")
-    for split in summary.splits:
-        cells = [f"{split.documents:,}", f"{split.tokens:,}", human_bytes(split.text_bytes)]
-        cells += [f"{split.bytes_per_token:.2f}", f"{split.shards:,}", human_bytes(split.disk_bytes)]
-        if split.windows is not None:
-            cells += [f"{split.windows:,}", f"{split.remainder:,}"]
-        table.add_row(split.name, *cells)
-    return table
-
-
-def _length_table(splits: Sequence[SplitSummary]) -> Table:
-    names = list(splits[0].quantiles)
-    table = _table("tokens per document", *names)
-    for split in splits:
-        table.add_row(split.name, *(f"{split.quantiles[name]:,}" for name in names))
-    return table
-
-
-def _sparkline(console: RichConsole, summary: DataSummary) -> Text:
-    """The histogram in one line for each of documents and tokens, from the shortest length to the longest."""
+        rows[f"windows of {summary.context:,}"] = [f"{split.windows:,}" for split in summary.splits]
+        rows["tokens left over"] = [f"{split.remainder:,}" for split in summary.splits]
+    for name, cells in rows.items():
+        sizes.add_row(name, *cells)
+    for name in summary.splits[0].quantiles:
+        lengths.add_row(name, *(f"{split.quantiles[name]:,}" for split in summary.splits))
+    yield ""
+    yield Columns([sizes, lengths], padding=(0, 1))
     edges = summary.splits[0].edges
-    if len(edges) < 4 or not console.encoding.startswith("utf"):
-        return Text("")
-    lines = []
-    for name, counts in zip(("documents", "tokens"), _by_length(summary), strict=True):
-        most = max(counts)
-        blocks = "".join(" " if not count else _BLOCKS[round(7 * count / most)] for count in counts)
-        lines.append(f"{name:>9} {edges[0]:,} {blocks} {edges[-1] - 1:,}")
-    return Text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+    if len(edges) > 3 and _speaks_unicode(console):
+        yield ""
+        for name, counts in zip(("documents", "tokens"), _by_length(summary), strict=True):
+            line = f"{name:>9}  {edges[0]:,} {_sparkline(counts)} {edges[-1] - 1:,}"
+            yield Text(line, no_wrap=True, overflow="crop")
 
 
-def _print_report(console: RichConsole, summary: DataSummary) -> None:
+def _sparkline(counts: Sequence[int]) -> str:
+    most = max(counts)
+    return "".join(" " if not count else _BLOCKS[round((len(_BLOCKS) - 1) * count / most)] for count in counts)
+
+
+def _about_records(console: RichConsole, summary: DataSummary) -> Iterator[RenderableType]:
     report = summary.report
+    yield ""
     if report is not None:
-        table = _table("what became of the input", "records", "share")
-        total = report["records"] or 1
-        for what, count, _ in _where_records_went(report):
-            table.add_row(_one_line(what), f"{count:,}", _percent(count / total))
-        console.print(table)
-    console.print(Text("; ".join(_side_notes(summary))))
+        table = _table("where the records went", "records", "share")
+        rows = _where_records_went(report)
+        total = sum(count for _, count, _ in rows) or 1
+        for what, count, _ in rows:
+            table.add_row(_text(console, _one_line(what)), f"{count:,}", _percent(count / total))
+        yield table
+    yield _text(console, "; ".join(_side_notes(summary)))
     for problem in summary.problems[:_PROBLEMS_SHOWN]:
         place = f", {problem['place']}" if problem["place"] else ""
-        console.print(Text(_one_line(f"problem: {problem['file']}{place}: {problem['message']}"), style="yellow"))
+        yield _text(console, _one_line(f"problem: {problem['file']}{place}: {problem['message']}"), "yellow")
     count = report["problem_count"] if report is not None else len(summary.problems)
     if count > _PROBLEMS_SHOWN:
-        console.print(Text(f"problem: ... and {count - _PROBLEMS_SHOWN:,} more in problems.jsonl", style="yellow"))
+        yield _text(console, f"problem: ... and {count - _PROBLEMS_SHOWN:,} more in problems.jsonl", "yellow")
 
 
-def _token_table(console: RichConsole, tokens: Sequence[TokenCount]) -> Table:
-    """The tokens in as many columns as fit, read downwards."""
-    cells = [(_token_label(token), _percent(token.share)) for token in tokens]
-    width = max(Text(label).cell_len for label, _ in cells) + 10
+def _about_tokens(console: RichConsole, summary: DataSummary) -> Iterator[RenderableType]:
+    """The most frequent tokens in as many columns as fit, read downwards."""
+    cells = [(_text(console, _token_label(token)), Text(_percent(token.share))) for token in summary.top_tokens]
+    width = max(label.cell_len for label, _ in cells) + 10
     columns = max(1, min(5, console.width // width))
     rows = math.ceil(len(cells) / columns)
-    table = Table(box=None, padding=(0, 2, 0, 0), title="most frequent tokens", title_justify="left")
-    table.show_header = False
-    table.title_style = "bold"
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for _ in range(columns):
         table.add_column(no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
     for row in range(rows):
-        table.add_row(*(Text(cell) for pair in cells[row::rows] for cell in pair))
-    return table
+        table.add_row(*(cell for pair in cells[row::rows] for cell in pair))
+    yield ""
+    yield Text("most frequent tokens", "bold")
+    yield table
+
+
+def _about_samples(console: RichConsole, summary: DataSummary) -> Iterator[RenderableType]:
+    for sample in summary.samples:
+        yield ""
+        yield Text(f"{sample.split} document {sample.document:,}, {_many(sample.tokens, 'token')}", "bold")
+        yield _text(console, _one_line(sample.text) + ("..." if sample.cut else ""))
 
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(first, no_wrap=True)
+    table.add_column(first)
     for name in others:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def _text(console: RichConsole, words: str, style: str = "") -> Text:
+    """Words without markup, and with escapes where the terminal's encoding lacks a character."""
+    if not _speaks_unicode(console):
+        words = words.encode(console.encoding, "backslashreplace").decode(console.encoding)
+    return Text(words, style)
+
+
+def _speaks_unicode(console: RichConsole) -> bool:
+    return console.encoding.lower().startswith("utf")
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

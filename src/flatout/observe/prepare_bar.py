@@ -13,7 +13,12 @@ from flatout.observe.console import human_count, human_seconds
 from flatout.records import PrepareProgress
 
 QUIET_SECONDS = 10.0
-_PHASES = {"characters": "finding characters", "reading": "preparing", "merging": "writing shards"}
+_PHASES = {
+    "characters": "finding characters",
+    "reading": "preparing",
+    "merging": "writing shards",
+    "validation": "reading validation text",
+}
 
 
 @final

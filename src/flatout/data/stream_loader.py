@@ -1,0 +1,251 @@
+"""A stream of tokens to batches on the device: cut into blocks by a thread, shuffled within each.
+
+Idea: windows of context + 1 tokens lie at stride context in the row of training tokens, and `block_windows` of them in
+a row are a block. Position p of the run lies in block p // windows, and reads the window of it that `WindowOrder` gives
+for p, with the block's number as its epoch. A block has the token after its last window's inputs as well, which is the
+first one of the next block.
+
+Contract: batches depend on nothing but (stream, batch_size, context, seed, step, rank), whenever the reading began.
+After `close` no thread and no worker runs. What goes wrong in the background is raised in the loop.
+"""
+
+import contextlib
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Generator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flatout.data.loader import Batch
+from flatout.data.sampler import WindowOrder
+from flatout.data.stream import TokenStream
+from flatout.data.stream_parts import Position
+from flatout.data.tokenizer import Ids
+
+BLOCK_WINDOWS = 4096
+BLOCK_TOKENS = 2**23
+_BLOCKS_AHEAD = 2
+
+
+def block_windows(context: int) -> int:
+    """How many windows are shuffled among each other."""
+    return max(1, min(BLOCK_WINDOWS, BLOCK_TOKENS // context))
+
+
+@final
+@dataclass(frozen=True)
+class Block:
+    """The tokens of a block's windows and one more; where it begins, and where the next one does."""
+
+    number: int
+    ids: Ids
+    position: Position
+    following: Position
+    news: tuple[str, ...]
+
+
+@final
+class StreamLoader:
+    """Batches of a stream, in the order of steps. A one-pass iterator and a context manager, like the other loaders.
+
+    `position` is that of a checkpoint at `first_step`; without it the source is read from its beginning.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        *,
+        batch_size: int,
+        context: int,
+        seed: int,
+        device: torch.device | str,
+        first_step: int,
+        last_step: int,
+        position: Position | None = None,
+        rank: int = 0,
+        world_size: int = 1,
+    ) -> None:
+        if not 0 <= rank < world_size or batch_size < 1 or batch_size % world_size:
+            raise ValueError(f"no share of {batch_size} sequences for rank {rank} of {world_size}")
+        self._order = WindowOrder(block_windows(context), seed)
+        self._batch = batch_size
+        self._share = batch_size // world_size
+        self._rank = rank
+        self._context = context
+        self._device = torch.device(device)
+        self._next_step = first_step
+        self._last_step = last_step
+        self._held: dict[int, Block] = {}
+        self._positions: dict[int, Position] = {}
+        self._news: list[str] = []
+        first, inside = divmod(first_step * batch_size, self._order.windows)
+        # The news of a block are told when it is taken up, which was before a step that begins inside of it.
+        self._old = first if inside else -1
+        self._ahead: _Ahead | None = None
+        if first_step < last_step:
+            self._ahead = _Ahead(stream, position or Position(), first, self._order.windows, context)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        step = self._next_step
+        if step >= self._last_step or self._ahead is None:
+            self.close()
+            raise StopIteration
+        first = step * self._batch + self._rank * self._share
+        blocks = np.arange(first, first + self._share) // self._order.windows
+        try:
+            while int(blocks[-1]) not in self._held:
+                self._take(self._ahead.next())
+        except BaseException:
+            self.close()
+            raise
+        ids = self._gather(self._order.indices(first, self._share), blocks)
+        self._next_step = step + 1
+        self._forget()
+        return _batch(ids, step, self._device)
+
+    def position(self) -> Position:
+        """Where to go on for the step after the last one that was handed out."""
+        return self._positions[self._next_step * self._batch // self._order.windows]
+
+    def news(self) -> list[str]:
+        """What there is to tell since this was asked last."""
+        news, self._news = self._news, []
+        return news
+
+    def close(self) -> None:
+        """Stop thread and workers, and end the iteration. May be called at any time and more than once."""
+        self._last_step = self._next_step
+        self._held.clear()
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self, block: Block) -> None:
+        self._held[block.number] = block
+        self._positions[block.number] = block.position
+        self._positions[block.number + 1] = block.following
+        if block.number > self._old:
+            self._news += block.news
+
+    def _gather(self, windows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> Ids:
+        length = self._context + 1
+        ids: Ids | None = None
+        for number in range(int(blocks[0]), int(blocks[-1]) + 1):
+            held = self._held[number].ids
+            # Row i is window i: a view with overlapping rows.
+            rows = np.lib.stride_tricks.sliding_window_view(held, length)[:: self._context]
+            here = blocks == number
+            if ids is None:
+                ids = np.empty((len(windows), length), dtype=held.dtype)
+            ids[here] = rows[windows[here]]
+        assert ids is not None
+        return ids
+
+    def _forget(self) -> None:
+        """Let go of the blocks before the next step's."""
+        next_block = self._next_step * self._batch // self._order.windows
+        for kept in (self._held, self._positions):
+            for number in [number for number in kept if number < next_block]:
+                del kept[number]
+
+
+def _batch(ids: Ids, step: int, device: torch.device) -> Batch:
+    # As in flatout.data.loader: unsigned ids travel as signed ones of the same size, and are masked on arrival.
+    small = ids.dtype.itemsize == 2
+    raw = torch.from_numpy(ids.view(np.int16 if small else np.int32))
+    if device.type == "cuda":
+        raw = raw.pin_memory()
+    wide = raw.to(device, non_blocking=device.type == "cuda").to(torch.int64) & (0xFFFF if small else 0xFFFFFFFF)
+    return Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous(), step)
+
+
+@final
+class _Ahead:
+    """A thread that makes blocks, a few ahead of whoever takes them."""
+
+    def __init__(self, stream: TokenStream, position: Position, first: int, windows: int, context: int) -> None:
+        if position.tokens > first * windows * context:  # it belongs to a later step
+            position = Position()
+        self._stream = stream
+        self._least = context + 1
+        self._size = windows * context
+        self._closed = threading.Event()
+        self._ready: queue.Queue[Block | BaseException] = queue.Queue(_BLOCKS_AHEAD)
+        self._workers = stream.open_workers()
+        # A daemon, since reading from a hub may hang: the end of the process does not wait for that.
+        self._thread = threading.Thread(
+            target=self._fill, args=(position, first), name="flatout-stream-blocks", daemon=True
+        )
+        self._thread.start()
+
+    def next(self) -> Block:
+        """The next block, waiting for it."""
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:  # makes room, so that the thread does not wait any more
+                self._ready.get_nowait()
+        self._workers.close()
+        self._thread.join(timeout=10)
+
+    def _fill(self, position: Position, first: int) -> None:
+        try:
+            with contextlib.closing(self._blocks(position, first)) as blocks:
+                for block in blocks:
+                    if not self._offer(block):
+                        return
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the loop must hear of it
+            self._offer(error)
+
+    def _offer(self, item: Block | BaseException) -> bool:
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._ready.put(item, timeout=0.1)
+                return True
+        return False
+
+    def _blocks(self, position: Position, number: int) -> Generator[Block]:
+        size, marks, marked = self._size, dict[int, Position](), number
+        news: defaultdict[int, list[str]] = defaultdict(list)
+        row = np.empty(size + 1, dtype=self._stream.dtype)
+        at, filled = number * size, 0  # the next token to take, and how many are in the row
+        with contextlib.closing(self._stream.chunks(position, self._workers, least=self._least)) as chunks:
+            for chunk in chunks:
+                begin, end = chunk.position.tokens, chunk.position.tokens + len(chunk.ids)
+                news[begin // size] += chunk.news
+                # A block begins in the first part that has its first token or comes after it, be it without tokens.
+                while end > marked * size or begin >= marked * size:
+                    marks[marked] = chunk.position
+                    marked += 1
+                while at < end:
+                    taken = chunk.ids[at - begin : at - begin + size + 1 - filled]
+                    row[filled : filled + len(taken)] = taken
+                    at, filled = at + len(taken), filled + len(taken)
+                    if filled < size + 1:
+                        break
+                    yield Block(number, row, marks.pop(number), marks[number + 1], tuple(news.pop(number, ())))
+                    fresh = np.empty_like(row)
+                    fresh[0] = row[-1]
+                    row, filled, number = fresh, 1, number + 1

@@ -1,0 +1,188 @@
+"""The parts of a source that is streamed, in order, from any place on, each with the tokens a worker made of it.
+
+Idea: an epoch is one or more laps over each source, and a lap goes through the parts that `plan` cuts. A `Position`
+names a part by its lap, a file and a count of parts from that file on, so that whoever goes on there neither reads nor
+tokenizes what came before. Only a file that cannot be cut, and is to be gone on with in its middle, is read again up to
+there; a hub dataset knows its own place.
+
+Contract: results come in the order of parts, and the number of those that are read ahead is bounded, however long one
+of them takes. After `close` no worker runs.
+"""
+
+import contextlib
+import dataclasses
+import queue
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
+from flatout.data.part import Part, PartResult, Recipe
+from flatout.data.plan import Done, Inputs, parts_of
+from flatout.data.workers import Engine, open_engine
+from flatout.errors import ResourceError
+
+# Of a hub dataset, which this process reads, smaller parts do: the sooner is the first of them ready.
+_HUB_CHARACTERS = 2**22
+_HUB_DOCUMENTS = 20_000
+
+
+@final
+@dataclass(frozen=True)
+class Position:
+    """Where a part begins: the epoch, the lap over a source in it, and in that the part, counted from a file on.
+
+    `tokens` and `problems` are how many came before it. `joins` says that the row ends inside a document, `rejected`
+    that the document which may go on here is rejected. `hub` is the state of a hub dataset at this place.
+    """
+
+    epoch: int = 0
+    lap: int = 0
+    file: int = 0
+    part: int = 0
+    tokens: int = 0
+    problems: int = 0
+    joins: bool = False
+    rejected: bool = False
+    hub: dict[str, Any] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @property
+    def begins_epoch(self) -> bool:
+        return not (self.lap or self.file or self.part)
+
+
+@dataclass(frozen=True)
+class Lap:
+    """One reading of one source; with a weight above 1 an epoch has several."""
+
+    source: int
+    copy: int
+    weight: float
+    files: tuple[InputFile, ...]
+
+
+@final
+class _Started(Done):
+    """Takes the first parts for done, and notes where files end that had to be read from their beginning."""
+
+    def __init__(self, parts: int) -> None:
+        self.ended: int | None = None
+        self._parts = parts
+
+    def has(self, number: int) -> bool:
+        return number < self._parts
+
+    def note(self, file: int, parts: int) -> None:
+        self.ended = file
+
+
+def parts_of_lap(
+    files: tuple[InputFile, ...], options: tuple[ReadOptions, ...], start: Position
+) -> Iterator[tuple[Position, Part]]:
+    """The parts of a lap from `start` on; of the positions only file, part and hub are filled in."""
+    file, part, hub = start.file, start.part, start.hub
+    while file < len(files):
+        if files[file].format == "hub":
+            yield from _parts_of_hub(file, files[file], options, part, hub)
+            stop = file + 1
+        else:
+            stop = next((n for n in range(file, len(files)) if files[n].format == "hub"), len(files))
+            yield from _parts_of_files(file, files[file:stop], options, part)
+        file, part, hub = stop, 0, None
+
+
+def _parts_of_files(
+    base: int, files: tuple[InputFile, ...], options: tuple[ReadOptions, ...], skipped: int
+) -> Iterator[tuple[Position, Part]]:
+    """Parts are counted from the last file on that had to be read in one go, so that none is read again to skip it."""
+    done = _Started(skipped)
+    first, counted = base, 0
+    for item in parts_of(Inputs(files, (), {}), options, done):
+        number = item.number if isinstance(item, Part) else item
+        if done.ended is not None:
+            first, counted, done.ended = base + done.ended + 1, number, None
+        if isinstance(item, Part):
+            yield Position(file=first, part=number - counted), item
+
+
+def _parts_of_hub(
+    index: int, file: InputFile, options: tuple[ReadOptions, ...], number: int, state: dict[str, Any] | None
+) -> Iterator[tuple[Position, Part]]:
+    from flatout.corpus.tables import HubStream
+
+    skipped = 0 if state is not None else number
+    number -= skipped
+    with contextlib.closing(HubStream(file, options[file.source], state)) as stream:
+        batch: list[Document | Problem] = []
+        characters = 0
+        for item in stream:
+            batch.append(item)
+            characters += len(item.text) if isinstance(item, Document) else 0
+            if characters >= _HUB_CHARACTERS or len(batch) >= _HUB_DOCUMENTS:
+                following = stream.state_dict()
+                if number >= skipped:
+                    part = Part(number, file.source, documents=tuple(batch), file=file.name)
+                    yield Position(file=index, part=number, hub=state), part
+                number, batch, characters, state = number + 1, [], 0, following
+        if number >= skipped:
+            part = Part(number, file.source, documents=tuple(batch), file=file.name, files=1)
+            yield Position(file=index, part=number, hub=state), part
+
+
+@final
+class Workers:
+    """Runs parts in worker processes, and gives their results in the order of the parts."""
+
+    def __init__(self, count: int) -> None:
+        # An engine gives results as they come. An engine for each worker bounds how many wait for one that is slow.
+        self._engines = [open_engine("local", min(count, 1)) for _ in range(max(count, 1))]
+        self._idle: queue.SimpleQueue[Engine] = queue.SimpleQueue()
+        for engine in self._engines:
+            self._idle.put(engine)
+        self._threads = ThreadPoolExecutor(len(self._engines), "flatout-stream")
+
+    def results(
+        self, recipe: Recipe, parts: Iterable[tuple[Position, Part]]
+    ) -> Generator[tuple[Position, Part, PartResult]]:
+        """Each part with its result, in order. Parts are taken only as fast as needed."""
+        most = 2 * len(self._engines)
+        waiting: deque[tuple[Position, Part, Future[PartResult]]] = deque()
+        for position, part in parts:
+            waiting.append((position, part, self._threads.submit(self._call, recipe, part)))
+            # What is ready goes on at once: the next part may be long in coming.
+            while waiting and (len(waiting) >= most or waiting[0][2].done()):
+                yield _finished(*waiting.popleft())
+        while waiting:
+            yield _finished(*waiting.popleft())
+
+    def close(self) -> None:
+        """Stop at once; what was under way fails."""
+        for engine in self._engines:
+            engine.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _call(self, recipe: Recipe, part: Part) -> PartResult:
+        engine = self._idle.get()
+        try:
+            [(_, result)] = engine.run("tokens", recipe, [part])
+            return result
+        except ResourceError as error:
+            hint = "if the machine ran out of memory, free some; go on with --resume auto"
+            raise ResourceError(error.message, hint) from error
+        finally:
+            self._idle.put(engine)
+
+
+def _finished(position: Position, part: Part, future: Future[PartResult]) -> tuple[Position, Part, PartResult]:
+    return position, part, future.result()

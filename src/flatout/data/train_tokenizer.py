@@ -1,0 +1,196 @@
+"""A tokenizer learned from a corpus, and how well a tokenizer fits one.
+
+Idea: byte-pair encoding begins with the 256 bytes, so it knows every text from the start; learning only adds tokens for
+what is frequent. The corpus goes by once as a stream of words that are counted. What has to fit into memory are the
+different words, not the text.
+
+Contract: the same texts in the same order give the same bytes, whatever the number of threads. The vocabulary has
+exactly the size that was asked for: 256 bytes, the merges that were learned, and `<|endoftext|>` as the last id. What
+comes out is an ordinary `tokenizer.json`, which `load_tokenizer` and other libraries read, and which gives back every
+text unchanged.
+
+Trap: a small or repetitive corpus does not hold enough pairs that occur `min_frequency` times. That is an error, since
+ids that no text can ever use would cost memory and time in every step of a training run.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from flatout.data.tokenizer import END_OF_TEXT, Tokenizer, word_segments
+from flatout.errors import DataError, ResourceError, UsageError
+from flatout.files import sync_folder
+
+Split = Literal["gpt2", "gpt4"]
+
+SMALLEST_VOCAB = 257
+# GPT-4's way to cut text: contractions in any case, words with the one character before them, digits in threes, and
+# line ends kept together, so that numbers and code fare better than with GPT-2's.
+GPT4_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The library takes 256 texts at a time out of a stream, so what is one text to it must be small.
+_SEGMENT = 2**16
+_FERTILITY_BATCH = 2**18
+
+
+@dataclass(frozen=True)
+class Fertility:
+    """How many tokens a tokenizer makes of some texts. A word is what stands between white space.
+
+    `unused` counts the ids that came up in no text, the end-of-text id aside. `round_trip_failures` counts the texts
+    that decoding does not give back as they were.
+    """
+
+    texts: int
+    bytes: int
+    characters: int
+    words: int
+    tokens: int
+    bytes_per_token: float
+    tokens_per_word: float
+    unused: int
+    round_trip_failures: int
+
+
+def train_bpe(
+    texts: Iterable[str],
+    vocab: int,
+    *,
+    min_frequency: int = 2,
+    split: Split = "gpt2",
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Learn a byte-level BPE of `vocab` ids; the result is the content of a `tokenizer.json`.
+
+    `progress` is told, every few texts, how many texts and characters have been read.
+    """
+    if vocab < SMALLEST_VOCAB:
+        raise UsageError(
+            f"a vocabulary of {vocab} ids is too small",
+            f"ask for {SMALLEST_VOCAB} or more: there are 256 bytes and {END_OF_TEXT}",
+        )
+    if min_frequency < 1:
+        raise UsageError(f"pairs cannot be asked to occur {min_frequency} times", "ask for 1 or more")
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    library: Any = tokenizers.Tokenizer(models.BPE())
+    library.pre_tokenizer = _pre_tokenizer(split)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab - 1,
+        min_frequency=min_frequency,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    stream = _Stream(texts, progress)
+    library.train_from_iterator(iter(stream), trainer)
+    if not stream.characters:
+        raise DataError("there is no text to learn a tokenizer from", "give a source that is not empty")
+    learned = library.get_vocab_size()
+    if learned < vocab - 1:
+        raise DataError(
+            f"the text is too small for a vocabulary of {vocab:,}: only {learned + 1:,} ids could be learned",
+            f"ask for {learned + 1} or fewer, or give more text",
+        )
+    library.add_special_tokens([tokenizers.AddedToken(END_OF_TEXT, normalized=False, special=True)])
+    return json.loads(library.to_str())
+
+
+def write_tokenizer(content: dict[str, Any], path: str | Path, overwrite: bool = False) -> None:
+    """Write a `tokenizer.json`; the file is there whole or not at all."""
+    path = Path(path)
+    if path.exists() and not overwrite:
+        raise UsageError(f"there is already a file {str(path)!r}", "choose another name, or ask to overwrite it")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with fresh.open("wb") as file:
+                file.write((json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode("utf-8"))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, path)
+        finally:
+            fresh.unlink(missing_ok=True)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise ResourceError(
+            f"could not write the tokenizer {str(path)!r}: {error.strerror or error}",
+            "make room or choose another place",
+        ) from error
+
+
+def fertility(tokenizer: Tokenizer, texts: Iterable[str]) -> Fertility:
+    """What `tokenizer` makes of `texts`, in one pass."""
+    number = size = characters = words = tokens = failures = 0
+    used = np.zeros(tokenizer.vocab, dtype=bool)
+    for batch in _batches(texts):
+        for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
+            number += 1
+            size += len(text.encode("utf-8", "surrogatepass"))
+            characters += len(text)
+            words += sum(len(part.split()) for part in word_segments(text, _FERTILITY_BATCH))
+            tokens += len(ids)
+            used[ids] = True
+            failures += tokenizer.decode(ids) != text
+    return Fertility(
+        texts=number,
+        bytes=size,
+        characters=characters,
+        words=words,
+        tokens=tokens,
+        bytes_per_token=size / tokens if tokens else 0.0,
+        tokens_per_word=tokens / words if words else 0.0,
+        unused=tokenizer.vocab - int(used.sum()) - (tokenizer.end_of_text is not None),
+        round_trip_failures=failures,
+    )
+
+
+class _Stream:
+    """The texts in small parts, and how much of them has been read."""
+
+    def __init__(self, texts: Iterable[str], progress: Callable[[int, int], None] | None) -> None:
+        self.texts = self.characters = 0
+        self._source, self._progress = texts, progress
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._source:
+            yield from word_segments(text, _SEGMENT)
+            self.texts += 1
+            self.characters += len(text)
+            if self._progress is not None and self.texts % 256 == 0:
+                self._progress(self.texts, self.characters)
+        if self._progress is not None:
+            self._progress(self.texts, self.characters)
+
+
+def _pre_tokenizer(split: Split) -> Any:
+    from tokenizers import Regex, pre_tokenizers
+
+    if split == "gpt2":
+        return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if split == "gpt4":
+        words = pre_tokenizers.Split(Regex(GPT4_SPLIT), behavior="isolated")
+        return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    raise UsageError(f"there is no split {split!r}", "use gpt2 or gpt4")
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _FERTILITY_BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,276 @@
+"""Sources: which files a source means, in what order, and what is said of those that cannot be used."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flatout.corpus import sources
+from flatout.corpus.document import InputFile, Slice
+from flatout.corpus.sources import Found, find_files, format_of, slices_of, source_bytes
+from flatout.corpus.streams import PIECE
+from flatout.errors import DataError
+
+
+def put(folder: Path, files: dict[str, bytes]) -> None:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def names(found: Found, folder: Path) -> list[str]:
+    return [os.path.relpath(file.path, folder) for file in found.files]
+
+
+def problems(found: Found) -> list[tuple[str, str, int]]:
+    return [(os.path.basename(problem.file), problem.kind, problem.records) for problem in found.problems]
+
+
+def refusal(source: Path | str) -> DataError:
+    with pytest.raises(DataError) as caught:
+        find_files(str(source))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a.txt", ("text", "none")),
+        ("A.TXT.GZ", ("text", "gz")),
+        ("a.md.bz2", ("text", "bz2")),
+        ("a.b.jsonl.zst", ("jsonl", "zst")),
+        ("a.ndjson", ("jsonl", "none")),
+        ("a.json.xz", ("json", "xz")),
+        ("a.csv", ("csv", "none")),
+        ("a.tsv.gz", ("tsv", "gz")),
+        ("a.parquet", ("parquet", "none")),
+        ("a.parquet.gz", (None, "gz")),
+        ("a.warc.wet.gz", ("warc", "gz")),
+        ("a.warc", ("warc", "none")),
+        ("a.smi", ("smiles", "none")),
+        ("a.bin.xz", ("tokens", "xz")),
+        ("a.gz", (None, "gz")),
+        (".txt", (None, "none")),
+        ("a.py", (None, "none")),
+        ("a", (None, "none")),
+    ],
+)
+def test_formats_are_told_by_names(name: str, expected: tuple[str | None, str]) -> None:
+    assert format_of(name) == expected
+
+
+def test_shakespeare_ships_with_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = find_files("shakespeare", number=3).files
+    assert (file.name, file.format, file.bytes, file.source) == ("shakespeare", "text", 1_115_394, 3)
+    assert Path(file.path).read_bytes().startswith(b"First Citizen:\n")
+    monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", "0" * 64)
+    assert "damaged" in refusal("shakespeare").message
+
+
+def test_a_folder_is_listed_in_the_order_of_names(tmp_path: Path) -> None:
+    texts = ["b.txt", "a/z.txt", "a/b/c.TXT", "a.txt", "B.txt", "a-b.txt"]
+    put(tmp_path, dict.fromkeys(texts, b"text"))
+    put(tmp_path, {"rows.jsonl.gz": b"xx", "data.parquet": b"xx", "sub.txt/inner.csv": b"xx"})
+    put(tmp_path, {".hidden/x.txt": b"x", ".z.txt": b"x", "__/y.py": b"x", "v.tar.gz": b"x", "done": b"x"})
+    put(tmp_path, {"a.txt.lock": b"x", "c.jsonl.part": b"x"})
+    found = find_files(str(tmp_path), number=2)
+    assert names(found, tmp_path) == [
+        *["B.txt", "a/b/c.TXT", "a/z.txt", "a-b.txt", "a.txt", "b.txt"],
+        *["data.parquet", "rows.jsonl.gz", "sub.txt/inner.csv"],
+    ]
+    assert found.problems == ()
+    assert found.passed_over == {".lock": 1, ".part": 1, ".py": 1, ".tar.gz": 1, "no suffix": 1}
+    assert source_bytes(found.files) == 6 * 4 + 3 * 2
+    assert {file.source for file in found.files} == {2}
+    assert found.files[7] == InputFile(
+        str(tmp_path / "rows.jsonl.gz"), str(tmp_path / "rows.jsonl.gz"), "jsonl", "gz", 2, 2
+    )
+
+
+def test_a_format_holds_for_every_file_of_the_source(tmp_path: Path) -> None:
+    put(tmp_path, {"a.log": b"x", "b.json.gz": b"x", "c": b"x", "d.lock": b"x", "e.txt~": b"x", ".f": b"x"})
+    found = find_files(str(tmp_path), format="jsonl")
+    assert [(file.format, file.compression) for file in found.files] == [
+        ("jsonl", "none"),
+        ("jsonl", "gz"),
+        ("jsonl", "none"),
+    ]
+    assert found.passed_over == {".lock": 1, ".txt~": 1}
+    (file,) = find_files(str(tmp_path / "a.log"), format="text").files
+    assert file.format == "text"
+
+
+def test_a_crawl_is_known_by_its_first_bytes(tmp_path: Path) -> None:
+    crawl = b"WARC/1.0\r\nWARC-Type: warcinfo\r\n"
+    put(tmp_path, {"a.wet.txt": crawl, "b.txt.gz": gzip.compress(crawl), "c.txt": b"WARC/1", "d.jsonl": crawl})
+    assert [file.format for file in find_files(str(tmp_path)).files] == ["warc", "warc", "text", "jsonl"]
+    assert [file.format for file in find_files(str(tmp_path), format="text").files] == ["text"] * 4
+
+
+def test_what_cannot_be_used_is_told_and_the_rest_is_found(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    folder = tmp_path / "folder"
+    put(outside, {"far.txt": b"far"})
+    put(folder, {"good.txt": b"text", "empty.txt": b"", "deep/good.txt": b"text", ".cache/blob": b"hidden"})
+    (folder / "out.txt").symlink_to(outside / "far.txt")
+    (folder / "up.txt").symlink_to("../outside/far.txt")
+    (folder / "gone.txt").symlink_to("nothing.txt")
+    (folder / "loop.txt").symlink_to("loop.txt")
+    (folder / "outside").symlink_to(outside)
+    (folder / "inside").symlink_to(folder / "deep")
+    (folder / "again.txt").symlink_to("good.txt")
+    (folder / "blob.txt").symlink_to(".cache/blob")
+    (folder / "out.py").symlink_to(outside / "far.txt")
+    os.mkfifo(folder / "pipe.txt")
+    found = find_files(str(folder))
+    assert names(found, folder) == ["blob.txt", "deep/good.txt", "good.txt"]
+    assert problems(found) == [
+        ("empty.txt", "empty", 0),
+        ("gone.txt", "link", 0),
+        ("loop.txt", "link", 0),
+        ("out.txt", "link", 0),
+        ("outside", "link", 0),
+        ("up.txt", "link", 0),
+    ]
+    assert found.passed_over == {".py": 1, "no file": 1}
+
+
+def test_what_may_not_be_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, {"a.txt": b"x", "b.jsonl": b"x", "good.txt": b"x", "locked/c.txt": b"x"})
+    true_open, true_scandir = open, os.scandir
+
+    def guarded_open(path, *rest, **more):
+        if str(path).endswith(("a.txt", "b.jsonl")):
+            raise PermissionError(13, "Permission denied")
+        return true_open(path, *rest, **more)
+
+    def guarded_scandir(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return true_scandir(path)
+
+    # Tests may run as root, to whom everything is permitted.
+    monkeypatch.setattr("builtins.open", guarded_open)
+    monkeypatch.setattr(os, "scandir", guarded_scandir)
+    found = find_files(str(tmp_path))
+    assert names(found, tmp_path) == ["good.txt"]
+    assert problems(found) == [("a.txt", "unreadable", 1), ("b.jsonl", "unreadable", 0), ("locked", "unreadable", 0)]
+    assert all("Permission denied" in problem.message for problem in found.problems)
+    alone = find_files(str(tmp_path / "a.txt"))
+    assert (alone.files, problems(alone)) == ((), [("a.txt", "unreadable", 1)])
+
+
+def test_strange_names_are_shown_safely_and_opened_as_they_are(tmp_path: Path) -> None:
+    put(tmp_path, {"a\x1b[31m\n.txt": b"x"})
+    with open(os.fsencode(str(tmp_path)) + b"/\xff.txt", "wb") as file:
+        file.write(b"y")
+    found = find_files(str(tmp_path))
+    assert [os.path.basename(file.name) for file in found.files] == ["a\\x1b[31m\\n.txt", "\\udcff.txt"]
+    assert all(os.path.exists(file.path) for file in found.files)
+    put(tmp_path, {"\x07.txt": b""})
+    assert problems(find_files(str(tmp_path))) == [("\\x07.txt", "empty", 0)]
+
+
+def test_a_source_that_is_not_there_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, {"story.txt": b"x", "table.xlsx": b"x", "other/a.png": b"x", "other/b.png": b"x"})
+    (tmp_path / "bare").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "did you mean shakespeare?" in refusal("shakespear").hint
+    assert "did you mean story.txt?" in refusal("storry.txt").hint
+    assert "did you mean other/a.png?" in refusal("other/aa.png").hint
+    assert "a folder" in refusal("no/such/place").hint
+    assert "there is no source" in refusal("nul\0byte").message
+    assert ".xlsx" in refusal("table.xlsx").message
+    assert ".jsonl" in refusal("table.xlsx").hint
+    assert "no files" in refusal("bare").message
+    assert "2 of .png" in refusal("other").message
+    os.mkfifo("pipe.txt")
+    assert "neither a file nor a folder" in refusal("pipe.txt").message
+
+
+def test_an_empty_file_is_a_problem_and_no_error(tmp_path: Path) -> None:
+    put(tmp_path, {"a.txt": b""})
+    for source in (tmp_path, tmp_path / "a.txt"):
+        found = find_files(str(source))
+        assert (found.files, problems(found)) == ((), [("a.txt", "empty", 0)])
+
+
+def test_saved_datasets_are_known_by_their_files(tmp_path: Path) -> None:
+    one = {"dataset_info.json": b"{}", "state.json": b"{}", "data-00000-of-00001.arrow": b"12345"}
+    put(tmp_path / "one", one)
+    for split in ("train", "test"):
+        put(tmp_path / "two" / split, one)
+    put(tmp_path / "two", {"dataset_dict.json": json.dumps({"splits": ["test", "train"]}).encode()})
+    for split in ("b", "a"):
+        put(tmp_path / "three" / split, one)
+    put(tmp_path / "three", {"dataset_dict.json": b'{"splits": ["b", "a"]}'})
+    put(tmp_path, {"text.txt": b"x"})
+    found = find_files(str(tmp_path))
+    assert names(found, tmp_path) == ["one", "text.txt", "three/a", "three/b", "two/train"]
+    assert [(file.format, file.bytes) for file in found.files if file.format == "saved"] == [("saved", 5)] * 4
+    assert find_files(str(tmp_path / "one")).files[0].format == "saved"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"splits": 3}', b'{"splits": ["../train"]}', b'{"splits": [".."]}'])
+def test_a_damaged_list_of_splits_is_told(tmp_path: Path, content: bytes) -> None:
+    put(tmp_path, {"a/dataset_dict.json": content, "a/train/state.json": b"{}", "b.txt": b"x"})
+    found = find_files(str(tmp_path))
+    assert names(found, tmp_path) == ["b.txt"]
+    assert problems(found) == [("dataset_dict.json", "format", 0)]
+
+
+def test_hub_names_are_taken_as_they_are() -> None:
+    (file,) = find_files("hf:someone/some-data:config:train", number=1).files
+    assert file == InputFile("someone/some-data:config:train", "hf:someone/some-data:config:train", "hub", "none", 0, 1)
+    for source in ("hf:", "hf:a:b:c:d", "hf:a::train"):
+        assert "names no dataset" in refusal(source).message
+
+
+def input_file(format: str, size: int, compression: str = "none") -> InputFile:
+    return InputFile("path", "name", format, compression, size)
+
+
+@pytest.mark.parametrize("format", ["text", "jsonl", "smiles"])
+def test_plain_files_are_sliced_by_bytes(format: str) -> None:
+    file = input_file(format, 2 * PIECE + 1)
+    assert slices_of(file) == [
+        Slice(file, 0, PIECE),
+        Slice(file, PIECE, 2 * PIECE),
+        Slice(file, 2 * PIECE, None),
+    ]
+    assert slices_of(input_file(format, PIECE)) == [Slice(input_file(format, PIECE))]
+    file = input_file(format, 5)
+    assert slices_of(file, 2) == [Slice(file, 0, 2), Slice(file, 2, 4), Slice(file, 4, None)]
+
+
+def test_other_files_are_read_whole_or_in_one_go() -> None:
+    for format in ("text", "jsonl", "smiles", "json", "csv", "tsv", "tokens"):
+        small, large = input_file(format, 2**25, "gz"), input_file(format, 2**25 + 1, "gz")
+        assert slices_of(small) == [Slice(small)]
+        assert slices_of(large) is None
+    for format in ("json", "csv", "tsv", "tokens"):
+        assert slices_of(input_file(format, 2**25 + 1)) is None
+    crawl = input_file("warc", 2**30, "gz")
+    assert slices_of(crawl) == [Slice(crawl)]
+    assert slices_of(input_file("hub", 0)) is None
+
+
+def test_tables_are_sliced_by_row_groups_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = pytest.importorskip("flatout.corpus.tables")
+    monkeypatch.setattr(tables, "parquet_group_bytes", lambda path: [5, 5, 5, 20, 1])
+    file = input_file("parquet", 36)
+    assert slices_of(file, 10) == [Slice(file, 0, 2), Slice(file, 2, 3), Slice(file, 3, 4), Slice(file, 4, None)]
+    assert slices_of(file, 100) == [Slice(file)]
+    monkeypatch.setattr(tables, "saved_rows", lambda path: 10)
+    file = input_file("saved", 100)
+    assert slices_of(file, 40) == [Slice(file, 0, 4), Slice(file, 4, 8), Slice(file, 8, None)]
+    assert slices_of(file, 1) == [Slice(file, row, row + 1 if row < 9 else None) for row in range(10)]
+
+    def damaged(path: str) -> list[int]:
+        raise ValueError("not parquet")
+
+    monkeypatch.setattr(tables, "parquet_group_bytes", damaged)
+    assert slices_of(input_file("parquet", 1)) == [Slice(input_file("parquet", 1))]

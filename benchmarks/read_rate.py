@@ -2,7 +2,7 @@
 
     python benchmarks/read_rate.py make FOLDER GIB
     python benchmarks/read_rate.py methods FOLDER COMMIT >> benchmarks/read_rate.jsonl
-    python benchmarks/read_rate.py loader FOLDER GIB_TO_READ COMMIT >> benchmarks/read_rate.jsonl
+    python benchmarks/read_rate.py loader FOLDER GIB_TO_READ concat|best_fit COMMIT >> benchmarks/read_rate.jsonl
     python benchmarks/read_rate.py pack DOCUMENTS COMMIT >> benchmarks/read_rate.jsonl
 
 Protocol: `make` writes a dataset of random ids (real content, no holes) in shards of 100 million tokens. Batches are
@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 
 from flatout.data.best_fit import best_fit
-from flatout.data.loader import HostLoader, window_order
+from flatout.data.loader import HostLoader, pack_documents, window_order
 from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
 from flatout.data.sampler import window_starts
 from flatout.data.shards import TokenShards
@@ -54,8 +54,8 @@ def main() -> None:
                     subprocess.run([sys.executable, __file__, "method", folder, method, state, commit], check=True)
         case ["method", folder, method, state, commit]:
             show(measure_method(Path(folder), method, state), commit)
-        case ["loader", folder, gib, commit]:
-            show(measure_loader(Path(folder), int(float(gib) * 2**30)), commit)
+        case ["loader", folder, gib, packing, commit]:
+            show(measure_loader(Path(folder), int(float(gib) * 2**30), packing), commit)
         case ["pack", documents, commit]:
             show(measure_packing(int(documents)), commit)
         case _:
@@ -139,6 +139,11 @@ def disk_bytes() -> int:
     return int(lines["read_bytes"])
 
 
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
 def measure_method(folder: Path, method: str, state: str) -> dict[str, Any]:
     shards = TokenShards(folder, "train")
     order = window_order(shards, context=CONTEXT, stride=CONTEXT, seed=SEED)
@@ -199,13 +204,16 @@ def other_gather(folder: Path, shards: TokenShards, method: str) -> Callable[[np
     return gather
 
 
-def measure_loader(folder: Path, size: int) -> dict[str, Any]:
+def measure_loader(folder: Path, size: int, packing: str) -> dict[str, Any]:
     shards = TokenShards(folder, "train")
-    order = window_order(shards, context=CONTEXT, stride=CONTEXT, seed=SEED)
+    packed = pack_documents(shards, CONTEXT) if packing == "best_fit" else None
+    order = window_order(shards, context=CONTEXT, stride=CONTEXT, seed=SEED, packing=packed)
     batches = size // (SEQUENCES * CONTEXT * 2)
     set_cache(folder, "cold")
     memory, rates, read = [], [], disk_bytes()
     arguments: dict[str, Any] = {"batch_size": SEQUENCES, "context": CONTEXT, "stride": CONTEXT, "device": "cpu"}
+    arguments["packing"] = packed
+    usage_before = cpu_seconds()
     with HostLoader(shards, order, workers=1, first_step=0, last_step=batches, **arguments) as loader:
         next(loader)
         memory.append(memory_mib())
@@ -218,9 +226,9 @@ def measure_loader(folder: Path, size: int) -> dict[str, Any]:
                 memory.append(memory_mib())
                 last = now
         seconds = time.perf_counter() - began
-    usage = resource.getrusage(resource.RUSAGE_SELF)
     return {
         "what": "loader",
+        "packing": packing,
         "state": "cold",
         "corpus_gib": round(shards.tokens * 2 / 2**30, 2),
         "epochs": round(batches * SEQUENCES / order.windows, 3),
@@ -230,7 +238,7 @@ def measure_loader(folder: Path, size: int) -> dict[str, Any]:
         "tokens_per_second": round(done * SEQUENCES * CONTEXT / seconds),
         "slowest_twentieth": min(rates),
         "fastest_twentieth": max(rates),
-        "cores_used": round((usage.ru_utime + usage.ru_stime) / seconds, 2),
+        "cores_used": round((cpu_seconds() - usage_before) / seconds, 2),
         "resident_mib": [point["VmRSS"] for point in memory],
         "resident_file_mib": [point["RssFile"] for point in memory],
     }

@@ -65,7 +65,7 @@ def _add_engine(parser: Parser) -> None:
 
 
 def _facts(folder: Path, context: int, stride: int | None) -> dict[str, Any]:
-    from flatout.data.prepare import report_of
+    from flatout.data.inspect import read_report
     from flatout.data.sampler import window_count
     from flatout.data.shards import open_dataset
 
@@ -83,7 +83,7 @@ def _facts(folder: Path, context: int, stride: int | None) -> dict[str, Any]:
         "context": context,
         "windows": windows,
         "remainder": dataset.train.tokens - (windows - 1) * (stride or context) - context - 1 if windows else None,
-        "report": report_of(folder),
+        "report": read_report(folder),
     }
 
 

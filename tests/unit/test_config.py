@@ -590,7 +590,7 @@ def test_schema_is_a_json_schema_and_agrees_with_the_loader() -> None:
 
 
 def test_the_shipped_names() -> None:
-    assert PRESETS == ["gpt-124m", "gpt2-124m", "gpt2-350m", "shakespeare-bpe", "shakespeare-char"]
+    assert PRESETS == ["common-crawl", "gpt-124m", "gpt2-124m", "gpt2-350m", "shakespeare-bpe", "shakespeare-char"]
     assert OVERLAYS == ["4gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"]
 
 

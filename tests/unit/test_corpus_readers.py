@@ -18,7 +18,7 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flatout.corpus import readers
+from flatout.corpus import crawl, readers, tables
 from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import find_files, slices_of
@@ -513,8 +513,6 @@ def test_places_in_later_slices_are_bytes(tmp_path: Path) -> None:
 def test_tables_and_crawls_are_read_by_their_modules(
     tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from flatout.corpus import crawl, tables
-
     calls = []
 
     def record(*arguments):

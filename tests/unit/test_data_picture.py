@@ -99,6 +99,7 @@ ODD = (
     " ",
     "a\\nb",
     "<b>[red]x[/red]",
+    "語" * 40,
 )
 HUGE = (10**12, 10**12 + 1)
 SUMMARIES = {
@@ -113,9 +114,11 @@ SUMMARIES = {
     "windows": summary_of(splits=wide(1), context=256, report=report({"train": 1, "val": 0}, {"language": 10**6})),
     "nothing": summary_of(report=report({"train": 0, "val": 0}, {})),
     "odd": summary_of(
-        folder="data/日本 $x$ \x1b[31m\n",
+        folder=f"data/日本 $x$ \x1b[31m\n{'日' * 50}",
         top_tokens=tokens(*ODD),
-        report=report({"train": 1, "val": 1}, {"日本_$x_1$": 3}, passed_over={"": 2, ".\x1b\n": 1}, problem_count=1),
+        report=report(
+            {"train": 1, "val": 1}, {"日本_$x_1$": 3, "日" * 30: 4}, passed_over={"": 2, ".\x1b\n": 1}, problem_count=1
+        ),
         problems=({"file": "a\x1b.txt", "place": "line\n1", "message": "\x07 [bold]m", "kind": "json", "records": 1},),
         samples=(DocumentSample(split="train", document=0, tokens=9, text="\x1b[2J日本\n\n[red]b\u202e", cut=True),),
     ),
@@ -227,7 +230,8 @@ def test_the_terminal_tells_what_was_dropped_and_shows_samples() -> None:
 def test_terminals_without_unicode_get_escapes() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="latin-1")
-    print_data(SUMMARIES["odd"], Console(file=stream, width=100))
+    for width in (40, 100):
+        print_data(SUMMARIES["odd"], Console(file=stream, width=width))
     stream.flush()
     assert "\\u65e5\\u672c" in raw.getvalue().decode("latin-1")
 

@@ -153,14 +153,15 @@ def test_a_file_is_replaced_only_when_asked(tmp_path: Path) -> None:
     assert os.listdir(path.parent) == ["tokenizer.json"]
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     path = tmp_path / "tokenizer.json"
     write_tokenizer({"a": 1}, path)
 
-    def full(handle: int) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, step, full)
     with pytest.raises(ResourceError, match="No space left"):
         write_tokenizer({"b": 1}, path, overwrite=True)
     assert json.loads(path.read_text("utf-8")) == {"a": 1}

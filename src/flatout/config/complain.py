@@ -339,7 +339,9 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
     else:
         rule = _RULES.get(kind, f"it was refused: {error['msg']}")
     what = f"{path} is {shorten(error['input'])}" if path else f"the config is {shorten(error['input'])}"
-    return ConfigError(f"{where}: {what}, but {printable(rule)}", _help(spot) + _advice(kind, spot, error["input"]))
+    # A list of choices is long, and the rule has given it.
+    hint = _help(spot, allowed=kind != "literal_error") + _advice(kind, spot, error["input"])
+    return ConfigError(f"{where}: {what}, but {printable(rule)}", hint)
 
 
 def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, _Spot, list[str]]:
@@ -408,11 +410,11 @@ def _explain_conflict(path: str, text: str, origins: Mapping[str, str], fallback
     return ConfigError(f"{head}{printable(text)}{where}", hint)
 
 
-def _help(spot: _Spot) -> str:
+def _help(spot: _Spot, *, allowed: bool = True) -> str:
     """The sentence of the nearest thing around a place that has one, and what that allows; a section's keys."""
     if spot.field in field_facts():
         described = next(described for _, described in reversed(spot.trail) if "description" in described)
-        return f"{described['description']} Allowed: {_allowed(described)}."
+        return described["description"] + (f" Allowed: {_allowed(described)}." if allowed else "")
     return _known_below(spot.path if spot.path in section_paths() else "", ())
 
 

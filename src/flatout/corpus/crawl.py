@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, shown
-from flatout.corpus.fields import decoded, invalid
+from flatout.corpus.fields import decoded, not_utf8
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
 from flatout.errors import DataError
 
@@ -385,8 +385,7 @@ class _Pages:
             text = _resiliparse().extract_plain_text(text, main_content=True, alt_texts=True)
         replaced = text.count("\ufffd") if error is not None else 0
         if error is not None and replaced and self._options.invalid_utf8 != "replace":
-            message = f"byte 0x{error.object[error.start]:02x} of the page is not {error.encoding} ({error.reason})"
-            return invalid(self._file, f"{place}, byte {error.start} of it", message, self._options, place, url)
+            return not_utf8(error, self._file, place, self._options, url)
         return Document(text, place, url, replaced=replaced)
 
     def _decompressed(self, record: _Record, page: "_Page") -> "_Page | Problem":

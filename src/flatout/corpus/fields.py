@@ -11,7 +11,7 @@ Trap: a name that holds the rest of the path as it is wins over the path, so tha
 although it has a dot.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
@@ -34,15 +34,15 @@ class FieldError:
     null: bool = False
 
 
-def text_of(value: object, field: str) -> str | FieldError:
-    """The text at the path `field` of a record."""
+def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = None) -> str | FieldError:
+    """The text at the path `field` of a record. Bytes are text only if there is a `decoder`, which may raise."""
     if type(value) is dict and type(text := value.get(field)) is str:
         return _whole(text)  # nearly every record there is
     if isinstance(value, str):
         if field == TEXT_FIELD:
             return _whole(value)
         return FieldError("field", f"the record is a plain string and has no field {_quoted(field)}")
-    found = _at(value, field, field)
+    found = _at(value, field, field, decoder)
     return _whole(found) if isinstance(found, str) else found
 
 
@@ -53,18 +53,18 @@ def decoded(
     try:
         text, replaced = decode(raw, options.invalid_utf8)
     except UnicodeDecodeError as error:
-        message = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
-        return invalid(file, f"{place}, byte {error.start} of it", message, options, place, url)
+        return not_utf8(error, file, place, options, url)
     return Document(text, place, url, replaced=replaced)
 
 
-def invalid(
-    file: InputFile, place_of_byte: str, message: str, options: ReadOptions, place: str, url: str | None = None
+def not_utf8(
+    error: UnicodeDecodeError, file: InputFile, place: str, options: ReadOptions, url: str | None = None
 ) -> Document | Problem:
     """What becomes of a record that cannot be decoded where the policy is not to replace what is wrong with it."""
     if options.invalid_utf8 == "skip":
         return Document("", place, url, rejected=REJECTED_UTF8)
-    return Problem(file.name, place_of_byte, "not-utf8", message, records=1)
+    message = f"byte 0x{error.object[error.start]:02x} is not {error.encoding.upper()} ({error.reason})"
+    return Problem(file.name, f"{place}, byte {error.start} of it", "not-utf8", message, records=1)
 
 
 def names_shown(names: Sequence[object]) -> str:
@@ -73,7 +73,7 @@ def names_shown(names: Sequence[object]) -> str:
     return (", ".join(shown(name)[:80] for name in names[:_NAMES_SHOWN]) or "none") + more
 
 
-def _at(value: object, path: str, field: str) -> str | FieldError:
+def _at(value: object, path: str, field: str, decoder: Callable[[bytes], str] | None) -> str | FieldError:
     while path:
         if isinstance(value, Mapping):
             if path in value:
@@ -87,7 +87,7 @@ def _at(value: object, path: str, field: str) -> str | FieldError:
         elif isinstance(value, (list, tuple)):
             name, _, path = path.partition(".")
             if name == EVERY:
-                return _every(value, path, field)
+                return _every(value, path, field, decoder)
             if not (name.isascii() and name.isdigit()):
                 return FieldError(
                     "field", f"the record has a list where the field {_at_path(name, field)} is looked for"
@@ -102,13 +102,15 @@ def _at(value: object, path: str, field: str) -> str | FieldError:
             return FieldError("field", what, null=value is None)
     if isinstance(value, str):
         return value
+    if decoder is not None and isinstance(value, bytes):
+        return decoder(value)
     return FieldError("field", f"the field {_quoted(field)} holds {_kind(value)}, not text", null=value is None)
 
 
-def _every(values: Sequence[object], path: str, field: str) -> str | FieldError:
+def _every(values: Sequence[object], path: str, field: str, decoder: Callable[[bytes], str] | None) -> str | FieldError:
     texts: list[str] = []
     for value in values:
-        text = _at(value, path, field)
+        text = _at(value, path, field, decoder)
         if isinstance(text, FieldError):
             # One null among texts is damage, unlike a field that is null as a whole.
             return FieldError(text.kind, text.message)

@@ -35,6 +35,7 @@ from flatout.corpus.streams import (
     PIECE,
     ByteStream,
     Piece,
+    Watch,
     before,
     decode,
     lines,
@@ -65,8 +66,18 @@ _DECODER = json.JSONDecoder()
 _ESCAPE = 16
 
 
-def read_slice(slice: Slice, options: ReadOptions, *, piece: int = PIECE, limit: int = LINE_LIMIT) -> Results:
-    """The documents and problems of a stretch of a file. `piece` and `limit` are lower in tests only."""
+def read_slice(
+    slice: Slice,
+    options: ReadOptions,
+    *,
+    watch: Watch | None = None,
+    piece: int = PIECE,
+    limit: int = LINE_LIMIT,
+) -> Results:
+    """The documents and problems of a stretch of a file. `piece` and `limit` are lower in tests only.
+
+    `watch` is told how far the reading has come in the file on disk.
+    """
     file = slice.file
     if file.format in _TEXT_FORMATS and _is_binary(file):
         if slice.start == 0:
@@ -74,15 +85,15 @@ def read_slice(slice: Slice, options: ReadOptions, *, piece: int = PIECE, limit:
             message = "it holds NUL bytes, so it is not text in UTF-8"
             yield Problem(file.name, "", "binary", message, records)
     elif file.format == "text":
-        yield from _read_text(slice, options, piece)
+        yield from _read_text(slice, options, piece, watch)
     elif file.format == "jsonl":
-        yield from _read_json_lines(slice, options, limit)
+        yield from _read_json_lines(slice, options, limit, watch)
     elif file.format == "smiles":
-        yield from _read_molecules(slice, options, limit)
+        yield from _read_molecules(slice, options, limit, watch)
     elif file.format in ("parquet", "saved", "hub"):
         yield from _read_table(slice, options)
     else:
-        with open_bytes(file) as stream:
+        with open_bytes(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options, piece, limit)
 
 
@@ -120,10 +131,10 @@ def _is_binary(file: InputFile) -> bool:
 # Text.
 
 
-def _read_text(slice: Slice, options: ReadOptions, size: int) -> Results:
+def _read_text(slice: Slice, options: ReadOptions, size: int, watch: Watch | None) -> Results:
     file = slice.file
     mark = options.document_start.encode("utf-8") if options.document_start else None
-    with open_bytes(file, before(slice.start)) as stream:
+    with open_bytes(file, before(slice.start), watch) as stream:
         lost = 0
         for piece in pieces(stream, start=slice.start, end=slice.end, mark=mark, size=size):
             whole_file = piece.begins and piece.final and piece.offset == 0
@@ -168,9 +179,9 @@ def _not_utf8(file: InputFile, place: str, error: UnicodeDecodeError, records: i
 # Records on lines.
 
 
-def _read_json_lines(slice: Slice, options: ReadOptions, limit: int) -> Results:
+def _read_json_lines(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Results:
     name, field = slice.file.name, options.field
-    for line in _records(slice, options, limit):
+    for line in _records(slice, options, limit, watch):
         if not isinstance(line, tuple):
             yield line
             continue
@@ -187,8 +198,8 @@ def _read_json_lines(slice: Slice, options: ReadOptions, limit: int) -> Results:
             yield Problem(name, place, text.kind, text.message, records=1)
 
 
-def _read_molecules(slice: Slice, options: ReadOptions, limit: int) -> Results:
-    for line in _records(slice, options, limit):
+def _read_molecules(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Results:
+    for line in _records(slice, options, limit, watch):
         if not isinstance(line, tuple):
             yield line
             continue
@@ -198,11 +209,13 @@ def _read_molecules(slice: Slice, options: ReadOptions, limit: int) -> Results:
             yield Document(molecule, place, replaced=replaced)
 
 
-def _records(slice: Slice, options: ReadOptions, limit: int) -> Iterator[tuple[str, str, int] | Document | Problem]:
+def _records(
+    slice: Slice, options: ReadOptions, limit: int, watch: Watch | None
+) -> Iterator[tuple[str, str, int] | Document | Problem]:
     """The lines that are not blank as (place, text, replaced), or what became of them otherwise."""
     file = slice.file
     lost = 0
-    with open_bytes(file, before(slice.start)) as stream:
+    with open_bytes(file, before(slice.start), watch) as stream:
         for line in lines(stream, limit, start=slice.start, end=slice.end):
             raw = line.raw
             if not line.ended and stream.problem is not None:

@@ -126,10 +126,7 @@ def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:
     if file.format == "saved":
         from flatout.corpus import tables
 
-        try:
-            rows = tables.saved_rows(file.path)
-        except (OSError, ValueError):
-            return [Slice(file)]  # reading it will tell what is wrong
+        rows = tables.saved_rows(file.path)
         return _ranges(file, rows, max(1, rows * target // max(file.bytes, 1)))
     if file.format == "hub" or (file.format != "warc" and file.bytes > _WHOLE_BYTES):
         return None
@@ -145,13 +142,9 @@ def _ranges(file: InputFile, total: int, step: int) -> list[Slice]:
 def _row_groups(file: InputFile, target: int) -> list[Slice]:
     from flatout.corpus import tables
 
-    try:
-        sizes = tables.parquet_group_bytes(file.path)
-    except (OSError, ValueError):
-        return [Slice(file)]  # reading it will tell what is wrong
     slices: list[Slice] = []
     start = held = 0
-    for group, size in enumerate(sizes):
+    for group, size in enumerate(tables.parquet_group_bytes(file.path)):
         if group > start and held + size > target:
             slices.append(Slice(file, start, group))
             start, held = group, 0
@@ -294,12 +287,10 @@ def _shakespeare(number: int) -> InputFile:
 
 
 def _hub(source: str, number: int) -> InputFile:
-    name, *rest = source.removeprefix(HUB).split(":")
-    if not name or len(rest) > 2 or "" in rest:
-        raise DataError(
-            f"the source {shown(source)} names no dataset", "write hf:NAME, hf:NAME:SPLIT or hf:NAME:CONFIG:SPLIT"
-        )
-    return InputFile(source.removeprefix(HUB), shown(source), "hub", "none", 0, number)
+    from flatout.corpus import tables
+
+    tables.hub_parts(source)  # an error now, rather than when everything before it has been read
+    return InputFile(source, shown(source), "hub", "none", 0, number)
 
 
 def _missing_hint(source: str) -> str:

@@ -24,7 +24,7 @@ import lzma
 import re
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import InputFile, InvalidUtf8, Problem, ProblemKind
@@ -61,9 +61,16 @@ _SAFE_CUT = re.compile(rb"(?<=[!-~])[ \n](?=[!-~])")
 _CONTINUED = re.compile(rb"[\x80-\xbf]{0,3}")
 
 
-def open_bytes(file: InputFile, start: int = 0) -> "ByteStream":
-    """The text of a file, decompressed; where nothing is compressed it may be read from byte `start` on."""
-    return ByteStream(file, start)
+# Told how many bytes of a file on disk have been read.
+Watch = Callable[[int], None]
+
+
+def open_bytes(file: InputFile, start: int = 0, watch: Watch | None = None) -> "ByteStream":
+    """The text of a file, decompressed; where nothing is compressed it may be read from byte `start` on.
+
+    `watch` is told how far the reading has come in the file on disk.
+    """
+    return ByteStream(file, start, watch)
 
 
 @final
@@ -73,11 +80,12 @@ class ByteStream:
     `position` is how far the reading has come in the file on disk.
     """
 
-    def __init__(self, file: InputFile, start: int = 0) -> None:
+    def __init__(self, file: InputFile, start: int = 0, watch: Watch | None = None) -> None:
         if start and file.compression != "none":
             raise ValueError("a compressed file is read from its beginning")
         self.problem: Problem | None = None
         self.position = start
+        self._watch = watch
         self._name = file.name
         self._method = file.compression
         self._decoder: Any = None if file.compression == "none" else _decoder(file.compression)
@@ -109,6 +117,8 @@ class ByteStream:
 
     def read(self, count: int = CHUNK) -> bytes:
         """The next bytes, `count` at most; b"" at the end."""
+        if self._watch is not None:
+            self._watch(self.position)
         if self._decoder is None:
             data = self._from_disk(count)
             self.position += len(data)

@@ -70,7 +70,7 @@ class Decisions:
         self._long: dict[int, _Long] = {}
         self.dropped: Counter[str] = Counter()
         self._find_long_documents()
-        if request.clean.exact_duplicates:
+        if request.clean.exact_duplicates and parts:
             self._drop_exact()
         if request.clean.near_duplicates is not None:
             self._drop_near(request.clean.near_duplicates)

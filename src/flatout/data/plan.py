@@ -205,7 +205,7 @@ def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Docu
         nonlocal position
         position = now
 
-    for item in read_slice(Slice(file), options):
+    for item in read_slice(Slice(file), options, watch=watch):
         batch.append(item)
         characters += len(item.text) if isinstance(item, Document) else 0
         if characters >= PART_BYTES or len(batch) >= _MOST_DOCUMENTS:
@@ -250,7 +250,8 @@ def _stamp(file: InputFile) -> tuple[int, int]:
 
 def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool) -> None:
     """Refuse to begin where the parts and the shards that come from them cannot fit."""
-    text = sum(file.bytes * (4 if file.compression != "none" or file.format == "parquet" else 1) for file in inputs.files)
+    packed = [file.compression != "none" or file.format == "parquet" for file in inputs.files]
+    text = sum(file.bytes * (4 if small else 1) for file, small in zip(inputs.files, packed, strict=True))
     tokens = text // 3 if subword else text
     need = 2 * tokens * bytes_per_token
     free = shutil.disk_usage(folder).free

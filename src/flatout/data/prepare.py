@@ -6,10 +6,10 @@ No torch here: `flatout prepare` and its workers must not pay for it.
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 from flatout.config.schema import CleanConfig, DataConfig
-from flatout.data.manifest import MANIFEST, PREPARE_AGAIN, REPORT, Manifest, read_manifest
+from flatout.data.inspect import read_problems, read_report
+from flatout.data.manifest import MANIFEST, PROBLEMS, Manifest, read_manifest
 from flatout.data.pack import Progress, pack_corpus
 from flatout.data.plan import STDIN, Request, request_of, source_bytes
 from flatout.data.tokenizer import load_tokenizer
@@ -69,26 +69,17 @@ def prepare_data(
     return folder, True
 
 
-def report_of(folder: Path) -> dict[str, Any] | None:
-    """What became of the input, or None for a dataset made before there were reports."""
-    path = folder / REPORT
-    try:
-        return json.loads(path.read_bytes()) if path.exists() else None
-    except (OSError, ValueError) as error:
-        raise DataError(f"cannot read {path}: {error}", PREPARE_AGAIN) from error
-
-
 def check_complete(folder: Path) -> None:
     """Raise `IncompleteError` where some of the input could not be used."""
-    report = report_of(folder)
+    report = read_report(folder)
     if report is not None and report["problem_count"]:
-        first = json.loads((folder / "problems.jsonl").open(encoding="ascii").readline())
+        first = read_problems(folder, 1)[0]
         place = f", {first['place']}" if first["place"] else ""
         more = f", and {report['problem_count'] - 1:,} more" if report["problem_count"] > 1 else ""
         raise IncompleteError(
             f"{report['damaged']:,} of {report['records']:,} records could not be used: "
             f"{first['file']}{place}: {first['message']}{more}",
-            f"all are listed in {folder / 'problems.jsonl'}; mend the input and prepare with --overwrite, "
+            f"all are listed in {folder / PROBLEMS}; mend the input and prepare with --overwrite, "
             f"or go on with the rest, which is prepared",
         )
 

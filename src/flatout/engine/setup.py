@@ -8,7 +8,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,10 +17,11 @@ import torch
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.data.best_fit import Packing
+from flatout.data.inspect import read_report
 from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, pack_documents, window_order
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
-from flatout.data.prepare import check_complete, prepare_data, report_of
+from flatout.data.prepare import check_complete, prepare_data
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
 from flatout.data.stream import StreamDataset, open_stream
@@ -30,7 +31,7 @@ from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.randomness import RandomStream
 from flatout.engine.step import LossScale, TrainStep
-from flatout.errors import CheckpointError, ConfigError, DataError, HardwareError, ResourceError
+from flatout.errors import CheckpointError, ConfigError, HardwareError, ResourceError
 from flatout.model.count import MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.gpt import GPT, build_model
 from flatout.model.weights import load_huggingface, read_huggingface_config
@@ -280,7 +281,7 @@ def _how_to_verify(folder: Path) -> Verify:
 
 
 def _remarks_on_data(folder: Path) -> Iterator[str]:
-    report = report_of(folder)
+    report = read_report(folder)
     if report is not None and report["problem_count"]:
         yield (
             f"{report['damaged']:,} of {report['records']:,} records of the source could not be used; "

@@ -428,8 +428,8 @@ def _about_tokens(console: RichConsole, summary: DataSummary) -> Iterator[Render
     rows = math.ceil(len(cells) / columns)
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for _ in range(columns):
-        table.add_column(no_wrap=True)
-        table.add_column(justify="right", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="crop")
+        table.add_column(justify="right", no_wrap=True, overflow="fold")
     for row in range(rows):
         table.add_row(*(cell for pair in cells[row::rows] for cell in pair))
     yield ""
@@ -446,9 +446,10 @@ def _about_samples(console: RichConsole, summary: DataSummary) -> Iterator[Rende
 
 def _table(first: str, *others: str) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column(first)
+    # Folded where it does not fit: the dots of an ellipsis are in no code page, and a cut number is a wrong one.
+    table.add_column(first, overflow="fold")
     for name in others:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 

@@ -66,7 +66,7 @@ def _add_engine(parser: Parser) -> None:
 
 def _facts(folder: Path, context: int, stride: int | None) -> dict[str, Any]:
     from flatout.data.inspect import read_report
-    from flatout.data.sampler import window_count
+    from flatout.data.sampler import remainder, window_count
     from flatout.data.shards import open_dataset
 
     dataset = open_dataset(folder)
@@ -82,7 +82,7 @@ def _facts(folder: Path, context: int, stride: int | None) -> dict[str, Any]:
         "text_bytes": sum(split.text_bytes for split in dataset.manifest.splits.values()),
         "context": context,
         "windows": windows,
-        "remainder": dataset.train.tokens - (windows - 1) * (stride or context) - context - 1 if windows else None,
+        "remainder": remainder(dataset.train.tokens, context, stride or context) if windows else None,
         "report": read_report(folder),
     }
 

@@ -90,7 +90,7 @@ def test_every_leaf_says_what_it_allows() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("data.source", "whose items are text or {path, weight, field, format, document_start}, or null"),
+        ("data.source", "whose items are text that is not empty or {path, weight, field, format, document_start}, or null"),
         ("clean.languages", "whose items are text of the form ^[a-z]{2,3}$, or null"),
         ("data.format", "one of text, jsonl, json, csv, tsv, parquet, warc, smiles, tokens, or null"),
         ("data.streaming", "true or false"),
@@ -313,7 +313,7 @@ def test_numbers_inside_lists_are_those_the_item_wants() -> None:
         ("[{path: b, text_column: c}]", "data.source[0].text_column is not", "did you mean data.source[0].field?"),
         ("[{path: b, proportion: 1}]", "data.source[0].proportion is not", "did you mean data.source[0].weight?"),
         ("[a.txt: 2]", "data.source[0].a.txt is not a known key", "the keys of an item are path, weight, field"),
-        ("[{weight: 2}]", "data.source[0].path is missing", "Allowed: text."),
+        ("[{weight: 2}]", "data.source[0].path is missing", "Allowed: text that is not empty."),
         ("[{path: b, format: jsnl}]", "data.source[0].format is 'jsnl', but it must be one of text", "mean jsonl?"),
         ("[a, 5, {path: b, weight: -1}]", "data.source[1] is 5, but it must be text or a mapping", "double quotes"),
         ("[null]", "data.source[0] is null, but it must be text or a mapping", "Allowed: text, or a list"),
@@ -412,7 +412,7 @@ def test_refused_overrides(override: str, message: str, hint: str) -> None:
         ),
         ("data:\n  source:\n    - a\n    - [b]\n", 4, "data.source[1] is ['b'], but it must be text", "Allowed"),
         ("data:\n  source:\n    - {pth: a}\n", 3, "data.source[0].pth is not a known key", "data.source[0].path?"),
-        ("data:\n  source:\n    - weight: 1\n", 3, "data.source[0].path is missing", "Allowed: text."),
+        ("data:\n  source:\n    - weight: 1\n", 3, "data.source[0].path is missing", "Allowed: text that is not empty."),
         ("clean:\n  languages:\n  - en\n  - 5\n", 4, "clean.languages[1] is 5, but it must be text", "quotes"),
     ],
 )
@@ -496,9 +496,9 @@ def test_any_valid_values_survive_showing(
 
 
 mixtures = st.lists(
-    st.text()
+    st.text(min_size=1)
     | st.fixed_dictionaries(
-        {"path": st.text()},
+        {"path": st.text(min_size=1)},
         optional={
             "weight": st.floats(1e-9, 1000.0) | st.integers(1, 1000),
             "field": st.none() | st.text(min_size=1),

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Positive = Annotated[int, Field(ge=1, le=2**40)]
 Natural = Annotated[int, Field(ge=0, le=2**40)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
+Name = Annotated[str, Field(min_length=1)]
 Switch = Literal["auto", "on", "off"]
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
 
@@ -118,18 +119,18 @@ class ModelConfig(Section):
 class SourceConfig(Section):
     """One of several sources of a mixture."""
 
-    path: str = Field(description="What `data.source` takes as a single text.")
+    path: Name = Field(description="What `data.source` takes as a single text.")
     weight: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
         default=1.0,
         description="How often each training document is taken: 2 is twice, 0.25 a quarter of them, chosen by hash.",
     )
-    field: str | None = Field(default=None, description="Instead of data.field for this source.")
+    field: Name | None = Field(default=None, description="Instead of data.field for this source.")
     format: Format | None = Field(default=None, description="Instead of data.format for this source.")
-    document_start: str | None = Field(default=None, description="Instead of data.document_start for this source.")
+    document_start: Name | None = Field(default=None, description="Instead of data.document_start for this source.")
 
 
 class DataConfig(Section):
-    source: str | list[str | SourceConfig] | None = Field(
+    source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = Field(
         default="shakespeare",
         description="Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list.",
     )
@@ -147,10 +148,10 @@ class DataConfig(Section):
         default="error", description="What tokenizer `char` does with a character it has never seen."
     )
     format: Format | None = Field(default=None, description="Format of the source; null tells it by the file's name.")
-    field: Annotated[str, Field(min_length=1)] = Field(
+    field: Name = Field(
         default="text", description="Field of a row that holds its text, nested as in `a.b`; `*` takes every element."
     )
-    document_start: Annotated[str, Field(min_length=1)] | None = Field(
+    document_start: Name | None = Field(
         default=None,
         description="In text files, each line that begins with this, after spaces, begins a document; null has one.",
     )
@@ -188,7 +189,7 @@ class CleanConfig(Section):
     near_duplicates: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
         default=None, description="Drop documents this similar to an earlier one (Jaccard of word 5-grams, by MinHash)."
     )
-    languages: list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]] | None = Field(
+    languages: Annotated[list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]], Field(min_length=1)] | None = Field(
         default=None, description="Keep only documents in these languages, such as [en, de]."
     )
     repetition: bool = Field(default=False, description="Drop documents that repeat lines, paragraphs or word n-grams.")

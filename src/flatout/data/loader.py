@@ -306,10 +306,10 @@ def _batch(raw: _Raw, step: int) -> Batch:
     if raw.sources is None:
         ids_BW = _widened(raw.ids)
         return Batch(ids_BW[:, :-1].contiguous(), ids_BW[:, 1:].contiguous(), step, raw.documents)
-    real_BT = raw.sources >= 0
-    sources_BT = raw.sources.clamp(min=0)
-    tokens_BT = torch.where(real_BT, _widened(raw.ids[sources_BT]), 0)
-    targets_BT = torch.where(real_BT, _widened(raw.ids[sources_BT + 1]), IGNORED)
+    padding_BT = raw.sources < 0
+    sources = raw.sources.clamp(min=0).flatten()
+    tokens_BT = _widened(raw.ids.index_select(0, sources)).view_as(padding_BT).masked_fill_(padding_BT, 0)
+    targets_BT = _widened(raw.ids.index_select(0, sources + 1)).view_as(padding_BT).masked_fill_(padding_BT, IGNORED)
     return Batch(tokens_BT, targets_BT, step, raw.documents)
 
 

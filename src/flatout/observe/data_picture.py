@@ -56,7 +56,7 @@ def draw_data(summary: DataSummary, path: str | Path) -> None:
     try:
         import matplotlib
     except ImportError as error:
-        raise DataError("a picture needs the package matplotlib", "pip install 'flatout[data]'") from error
+        raise DataError("a picture needs the package matplotlib", "pip install matplotlib") from error
     content = io.BytesIO()
     # Without the user's own style, and without a date or random names: one summary, one picture.
     with matplotlib.rc_context():

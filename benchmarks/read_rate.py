@@ -8,7 +8,8 @@
 Protocol: `make` writes a dataset of random ids (real content, no holes) in shards of 100 million tokens. Batches are
 512 windows of 1024 + 1 tokens in the order of training, seed 1337, so each window is a read of 2050 bytes somewhere on
 the disk. "cold" drops the files from the page cache first (posix_fadvise DONTNEED); on a virtual machine the host may
-still hold them. "warm" reads every file once before. Rates are of the wall clock, over all batches.
+still hold them. "warm" reads every file once before. Rates are of the wall clock, over all batches; `load_average`
+tells how many other processes wanted the cores.
 
 `methods` compares ways to gather, each in a process of its own: `memmap` copies rows out of plain memory maps;
 `memmap-random` has MADV_RANDOM on them; `memmap-dontneed` also drops the mapped pages after each batch; `pread` reads
@@ -68,6 +69,7 @@ def show(row: dict[str, Any], commit: str) -> None:
     machine = {
         "cpu": model[0].partition(": ")[2] if model else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
+        "load_average": round(os.getloadavg()[0], 1),
         "memory_gib": round(memory / 2**30, 1),
         "kernel": platform.release(),
         "numpy": np.__version__,

@@ -1,4 +1,4 @@
-"""Training straight from a source: it learns, goes on bit for bit after an interruption, and leaves no shards behind."""
+"""Training straight from a source: it learns, goes on bit for bit after an interruption, and prepares nothing."""
 
 import io
 import json
@@ -136,10 +136,11 @@ def test_an_interrupted_stream_goes_on_bit_for_bit(tiny: Tiny, source: Path):
 def test_a_hub_dataset_is_streamed_and_goes_on(tiny: Tiny, tmp_path: Path, source: Path, monkeypatch, kind: str):
     pytest.importorskip("datasets")
     monkeypatch.setattr(stream_parts, "_HUB_CHARACTERS", 500)
+    monkeypatch.setattr(stream, "_worker_count", lambda inputs: 0)
     folder = tmp_path / "hub"
     folder.mkdir()
     chance = random.Random(2)
-    texts = [document(chance) for _ in range(40)]
+    texts = [document(chance) for _ in range(24)]
     for number in range(3):
         rows = [{"text": text, "id": index} for index, text in enumerate(texts[number::3])]
         if kind == "jsonl":
@@ -147,7 +148,7 @@ def test_a_hub_dataset_is_streamed_and_goes_on(tiny: Tiny, tmp_path: Path, sourc
         else:
             pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
             pq.write_table(pa.Table.from_pylist(rows), folder / f"{number}.parquet", row_group_size=4)
-    interrupt_and_resume(tiny, [f"data.source=hf:{folder}"], [9, 26])
+    interrupt_and_resume(tiny, [f"data.source=hf:{folder}"], [9 if kind == "jsonl" else 30])
     assert final("whole").state["stream"]["epoch"] >= 1
     losses = [float(row[2]) for row in told("whole") if row[0] == "step"]
     assert sum(losses[-5:]) < 0.75 * sum(losses[:5])
@@ -176,7 +177,7 @@ def test_what_a_stream_cannot_do_is_refused_before_anything_is_written(tiny: Tin
         list(flatout.train(tiny(*words, "eval.epoch_end=true")))
     with pytest.raises(ConfigError, match="tokenizer `char`"):
         list(flatout.train(tiny(*words, "data.tokenizer=char")))
-    with pytest.raises(ConfigError, match="train.steps or train.tokens"):
+    with pytest.raises(ConfigError, match=r"train\.steps or train\.tokens"):
         tiny(*words, "train.steps=null", "train.epochs=1")
     assert not list((tmp_path / "runs").iterdir())
 

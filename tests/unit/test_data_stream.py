@@ -179,9 +179,7 @@ def test_long_windows_have_small_blocks():
 def test_ranks_share_a_batch(source: Path):
     opened = open_stream(settings(source))
     whole = [batch.tokens.numpy() for batch in loader_of(opened, 2, 5)]
-    shares = [
-        [batch.tokens.numpy() for batch in loader_of(opened, 2, 5, rank=rank, world_size=2)] for rank in range(2)
-    ]
+    shares = [[batch.tokens.numpy() for batch in loader_of(opened, 2, 5, rank=rank, world_size=2)] for rank in range(2)]
     for step in range(3):
         assert np.array_equal(np.concatenate([share[step] for share in shares]), whole[step])
 
@@ -189,7 +187,9 @@ def test_ranks_share_a_batch(source: Path):
 # --- going on ---------------------------------------------------------------------------------------------------------
 
 
-def check_resume(opened: StreamDataset, steps: int, batch: int, every: int = 1, reopen: Callable = lambda it: it) -> set:
+def check_resume(
+    opened: StreamDataset, steps: int, batch: int, every: int = 1, reopen: Callable = lambda it: it
+) -> set:
     """From every step on come the batches of the undisturbed run, the same places and no news twice."""
     found, places, news = [], [], []
     with loader_of(opened, 0, steps, batch=batch) as batches:
@@ -281,8 +281,8 @@ class FakeHub:
 
     read = 0
 
-    def __init__(self, file: Any, options: Any, state: dict[str, Any] | None = None) -> None:
-        self._row = 0 if state is None else state["row"]
+    def __init__(self, path: str, options: Any, name: str) -> None:
+        self._row = 0
 
     def __iter__(self) -> Iterator[Document | Problem]:
         while self._row < 120:
@@ -293,8 +293,8 @@ class FakeHub:
     def state_dict(self) -> dict[str, Any]:
         return {"row": self._row}
 
-    def close(self) -> None:
-        pass
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._row = state["row"]
 
 
 def test_a_hub_dataset_goes_on_from_its_own_state(monkeypatch: pytest.MonkeyPatch):
@@ -306,7 +306,7 @@ def test_a_hub_dataset_goes_on_from_its_own_state(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
     opened = open_stream(settings("hf:made/up"), workers=0)
     epoch = len(row_of_epoch(opened))
-    places = check_resume(opened, 2 * epoch // (5 * CONTEXT), batch=5, every=4)
+    places = check_resume(opened, 2 * epoch // (5 * CONTEXT), batch=5, every=17)
     assert max(part for *_, part in places) > 5
     with loader_of(opened, 0, 90, batch=10) as batches:
         for _ in batches:
@@ -540,16 +540,19 @@ def test_a_slow_part_keeps_the_others_in_order_and_few(monkeypatch: pytest.Monke
             taken.append(number)
             yield Position(part=number), Part(number, 0)
 
-    class Threaded(workers.Engine):
-        def run(self, task: Any, recipe: Any, parts: Any) -> Iterator[tuple[Part, Any]]:
-            return ((part, slow(recipe, part)) for part in parts)
+    class Threaded:
+        def call(self, task: str, recipe: Any, part: Part) -> Any:
+            return slow(recipe, part)
 
-    monkeypatch.setattr(stream_parts, "open_engine", lambda name, count: Threaded())
+        def kill(self) -> None:
+            pass
+
+    monkeypatch.setattr(stream_parts, "_Worker", Threaded)
     with Workers(3) as pool:
         timer = threading.Timer(0.3, go.set)
         timer.start()
         results = pool.results(None, parts())  # type: ignore[arg-type]
         assert next(results)[2] == 0
-        assert len(taken) <= 7
+        assert len(taken) == 6
         assert [result for *_, result in results] == list(range(1, 50))
         timer.join()

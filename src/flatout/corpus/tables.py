@@ -549,8 +549,8 @@ class _Rows:
                 continue
             if self._stream.problem is not None and self._ended and not raw.endswith(b"\n"):
                 lost = 1
-            elif len(raw) > self._limit + 2:
-                yield Problem(self._name, f"line {line}", "too-long", _too_long(len(raw), self._limit), records=1)
+            elif (size := len(raw.removesuffix(b"\n"))) > self._limit:
+                yield Problem(self._name, f"line {line}", "too-long", _too_long(size, self._limit), records=1)
             elif parsed.wrong:
                 last = self._line - 1 if raw.endswith(b"\n") else self._line
                 message = f"{parsed.wrong}; lines {line} to {last} are lost"
@@ -563,8 +563,9 @@ class _Rows:
     def _parse(self) -> _Parsed | None:
         """The next row; nothing if it has no end, or none within the limit."""
         while (parsed := self._parse_held()) is None:
-            if len(self._data) - self._at > self._limit or not self._grow():
+            if self._ended or len(self._data) - self._at > self._limit + 1:
                 return None
+            self._grow()
         return parsed
 
     def _parse_held(self) -> _Parsed | None:
@@ -597,15 +598,15 @@ class _Rows:
                 return _Parsed(at, values, wrong)
 
     def _close(self, at: int) -> int:
-        """Where the quote is that closes a value; a negative number if that cannot be told yet, or there is none."""
+        """Where the quote is that closes a value; if it has not been read yet, ~place, from where to look for it."""
         data = self._data
-        while True:
-            at = data.find(b'"', at)
+        while (at := data.find(b'"', at)) >= 0:
             if at + 1 == len(data) and not self._ended:
-                return -1
-            if at < 0 or not data.startswith(b'"', at + 1):
+                return ~at  # it may be the first of two
+            if not data.startswith(b'"', at + 1):
                 return at
             at += 2
+        return ~len(data)
 
     def _skip(self) -> tuple[int, bool]:
         """Passes over the next row without holding it: its size, and whether it had an end."""
@@ -619,9 +620,9 @@ class _Rows:
             end = len(data)
             if quoted:
                 close = self._close(at)
-                # A quote at the very end may be the first of two.
-                end = max(at, len(data) - 1) if close < 0 and not self._ended and data.endswith(b'"') else end
-                if close >= 0:
+                if close < 0:
+                    end = ~close
+                else:
                     quoted, at = False, close + 1
             stop = None if quoted else self._stop.search(data, at)
             if stop is not None:
@@ -630,7 +631,7 @@ class _Rows:
             size += end - self._at
             self._at = end
             if stop is not None and stop[0] == b"\n":
-                return size, True
+                return size - 1, True
             if stop is None and not self._grow():
                 return size, not quoted
 
@@ -700,6 +701,8 @@ class HubStream:
                 return
             dataset = dataset.select_columns([name])
         decoder = _Decoder(self._options)
+        if self._part is not None:
+            self._state = self._part.state_dict()
         parts = dataset.num_shards
         while self._number < parts:
             self._part = dataset.shard(num_shards=parts, index=self._number)
@@ -772,9 +775,10 @@ def _import_arrow() -> Any:
 
 def _until_damage(items: Iterable[Any]) -> Iterator[Any]:
     """The items, and at the end the error that came instead of the next one, if there was any."""
-    iterator = iter(items)
+    iterator: Iterator[Any] | None = None
     while True:
         try:
+            iterator = iter(items) if iterator is None else iterator
             item = next(iterator)
         except StopIteration:
             return

@@ -31,6 +31,7 @@ import numpy.typing as npt
 
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.document import Problem
+from flatout.corpus.sources import HUB
 from flatout.data.manifest import FileInfo, SplitInfo
 from flatout.data.pack import Progress, worker_count
 from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartResult, Pieces, Recipe
@@ -270,7 +271,7 @@ def _stamps(inputs: Inputs) -> list[list[Any]]:
     """Sizes and times of the input, with the files of a hub dataset that is a folder here."""
     stamps = inputs.stamps()
     for file in inputs.files:
-        folder = file.path.partition(":")[0]
+        folder = file.path.removeprefix(HUB).partition(":")[0]
         if file.format == "hub" and os.path.isdir(folder):
             found = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
             stamps += [[path, *_size_and_time(path)] for path in sorted(found)]

@@ -16,12 +16,12 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Self, final
+from typing import Any, Self, cast, final
 
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.data.part import Part, PartResult, Recipe
 from flatout.data.plan import Done, Inputs, parts_of
-from flatout.data.workers import Engine, open_engine
+from flatout.data.workers import TASKS, _Worker
 from flatout.errors import ResourceError
 
 # Of a hub dataset, which this process reads, smaller parts do: the sooner is the first of them ready.
@@ -117,10 +117,13 @@ def _parts_of_hub(
 
     skipped = 0 if state is not None else number
     number -= skipped
-    with contextlib.closing(HubStream(file, options[file.source], state)) as stream:
-        batch: list[Document | Problem] = []
-        characters = 0
-        for item in stream:
+    stream = HubStream(file.path, options[file.source], file.name)
+    if state is not None:
+        stream.load_state_dict(state)
+    batch: list[Document | Problem] = []
+    characters = 0
+    with contextlib.closing(cast(Generator[Document | Problem], iter(stream))) as items:
+        for item in items:
             batch.append(item)
             characters += len(item.text) if isinstance(item, Document) else 0
             if characters >= _HUB_CHARACTERS or len(batch) >= _HUB_DOCUMENTS:
@@ -136,21 +139,20 @@ def _parts_of_hub(
 
 @final
 class Workers:
-    """Runs parts in worker processes, and gives their results in the order of the parts."""
+    """Runs parts in worker processes, or in a thread where there are none, and gives their results in order."""
 
     def __init__(self, count: int) -> None:
-        # An engine gives results as they come. An engine for each worker bounds how many wait for one that is slow.
-        self._engines = [open_engine("local", min(count, 1)) for _ in range(max(count, 1))]
-        self._idle: queue.SimpleQueue[Engine] = queue.SimpleQueue()
-        for engine in self._engines:
-            self._idle.put(engine)
-        self._threads = ThreadPoolExecutor(len(self._engines), "flatout-stream")
+        self._processes = [_Worker() for _ in range(count)]
+        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        for worker in self._processes or [None]:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(max(count, 1), "flatout-stream")
 
     def results(
         self, recipe: Recipe, parts: Iterable[tuple[Position, Part]]
     ) -> Generator[tuple[Position, Part, PartResult]]:
-        """Each part with its result, in order. Parts are taken only as fast as needed."""
-        most = 2 * len(self._engines)
+        """Each part with its result. Parts are taken only as fast as needed: what waits for a slow one is bounded."""
+        most = 2 * max(len(self._processes), 1)
         waiting: deque[tuple[Position, Part, Future[PartResult]]] = deque()
         for position, part in parts:
             waiting.append((position, part, self._threads.submit(self._call, recipe, part)))
@@ -162,8 +164,8 @@ class Workers:
 
     def close(self) -> None:
         """Stop at once; what was under way fails."""
-        for engine in self._engines:
-            engine.close()
+        for worker in self._processes:
+            worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -173,15 +175,14 @@ class Workers:
         self.close()
 
     def _call(self, recipe: Recipe, part: Part) -> PartResult:
-        engine = self._idle.get()
+        worker = self._idle.get()
         try:
-            [(_, result)] = engine.run("tokens", recipe, [part])
-            return result
+            return TASKS["tokens"](recipe, part) if worker is None else worker.call("tokens", recipe, part)
         except ResourceError as error:
             hint = "if the machine ran out of memory, free some; go on with --resume auto"
             raise ResourceError(error.message, hint) from error
         finally:
-            self._idle.put(engine)
+            self._idle.put(worker)
 
 
 def _finished(position: Position, part: Part, future: Future[PartResult]) -> tuple[Position, Part, PartResult]:

@@ -62,6 +62,7 @@ def test_packed_and_joined_windows_are_counted_each_in_its_way(tiny, rows: Path)
         info = next(flatout.train(tiny(*words, f"data.packing={packing}", f"output.folder={packing}")))
         assert isinstance(info, RunInfo)
         counts[packing] = info.windows
+        assert info.train_tokens is not None
         pairs = info.train_tokens - 1
     # Joined windows waste nothing but a tail; packed ones have some padding, and lose a pair between documents.
     assert counts["concat"] == pairs // 16

@@ -262,7 +262,7 @@ def test_a_damaged_row_group_costs_its_rows_and_no_others(tmp_path: Path) -> Non
 def test_parquet_cut_anywhere_says_that_it_is(tmp_path: Path) -> None:
     file = parquet(tmp_path, {"text": ["a", "b"]}, compression="none")
     data = Path(file.path).read_bytes()
-    for cut in range(1, len(data)):
+    for cut in {*range(1, len(data), 9), *range(1, 20), *range(len(data) - 20, len(data))}:
         Path(file.path).write_bytes(data[:cut])
         (problem,) = read_table(file)
         assert (problem.kind, problem.records) == ("truncated", 0), cut
@@ -275,7 +275,7 @@ def test_a_changed_byte_in_parquet_loses_no_row_in_silence(tmp_path: Path) -> No
     rows = [f"text {number}" for number in range(6)]
     file = parquet(tmp_path, {"text": rows}, row_group_size=2, compression="snappy", write_page_checksum=True)
     data = Path(file.path).read_bytes()
-    for place in range(0, len(data), 3):
+    for place in range(0, len(data), 7):
         Path(file.path).write_bytes(data[:place] + bytes([data[place] ^ 0x55]) + data[place + 1 :])
         results = read_table(file)
         # Either every row is accounted for, or it is said that the table cannot be told.
@@ -364,7 +364,7 @@ def written(rows: Iterable[Iterable[object]], **settings: Any) -> str:
 VALUES = st.text(st.sampled_from('ab,\t"\n\r \u2028\x85é\x1c;'), max_size=6)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     rows=st.lists(st.tuples(VALUES, VALUES, VALUES), max_size=6),
     end=st.sampled_from(["\n", "\r\n"]),
@@ -477,7 +477,7 @@ def test_a_long_row_without_a_closing_quote_takes_no_memory() -> None:
     assert peak < 8 * 2**20
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     data=st.text(st.sampled_from('ab,"\n\r'), max_size=40),
     step=st.sampled_from([1, 2, 5]),
@@ -556,7 +556,7 @@ def test_any_slices_of_a_saved_dataset_join_to_all_of_it(tmp_path: Path) -> None
     everything = read_dataset(file)
     assert texts(everything) == list(itertools.chain(*SHARDS))
     assert [result.place for result in everything] == [f"row {number}" for number in range(1, 31)]
-    for first, second in itertools.combinations(range(31), 2):
+    for first, second in itertools.combinations(range(0, 31, 3), 2):
         parts = read_dataset(file, 0, first) + read_dataset(file, first, second) + read_dataset(file, second)
         assert parts == everything
 
@@ -610,7 +610,7 @@ def test_a_saved_file_cut_anywhere_gives_a_prefix_and_the_other_files(tmp_path: 
     file = saved(tmp_path, SHARDS)
     path = tmp_path / "data-00001-of-00003.arrow"
     data = path.read_bytes()
-    for cut in range(0, len(data), 7):
+    for cut in range(0, len(data), 17):
         path.write_bytes(data[:cut])
         results = read_dataset(file)
         kept = len(texts(results)) - 20

@@ -231,6 +231,14 @@ def test_a_packing_that_does_not_fit_is_refused(many: TokenShards, tmp_path: Pat
     assert "concat" in caught.value.hint
 
 
+def test_documents_that_do_not_follow_each_other_are_not_packed(tmp_path: Path) -> None:
+    folder = write_dataset(tmp_path / "data", [b"abc", b"defg", b"hi"])
+    for starts in ([1, 3, 7], [0, 7, 3], [0, 3, 9]):
+        (folder / "train.offsets.bin").write_bytes(np.array(starts, dtype="<u8").tobytes())
+        with pytest.raises(DataError, match=r"train\.offsets\.bin is damaged"):
+            pack_documents(TokenShards(folder, "train"), 16)
+
+
 # Ends and errors
 
 

@@ -514,7 +514,8 @@ def test_a_write_that_really_fails_is_a_resource_error(tmp_path: Path) -> None:
 
 def test_packing_needs_no_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from flatout.cli import main; main(['prepare', 'data.tokenizer=gpt2', 'data.folder=' + sys.argv[1]]); "
+        "import sys; from flatout.cli import main; "
+        "main(['prepare', 'data.tokenizer=gpt2', 'data.folder=' + sys.argv[1]]); "
         "sys.exit('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "data")]

@@ -112,8 +112,9 @@ def window_order(
 
 def pack_documents(shards: TokenShards, context: int) -> Packing:
     """The documents of a split, whole wherever they fit, in windows of `context` inputs."""
-    starts = shards.document_starts().astype(np.int64)
-    return best_fit(np.diff(starts, append=shards.tokens), context)
+    starts = shards.document_starts()
+    shards.check_document_starts()  # a packing by wrong lengths would train on pieces that are no documents
+    return best_fit(np.diff(starts.astype(np.int64), append=shards.tokens), context)
 
 
 @final

@@ -114,6 +114,15 @@ class TokenShards:
         """The token at which each document begins, strictly rising from 0; memory-mapped and read-only."""
         return self._offsets
 
+    def check_document_starts(self) -> None:
+        """Refuse offsets that are no rising line from 0 to the last document; a full check has done so already."""
+        starts, name = self._offsets, self.manifest.splits[self.split].offsets.name
+        if starts[0] != 0 or starts[-1] >= self.tokens or not _rises(starts):
+            raise DataError(
+                f"{self.folder / name} is damaged: its document starts do not rise from 0 to below {self.tokens}",
+                PREPARE_AGAIN,
+            )
+
     def _check_content(self, info: SplitInfo) -> None:
         for file in info.shards:
             largest = -1
@@ -126,13 +135,7 @@ class TokenShards:
                 )
         for _ in _checked_chunks(self.folder, info.offsets):
             pass
-        starts = self._offsets
-        if starts[0] != 0 or starts[-1] >= self.tokens or not _rises(starts):
-            raise DataError(
-                f"{self.folder / info.offsets.name} is damaged: its document starts do not rise from 0 to below "
-                f"{self.tokens}",
-                PREPARE_AGAIN,
-            )
+        self.check_document_starts()
 
 
 @final
@@ -175,8 +178,14 @@ def open_dataset(
 
 
 def verify_dataset(folder: str | Path) -> Manifest:
-    """Check every byte of a dataset: sizes, hashes, tokenizer, range of ids, document offsets."""
-    return open_dataset(folder, verify="full").manifest
+    """Check every byte of a dataset: sizes, hashes, tokenizer, range of ids, document offsets, report."""
+    manifest = open_dataset(folder, verify="full").manifest
+    for file in (manifest.report, manifest.problems):
+        if file is not None:
+            _check_size(Path(folder), file)
+            for _ in _checked_chunks(Path(folder), file):
+                pass
+    return manifest
 
 
 def _read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:

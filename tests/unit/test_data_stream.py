@@ -382,9 +382,24 @@ def test_problems_are_told_once_the_first_in_full_then_as_a_count(source: Path):
     assert len(news) == len(told) + len(again)
 
 
-def test_problems_of_the_files_themselves_are_told(source: Path):
+def test_problems_of_files_and_of_validation_text_are_told_at_the_start(source: Path, tmp_path: Path):
     (source / "empty.jsonl").write_text("")
-    assert any("empty.jsonl" in notice for notice in open_stream(settings(source)).notices)
+    write_rows(tmp_path / "val.jsonl", range(9))
+    with (tmp_path / "val.jsonl").open("a") as file:
+        file.write("{broken\n" * 8)
+    [one] = open_stream(settings(source)).notices
+    assert "empty.jsonl" in one
+    first, *others, last = open_stream(settings(source, val_source=str(tmp_path / "val.jsonl"))).notices
+    assert first == one
+    assert ["val.jsonl, line" in notice for notice in others] == [True] * 5
+    assert last == "3 more problems in the source"
+
+
+def test_what_is_not_as_in_a_prepared_dataset_is_told(source: Path):
+    data = settings([str(source / "a.jsonl"), str(source / "f.jsonl")]).model_copy(update={"split": "contiguous"})
+    one, other = open_stream(data).notices
+    assert "one after the other" in one
+    assert "data.split is document" in other
 
 
 @pytest.mark.parametrize("text", ["", '{"text": ""}\n{"other": "field"}\n'], ids=["empty", "no text"])

@@ -118,9 +118,14 @@ def open_stream(
     request = request_of(data, clean)
     tokenizer = load_tokenizer(data.tokenizer, None)
     stream = TokenStream(request, find_inputs(request, Path()), tokenizer, workers)
-    ids, info, problems = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
+    found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
+    ids, info = found.finish(request)
     manifest = StreamManifest(stream.fingerprint, {"val": info})
-    notices: list[str] = list(_news_of([*stream.problems, *problems], 0, rest=True))
+    notices = list(_all_news(stream.problems, len(stream.problems)))
+    if data.val_source is not None:  # else they are met again, and told, in training
+        notices += _all_news(found.problems, found.problem_count)
+    if isinstance(data.source, list) and len(data.source) > 1:
+        notices.append("the sources are read one after the other; to have them shuffled among each other, prepare them")
     if data.split == "contiguous" and data.val_source is None:
         notices.append("a stream has no end to take validation text from: data.split is document here, not contiguous")
     return StreamDataset(stream, HeldTokens(ids, "val", stream.folder, manifest), manifest, tokenizer, tuple(notices))
@@ -163,7 +168,7 @@ class TokenStream:
         self._workers = _worker_count(inputs) if workers is None else workers
         own_val = request.data.val_source is not None
         laps = [
-            Lap(number, copy, source.weight, tuple(file for file in inputs.files if file.source == number))
+            Lap(copy, source.weight, tuple(file for file in inputs.files if file.source == number))
             for number, source in enumerate(request.sources)
             for copy in range(math.ceil(source.weight))
         ]
@@ -179,8 +184,8 @@ class TokenStream:
     def open_workers(self) -> Workers:
         return Workers(self._workers)
 
-    def validation(self, tokens: int, progress: Progress | None) -> tuple[Ids, SplitInfo, list[Problem]]:
-        """The first `tokens` targets of the validation text, what they are, and the problems not met in training."""
+    def validation(self, tokens: int, progress: Progress | None) -> "_Validation":
+        """The validation text up to its first `tokens` targets, or to the end of the source."""
         found = _Validation(tokens + 1, len(self._inputs.files), progress)
         tail = Position()
         with self.open_workers() as workers:
@@ -196,8 +201,7 @@ class TokenStream:
                     found.add(part, result, ids, pieces[chosen])
                     if found.enough:
                         break
-        ids, info = found.finish(self._request)
-        return ids, info, found.problems if self._val_fraction is None else []
+        return found
 
     def parts(self, position: Position, laps: Sequence[Lap] | None = None) -> Iterator[tuple[Position, Part]]:
         """The parts of an epoch from `position` on, each with its place in the epoch."""
@@ -426,7 +430,8 @@ class _Validation:
     """Collects the validation text."""
 
     def __init__(self, wanted: int, files: int, progress: Progress | None) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[Problem] = []  # the first few
+        self.problem_count = 0
         self._wanted = wanted
         self._progress = progress
         self._ids: list[Ids] = []
@@ -446,7 +451,8 @@ class _Validation:
         self._bytes += int(pieces["bytes"].sum())
         self._records += result.records
         self._dropped.update(result.dropped)
-        self.problems += result.problems
+        self.problems += result.problems[: TOLD_PROBLEMS - len(self.problems)]
+        self.problem_count += len(result.problems)
         told = self._read
         self._read = replace(
             told,
@@ -454,7 +460,7 @@ class _Validation:
             bytes=told.bytes + part.bytes,
             documents=self._documents,
             tokens=self._tokens,
-            problems=len(self.problems),
+            problems=self.problem_count,
         )
         if self._progress is not None:
             self._progress(self._read)
@@ -464,11 +470,10 @@ class _Validation:
             why = _what_became(self._records, self._dropped, self.problems[0] if self.problems else None)
             own = request.data.val_source
             where = own if own is not None else _described(request)
-            raise DataError(
-                f"{where} gives no validation text: {why}",
-                "set data.val_source to a text with more in it"
-                + ("" if own is not None else f", or another data.val_fraction than {request.data.val_fraction}"),
-            )
+            hint = "set data.val_source to a text with more in it"
+            if own is None:
+                hint += ", data.val_fraction higher, or data.document_start where a file holds many documents"
+            raise DataError(f"{where} gives no validation text: {why}", hint)
         ids = np.concatenate(self._ids)[: self._wanted]
         # Only whole pieces have a size in bytes. What is cut off is taken to have as many bytes a token.
         size = round(self._bytes * len(ids) / self._tokens)
@@ -486,18 +491,19 @@ def _line(problem: Problem) -> str:
     return f"{problem.file}{place}: {problem.message}"
 
 
-def _news_of(problems: Sequence[Problem], before: int, *, rest: bool = False) -> tuple[str, ...]:
-    """What to say of problems when there have been some before: the first few in full, then how many there are.
-
-    With `rest` these are all, and how many are not told in full is said at the end.
-    """
-    told = [f"left out: {_line(problem)}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
+def _news_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
+    """What to say of problems when there have been some before: the first few in full, then how many there are."""
     after = before + len(problems)
-    if rest and after > TOLD_PROBLEMS:
-        told.append(f"{after - TOLD_PROBLEMS:,} more problems in the source")
-    counts = () if rest else (10**power for power in range(1, len(str(after))) if 10**power > before)
+    told = [f"left out: {_line(problem)}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
+    counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
     told += [f"{n:,} problems in the source so far; the latest: {_line(problems[n - before - 1])}" for n in counts]
     return tuple(told)
+
+
+def _all_news(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
+    """What to say of problems that are all there are; `count` may be more than are given."""
+    told = tuple(f"left out: {_line(problem)}" for problem in problems[:TOLD_PROBLEMS])
+    return told if count <= len(told) else (*told, f"{count - len(told):,} more problems in the source")
 
 
 def _epoch_news(position: Position) -> tuple[str, ...]:

@@ -60,7 +60,6 @@ class Position:
 class Lap:
     """One reading of one source; with a weight above 1 an epoch has several."""
 
-    source: int
     copy: int
     weight: float
     files: tuple[InputFile, ...]

@@ -21,7 +21,7 @@ from typing import Any, Self, cast, final
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.data.part import Part, PartResult, Recipe
 from flatout.data.plan import Done, Inputs, parts_of
-from flatout.data.workers import TASKS, _Worker
+from flatout.data.workers import TASKS, Worker
 from flatout.errors import ResourceError
 
 # Of a hub dataset, which this process reads, smaller parts do: the sooner is the first of them ready.
@@ -141,8 +141,8 @@ class Workers:
     """Runs parts in worker processes, or in a thread where there are none, and gives their results in order."""
 
     def __init__(self, count: int) -> None:
-        self._processes = [_Worker() for _ in range(count)]
-        self._idle: queue.SimpleQueue[_Worker | None] = queue.SimpleQueue()
+        self._processes = [Worker() for _ in range(count)]
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         for worker in self._processes or [None]:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max(count, 1), "flatout-stream")

@@ -74,8 +74,8 @@ class ProcessEngine(Engine):
     """Runs parts in worker processes; a thread per worker hands it its jobs."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = [_Worker() for _ in range(workers)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._workers = [Worker() for _ in range(workers)]
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(workers, "flatout-prepare")
@@ -112,7 +112,7 @@ def _finished(under_way: dict[Future[Any], Part]) -> Iterator[tuple[Part, Any]]:
 
 
 @final
-class _Worker:
+class Worker:
     """A child process that answers one job at a time."""
 
     def __init__(self) -> None:

@@ -5,7 +5,8 @@
 Protocol: training text is bytes 0 to 90M, validation text bytes 90M to 95M, one document per `<page>`. Each round times
 the three one after the other, in fresh processes, and the row holds the best of each, since other work on the machine
 only ever slows one down. Ours is the whole command: start of Python, reading, tokenizing in worker processes, writing
-parts, merging, hashing, flushing. tiktoken is `encode_ordinary_batch` alone, on texts in memory, with as many threads
+parts, merging, hashing, flushing. tiktoken is `encode_ordinary_batch` alone, with the split it
+publishes, on texts in memory, with as many threads
 as there are cores; `datasets.map` is the usual recipe, one process per core, tokenizer warm, from an in-memory dataset
 to Arrow files, without writing a token file afterwards. Resident memory is the largest sum over our processes, sampled.
 """
@@ -26,13 +27,19 @@ TRAIN, VAL = 90_000_000, 95_000_000
 PEERS = """
 import re, sys, time
 from pathlib import Path
-from flatout.data.tokenizer import Gpt2Tokenizer
+import tiktoken, tiktoken_ext.openai_public
+from flatout.data import tokenizer
+def gpt2():
+    return tiktoken.Encoding(
+        "gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str, mergeable_ranks=tokenizer._gpt2_ranks(),
+        special_tokens={"<|endoftext|>": 50256}, explicit_n_vocab=50257,
+    )
 kind, cores, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 pages = []
 for name in ("train.txt", "val.txt"):
     text = (folder / name).read_bytes().decode("utf-8", "replace")
     pages += [page for page in re.split(r"(?m)^(?=[ \\t]*<page>)", text) if page]
-encoding = Gpt2Tokenizer()._encoding
+encoding = gpt2()
 if kind == "tiktoken":
     encoding.encode_ordinary_batch(pages[:50], num_threads=cores)
     started = time.perf_counter()
@@ -48,14 +55,14 @@ else:
     def encode(row):
         global made
         if "made" not in globals():
-            made = Gpt2Tokenizer()._encoding
+            made = gpt2()
         ids = made.encode_ordinary(row["text"])
         ids.append(made.eot_token)
         return {"ids": ids, "len": len(ids)}
     def encode_batch(rows):
         global made
         if "made" not in globals():
-            made = Gpt2Tokenizer()._encoding
+            made = gpt2()
         return {"ids": [made.encode_ordinary(text) + [made.eot_token] for text in rows["text"]]}
     batched = kind == "datasets-batched"
     started = time.perf_counter()

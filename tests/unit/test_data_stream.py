@@ -562,7 +562,7 @@ def test_a_slow_part_keeps_the_others_in_order_and_few(monkeypatch: pytest.Monke
         def kill(self) -> None:
             pass
 
-    monkeypatch.setattr(stream_parts, "_Worker", Threaded)
+    monkeypatch.setattr(stream_parts, "Worker", Threaded)
     with Workers(3) as pool:
         timer = threading.Timer(0.3, go.set)
         timer.start()

@@ -30,17 +30,18 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.config.schema import CleanConfig
 from flatout.corpus.document import shown
 from flatout.corpus.near import method
 from flatout.errors import ConfigError, DataError
+
+if TYPE_CHECKING:  # workers import this module and have no need of pydantic, which takes 0.1 s
+    from flatout.config.schema import CleanConfig
 
 Positions = npt.NDArray[np.int64]
 
@@ -165,7 +166,7 @@ class CleanRules:
         }
 
 
-def load_rules(config: CleanConfig) -> CleanRules:
+def load_rules(config: "CleanConfig") -> CleanRules:
     """The rules that a config asks for. What it names must exist: languages, the block list, the packages."""
     return CleanRules(
         min_characters=config.min_characters,
@@ -291,6 +292,8 @@ def _known_languages(codes: list[str]) -> tuple[str, ...]:
 
 
 def _language_method() -> str:
+    from importlib.metadata import version
+
     return f"resiliparse {version('resiliparse')}"
 
 

@@ -80,7 +80,7 @@ def pack_corpus(
 
 def worker_count(input_bytes: int) -> int:
     """One per core that this process may use; a corpus of a few megabytes is done before a worker has started."""
-    if input_bytes < PART_BYTES // 2:
+    if input_bytes < 2 * PART_BYTES:
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, 64)

@@ -3,7 +3,7 @@
 Idea: the parts of a corpus are numbered in the order of its text. Cutting depends on names and sizes only, so a prepare
 that starts again finds the same parts under the same numbers.
 
-Contract: parts come in order, each about 16 MiB of input, and never span two sources. What cannot be cut (a large
+Contract: parts come in order, each about 4 MiB of input (16 where one document is longer), and never span two sources. What cannot be cut (a large
 compressed file, a large JSON array, a hub stream) is read here, in the parent, and handed on as documents; what such a
 file gave is noted in `done`, so that it is not read again for nothing.
 
@@ -24,11 +24,12 @@ from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import find_files, slices_of
+from flatout.corpus.streams import PIECE
 from flatout.data.part import Part
 from flatout.errors import DataError, ResourceError
 
 STDIN = "-"
-PART_BYTES = 2**24
+PART_BYTES = 2**22
 _MOST_SLICES = 4096
 _MOST_DOCUMENTS = 50_000
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
@@ -157,7 +158,7 @@ def parts_of(inputs: Inputs, options: tuple[ReadOptions, ...], done: Done) -> It
 
     ended = 0  # files that end in the group
     for index, file in enumerate(inputs.files):
-        slices = slices_of(file, PART_BYTES)
+        slices = slices_of(file, _slice_bytes(file, options[file.source]))
         if waiting and (slices is None or waiting[0].file.source != file.source):
             yield _unless_done(group(ended), done)
             ended = 0
@@ -176,6 +177,11 @@ def parts_of(inputs: Inputs, options: tuple[ReadOptions, ...], done: Done) -> It
             ended += position + 1 == len(slices)
     if waiting:
         yield _unless_done(group(ended), done)
+
+
+def _slice_bytes(file: InputFile, options: ReadOptions) -> int:
+    # A text that is one document is cut into pieces at fixed places; between them there is nothing to begin with.
+    return PIECE if file.format == "text" and options.document_start is None else PART_BYTES
 
 
 def _unless_done(part: Part, done: Done) -> Part | int:

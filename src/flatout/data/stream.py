@@ -268,7 +268,7 @@ def _described(request: Request) -> str:
 def _worker_count(inputs: Inputs) -> int:
     # The size of a hub dataset is not known.
     hub = any(file.format == "hub" for file in inputs.files)
-    return min(worker_count(PART_BYTES if hub else inputs.bytes), _MOST_WORKERS)
+    return min(worker_count(2 * PART_BYTES if hub else inputs.bytes), _MOST_WORKERS)
 
 
 def _stamps(inputs: Inputs) -> list[list[Any]]:

@@ -4,10 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
-.PHONY: train test test-slow lint clean
+.PHONY: train data test test-slow lint clean
 
 train: $(VENV)/.core
 	$(BIN)/flatout train
+
+# Readers and cleaning beyond text, JSON and CSV.
+data: $(VENV)/.data
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "not slow"
@@ -32,6 +35,11 @@ $(BIN)/python:
 $(VENV)/.core: $(BIN)/python pyproject.toml constraints.txt
 	@echo "installing flatout into $(VENV) (torch is large: this takes a few minutes the first time)"
 	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.data: $(VENV)/.core
+	@echo "installing the readers for parquet, zst, Hugging Face datasets and crawls into $(VENV)"
+	$(PIP) -e ".[data]"
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.core

@@ -277,10 +277,6 @@ def _host_and_rest(url: str) -> tuple[str, str]:
 
 def _known_languages(codes: list[str]) -> tuple[str, ...]:
     known = sorted(_detector().supported_langs())
-    if not codes:
-        raise ConfigError(
-            "clean.languages is an empty list, which would drop everything", "name some, or set it to null"
-        )
     for code in codes:
         if code not in known:
             close = get_close_matches(code, known, n=4, cutoff=0.4) or known

@@ -74,6 +74,7 @@ def test_epoch_ends_are_reported_and_evaluated(tiny):
     records = list(flatout.train(tiny("train.epochs=2", "eval.epoch_end=true")))
     info, epochs = records[0], of(records, EpochRecord)
     assert [epoch.epoch for epoch in epochs] == [1, 2]
+    assert info.windows is not None
     assert epochs[0].step == math.ceil(info.windows * info.context / info.batch_tokens)
     assert epochs[0].mean_loss == pytest.approx(
         sum(r.loss for r in of(records, StepRecord)[: epochs[0].step]) / epochs[0].step

@@ -351,7 +351,6 @@ def test_an_unknown_language_is_refused_with_the_closest(code: str, close: str) 
         load_rules(CleanConfig(languages=["en", code]))
 
 
-
 def test_without_its_package_a_rule_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resiliparse.parse.lang", None)
     clean._detector.cache_clear()

@@ -14,6 +14,7 @@ the border separates: its text is read again, cut, and tokenized as two.
 import contextlib
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -246,16 +247,15 @@ class _Splitter:
         self._writers = {name: _SplitWriter(folder, name, self._dtype, request.data.shard_tokens) for name in SPLITS}
 
     def write(self, tick: Tick) -> dict[str, SplitInfo]:
-        characters = 0
+        start = position = 0  # in characters: where the source begins, and where its last part ended
         for source, spec in enumerate(self._request.sources):
             numbers = [n for n, head in enumerate(self._decisions.heads) if head.source == source]
-            for copy in range(max(1, int(np.ceil(spec.weight)))):
-                position = characters
-                carried = _Carried()
+            for copy in range(max(1, math.ceil(spec.weight))):
+                position, carried = start, _Carried()
                 for number in numbers:
                     position, carried = self._write_part(number, copy, position, carried)
                     tick(number)
-            characters = position if numbers else characters
+            start = position
         for name, writer in self._writers.items():
             if not writer.tokens:
                 raise DataError(f"the {name} split came out empty", _empty_hint(self._request))

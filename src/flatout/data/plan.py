@@ -3,9 +3,9 @@
 Idea: the parts of a corpus are numbered in the order of its text. Cutting depends on names and sizes only, so a prepare
 that starts again finds the same parts under the same numbers.
 
-Contract: parts come in order, each about 4 MiB of input (16 where one document is longer), and never span two sources. What cannot be cut (a large
-compressed file, a large JSON array, a hub stream) is read here, in the parent, and handed on as documents; what such a
-file gave is noted in `done`, so that it is not read again for nothing.
+Contract: parts come in order, each about 4 MiB of input (16 where one document is longer), and never span two sources.
+What cannot be cut (a large compressed file, a large JSON array, a hub stream) is read here, in the parent, and handed
+on as documents; what such a file gave is noted in `done`, so that it is not read again for nothing.
 
 Trap: standard input cannot be read twice. It is copied to a file first, and that file is what the parts come from.
 """

@@ -243,16 +243,18 @@ class RayEngine(Engine):
             self._ray.shutdown()
 
     def _finished(self, under_way: dict[Any, Part]) -> Iterator[tuple[Part, Any]]:
+        from ray.exceptions import RayTaskError
+
         done, _ = self._ray.wait(list(under_way), num_returns=1)
         for reference in done:
             part = under_way.pop(reference)
             try:
-                yield part, self._ray.get(reference)
-            except self._ray.exceptions.RayTaskError as error:
-                cause = error.cause if isinstance(error.cause, UserError) else None
-                if cause is not None:
-                    raise cause from error
+                result = self._ray.get(reference)
+            except RayTaskError as error:
+                if isinstance(error.cause, UserError):
+                    raise error.cause from error
                 raise
+            yield part, result
 
 
 def _ray_task(task: Task, recipe: Recipe, part: Part) -> Any:

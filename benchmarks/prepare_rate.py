@@ -28,10 +28,11 @@ PEERS = """
 import re, sys, time
 from pathlib import Path
 import tiktoken, tiktoken_ext.openai_public
-from flatout.data import tokenizer
+from flatout.corpus.shipped import gpt2_tokens
 def gpt2():
     return tiktoken.Encoding(
-        "gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str, mergeable_ranks=tokenizer._gpt2_ranks(),
+        "gpt2", pat_str=tiktoken_ext.openai_public.r50k_pat_str,
+        mergeable_ranks={token: rank for rank, token in enumerate(gpt2_tokens())},
         special_tokens={"<|endoftext|>": 50256}, explicit_n_vocab=50257,
     )
 kind, cores, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])

@@ -42,13 +42,19 @@ def flatout_tokenizer() -> Any:
 
 
 @cache
+def _ranks(tokens: tuple[bytes, ...]) -> dict[bytes, int]:
+    return {token: rank for rank, token in enumerate(tokens)}
+
+
 def tiktoken_encoding() -> Any:
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    from flatout.data.tokenizer import _gpt2_ranks
+    from flatout.corpus.shipped import gpt2_tokens
 
-    return tiktoken.Encoding("gpt2-plain", pat_str=r50k_pat_str, mergeable_ranks=_gpt2_ranks(), special_tokens={})
+    return tiktoken.Encoding(
+        "gpt2-plain", pat_str=r50k_pat_str, mergeable_ranks=_ranks(gpt2_tokens()), special_tokens={}
+    )
 
 
 @cache
@@ -56,9 +62,9 @@ def library_tokenizer() -> Any:
     """The same vocabulary for the `tokenizers` library, which wants to know the pair that each token was made of."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from flatout.data.tokenizer import _gpt2_ranks
+    from flatout.corpus.shipped import gpt2_tokens
 
-    ranks = _gpt2_ranks()
+    ranks = _ranks(gpt2_tokens())
     visible = sorted(set(range(256)) - set(range(33)) - set(range(127, 161)) - {173})
     hidden = [byte for byte in range(256) if byte not in visible]
     letter = {byte: chr(byte) for byte in visible} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}

@@ -6,14 +6,13 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 from flatout.config.load import LoadedConfig, load_config, load_stored, resolve_from_mapping, show
 from flatout.config.schema import RunConfig
 from flatout.data.loader import evaluation_batches
 from flatout.data.pack import Progress
 from flatout.data.prepare import data_folder, prepare_data
-from flatout.data.shards import TokenShards, open_dataset
+from flatout.data.shards import Tokens, open_dataset
 from flatout.data.stream import open_stream
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.workers import EngineName
@@ -282,7 +281,7 @@ def evaluate(
     )
 
 
-def _shards(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenShards:
+def _shards(loaded: LoadedModel, data: str | Path | None, split: str) -> Tokens:
     folder = Path(data) if data is not None else data_folder(_known(loaded.config).data)
     if data is None and not folder.is_dir():
         raise DataError(
@@ -298,7 +297,7 @@ def _shards(loaded: LoadedModel, data: str | Path | None, split: str) -> TokenSh
     return dataset.val if split == "val" else dataset.train
 
 
-def _streamed_validation(loaded: LoadedModel, split: str) -> TokenShards:
+def _streamed_validation(loaded: LoadedModel, split: str) -> Tokens:
     """The validation text of a run that streamed, read from its source again."""
     config = _known(loaded.config)
     if split != "val":
@@ -312,7 +311,7 @@ def _streamed_validation(loaded: LoadedModel, split: str) -> TokenShards:
             f"{dataset.train.folder} is no longer what {loaded.origin} was trained on",
             "restore the source, or name prepared shards with --data",
         )
-    return cast(TokenShards, dataset.val)
+    return dataset.val
 
 
 def export(model: LoadedModel | str | Path | None, folder: str | Path) -> Path:

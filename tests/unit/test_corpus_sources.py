@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.corpus import sources, tables
+from flatout.corpus import shipped, tables
 from flatout.corpus.document import InputFile, Slice
 from flatout.corpus.sources import Found, find_files, format_of, slices_of, source_bytes
 from flatout.corpus.streams import PIECE
@@ -66,7 +66,7 @@ def test_shakespeare_ships_with_the_package(monkeypatch: pytest.MonkeyPatch) -> 
     (file,) = find_files("shakespeare", number=3).files
     assert (file.name, file.format, file.bytes, file.source) == ("shakespeare", "text", 1_115_394, 3)
     assert Path(file.path).read_bytes().startswith(b"First Citizen:\n")
-    monkeypatch.setattr(sources, "SHAKESPEARE_SHA256", "0" * 64)
+    monkeypatch.setattr(shipped, "SHAKESPEARE_SHA256", "0" * 64)
     assert "damaged" in refusal("shakespeare").message
 
 

@@ -103,7 +103,7 @@ def check_against_prepared(data: DataConfig, folder: Path) -> None:
     opened = open_stream(data)
     assert np.array_equal(row(opened, 3 * len(train)), np.tile(train, 3))
     assert np.array_equal(opened.val.read(0, opened.val.tokens), val)
-    info = opened.manifest.splits["val"]
+    info = opened.val
     assert info.text_bytes == open_dataset(folder).manifest.splits["val"].text_bytes
     assert info.documents == open_dataset(folder).manifest.splits["val"].documents
 
@@ -137,7 +137,7 @@ def test_validation_is_as_much_as_asked_for(source: Path, tmp_path: Path):
     opened = open_stream(settings(source), val_tokens=100, progress=told.append)
     assert np.array_equal(opened.val.read(0, 101), val[:101])
     assert opened.val.tokens == 101  # a hundred targets
-    assert opened.manifest.splits["val"].text_bytes == pytest.approx(101, abs=3)
+    assert opened.val.text_bytes == pytest.approx(101, abs=3)
     assert told
     assert told[-1].tokens >= 101
     with pytest.raises(IndexError):

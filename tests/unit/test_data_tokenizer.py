@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from flatout.corpus import shipped
 from flatout.data import tokenizer as module
 from flatout.data.tokenizer import (
     ByteTokenizer,
@@ -136,7 +137,12 @@ def test_gpt2_gives_the_known_ids(gpt2: Gpt2Tokenizer, shakespeare: str) -> None
 def published() -> tiktoken.Encoding:
     """GPT-2's split as OpenAI wrote it down, with the shipped ranks."""
     split = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    return tiktoken.Encoding("published", pat_str=split, mergeable_ranks=module._gpt2_ranks(), special_tokens={})
+    return tiktoken.Encoding(
+        "published",
+        pat_str=split,
+        mergeable_ranks={token: rank for rank, token in enumerate(shipped.gpt2_tokens())},
+        special_tokens={},
+    )
 
 
 @settings(max_examples=300, deadline=None)
@@ -197,7 +203,8 @@ def test_surrogates_do_not_crash(tmp_path: Path) -> None:
 
 
 def test_a_damaged_rank_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GPT2_RANKS_SHA256", "0" * 64)
+    monkeypatch.setattr(shipped, "GPT2_RANKS_SHA256", "0" * 64)
+    shipped.gpt2_tokens.cache_clear()
     with pytest.raises(DataError, match=r"gpt2\.tiktoken is damaged"):
         Gpt2Tokenizer()
 

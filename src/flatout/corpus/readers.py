@@ -12,16 +12,12 @@ Trap: a compressed text that breaks off still is a document, as far as it goes; 
 that breaks off is not: half a row of JSON is none.
 """
 
-import binascii
 import codecs
-import functools
-import hashlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from importlib import resources
 from typing import NamedTuple, final
 
 import numpy as np
@@ -29,6 +25,7 @@ import numpy.typing as npt
 
 from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Slice
 from flatout.corpus.fields import FieldError, text_of
+from flatout.corpus.shipped import gpt2_tokens
 from flatout.corpus.streams import (
     CHUNK,
     LINE_LIMIT,
@@ -43,7 +40,6 @@ from flatout.corpus.streams import (
     pieces,
     whole_characters,
 )
-from flatout.errors import DataError
 
 Results = Iterator[Document | Problem]
 
@@ -53,7 +49,6 @@ REJECTED_TOKENS = "token_range"
 HEAD = 2**13
 
 GPT2_END_OF_TEXT = 50256
-GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 # The files of modded-nanogpt begin with 256 numbers of four bytes: these two, the number of tokens, and zeros.
 _TOKENS_HEADER = 1024
 _TOKENS_MAGIC = (20240520, 1)
@@ -410,7 +405,7 @@ def _token_document(
     run: "_Run", runs: "_TokenRuns", stream: ByteStream, file: InputFile, options: ReadOptions, size: int
 ) -> Results:
     place = f"token {run.number}"
-    table = _gpt2_bytes()
+    table = gpt2_tokens()
     ended = False
     wrong: tuple[int, int] | None = None
 
@@ -474,17 +469,3 @@ class _TokenRuns:
                 start = end + 1
             if start < len(ids):
                 yield _Run(first + start, ids[start:], False)
-
-
-@functools.cache
-def _gpt2_bytes() -> list[bytes]:
-    """The bytes of each token but the end of text, from the ranks that ship with Flatout."""
-    raw = resources.files("flatout.data").joinpath("bundled", "gpt2.tiktoken").read_bytes()
-    found = hashlib.sha256(raw).hexdigest()
-    if found != GPT2_RANKS_SHA256:
-        raise DataError(
-            f"the shipped file gpt2.tiktoken is damaged: its SHA-256 is {found} and should be {GPT2_RANKS_SHA256}",
-            "install flatout again",
-        )
-    pairs = [line.split() for line in raw.splitlines()]
-    return [binascii.a2b_base64(token) for token, _ in sorted(pairs, key=lambda pair: int(pair[1]))]

@@ -12,22 +12,20 @@ entered. A link to a file inside the source is read only if the file it leads to
 """
 
 import difflib
-import hashlib
 import json
 import os
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 
+from flatout.corpus import shipped
 from flatout.corpus.document import InputFile, Problem, Slice, shown
 from flatout.corpus.streams import PIECE, open_bytes
 from flatout.errors import DataError
 
 SHAKESPEARE = "shakespeare"
-SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 HUB = "hf:"
 
 SUFFIXES: Mapping[str, str] = {
@@ -274,16 +272,8 @@ def _link_problem(path: str, root: str) -> Problem | None:
 
 
 def _shakespeare(number: int) -> InputFile:
-    path = Path(str(resources.files("flatout.data").joinpath("bundled", "tiny_shakespeare.txt")))
-    raw = path.read_bytes()
-    found = hashlib.sha256(raw).hexdigest()
-    if found != SHAKESPEARE_SHA256:
-        raise DataError(
-            f"the shipped file tiny_shakespeare.txt is damaged: its SHA-256 is {found} "
-            f"and should be {SHAKESPEARE_SHA256}",
-            "install flatout again",
-        )
-    return InputFile(str(path), SHAKESPEARE, "text", "none", len(raw), number)
+    path = shipped.shakespeare()
+    return InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number)
 
 
 def _hub(source: str, number: int) -> InputFile:

@@ -30,7 +30,7 @@ import torch
 
 from flatout.data.best_fit import Packing, best_fit
 from flatout.data.sampler import WindowOrder, window_count, window_starts
-from flatout.data.shards import TokenShards
+from flatout.data.shards import Tokens, TokenShards
 from flatout.data.tokenizer import Ids
 from flatout.errors import DataError, ResourceError
 from flatout.ops.reference import IGNORED
@@ -273,7 +273,7 @@ class DeviceLoader:
 
 
 def evaluation_batches(
-    shards: TokenShards, *, context: int, batch_size: int, device: torch.device | str, most_tokens: int | None = None
+    shards: Tokens, *, context: int, batch_size: int, device: torch.device | str, most_tokens: int | None = None
 ) -> Iterator[Batch]:
     """Every target of the split once, from its start and in order, up to `most_tokens` of them.
 
@@ -289,7 +289,7 @@ def evaluation_batches(
 
 
 def _evaluation_batches(
-    shards: TokenShards, context: int, batch_size: int, device: torch.device, targets: int
+    shards: Tokens, context: int, batch_size: int, device: torch.device, targets: int
 ) -> Iterator[Batch]:
     size = batch_size * context
     for step, start in enumerate(range(0, targets, size)):
@@ -376,7 +376,7 @@ def _count_windows(shards: TokenShards, context: int, stride: int, packing: Pack
     return packing.windows
 
 
-def _too_short(shards: TokenShards, needed: int, why: str) -> DataError:
+def _too_short(shards: Tokens, needed: int, why: str) -> DataError:
     return DataError(
         f"the {shards.split} split in {shards.folder} has {shards.tokens} tokens and needs at least {needed}: {why}",
         "use more text, a smaller model.context, or another data.val_fraction",

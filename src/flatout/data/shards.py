@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,19 @@ Verify = Literal["sizes", "full"]
 _CHUNK_BYTES = 2**24
 _POSITIONED = hasattr(os, "preadv")
 _SPARE_FILES = 512  # what the rest of the process may want to open beside the shards
+
+
+class Tokens(Protocol):
+    """What evaluation asks of a split, wherever its tokens are kept."""
+
+    split: str
+    tokens: int
+    text_bytes: int
+
+    @property
+    def folder(self) -> str | Path: ...
+
+    def read(self, start: int, length: int) -> Ids: ...
 
 
 @final
@@ -55,6 +68,7 @@ class TokenShards:
         self.vocab = self.manifest.vocab
         self.dtype = token_dtype(self.vocab)
         self.tokens = info.tokens
+        self.text_bytes = info.text_bytes
         for file in (*info.shards, info.offsets):
             _check_size(self.folder, file)
         _allow_open_files(len(info.shards))

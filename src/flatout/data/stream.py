@@ -21,7 +21,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -32,7 +32,6 @@ import numpy.typing as npt
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
-from flatout.data.manifest import FileInfo, SplitInfo
 from flatout.data.pack import Progress, worker_count
 from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartResult, Pieces, Recipe
 from flatout.data.plan import PART_BYTES, STDIN, Inputs, Request, find_inputs, request_of
@@ -69,19 +68,18 @@ class StreamManifest:
     """What training asks of a manifest."""
 
     fingerprint: str
-    splits: Mapping[str, SplitInfo]
 
 
 @final
 class HeldTokens:
-    """The validation tokens, in memory. Evaluation takes it for the shards of a split."""
+    """The validation tokens, in memory."""
 
-    def __init__(self, ids: Ids, split: str, folder: str, manifest: StreamManifest) -> None:
-        self.tokens = len(ids)
-        self.dtype = ids.dtype
-        self.split = split
+    def __init__(self, ids: Ids, folder: str, text_bytes: int, documents: int) -> None:
+        self.split = "val"
         self.folder = folder
-        self.manifest = manifest
+        self.tokens = len(ids)
+        self.text_bytes = text_bytes
+        self.documents = documents
         self._ids = ids
 
     def read(self, start: int, length: int) -> Ids:
@@ -119,8 +117,7 @@ def open_stream(
     tokenizer = load_tokenizer(data.tokenizer, None)
     stream = TokenStream(request, find_inputs(request, Path()), tokenizer, workers)
     found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
-    ids, info = found.finish(request)
-    manifest = StreamManifest(stream.fingerprint, {"val": info})
+    held = found.finish(request, stream.folder)
     notices = list(_all_news(stream.problems, len(stream.problems)))
     if data.val_source is not None:  # else they are met again, and told, in training
         notices += _all_news(found.problems, found.problem_count)
@@ -128,7 +125,7 @@ def open_stream(
         notices.append("the sources are read one after the other; to have them shuffled among each other, prepare them")
     if data.split == "contiguous" and data.val_source is None:
         notices.append("a stream has no end to take validation text from: data.split is document here, not contiguous")
-    return StreamDataset(stream, HeldTokens(ids, "val", stream.folder, manifest), manifest, tokenizer, tuple(notices))
+    return StreamDataset(stream, held, StreamManifest(stream.fingerprint), tokenizer, tuple(notices))
 
 
 def _check_request(data: DataConfig, clean: CleanConfig) -> None:
@@ -465,7 +462,7 @@ class _Validation:
         if self._progress is not None:
             self._progress(self._read)
 
-    def finish(self, request: Request) -> tuple[Ids, SplitInfo]:
+    def finish(self, request: Request, folder: str) -> HeldTokens:
         if self._tokens < 2:
             why = _what_became(self._records, self._dropped, self.problems[0] if self.problems else None)
             own = request.data.val_source
@@ -477,7 +474,7 @@ class _Validation:
         ids = np.concatenate(self._ids)[: self._wanted]
         # Only whole pieces have a size in bytes. What is cut off is taken to have as many bytes a token.
         size = round(self._bytes * len(ids) / self._tokens)
-        return ids, SplitInfo(len(ids), self._documents, size, (), FileInfo("", 0, ""))
+        return HeldTokens(ids, folder, size, self._documents)
 
 
 def _what_became(records: int, dropped: Counter[str], problem: Problem | None) -> str:

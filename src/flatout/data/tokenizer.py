@@ -21,20 +21,19 @@ characters.
 """
 
 import abc
-import binascii
 import difflib
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, final
 
 import numpy as np
 import numpy.typing as npt
 
+from flatout.corpus.shipped import GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.errors import DataError
 
 TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface"]
@@ -45,7 +44,6 @@ END_OF_TEXT = "<|endoftext|>"
 # Names under which published tokenizer files keep their end-of-text token, the most particular first.
 END_OF_TEXT_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<｜end▁of▁sentence｜>")
 
-GPT2_RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 # How GPT-2 cuts text before merging: contractions, then words, numbers and the rest, each with the space before it, and
 # white space, here without GPT-2's look-ahead. A regular expression with one runs at half the speed, and exhausts its
 # stack on a million spaces; what it would see is found by `_inner_cuts` before.
@@ -226,7 +224,7 @@ class Gpt2Tokenizer(Tokenizer):
         self._encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=GPT2_SPLIT,
-            mergeable_ranks=_gpt2_ranks(),
+            mergeable_ranks={token: rank for rank, token in enumerate(gpt2_tokens())},
             special_tokens={END_OF_TEXT: self.end_of_text, _CUT_MARK: self._cut_id, _END_MARK: self._end_id},
         )
         self._spaces = _space_table()
@@ -437,18 +435,6 @@ def _tokenizer_hint(spec: str, path: Path) -> str:
     close = difflib.get_close_matches(spec.lower(), ["char", "bytes", "gpt2"], n=1, cutoff=0.5)
     choices = "use char, bytes, gpt2, or the path of a tokenizer.json"
     return f"did you mean {close[0]!r}? {choices}" if close else choices
-
-
-def _gpt2_ranks() -> dict[bytes, int]:
-    raw = resources.files("flatout.data").joinpath("bundled", "gpt2.tiktoken").read_bytes()
-    found = hashlib.sha256(raw).hexdigest()
-    if found != GPT2_RANKS_SHA256:
-        raise DataError(
-            f"the shipped file gpt2.tiktoken is damaged: its SHA-256 is {found} and should be {GPT2_RANKS_SHA256}",
-            "install flatout again",
-        )
-    pairs = (line.split() for line in raw.splitlines())
-    return {binascii.a2b_base64(token): int(rank) for token, rank in pairs}
 
 
 def _segments(text: str, size: int, cut: re.Pattern[str]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from flatout.data.loader import Batch
-from flatout.data.shards import TokenShards
+from flatout.data.shards import Tokens
 from flatout.ops.reference import IGNORED
 
 
@@ -37,7 +37,6 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def bits_per_byte(loss: float, shards: TokenShards) -> float | None:
+def bits_per_byte(loss: float, shards: Tokens) -> float | None:
     """Loss per byte of the split's text, in bits: comparable between tokenizers, as loss per token is not."""
-    text_bytes = shards.manifest.splits[shards.split].text_bytes
-    return loss / math.log(2) * shards.tokens / text_bytes if text_bytes else None
+    return loss / math.log(2) * shards.tokens / shards.text_bytes if shards.text_bytes else None

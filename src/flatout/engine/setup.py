@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -23,7 +23,7 @@ from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.prepare import check_complete, prepare_data
 from flatout.data.sampler import WindowOrder
-from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
+from flatout.data.shards import Dataset, Tokens, Verify, open_dataset
 from flatout.data.stream import StreamDataset, open_stream
 from flatout.data.stream_loader import StreamLoader, block_windows
 from flatout.data.stream_parts import Position
@@ -66,9 +66,8 @@ class Run:
         return None if isinstance(self.dataset, StreamDataset) else self.order.windows
 
     @property
-    def val(self) -> TokenShards:
-        # The validation tokens of a stream answer to what evaluation asks of shards.
-        return cast(TokenShards, self.dataset.val)
+    def val(self) -> Tokens:
+        return self.dataset.val
 
     def batches(
         self, first_step: int, position: dict[str, Any] | None = None

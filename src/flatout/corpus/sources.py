@@ -52,7 +52,7 @@ _LEFTOVERS = (".lock", ".part", ".partial", ".tmp", ".temp", ".incomplete", ".cr
 # Formats whose byte ranges can be read by themselves where they are not compressed.
 _SLICED = ("text", "jsonl", "smiles")
 # A file that can only be read from its beginning is left to one reader up to this size.
-_WHOLE_BYTES = 2**25
+_WHOLE_BYTES = 2**24
 _CRAWL = b"WARC/1."
 _TYPES = f"{' '.join(SUFFIXES)}, and most of them also with {' '.join(COMPRESSIONS)}"
 _CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, or hf:NAME"

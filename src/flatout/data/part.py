@@ -13,6 +13,7 @@ document is kept can only be decided when all of its pieces are known; a rejecte
 
 import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -142,9 +143,11 @@ class _Work:
         self._ending = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=self._dtype)
         self._waiting: list[tuple[str, Document]] = []
         self._waiting_characters = 0
-        self._tokens: list[bytes] = []
-        self._rows: list[tuple[int, int, int, int, int, int]] = []
-        self._signatures: list[bytes] = []
+        # Flat, because a part may hold a million molecules.
+        self._tokens = bytearray()
+        self._columns = array("Q")
+        self._pieces = 0
+        self._signatures = bytearray()
         self._records = self._replaced = 0
         self._dropped: Counter[str] = Counter()
         self._rejected: dict[int, str] = {}
@@ -169,9 +172,9 @@ class _Work:
     def result(self) -> PartResult:
         self._encode()
         return PartResult(
-            tokens=b"".join(self._tokens),
-            pieces=np.array(self._rows, dtype=PIECE).tobytes(),
-            signatures=b"".join(self._signatures),
+            tokens=bytes(self._tokens),
+            pieces=_as_pieces(self._columns).tobytes(),
+            signatures=bytes(self._signatures),
             records=self._records,
             replaced=self._replaced,
             dropped=dict(self._dropped),
@@ -208,7 +211,7 @@ class _Work:
             self._problem(Problem(file, document.place, "tokenizer", error.message, records=int(whole)))
             if whole:
                 return None
-            self._rejected[len(self._rows)] = "tokenizer"
+            self._rejected[self._pieces] = "tokenizer"
             return np.empty(0, self._dtype)
 
     def _keep(self, document: Document, ids: Ids) -> None:
@@ -219,15 +222,24 @@ class _Work:
             self._dropped["empty"] += 1
             return
         if document.rejected is not None:
-            self._rejected[len(self._rows)] = document.rejected
+            self._rejected[self._pieces] = document.rejected
         raw = document.text.encode("utf-8", "surrogatepass")
         digest = hashlib.sha256(raw).digest()
         high, low = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:16], "big")
-        flags = BEGINS * document.begins | ENDS * document.ends | REJECTED * (len(self._rows) in self._rejected)
-        self._rows.append((len(ids), len(raw), len(document.text), high, low, flags))
-        self._tokens.append(ids.astype(self._dtype, copy=False).tobytes())
+        flags = BEGINS * document.begins | ENDS * document.ends | REJECTED * (self._pieces in self._rejected)
+        self._columns.extend((len(ids), len(raw), len(document.text), high, low, flags))
+        self._pieces += 1
+        self._tokens += ids.astype(self._dtype, copy=False).tobytes()
         if self._near and document.begins:
-            self._signatures.append(signature(document.text))
+            self._signatures += signature(document.text)
+
+
+def _as_pieces(columns: "array[int]") -> Pieces:
+    table = np.frombuffer(columns, dtype=np.uint64).reshape(-1, len(PIECE)) if columns else np.empty((0, len(PIECE)))
+    pieces = np.empty(len(table), dtype=PIECE)
+    for number, name in enumerate(PIECE.names or ()):
+        pieces[name] = table[:, number]
+    return pieces
 
 
 @lru_cache(maxsize=2)

@@ -76,10 +76,11 @@ def check_complete(folder: Path) -> None:
         first = read_problems(folder, 1)[0]
         place = f", {first['place']}" if first["place"] else ""
         more = f", and {report['problem_count'] - 1:,} more" if report["problem_count"] > 1 else ""
+        mend = "set data.field to where the text is" if first["kind"] == "field" else "mend the input"
         raise IncompleteError(
             f"{report['damaged']:,} of {report['records']:,} records could not be used: "
             f"{first['file']}{place}: {first['message']}{more}",
-            f"all are listed in {folder / PROBLEMS}; mend the input and prepare with --overwrite, "
+            f"all are listed in {folder / PROBLEMS}; {mend} and prepare with --overwrite, "
             f"or go on with the rest, which is prepared",
         )
 

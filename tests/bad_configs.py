@@ -469,6 +469,7 @@ def _override_conflict(rng: random.Random) -> list[str]:
         ["data.streaming=true", "train.epochs=1"],
         ["data.streaming=true", "data.source=null"],
         ["data.streaming=true", "data.packing=best_fit"],
+        ["clean.min_characters=10", "clean.max_characters=5"],
         ["data.packing=best_fit", "data.stride=4"],
     ]
     return rng.choice(forms)

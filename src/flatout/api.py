@@ -320,7 +320,7 @@ def export(model: LoadedModel | str | Path | None, folder: str | Path) -> Path:
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} is a file or not empty", "name a new folder to export into")
-    with disk_errors(str(target)):
+    with disk_errors(str(target), safe=""):
         export_huggingface(loaded.model, target, end_of_text=loaded.tokenizer.end_of_text)
     return target
 

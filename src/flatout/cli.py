@@ -6,6 +6,7 @@ mistake is one `error:` line and one `hint:` line on stderr and an exit code (se
 
 import argparse
 import difflib
+import errno
 import json
 import os
 import shutil
@@ -55,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(words)
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
         return error.exit_code
@@ -63,9 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output left. Point stdout elsewhere, or Python complains about it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+            raise
+        _forget_output()
+        print(f"error: could not write: {error.strerror}\nhint: free some space, then try again", file=sys.stderr)
+        return 5
+
+
+def _forget_output() -> None:
+    """Points stdout elsewhere: what is still in its buffer cannot be written, and Python would complain at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:

@@ -6,14 +6,19 @@ Contract: as in `flatout.cli`. Input that could not be used is listed after the 
 import argparse
 import difflib
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import DataError, UsageError
 from flatout.words import Parser, add_config, load, number_between, quoted
+
+if TYPE_CHECKING:
+    from flatout.config.schema import RunConfig
+    from flatout.data.shards import Verify
 
 _MOST_LISTED = 10
 DATA_ACTIONS = {
@@ -34,27 +39,34 @@ def prepare(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parsed = parser.parse_words(words)
     config = load(parsed).config
-    from flatout.data.prepare import prepare_data
+    from flatout.data.prepare import prepare_data, refuse_second_pipe
     from flatout.observe.prepare_bar import PrepareBar
 
+    if not parsed.overwrite:
+        refuse_second_pipe(config.data)
     started = time.monotonic()
     with PrepareBar() as bar:
-        folder, fresh = prepare_data(
-            config.data,
-            config.clean,
-            bar,
-            overwrite=parsed.overwrite,
-            workers=parsed.workers,
-            engine=parsed.engine,
-        )
+        try:
+            folder, fresh = prepare_data(
+                config.data,
+                config.clean,
+                bar,
+                overwrite=parsed.overwrite,
+                workers=parsed.workers,
+                engine=parsed.engine,
+            )
+        except KeyboardInterrupt:
+            bar.close()
+            print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+            return 130
     seconds = time.monotonic() - started
-    facts = _facts(folder, config.model.context, config.data.stride)
+    facts = _facts(folder, config, "sizes" if fresh else "full")
     if parsed.json:
         print(json.dumps({**facts, "seconds": round(seconds, 3), "made": fresh}))
     else:
         for line in _lines(facts, seconds if fresh else None):
             print(line)
-    return _tell_problems(folder, facts["report"]) if fresh else 0
+    return _tell_problems(folder, facts["report"])
 
 
 def _add_engine(parser: Parser) -> None:
@@ -64,13 +76,14 @@ def _add_engine(parser: Parser) -> None:
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where workers run; default: local")
 
 
-def _facts(folder: Path, context: int, stride: int | None) -> dict[str, Any]:
+def _facts(folder: Path, config: "RunConfig", verify: "Verify") -> dict[str, Any]:
     from flatout.data.inspect import read_report
     from flatout.data.sampler import remainder, window_count
     from flatout.data.shards import open_dataset
 
-    dataset = open_dataset(folder)
-    windows = window_count(dataset.train.tokens, context, stride or context)
+    dataset = open_dataset(folder, verify=verify)
+    context, stride = config.model.context, config.data.stride or config.model.context
+    windows = window_count(dataset.train.tokens, context, stride)
     return {
         "folder": str(folder),
         "train_tokens": dataset.train.tokens,
@@ -81,8 +94,9 @@ def _facts(folder: Path, context: int, stride: int | None) -> dict[str, Any]:
         "documents": {name: split.documents for name, split in dataset.manifest.splits.items()},
         "text_bytes": sum(split.text_bytes for split in dataset.manifest.splits.values()),
         "context": context,
+        "packing": config.data.packing,
         "windows": windows,
-        "remainder": remainder(dataset.train.tokens, context, stride or context) if windows else None,
+        "remainder": remainder(dataset.train.tokens, context, stride) if windows else None,
         "report": read_report(folder),
     }
 
@@ -106,7 +120,9 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         if report["passed_over"]:
             others = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(report["passed_over"].items()))
             yield f"passed over files of other types: {others}"
-    if facts["remainder"] is not None:
+    if facts["packing"] == "best_fit":
+        yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
+    elif facts["remainder"] is not None:
         yield (
             f"{facts['windows']:,} windows of {facts['context']:,} tokens an epoch; "
             f"{facts['remainder']:,} tokens at the end fill no window"
@@ -154,20 +170,30 @@ def data(words: list[str]) -> int:
 
 def _inspect(parsed: argparse.Namespace) -> int:
     from flatout.data.inspect import summarize
+    from flatout.data.shards import verify_dataset
+    from flatout.files import disk_errors
     from flatout.observe.data_picture import draw_data, print_data
     from flatout.records import record_to_json
 
     folder = Path(parsed.folder)
-    picture = None if parsed.no_picture else Path(parsed.picture or f"{folder.resolve().name}.png")
+    beside = folder.resolve().with_name(f"{folder.resolve().name}.png")
+    picture = None if parsed.no_picture else Path(parsed.picture or os.path.relpath(beside))
     if picture is not None and picture.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--picture {quoted(str(picture))} is of an unknown type", "name a .png or .svg file")
+    verify_dataset(folder)  # a picture of damaged shards would be of nothing
     summary = summarize(folder, context=parsed.context)
     if parsed.json:
         print(record_to_json(summary))
     else:
         print_data(summary)
     if picture is not None:
-        draw_data(summary, picture)
+        unfinished = picture.with_name(f".unfinished-{picture.name}")
+        with disk_errors(str(picture), safe=""):
+            try:
+                draw_data(summary, unfinished)
+                unfinished.replace(picture)
+            finally:
+                unfinished.unlink(missing_ok=True)
         print(f"picture: {picture}", file=sys.stderr if parsed.json else sys.stdout)
     return 0
 
@@ -210,7 +236,7 @@ def tokenizer(words: list[str]) -> int:
     return _report_tokenizers(config, parsed)
 
 
-def _train_tokenizer(config: Any, parsed: argparse.Namespace) -> int:
+def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
     from flatout.data.tokenizer import load_tokenizer
     from flatout.data.train_tokenizer import train_bpe, write_tokenizer
 
@@ -230,7 +256,7 @@ def _train_tokenizer(config: Any, parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _report_tokenizers(config: Any, parsed: argparse.Namespace) -> int:
+def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
     from flatout.data.tokenizer import load_tokenizer
 
     names = parsed.tokenizer or ["bytes", "gpt2"]
@@ -242,7 +268,7 @@ def _report_tokenizers(config: Any, parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _texts(config: Any) -> Iterator[str]:
+def _texts(config: "RunConfig") -> Iterator[str]:
     """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
     from flatout.corpus.document import Document, Problem
     from flatout.data.part import Part, Recipe, judged
@@ -269,7 +295,7 @@ def _texts(config: Any) -> Iterator[str]:
         )
 
 
-def _fertility(name: str, made: Any, config: Any) -> dict[str, Any]:
+def _fertility(name: str, made: Any, config: "RunConfig") -> dict[str, Any]:
     import dataclasses
 
     from flatout.data.train_tokenizer import fertility

@@ -15,6 +15,8 @@ from typing import Any
 
 from flatout.errors import ResourceError
 
+CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, go on with --resume auto"
+
 
 def canonical_json(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode("ascii")
@@ -45,8 +47,8 @@ def sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def disk_errors(what: str) -> Iterator[None]:
-    """Turns a full, read-only or failing disk into an error that says what is safe and what to do."""
+def disk_errors(what: str, *, safe: str = CHECKPOINTS_ARE_SAFE) -> Iterator[None]:
+    """Turns a full, read-only or failing disk into an error that says what to do, and what is `safe` all the same."""
     try:
         yield
     except Exception as error:
@@ -54,14 +56,12 @@ def disk_errors(what: str) -> Iterator[None]:
             raise
         number, reason = _disk_reason(error)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            hint = "free some space; finished checkpoints are intact, go on with --resume auto"
+            hint = "free some space"
         elif number in (errno.EROFS, errno.EACCES, errno.EPERM):
-            hint = (
-                "make it writable or choose another folder; finished checkpoints are intact, go on with --resume auto"
-            )
+            hint = "make it writable or choose another folder"
         else:
-            hint = "check the disk; finished checkpoints are intact, go on with --resume auto"
-        raise ResourceError(f"could not write {what}: {reason}", hint) from error
+            hint = "check the disk"
+        raise ResourceError(f"could not write {what}: {reason}", f"{hint}{safe}") from error
 
 
 def _disk_reason(error: Exception) -> tuple[int | None, str]:

@@ -212,6 +212,7 @@ def test_saved_datasets_are_known_by_their_files(tmp_path: Path) -> None:
     assert names(found, tmp_path) == ["one", "text.txt", "three/a", "three/b", "two/train"]
     assert [(file.format, file.bytes) for file in found.files if file.format == "saved"] == [("saved", 5)] * 4
     assert find_files(str(tmp_path / "one")).files[0].format == "saved"
+    assert found.passed_over == {"split test": 1}
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"splits": 3}', b'{"splits": ["../train"]}', b'{"splits": [".."]}'])

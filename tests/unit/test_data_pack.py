@@ -532,3 +532,96 @@ def test_the_manifest_says_what_was_asked(tmp_path: Path) -> None:
     on_disk = json.loads((tmp_path / "data" / "manifest.json").read_bytes())
     assert on_disk["fingerprint"] == manifest.fingerprint
     assert {file.name for file in manifest.files} | {"manifest.json"} == set(contents(tmp_path / "data"))
+
+
+# What `flatout prepare` makes of a dataset that is already there
+
+
+def prepare(*words: str) -> int:
+    from flatout import cli
+
+    return cli.main(["prepare", "data.tokenizer=bytes", "model.context=16", *words])
+
+
+def piped(content: bytes) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BytesIO(content))
+
+
+def test_a_second_pipe_is_refused_unless_it_may_overwrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", piped(b"the first text " * 20))
+    assert prepare("data.source=-") == 0
+    before = contents(Path("data/stdin-bytes"))
+    monkeypatch.setattr(sys, "stdin", piped(b"another text " * 20))
+    assert prepare("data.source=-") == 3
+    assert "may be another text" in capsys.readouterr().err
+    assert contents(Path("data/stdin-bytes")) == before
+    assert prepare("data.source=-", "--overwrite") == 0
+    assert contents(Path("data/stdin-bytes")) != before
+
+
+def test_a_source_that_changed_is_noticed_even_at_the_same_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("one text " * 20, encoding="utf-8")
+    assert prepare("data.source=a.txt") == prepare("data.source=a.txt") == 0
+    Path("a.txt").write_text("two text " * 20, encoding="utf-8")
+    assert prepare("data.source=a.txt") == 3
+    assert "another content" in capsys.readouterr().err
+    Path("a.txt").unlink()
+    assert prepare("data.source=a.txt") == 0  # the shards stand for themselves
+
+
+def test_a_dataset_inside_its_own_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("some text " * 20, encoding="utf-8")
+    assert prepare("data.source=texts", "data.folder=texts/tokens") == 3
+    assert [path.name for path in Path("texts").iterdir()] == ["a.txt"]
+    assert prepare("data.source=texts", "data.folder=tokens") == 0
+
+
+def test_damaged_shards_are_found_by_prepare_and_mended_by_its_hint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = [f"data.source={rows(tmp_path)}", "data.folder=out"]
+    assert prepare(*words) == 0
+    shard = Path("out/train-00000.bin")
+    shard.write_bytes(b"\x01" + shard.read_bytes()[1:])
+    from flatout import cli
+
+    for command in (lambda: prepare(*words), lambda: cli.main(["data", "inspect", "out", "--no-picture"])):
+        assert command() == 3
+        assert "--overwrite" in capsys.readouterr().err
+    Path("out/manifest.json").write_text("{", encoding="utf-8")
+    assert prepare(*words) == 3
+    assert "--overwrite" in capsys.readouterr().err
+    assert prepare(*words, "--overwrite") == prepare(*words) == 0
+
+
+def test_the_picture_lies_beside_the_dataset_and_nothing_else_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flatout import cli
+
+    (tmp_path / "else").mkdir()
+    pack(rows(tmp_path), tmp_path / "out", "bytes")
+    monkeypatch.chdir(tmp_path / "else")
+    assert cli.main(["data", "inspect", "../out"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["else", "out", "out.png", "rows.jsonl"]
+    assert list((tmp_path / "else").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_is_told(tmp_path: Path) -> None:
+    pack(rows(tmp_path), tmp_path / "out", "bytes")
+    command = [sys.executable, "-m", "flatout.cli", "data", "verify", str(tmp_path / "out")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 5
+    assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]

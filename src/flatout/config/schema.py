@@ -200,6 +200,12 @@ class CleanConfig(Section):
         default=None, description="File of domains, URLs or words, one a line, whose crawl pages are dropped."
     )
 
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_characters is not None and self.min_characters > self.max_characters:
+            raise ValueError(f"min_characters {self.min_characters} is above max_characters {self.max_characters}")
+        return self
+
 
 class OptimConfig(Section):
     learning_rate: Annotated[float, Field(gt=0.0, le=100.0)] = Field(default=1e-3, description="Peak learning rate.")

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from flatout.corpus.document import shown
+from flatout.corpus.document import INSTALL, shown
 from flatout.corpus.near import method
 from flatout.errors import ConfigError, DataError
 
@@ -298,7 +298,7 @@ def _detector() -> Any:
     try:
         return import_module("resiliparse.parse.lang")
     except ImportError:
-        raise DataError("clean.languages needs the package resiliparse", "pip install 'flatout[data]'") from None
+        raise DataError("clean.languages needs the package resiliparse", INSTALL) from None
 
 
 @dataclass(frozen=True)

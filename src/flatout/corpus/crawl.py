@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, shown
+from flatout.corpus.document import INSTALL, Document, InputFile, Problem, ProblemKind, ReadOptions, shown
 from flatout.corpus.fields import decoded, not_utf8
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
 from flatout.errors import DataError
@@ -445,7 +445,7 @@ def _fastwarc() -> Callable[..., Iterable[Any]]:
 
 
 def _missing(package: str) -> DataError:
-    return DataError(f"reading WARC files needs the package {package}", "pip install 'flatout[data]'")
+    return DataError(f"reading WARC files needs the package {package}", INSTALL)
 
 
 def _as_text(page: _Page) -> tuple[str, UnicodeDecodeError | None]:

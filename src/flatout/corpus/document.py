@@ -35,6 +35,8 @@ ProblemKind = Literal[
 InvalidUtf8 = Literal["strict", "replace", "skip"]
 
 REJECTED_UTF8 = "invalid_utf8"
+# How to get the packages that readers and rules need.
+INSTALL = "run `make data` in the repository, or install the extra flatout[data] with this Python's pip"
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flatout.corpus.document import INSTALL
 from flatout.errors import DataError
 
 Numbers = npt.NDArray[np.uint64]
@@ -263,5 +264,5 @@ def _rensa() -> Any:
     try:
         import rensa
     except ImportError:
-        raise DataError("near duplicates need the package rensa", "pip install 'flatout[data]'") from None
+        raise DataError("near duplicates need the package rensa", INSTALL) from None
     return rensa

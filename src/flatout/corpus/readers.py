@@ -77,7 +77,7 @@ def read_slice(
     if file.format in _TEXT_FORMATS and _is_binary(file):
         if slice.start == 0:
             records = 1 if file.format == "text" else 0
-            message = "it holds NUL bytes, so it is not text in UTF-8"
+            message = "it is binary, or text that is not in UTF-8: its first bytes hold NUL"
             yield Problem(file.name, "", "binary", message, records)
     elif file.format == "text":
         yield from _read_text(slice, options, piece, watch)
@@ -119,8 +119,19 @@ def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions, piec
 
 
 def _is_binary(file: InputFile) -> bool:
+    """Whether a file is no text: its beginning is full of NUL bytes, or holds some and is not UTF-8 either.
+
+    A NUL byte or two in a text are characters of it; what comes of them is told of their own line.
+    """
     with open_bytes(file) as stream:
-        return b"\0" in stream.read(HEAD)
+        head = stream.read(HEAD)
+    if b"\0" not in head:
+        return False
+    try:
+        head[: whole_characters(head)].decode("utf-8")
+    except UnicodeDecodeError:
+        return True
+    return head.count(0) > len(head) // 10
 
 
 # Text.
@@ -189,6 +200,8 @@ def _read_json_lines(slice: Slice, options: ReadOptions, limit: int, watch: Watc
         text = text_of(value, field)
         if isinstance(text, str):
             yield Document(text, place, replaced=replaced)
+        elif text.null:
+            yield Document("", place)
         else:
             yield Problem(name, place, text.kind, text.message, records=1)
 
@@ -270,6 +283,8 @@ def _element(number: int, value: object, raw: str, file: InputFile, options: Rea
             return _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
         value = json.loads(text) if replaced else value
     found = text_of(value, options.field)
+    if isinstance(found, FieldError) and found.null:
+        return Document("", place)
     if isinstance(found, FieldError):
         return Problem(file.name, place, found.kind, found.message, records=1)
     return Document(found, place, replaced=replaced)

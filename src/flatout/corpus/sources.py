@@ -169,7 +169,7 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
         problems.append(_unreadable(str(error.filename or source), error, records=0))
 
     for parent, folders, names in os.walk(source, onerror=refuse):
-        if format is None and (saved := _saved(parent, names, number)):
+        if format is None and (saved := _saved(parent, names, number, others)):
             files.update((file.path, file) for file in saved if isinstance(file, InputFile))
             problems.extend(file for file in saved if isinstance(file, Problem))
             folders.clear()
@@ -229,8 +229,11 @@ def _listed(path: str, format: str | None, number: int) -> InputFile | Problem:
     return file
 
 
-def _saved(folder: str, names: list[str], number: int) -> list[InputFile | Problem]:
-    """What `save_to_disk` of a Hugging Face dataset left in a folder: one split, or several of which `train` counts."""
+def _saved(folder: str, names: list[str], number: int, others: Counter[str]) -> list[InputFile | Problem]:
+    """What `save_to_disk` of a Hugging Face dataset left in a folder: one split, or several of which `train` counts.
+
+    The splits beside `train` are counted in `others`.
+    """
     if "dataset_dict.json" in names:
         path = os.path.join(folder, "dataset_dict.json")
         try:
@@ -241,6 +244,7 @@ def _saved(folder: str, names: list[str], number: int) -> list[InputFile | Probl
         except (ValueError, KeyError, TypeError, RecursionError):
             return [Problem(shown(path), "", "format", "it does not name the splits of a dataset", records=0)]
         chosen = ["train"] if "train" in splits else splits
+        others.update(f"split {shown(split)}" for split in splits if split not in chosen)
         if any(split in ("", ".", "..") or os.path.basename(split) != split for split in chosen):
             return [Problem(shown(path), "", "format", "it names splits outside of the folder", records=0)]
         return [_saved_split(os.path.join(folder, split), number) for split in chosen]

@@ -27,7 +27,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import InputFile, InvalidUtf8, Problem, ProblemKind
+from flatout.corpus.document import INSTALL, InputFile, InvalidUtf8, Problem, ProblemKind
 from flatout.errors import DataError
 
 CHUNK = 2**20
@@ -447,7 +447,7 @@ def _decoder(method: str) -> Any:
         try:
             import zstandard
         except ImportError as error:
-            raise DataError("reading .zst files needs the package zstandard", "pip install 'flatout[data]'") from error
+            raise DataError("reading .zst files needs the package zstandard", INSTALL) from error
         return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
     raise ValueError(f"no compression {method!r}")
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from flatout.corpus.document import Document, InputFile, InvalidUtf8, Problem, ProblemKind, ReadOptions, shown
+from flatout.corpus.document import INSTALL, Document, InputFile, InvalidUtf8, Problem, ProblemKind, ReadOptions, shown
 from flatout.corpus.fields import EVERY, decoded, names_shown, not_utf8, text_of
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
 from flatout.errors import DataError
@@ -658,6 +658,8 @@ def open_hub(path: str) -> Any:
     """The dataset of `datasets` that `hf:NAME:CONFIG:SPLIT` means, for streaming."""
     datasets = _import_datasets()
     name, config, split = hub_parts(path)
+    # What cannot be reached is told by our error; the library's account of each try would drown it.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         return datasets.load_dataset(name, config, split=split, streaming=True)
     except Exception as error:
@@ -760,7 +762,7 @@ def _import_datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise DataError("Hugging Face datasets need the package datasets", "pip install 'flatout[data]'") from error
+        raise DataError("Hugging Face datasets need the package datasets", INSTALL) from error
     datasets.disable_progress_bars()
     # It logs what it raises as well.
     datasets.logging.set_verbosity(logging.CRITICAL)
@@ -771,7 +773,7 @@ def _import_arrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise DataError("parquet and saved datasets need the package pyarrow", "pip install 'flatout[data]'") from error
+        raise DataError("parquet and saved datasets need the package pyarrow", INSTALL) from error
     return pyarrow
 
 

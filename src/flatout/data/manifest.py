@@ -35,7 +35,7 @@ SPLITS = ("train", "val")
 # Every file a dataset may consist of. Names from a manifest are matched against it before they touch the file system.
 FILE_NAME = re.compile(r"(train|val)(-\d{5,}|\.offsets)\.bin|(tokenizer|report|manifest)\.json|problems\.jsonl")
 OFFSET_DTYPE = np.dtype("<u8")
-PREPARE_AGAIN = "prepare the dataset again, or restore its folder from a copy"
+PREPARE_AGAIN = "prepare the dataset again with --overwrite, or restore its folder from a copy"
 
 
 @dataclass(frozen=True)

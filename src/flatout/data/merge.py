@@ -258,7 +258,10 @@ class _Splitter:
             start = position
         for name, writer in self._writers.items():
             if not writer.tokens:
-                raise DataError(f"the {name} split came out empty", _empty_hint(self._request))
+                kept = sum(self.kept.values())
+                raise DataError(
+                    f"the {name} split came out empty; {kept:,} documents are kept", _empty_hint(self._request)
+                )
         return {name: writer.finish() for name, writer in self._writers.items()}
 
     def close(self) -> None:

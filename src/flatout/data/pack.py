@@ -71,6 +71,9 @@ def pack_corpus(
             except DataError:
                 shutil.rmtree(work, ignore_errors=True)  # going on would meet the same error
                 raise
+            finally:
+                with contextlib.suppress(OSError):
+                    work.rmdir()  # if nothing was begun, nothing is left
             _move_into_place(work / "dataset", target)
             shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
@@ -97,7 +100,8 @@ class _Packer:
         self._work = work
         self._progress = progress
         self._inputs = find_inputs(request, work)
-        count = worker_count(self._inputs.bytes) if workers is None else workers
+        self._settings = request.settings(self._inputs.bytes, self._inputs.digest())
+        count = worker_count(self._inputs.bytes) if workers is None else min(workers, self._inputs.most_parts)
         self._engine = open_engine(engine, count)
         self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
 
@@ -122,10 +126,9 @@ class _Packer:
 
     def _plan(self, tokenizer: Tokenizer, stamps: list[list[object]]) -> dict[str, object]:
         """All that a finished part depends on."""
-        settings = self._request.settings(self._inputs.bytes)
         return {
             "flatout": flatout.__version__,
-            "settings": settings,
+            "settings": self._settings,
             "tokenizer": tokenizer.fingerprint,
             "inputs": hashlib.sha256(json.dumps(stamps).encode("ascii")).hexdigest(),
         }
@@ -186,7 +189,7 @@ class _Packer:
             tokenizer_fingerprint=tokenizer.fingerprint,
             tokenizer=write_file(folder / TOKENIZER, [json.dumps(tokenizer.to_json()).encode("ascii"), b"\n"]),
             splits=merged.splits,
-            settings=self._request.settings(self._inputs.bytes),
+            settings=self._settings,
             report=merged.report,
             problems=merged.problems,
         )

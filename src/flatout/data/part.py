@@ -235,9 +235,10 @@ class _Work:
 
 
 def _as_pieces(columns: "array[int]") -> Pieces:
-    table = np.frombuffer(columns, dtype=np.uint64).reshape(-1, len(PIECE)) if columns else np.empty((0, len(PIECE)))
+    names = PIECE.names or ()
+    table = np.array(columns, dtype=np.uint64).reshape(-1, len(names))
     pieces = np.empty(len(table), dtype=PIECE)
-    for number, name in enumerate(PIECE.names or ()):
+    for number, name in enumerate(names):
         pieces[name] = table[:, number]
     return pieces
 

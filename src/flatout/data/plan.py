@@ -31,6 +31,7 @@ from flatout.errors import DataError, ResourceError
 STDIN = "-"
 PART_BYTES = 2**22
 _MOST_SLICES = 4096
+_MOST_HASHED = 2**26
 _MOST_DOCUMENTS = 50_000
 # What of the `data` section decides the result of preparing; the tokenizer is in the manifest under its fingerprint.
 _DECISIVE = (
@@ -72,11 +73,16 @@ class Request:
             for source in self.sources
         )
 
-    def settings(self, source_bytes: int) -> dict[str, Any]:
-        """What the manifest keeps of the request."""
+    @property
+    def piped(self) -> bool:
+        """Whether some of it comes from standard input, which cannot be looked at again."""
+        return any(source.path == STDIN for source in self.sources)
+
+    def settings(self, source_bytes: int, source_sha256: str | None) -> dict[str, Any]:
+        """What the manifest keeps of the request and of what it found."""
         data = self.data.model_dump(mode="json")
         chosen = {name: data[name] for name in _DECISIVE}
-        return {**chosen, "clean": self.rules.to_json(), "source_bytes": source_bytes}
+        return {**chosen, "clean": self.rules.to_json(), "source_bytes": source_bytes, "source_sha256": source_sha256}
 
 
 def request_of(data: DataConfig, clean: CleanConfig | None = None) -> Request:
@@ -96,6 +102,26 @@ class Inputs:
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+    @property
+    def most_parts(self) -> int:
+        """About as many parts as there can be: more workers would have nothing to do."""
+        if any(file.format == "hub" for file in self.files):
+            return 1024
+        return sum(1 + file.bytes * (1 if file.compression == "none" else 8) // PART_BYTES for file in self.files)
+
+    def digest(self) -> str | None:
+        """SHA-256 of all files, by which a change of the same size is noticed; None where that would take long."""
+        if self.bytes > _MOST_HASHED or any(not os.path.isfile(file.path) for file in self.files):
+            return None
+        total = hashlib.sha256()
+        try:
+            for file in self.files:
+                with open(file.path, "rb") as content:
+                    total.update(hashlib.file_digest(content, "sha256").digest())
+        except OSError:
+            return None
+        return total.hexdigest()
 
     def stamps(self) -> list[list[Any]]:
         """Size and time of change of every file: a change tells that the input is another."""
@@ -120,13 +146,6 @@ def find_inputs(request: Request, work: Path) -> Inputs:
         for suffix, count in found.passed_over.items():
             passed_over[suffix] = passed_over.get(suffix, 0) + count
     return Inputs(tuple(files), tuple(problems), passed_over)
-
-
-def source_bytes(request: Request) -> int | None:
-    """Size of the source's files now: a quick sign of whether a dataset prepared earlier may be out of date."""
-    if any(source.path == STDIN for source in request.sources):
-        return None
-    return find_inputs(request, Path()).bytes
 
 
 class Done:

@@ -11,7 +11,7 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.manifest import MANIFEST, PROBLEMS, Manifest, read_manifest
 from flatout.data.pack import Progress, pack_corpus
-from flatout.data.plan import STDIN, Request, request_of, source_bytes
+from flatout.data.plan import STDIN, Request, find_inputs, request_of
 from flatout.data.tokenizer import load_tokenizer
 from flatout.data.workers import EngineName
 from flatout.errors import ConfigError, DataError
@@ -65,8 +65,29 @@ def prepare_data(
             "set data.source to a text file or folder, or data.folder to prepared shards",
         )
     request = request_of(data, clean)
+    _check_outside(folder, request)
     pack_corpus(request, folder, workers=workers, engine=engine, progress=progress, overwrite=overwrite)
     return folder, True
+
+
+def _check_outside(folder: Path, request: Request) -> None:
+    """A dataset inside its own source would be read as text by the next prepare."""
+    for source in request.sources:
+        if Path(source.path).is_dir() and folder.resolve().is_relative_to(Path(source.path).resolve()):
+            raise DataError(
+                f"the dataset {folder} would lie inside its own source {source.path}",
+                "set data.folder to a folder outside of it",
+            )
+
+
+def refuse_second_pipe(data: DataConfig) -> None:
+    """What is piped in cannot be compared with a dataset that is already there."""
+    folder = data_folder(data)
+    if request_of(data).piped and (folder / MANIFEST).exists():
+        raise DataError(
+            f"{folder} holds a dataset already, and what is piped in now may be another text",
+            "add --overwrite, or set data.folder to a new folder",
+        )
 
 
 def check_complete(folder: Path) -> None:
@@ -77,9 +98,13 @@ def check_complete(folder: Path) -> None:
         place = f", {first['place']}" if first["place"] else ""
         more = f", and {report['problem_count'] - 1:,} more" if report["problem_count"] > 1 else ""
         mend = "set data.field to where the text is" if first["kind"] == "field" else "mend the input"
+        lost = (
+            f"{report['damaged']:,} of {report['records']:,} records could not be used"
+            if report["damaged"]
+            else f"the input has {report['problem_count']:,} problems, by which no whole record is known to be lost"
+        )
         raise IncompleteError(
-            f"{report['damaged']:,} of {report['records']:,} records could not be used: "
-            f"{first['file']}{place}: {first['message']}{more}",
+            f"{lost}: {first['file']}{place}: {first['message']}{more}",
             f"all are listed in {folder / PROBLEMS}; {mend} and prepare with --overwrite, "
             f"or go on with the rest, which is prepared",
         )
@@ -91,10 +116,10 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
         return
     manifest = read_manifest(folder)
     request = request_of(data, clean)
-    asked = request.settings(0)
-    defaults = request_of(DataConfig(), CleanConfig()).settings(0)
+    asked = request.settings(0, None)
+    defaults = request_of(DataConfig(), CleanConfig()).settings(0, None)
     for name, wanted in {**asked, "tokenizer": None}.items():
-        if name == "source_bytes":
+        if name in ("source_bytes", "source_sha256"):
             continue
         stored = manifest.settings.get(name, defaults.get(name))
         if name == "tokenizer":
@@ -115,13 +140,19 @@ def _tokenizers(manifest: Manifest, data: DataConfig) -> tuple[str, str]:
 
 
 def _check_source_size(data: DataConfig, request: Request, manifest: Manifest, folder: Path) -> None:
-    before = manifest.settings["source_bytes"]
+    before, digest = manifest.settings["source_bytes"], manifest.settings.get("source_sha256")
     try:
-        now = source_bytes(request)
+        inputs = None if request.piped else find_inputs(request, Path())
     except DataError:  # the text is gone; the shards stand for themselves
-        now = before
-    if now is not None and now != before:
-        raise DataError(
-            f"{folder} was prepared from {before:,} bytes of text, {data.source} now has {now:,}",
-            "run `flatout prepare --overwrite` with this config, or set data.folder to a new folder",
-        )
+        inputs = None
+    if inputs is None:
+        return
+    changed = f"was prepared from {before:,} bytes of text, {data.source} now has {inputs.bytes:,}"
+    if inputs.bytes == before:
+        changed = f"was prepared from another content of {data.source} than it has now"
+        if digest is None or inputs.digest() in (digest, None):
+            return
+    raise DataError(
+        f"{folder} {changed}",
+        "run `flatout prepare --overwrite` with this config, or set data.folder to a new folder",
+    )

@@ -246,7 +246,7 @@ class TokenStream:
         return _share(pieces["high"]) < self._val_fraction
 
     def _fingerprint(self, tokenizer: Tokenizer) -> str:
-        settings = self._request.settings(self._inputs.bytes)
+        settings = self._request.settings(self._inputs.bytes, None)
         for name in ("split", "shard_tokens"):  # these say how to prepare
             settings.pop(name, None)
         described = {
@@ -468,7 +468,9 @@ class _Validation:
             own = request.data.val_source
             where = own if own is not None else _described(request)
             hint = "set data.val_source to a text with more in it"
-            if own is None:
+            if self.problems and self.problems[0].kind == "field":
+                hint = "set data.field to where the text is"
+            elif own is None:
                 hint += ", data.val_fraction higher, or data.document_start where a file holds many documents"
             raise DataError(f"{where} gives no validation text: {why}", hint)
         ids = np.concatenate(self._ids)[: self._wanted]

@@ -213,7 +213,9 @@ class RayEngine(Engine):
         try:
             import ray
         except ImportError as error:
-            raise DataError("--engine ray needs the package ray", "pip install 'flatout[ray]'") from error
+            raise DataError(
+                "--engine ray needs the package ray", "install the extra flatout[ray] with this Python's pip"
+            ) from error
         self._ray = ray
         self._ours = not ray.is_initialized()
         if self._ours:

@@ -127,7 +127,7 @@ def set_later_aside(run: Path, chosen: Path, notice: Callable[[str], None]) -> N
 @contextlib.contextmanager
 def run_lock(run: Path) -> Iterator[None]:
     """Holds the folder against a second process. The operating system frees it however the holder dies."""
-    with disk_errors(f"run folder {run}"):
+    with disk_errors(f"run folder {run}", safe=""):
         run.mkdir(parents=True, exist_ok=True)
         handle = os.open(run / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -137,8 +137,9 @@ def run_lock(run: Path) -> Iterator[None]:
                 f"{run} is in use by another process ({owner or 'unknown'})",
                 "wait for it to end, stop it, or set output.folder to another folder",
             )
-        os.ftruncate(handle, 0)
-        os.write(handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        with contextlib.suppress(OSError):  # who holds it is for messages only; on a full disk there is no room for it
+            os.ftruncate(handle, 0)
+            os.write(handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
         sweep_leftovers(checkpoints_of(run))
         try:
             yield

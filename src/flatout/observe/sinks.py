@@ -1,5 +1,6 @@
 """Records to files. `metrics.jsonl` is the truth of a run: one line per record, whole lines only, no step twice."""
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -34,7 +35,9 @@ class MetricsFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.file.close()
+        # On a full disk closing tries once more to write what could not be written; that has been told already.
+        with contextlib.suppress(OSError):
+            self.file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

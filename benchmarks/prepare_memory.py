@@ -4,11 +4,13 @@
 
 Protocol: generated text (words of 2 to 12 letters, Zipf-like, seeded) of each size, once as one .txt file, which is one
 document, and once as JSON lines of about 4 kB each; GPT-2 BPE, two worker processes, exact duplicates off. The figure
-is the largest sum of resident memory over the command and its workers, sampled every 50 ms.
+is the sum of the peaks of resident memory of the command and its workers, as the system counts them (VmHWM). The
+largest sum at one moment is lower, and depends on whether the peaks of two workers happen to meet.
 """
 
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from prepare_rate import watch
+from prepare_rate import family
 
 LINE = 4000
 
@@ -55,8 +57,9 @@ def measure(source: Path, size: int, form: str, commit: str) -> dict[str, object
     ]  # fmt: skip
     started = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "flatout.cli", *words], stdout=subprocess.PIPE, text=True)
-    peak, over = [0], threading.Event()
-    watcher = threading.Thread(target=watch, args=(process.pid, peak, over))
+    peaks: dict[int, int] = {}
+    over = threading.Event()
+    watcher = threading.Thread(target=watch_peaks, args=(process.pid, peaks, over))
     watcher.start()
     answer, _ = process.communicate()
     over.set()
@@ -68,11 +71,24 @@ def measure(source: Path, size: int, form: str, commit: str) -> dict[str, object
         "commit": commit,
         "form": form,
         "megabytes": size,
-        "peak_resident_mb": round(peak[0] / 1e6, 1),
+        "peak_resident_mb": round(sum(peaks.values()) / 1e6, 1),
+        "by_process_mb": sorted(round(peak / 1e6, 1) for peak in peaks.values()),
         "seconds": round(time.perf_counter() - started, 1),
         "tokens": facts["train_tokens"] + facts["val_tokens"],
         "documents": facts["documents"],
     }
+
+
+def watch_peaks(root: int, peaks: dict[int, int], over: threading.Event) -> None:
+    """Keep the peak of resident memory of a process and of each of its children."""
+    while not over.wait(0.05):
+        for pid in family(root):
+            try:
+                found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            except OSError:
+                continue
+            if found:
+                peaks[pid] = int(found[1]) * 1024
 
 
 if __name__ == "__main__":

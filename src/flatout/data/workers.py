@@ -17,7 +17,6 @@ import os
 import pickle
 import queue
 import signal
-import struct
 import subprocess
 import sys
 import traceback
@@ -33,7 +32,6 @@ from flatout.errors import DataError, HardwareError, ResourceError, UserError
 EngineName = Literal["local", "ray"]
 Task = Literal["tokens", "characters"]
 TASKS: dict[str, Callable[[Recipe, Part], Any]] = {"tokens": run_part, "characters": characters_of_part}
-_SIZE = struct.Struct("<Q")
 
 
 class Engine(abc.ABC):
@@ -82,7 +80,7 @@ class ProcessEngine(Engine):
 
     def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
         # One job more than there are workers is ready, so that none waits for this thread to read the next.
-        most = 2 * len(self._workers)
+        most = len(self._workers) + 1
         under_way: dict[Future[Any], Part] = {}
         for part in parts:
             if len(under_way) >= most:
@@ -118,13 +116,15 @@ class Worker:
     def __init__(self) -> None:
         root = str(Path(flatout.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-        # One thread each: there are as many workers as cores.
+        # One thread each: there are as many workers as cores. And memory that is freed goes back to the system: the C
+        # library would otherwise keep more and more of it for later, and a long prepare would hold more than a short.
         threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        memory = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "4194304", "MALLOC_ARENA_MAX": "2"}
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from flatout.data.workers import serve; serve()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, **threads, "PYTHONPATH": path},
+            env={**os.environ, **threads, **memory, "PYTHONPATH": path},
         )
         self._recipe: Recipe | None = None
 
@@ -184,21 +184,16 @@ def serve() -> None:
 
 
 def _send(stream: IO[bytes], value: Any) -> None:
-    raw = pickle.dumps(value, protocol=5)
-    stream.write(_SIZE.pack(len(raw)))
-    stream.write(raw)
+    # Straight into the pipe: a part's tokens are large, and a copy of them in between would be as large again.
+    pickle.dump(value, stream, protocol=5)
     stream.flush()
 
 
 def _receive(stream: IO[bytes]) -> Any:
-    return pickle.loads(_exactly(stream, _SIZE.unpack(_exactly(stream, _SIZE.size))[0]))
-
-
-def _exactly(stream: IO[bytes], count: int) -> bytes:
-    raw = stream.read(count)
-    if len(raw) < count:
-        raise EOFError
-    return raw
+    try:
+        return pickle.load(stream)
+    except pickle.UnpicklingError as error:  # the other end died in the middle of a message
+        raise EOFError from error
 
 
 def _name(part: Part) -> str:

@@ -68,6 +68,7 @@ def measure(source: Path, size: int, form: str, commit: str) -> dict[str, object
     facts = json.loads(answer)
     return {
         "benchmark": "memory of prepare",
+        "figure": "sum of the peaks of the processes",
         "commit": commit,
         "form": form,
         "megabytes": size,

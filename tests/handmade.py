@@ -1,4 +1,4 @@
-"""Datasets written by hand: for tests of what reads them, without any of what prepares them."""
+"""Datasets and streams made by hand: for tests of what reads them, without any of what makes them for users."""
 
 import hashlib
 import json
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from flatout.corpus.document import Problem
 from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
 from flatout.data.tokenizer import ByteTokenizer, Tokenizer, token_dtype
 
@@ -56,3 +57,17 @@ def write_dataset(
     )
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
     return folder
+
+
+class Memory:
+    """A stream without a file, which is faster; it may end by damage, and give little at a time."""
+
+    def __init__(self, data: bytes, problem: Problem | None = None, step: int = 2**20) -> None:
+        self.problem: Problem | None = None
+        self._data, self._after, self._step, self._at = data, problem, step, 0
+
+    def read(self, count: int) -> bytes:
+        part = self._data[self._at : self._at + min(count, self._step)]
+        self._at += len(part)
+        self.problem = None if part else self._after
+        return part

@@ -19,7 +19,7 @@ from typing import Any
 import flatout
 from flatout import cli_data, records
 from flatout.errors import UsageError, UserError
-from flatout.words import Parser, add_config, load, number_between, one_line, quoted
+from flatout.words import Parser, add_config, choose_action, load, number_between, one_line, quoted, sentence
 
 HELP = """\
 Flatout trains GPTs as fast as your machine allows.
@@ -300,16 +300,10 @@ def _export(words: list[str]) -> int:
 
 
 def _config(words: list[str]) -> int:
-    listing = "\n".join(f"  {name:<9}{text}" for name, text in CONFIG_ACTIONS.items())
-    if not words or words[0] in ("-h", "--help"):
-        print(f"usage: flatout config ACTION [CONFIG] [SECTION.FIELD=VALUE ...]\n\nactions:\n{listing}")
+    action, rest = choose_action("config", words, CONFIG_ACTIONS)
+    if action is None:
         return 0
-    action, rest = words[0], words[1:]
-    if action not in CONFIG_ACTIONS:
-        near = difflib.get_close_matches(action, CONFIG_ACTIONS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(CONFIG_ACTIONS)}"
-        raise UsageError(f"unknown action {quoted(action)}", hint)
-    parser = Parser(f"config {action}", f"{CONFIG_ACTIONS[action][0].upper()}{CONFIG_ACTIONS[action][1:]}.")
+    parser = Parser(f"config {action}", sentence(CONFIG_ACTIONS[action]))
     if action == "copy":
         parser.add_argument("preset", help="name of the preset")
         parser.add_argument("file", nargs="?", help="file to write; default: PRESET.yaml")

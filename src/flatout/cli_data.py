@@ -4,7 +4,6 @@ Contract: as in `flatout.cli`. Input that could not be used is listed after the 
 """
 
 import argparse
-import difflib
 import json
 import os
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import DataError, UsageError
-from flatout.words import Parser, add_config, load, number_between, quoted
+from flatout.words import Parser, add_config, choose_action, load, number_between, quoted, sentence
 
 if TYPE_CHECKING:
     from flatout.config.schema import RunConfig
@@ -152,10 +151,10 @@ def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
 
 
 def data(words: list[str]) -> int:
-    action, rest = _action("data", words, DATA_ACTIONS)
+    action, rest = choose_action("data", words, DATA_ACTIONS)
     if action is None:
         return 0
-    parser = Parser(f"data {action}", f"{_sentence(DATA_ACTIONS[action])}.")
+    parser = Parser(f"data {action}", sentence(DATA_ACTIONS[action]))
     parser.add_argument("folder", help="folder of prepared shards")
     if action == "inspect":
         parser.add_argument("--context", type=number_between(int, 1, 2**24), help="count windows of this many tokens")
@@ -214,10 +213,10 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def tokenizer(words: list[str]) -> int:
-    action, rest = _action("tokenizer", words, TOKENIZER_ACTIONS)
+    action, rest = choose_action("tokenizer", words, TOKENIZER_ACTIONS)
     if action is None:
         return 0
-    parser = Parser(f"tokenizer {action}", f"{_sentence(TOKENIZER_ACTIONS[action])}.")
+    parser = Parser(f"tokenizer {action}", sentence(TOKENIZER_ACTIONS[action]))
     add_config(parser)
     if action == "train":
         parser.add_argument("--vocab", type=number_between(int, 257, 2**24), required=True, help="ids in all")
@@ -275,7 +274,7 @@ def _texts(config: "RunConfig") -> Iterator[str]:
     from flatout.data.plan import Done, find_inputs, parts_of, request_of
 
     request = request_of(config.data, config.clean)
-    if any(source.path == "-" for source in request.sources):
+    if request.piped:
         raise UsageError("standard input cannot be read more than once", "name a file or folder as data.source")
     inputs = find_inputs(request, Path())
     recipe = Recipe(request.options, request.rules)
@@ -311,21 +310,3 @@ def _print_fertility(rows: list[dict[str, Any]]) -> None:
             f"{row['tokenizer']:<{width}}  {row['vocab']:>9,}  {row['tokens']:>14,}  "
             f"{row['bytes_per_token']:>11.3f}  {row['tokens_per_word']:>11.3f}"
         )
-
-
-def _action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str | None, list[str]]:
-    """The action of a verb that has several, and the words after it; None when only help was asked for."""
-    if not words or words[0] in ("-h", "--help"):
-        listing = "\n".join(f"  {name:<9}{text}" for name, text in actions.items())
-        print(f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` tells more.")
-        return None, []
-    action = words[0]
-    if action not in actions:
-        near = difflib.get_close_matches(action, actions, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(actions)}"
-        raise UsageError(f"unknown action {quoted(action)}", hint)
-    return action, words[1:]
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]

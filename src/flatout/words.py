@@ -93,6 +93,24 @@ def _hardware_here() -> str | None:
     return None if memory is None else hardware_for(memory)
 
 
+def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str | None, list[str]]:
+    """The action of a verb that has several, and the words after it; None when only help was asked for."""
+    if not words or words[0] in ("-h", "--help"):
+        listing = "\n".join(f"  {name:<9}{text}" for name, text in actions.items())
+        print(f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` tells more.")
+        return None, []
+    action = words[0]
+    if action not in actions:
+        near = difflib.get_close_matches(action, actions, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(actions)}"
+        raise UsageError(f"unknown action {quoted(action)}", hint)
+    return action, words[1:]
+
+
+def sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
 def _fields_called(name: str) -> list[str]:
     """Config fields that people coming from other trainers write as an option, such as --steps or --batch-size."""
     from flatout.config.complain import nearest_paths

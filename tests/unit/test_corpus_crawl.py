@@ -16,6 +16,7 @@ from flatout.corpus.crawl import DEPTH_LIMIT, read_warc
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.corpus.streams import open_bytes
 from flatout.errors import DataError
+from tests.handmade import Memory
 
 HTML = "text/html; charset=utf-8"
 OK = "HTTP/1.1 200 OK"
@@ -50,20 +51,6 @@ def page(text: str) -> str:
 
 def wet(text: bytes | str, url: str = "http://a.org/", line: str = "\r\n", length: int | str | None = None) -> bytes:
     return record("conversion", text, line, length, WARC_Target_URI=url, Content_Type="text/plain")
-
-
-class Memory:
-    """A stream without a file, which is faster; it may end by damage, and give little at a time."""
-
-    def __init__(self, data: bytes, problem: Problem | None = None, step: int = 2**20) -> None:
-        self.problem: Problem | None = None
-        self._data, self._after, self._step, self._at = data, problem, step, 0
-
-    def read(self, count: int) -> bytes:
-        part = self._data[self._at : self._at + min(count, self._step)]
-        self._at += len(part)
-        self.problem = None if part else self._after
-        return part
 
 
 FILE = InputFile("crawl", "crawl", "warc", "none", 0)

@@ -9,7 +9,7 @@ import pytest
 
 from flatout.corpus import shipped, tables
 from flatout.corpus.document import InputFile, Slice
-from flatout.corpus.sources import Found, find_files, format_of, slices_of, source_bytes
+from flatout.corpus.sources import Found, find_files, format_of, slices_of
 from flatout.corpus.streams import PIECE
 from flatout.errors import DataError
 
@@ -83,7 +83,7 @@ def test_a_folder_is_listed_in_the_order_of_names(tmp_path: Path) -> None:
     ]
     assert found.problems == ()
     assert found.passed_over == {".lock": 1, ".part": 1, ".py": 1, ".tar.gz": 1, "no suffix": 1}
-    assert source_bytes(found.files) == 6 * 4 + 3 * 2
+    assert sum(file.bytes for file in found.files) == 6 * 4 + 3 * 2
     assert {file.source for file in found.files} == {2}
     assert found.files[7] == InputFile(
         str(tmp_path / "rows.jsonl.gz"), str(tmp_path / "rows.jsonl.gz"), "jsonl", "gz", 2, 2

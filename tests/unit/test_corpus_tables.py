@@ -34,6 +34,7 @@ from flatout.corpus.tables import (
     saved_rows,
 )
 from flatout.errors import DataError
+from tests.handmade import Memory
 
 # One text for each trap: line ends of all kinds, quotes, separators, more than one byte, nothing.
 TEXTS = ["plain", "two\nlines", "\u2028 and \x85 and \x0b\x0c\x1c", 'a "quote", or two""', "\r", "馬克·吐溫", "", " \t"]
@@ -328,20 +329,6 @@ def test_a_file_name_need_not_be_text(tmp_path: Path) -> None:
 
 
 # CSV.
-
-
-class Memory:
-    """A stream without a file, which is faster; it may end by damage, and give little at a time."""
-
-    def __init__(self, data: bytes, problem: Problem | None = None, step: int = 2**20) -> None:
-        self.problem: Problem | None = None
-        self._data, self._after, self._step, self._at = data, problem, step, 0
-
-    def read(self, count: int) -> bytes:
-        part = self._data[self._at : self._at + min(count, self._step)]
-        self._at += len(part)
-        self.problem = None if part else self._after
-        return part
 
 
 CSV = InputFile("table.csv", "table.csv", "csv", "none", 0)

@@ -16,7 +16,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -105,11 +105,6 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
         )
     listed = _listed(source, format, number)
     return Found((listed,)) if isinstance(listed, InputFile) else Found(problems=(listed,))
-
-
-def source_bytes(files: Iterable[InputFile]) -> int:
-    """Size of the files: a quick sign of whether a dataset prepared earlier may be out of date."""
-    return sum(file.bytes for file in files)
 
 
 def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:

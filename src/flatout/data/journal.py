@@ -76,9 +76,6 @@ class Journal(Done):
         self._numbers = {int(path.stem) for path in self._parts.glob("*.part")}
         self._known: dict[str, int] = json.loads(self._notes.read_bytes()) if self._notes.exists() else {}
 
-    def __len__(self) -> int:
-        return len(self._numbers)
-
     def has(self, number: int) -> bool:
         return number in self._numbers
 

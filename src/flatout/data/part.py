@@ -98,13 +98,6 @@ def characters_of_part(recipe: Recipe, part: Part) -> str:
     return "".join(sorted(found))
 
 
-def texts_of_part(recipe: Recipe, part: Part) -> Iterator[str]:
-    """The texts of a part that are kept."""
-    for _, item in judged(recipe, part):
-        if isinstance(item, Document) and item.rejected is None and item.text:
-            yield item.text
-
-
 def judged(recipe: Recipe, part: Part) -> Iterator[tuple[str, Document | Problem]]:
     """The documents of a part, each marked with the first rule that drops it, and the problems met on the way.
 

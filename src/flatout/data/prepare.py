@@ -17,10 +17,6 @@ from flatout.data.workers import EngineName
 from flatout.errors import ConfigError, DataError
 
 
-class IncompleteError(DataError):
-    """A dataset was made and some of its input could not be used. The dataset is there, and it is usable."""
-
-
 def data_folder(data: DataConfig) -> Path:
     """Where the token shards live: as written, or data/SOURCE-TOKENIZER."""
     if data.folder is not None:
@@ -91,7 +87,7 @@ def refuse_second_pipe(data: DataConfig) -> None:
 
 
 def check_complete(folder: Path) -> None:
-    """Raise `IncompleteError` where some of the input could not be used."""
+    """Raise an error where some of the input could not be used. The dataset is there all the same, and usable."""
     report = read_report(folder)
     if report is not None and report["problem_count"]:
         first = read_problems(folder, 1)[0]
@@ -103,7 +99,7 @@ def check_complete(folder: Path) -> None:
             if report["damaged"]
             else f"the input has {report['problem_count']:,} problems, by which no whole record is known to be lost"
         )
-        raise IncompleteError(
+        raise DataError(
             f"{lost}: {first['file']}{place}: {first['message']}{more}",
             f"all are listed in {folder / PROBLEMS}; {mend} and prepare with --overwrite, "
             f"or go on with the rest, which is prepared",

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
 from flatout.model.count import estimate_memory, flops_per_token, parameter_count
+from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 
 VOCAB = 97
@@ -47,7 +48,7 @@ def test_gpt2_sizes_are_the_published_ones():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_flops_equal_what_torch_counts(variant):
     config = ModelConfig(**SHAPE, **variant)
-    model = build_model(config, VOCAB, attention="reference")
+    model = build_model(config, VOCAB, execution=Execution(attention="reference"))
     tokens = torch.randint(VOCAB, (2, config.context))
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()

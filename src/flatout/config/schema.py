@@ -271,12 +271,47 @@ class SpeedConfig(Section):
         default="auto",
         description="Arithmetic of matrix products over fp32 weights; auto is bf16 where the GPU has it.",
     )
-    attention: Literal["auto", "sdpa", "reference"] = Field(
-        default="auto", description="Attention kernel: torch's fused one or the plain reference; auto is sdpa."
+    residual: Literal["auto", "fp32", "bf16"] = Field(
+        default="auto",
+        description="Storage of the residual stream between blocks; auto is bf16 beside bf16 products in our kernels.",
     )
-    compile: Switch = Field(default="auto", description="torch.compile the model; auto does so on CUDA.")
+    fp8: list[Literal["qkv", "out", "up", "down", "head"]] = Field(
+        default=[], description="Linear layers whose products run in 8-bit floats, such as [up, down]; needs Triton."
+    )
+    kernels: Literal["auto", "torch", "triton"] = Field(
+        default="auto",
+        description="Norms, activations and residual adds: torch's operations or our Triton kernels; auto on CUDA.",
+    )
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "flex", "fa3", "reference"] = Field(
+        default="auto",
+        description="Attention kernel; sdpa lets torch pick, auto is cudnn on Hopper and newer, else sdpa.",
+    )
+    fused_qkv: bool = Field(
+        default=True, description="Queries, keys and values in one matrix product instead of three."
+    )
+    compile: Literal["auto", "off", "default", "reduce-overhead", "max-autotune", "regional"] = Field(
+        default="auto",
+        description="torch.compile and its mode; regional compiles one block for all; auto only where it is faster.",
+    )
+    cuda_graphs: Switch = Field(
+        default="auto",
+        description="Replay each micro-batch as one CUDA graph; auto where launching kernels would be the bottleneck.",
+    )
+    loss: Literal["auto", "plain", "chunked", "fused"] = Field(
+        default="auto",
+        description="Head and loss: all logits at once, chunks recomputed in backward, or chunks differentiated at once.",
+    )
+    loss_chunk: Annotated[int, Field(ge=16, le=2**20)] = Field(
+        default=8192, description="Tokens whose logits exist at once in the chunked and fused losses."
+    )
     fused_optimizer: Switch = Field(
         default="auto", description="One kernel for the AdamW update; auto where torch has it."
+    )
+    optimizer_state: Literal["fp32", "8bit"] = Field(
+        default="fp32", description="Storage of AdamW's moments; 8bit quantises them in blocks of 256."
+    )
+    optimizer_offload: bool = Field(
+        default=False, description="Keep AdamW's moments in the host's memory and update there."
     )
     pad_vocab: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=64,
@@ -290,9 +325,12 @@ class SpeedConfig(Section):
         default=None,
         description="Micro-batches per optimizer step; null follows from batch_tokens, context and micro_batch.",
     )
-    checkpointing: Literal["none", "full"] = Field(
+    checkpointing: Literal["none", "selective", "full"] = Field(
         default="none",
-        description="Recompute each block in backward instead of keeping its activations: less memory, more time.",
+        description="What backward recomputes instead of keeping: nothing, the cheap parts of a block, or all of it.",
+    )
+    activation_offload: bool = Field(
+        default=False, description="Keep what backward needs in the host's pinned memory instead of the GPU's."
     )
     loader: Literal["auto", "host", "device"] = Field(
         default="auto",
@@ -302,14 +340,22 @@ class SpeedConfig(Section):
         default=1,
         description="Threads that read batches ahead on the host; 0 reads in the loop, and the batches are the same.",
     )
+    expandable_segments: Switch = Field(
+        default="auto", description="Let torch grow its memory blocks instead of fragmenting; auto on CUDA."
+    )
+    memory_limit: Annotated[float, Field(gt=0.0, le=10000.0)] | None = Field(
+        default=None, description="GiB of the GPU that this run may use, to emulate a smaller card; null is all of it."
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _booleans_are_switches(cls, values: Any) -> Any:
         if isinstance(values, dict):
             words = {True: "on", False: "off"}
-            switches = ("compile", "fused_optimizer")
-            return {k: words[v] if k in switches and isinstance(v, bool) else v for k, v in values.items()}
+            switches = ("compile", "fused_optimizer", "cuda_graphs", "expandable_segments")
+            values = {k: words[v] if k in switches and isinstance(v, bool) else v for k, v in values.items()}
+            if values.get("compile") == "on":
+                values["compile"] = "default"
         return values
 
 

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 import torch
 
-from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig, micro_batch_of
 from flatout.device import Device
 from flatout.errors import HardwareError
+from flatout.model.execution import Execution
 from flatout.records import Feature
 
 DEVICE_LOADER_BYTES = 2**31  # a corpus up to this size lives on the GPU by default
@@ -24,15 +25,16 @@ class Speed:
 
     device: Device
     precision: str
-    attention: str
-    compile: bool
+    execution: Execution
+    compile: str
+    cuda_graphs: bool
     fused_optimizer: bool
+    optimizer_state: str
+    optimizer_offload: bool
     loader: str
     workers: int
     micro_batch: int
     accumulation: int
-    pad_vocab: int
-    checkpointing: bool
     features: tuple[Feature, ...]
 
 
@@ -50,11 +52,24 @@ def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int | None, w
         features.append(Feature(name=name, asked=wanted, used=used, why=why))
         return used
 
+    def switch(name: str, wanted: bool, reason: str | None) -> bool:
+        """A plain true or false that some machines or models cannot have."""
+        used = wanted and reason is None
+        return settle(name, _word(wanted), _word(used), "" if used == wanted else reason or "") == "true"
+
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
-    attention = settle("attention", asked.attention, "reference" if asked.attention == "reference" else "sdpa")
-    compiled = settle("compile", asked.compile, *_compile(asked.compile, device))
-    fused = settle("fused_optimizer", asked.fused_optimizer, *_fused(asked.fused_optimizer, device))
+    kernels = settle("kernels", asked.kernels, *_kernels(asked.kernels, device, config.model))
+    residual = settle("residual", asked.residual, *_residual(asked.residual, precision, kernels))
+    fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked.fp8, device, kernels))
+    attention = settle("attention", asked.attention, *_attention(asked.attention, device, precision, config))
+    fused_qkv = switch("fused_qkv", asked.fused_qkv, None)
+    compiled = settle("compile", asked.compile, *_compile(asked.compile, device, kernels))
+    loss = settle("loss", asked.loss, *_loss(asked.loss, device, kernels))
+    settle("loss_chunk", str(asked.loss_chunk), str(asked.loss_chunk))
+    fused = settle("fused_optimizer", asked.fused_optimizer, *_fused(asked, device))
+    settle("optimizer_state", asked.optimizer_state, asked.optimizer_state)
+    offload = switch("optimizer_offload", asked.optimizer_offload, _no_offload(device))
     loader = settle("loader", asked.loader, *_loader(asked.loader, device, corpus_bytes))
     size, count = micro_batch_of(config)
     wanted = "null" if asked.micro_batch is None else str(asked.micro_batch)
@@ -63,23 +78,126 @@ def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int | None, w
     settle("accumulation", "null" if asked.accumulation is None else str(asked.accumulation), str(count))
     settle("pad_vocab", str(asked.pad_vocab), str(asked.pad_vocab))
     settle("checkpointing", asked.checkpointing, asked.checkpointing)
+    activation_offload = switch("activation_offload", asked.activation_offload, _no_offload(device))
+    graphs = settle("cuda_graphs", asked.cuda_graphs, *_cuda_graphs(asked.cuda_graphs, device, compiled))
     used_workers = asked.workers if loader == "host" else 0
     why = "tokens already live on the device" if loader == "device" else ""
     features.append(Feature(name="workers", asked=str(asked.workers), used=str(used_workers), why=why))
+    settle("expandable_segments", asked.expandable_segments, *_expandable(asked.expandable_segments, device))
+    limit = "null" if asked.memory_limit is None else f"{asked.memory_limit:g}"
+    settle("memory_limit", limit, *((limit, "") if device.kind == "cuda" or limit == "null" else ("null", _NOT_CUDA)))
     return Speed(
         device=device,
         precision=precision,
-        attention=attention,
-        compile=compiled == "on",
+        execution=Execution(
+            attention=attention,
+            kernels=kernels,
+            residual=residual,
+            fused_qkv=fused_qkv,
+            loss=loss,
+            loss_chunk=asked.loss_chunk,
+            pad_vocab=asked.pad_vocab,
+            checkpointing=asked.checkpointing,
+            activation_offload=activation_offload,
+            fp8=tuple(asked.fp8) if fp8 != "[]" else (),
+        ),
+        compile=compiled,
+        cuda_graphs=graphs == "on",
         fused_optimizer=fused == "on",
+        optimizer_state=asked.optimizer_state,
+        optimizer_offload=offload,
         loader=loader,
         workers=used_workers,
         micro_batch=size,
         accumulation=count,
-        pad_vocab=asked.pad_vocab,
-        checkpointing=asked.checkpointing == "full",
         features=tuple(features),
     )
+
+
+_NOT_CUDA = "only CUDA devices have it"
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _words(values: list[str]) -> str:
+    return f"[{', '.join(values)}]"
+
+
+def _kernels(asked: str, device: Device, model: ModelConfig) -> tuple[str, str]:
+    if asked == "torch":
+        return "torch", ""
+    reason = kernels_missing(device, model)
+    return ("triton", "") if reason is None else ("torch", reason)
+
+
+def kernels_missing(device: Device, model: ModelConfig) -> str | None:
+    """Why our Triton kernels cannot run this model here, or None."""
+    if device.kind != "cuda":
+        return _NOT_CUDA
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if device.capability is not None and device.capability < (8, 0):
+        return f"{device.name} is older than Ampere"
+    if model.dropout > 0:
+        return "they have no dropout"
+    if model.residual_scale is not None:
+        return "they have no residual scales"
+    return None
+
+
+def _residual(asked: str, precision: str, kernels: str) -> tuple[str, str]:
+    if kernels == "torch":
+        return "fp32", "" if asked == "fp32" else "torch's operations keep it in fp32"
+    if precision != "bf16":
+        return "fp32", "" if asked == "fp32" else f"precision is {precision}"
+    return ("bf16" if asked == "auto" else asked), ""
+
+
+def _fp8(asked: list[str], device: Device, kernels: str) -> tuple[str, str]:
+    if not asked:
+        return "[]", ""
+    if device.capability is None or device.capability < (8, 9):
+        return "[]", f"{device.name} has no 8-bit matrix units"
+    if kernels == "torch":
+        return "[]", "kernels is torch"
+    return _words(asked), ""
+
+
+def _attention(asked: str, device: Device, precision: str, config: RunConfig) -> tuple[str, str]:
+    if asked in ("reference", "sdpa"):
+        return asked, ""
+    if device.kind != "cuda":
+        return "sdpa", "" if asked == "auto" else _NOT_CUDA
+    if asked == "auto":
+        hopper = device.capability is not None and device.capability >= (9, 0)
+        return ("cudnn", "") if hopper and precision in ("bf16", "fp16") else ("sdpa", "")
+    return asked, ""
+
+
+def _loss(asked: str, device: Device, kernels: str) -> tuple[str, str]:
+    if asked != "auto":
+        return asked, ""
+    return ("fused" if kernels == "triton" else "plain"), ""
+
+
+def _no_offload(device: Device) -> str | None:
+    return None if device.kind == "cuda" else _NOT_CUDA
+
+
+def _cuda_graphs(asked: str, device: Device, compiled: str) -> tuple[str, str]:
+    if asked == "off":
+        return "off", ""
+    if device.kind != "cuda":
+        return "off", "" if asked == "auto" else _NOT_CUDA
+    return "off", ""
+
+
+def _expandable(asked: str, device: Device) -> tuple[str, str]:
+    if asked == "off":
+        return "off", ""
+    return ("on", "") if device.kind == "cuda" else ("off", "" if asked == "auto" else _NOT_CUDA)
 
 
 def _precision(asked: str, device: Device) -> tuple[str, str]:
@@ -98,18 +216,21 @@ def _precision(asked: str, device: Device) -> tuple[str, str]:
     return "fp32", f"a CPU has no {asked} products"
 
 
-def _compile(asked: str, device: Device) -> tuple[str, str]:
+def _compile(asked: str, device: Device, kernels: str) -> tuple[str, str]:
     if asked == "off":
         return "off", ""
     if asked == "auto" and device.kind != "cuda":
         return "off", f"not worth its start-up on {device.kind}"
+    if kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
+        return "off", "the Triton kernels leave it nothing to fuse"
     if device.kind == "cuda":
         if importlib.util.find_spec("triton") is None:
             return "off", "triton is not installed"
         if device.capability is not None and device.capability < (7, 0):
             return "off", f"{device.name} is older than the compiler supports"
     reason = compile_failure(device.torch_device)
-    return ("on", "") if reason is None else ("off", reason)
+    mode = "default" if asked == "auto" else asked
+    return (mode, "") if reason is None else ("off", reason)
 
 
 def compile_failure(device: torch.device) -> str | None:
@@ -122,8 +243,8 @@ def compile_failure(device: torch.device) -> str | None:
         return f"torch.compile failed: {type(error).__name__}: {first_line}"
 
 
-def _fused(asked: str, device: Device) -> tuple[str, str]:
-    if asked == "off":
+def _fused(speed: SpeedConfig, device: Device) -> tuple[str, str]:
+    if speed.fused_optimizer == "off":
         return "off", ""
     return ("on", "") if device.fused_optimizer else ("off", f"torch has no fused AdamW on {device.kind}")
 

@@ -129,9 +129,9 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         vocab,
         micro_batch=speed.micro_batch,
         half=speed.precision in ("bf16", "fp16"),
-        compiled=speed.compile,
-        checkpointing=speed.checkpointing,
-        pad_vocab=speed.pad_vocab,
+        compiled=speed.compile != "off",
+        checkpointing=speed.execution.checkpointing == "full",
+        pad_vocab=speed.execution.pad_vocab,
     )
     check_fits(memory, device)
     steps = _steps(config, order.windows)
@@ -201,9 +201,7 @@ def _build(config: RunConfig, vocab: int, speed: Speed) -> GPT:
         config.model,
         vocab,
         seed=config.train.seed,
-        attention=speed.attention,
-        pad_vocab=speed.pad_vocab,
-        checkpointing=speed.checkpointing,
+        execution=speed.execution,
     )
     if config.model.init_from is not None:
         folder = Path(config.model.init_from)
@@ -218,7 +216,7 @@ def _build(config: RunConfig, vocab: int, speed: Speed) -> GPT:
         load_huggingface(model, folder)
     with out_of_memory():
         model.to(speed.device.torch_device)
-    if speed.compile:
+    if speed.compile != "off":
         model.compile(dynamic=False)
     return model
 

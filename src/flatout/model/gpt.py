@@ -8,37 +8,31 @@ Shape legend: B batch, T positions, W width, V vocabulary.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatout.config.schema import ModelConfig
+from flatout.model.execution import Execution
 from flatout.model.layers import Block, Cache, LayerCache, LayerNorm, RMSNorm, Rotary, build_norm
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
 
 
 class GPT(nn.Module):
-    def __init__(
-        self,
-        config: ModelConfig,
-        vocab: int,
-        *,
-        attention: str = "sdpa",
-        pad_vocab: int = 1,
-        checkpointing: bool = False,
-    ) -> None:
+    def __init__(self, config: ModelConfig, vocab: int, execution: Execution) -> None:
         super().__init__()
         self.config = config
         self.vocab = vocab
-        self.pad_vocab = pad_vocab
-        self.checkpointing = checkpointing
+        self.execution = execution
         self.embedding = nn.Embedding(vocab, config.width)
         self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         rope = config.positions == "rope"
         self.rotary = Rotary(config.width // config.heads, config.context, config.rope_base) if rope else None
         self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, execution) for _ in range(config.layers))
         self.norm = build_norm(config, config.width)
         self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
 
@@ -49,12 +43,17 @@ class GPT(nn.Module):
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Cross-entropy summed over the targets that are not IGNORED."""
         hidden_BTW = self.hidden(tokens_BT)
+        how = self.execution
         return linear_cross_entropy(
             hidden_BTW.flatten(0, 1),
             self.head_weight,
             targets_BT.flatten(),
             label_smoothing=label_smoothing,
-            pad_vocab=self.pad_vocab,
+            pad_vocab=how.pad_vocab,
+            path=how.loss,
+            chunk=how.loss_chunk,
+            kernels=how.kernels,
+            fp8="head" in how.fp8,
         )
 
     def logits(self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
@@ -62,7 +61,7 @@ class GPT(nn.Module):
         hidden_BTW = self.hidden(tokens_BT, cache)
         if last:
             hidden_BTW = hidden_BTW[:, -1:]
-        logits_BTV = padded_logits(hidden_BTW, self.head_weight, self.pad_vocab)
+        logits_BTV = padded_logits(hidden_BTW, self.head_weight, self.execution.pad_vocab)
         return logits_BTV.float() if logits_BTV.element_size() < 4 else logits_BTV
 
     def hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
@@ -73,16 +72,29 @@ class GPT(nn.Module):
         x_BTW = self.embedding(tokens_BT)
         if self.positions is not None:
             x_BTW = x_BTW + self.positions.weight[position : position + length]
+        if self.execution.kernels == "triton" and cache is None:
+            return self._fused_blocks(x_BTW)
         x_BTW = self.dropout(x_BTW)
         for index, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[index]
-            if self.checkpointing and self.training:
-                x_BTW = checkpoint(block, x_BTW, self.rotary, layer, position, use_reentrant=False)
-            else:
-                x_BTW = block(x_BTW, self.rotary, layer, position)
+            x_BTW = self._recomputed(block, x_BTW, self.rotary, layer, position)
         if cache is not None:
             cache.length = position + length
         return self.norm(x_BTW)
+
+    def _fused_blocks(self, x_BTW: Tensor) -> Tensor:
+        """The blocks in our kernels. A block's last addition waits for the norm after it: one pass over memory."""
+        x_BTW = x_BTW.to(torch.bfloat16 if self.execution.residual == "bf16" else x_BTW.dtype)
+        branch_BTW, bias_W = None, None
+        for block in self.blocks:
+            x_BTW, branch_BTW = self._recomputed(block.fused, x_BTW, branch_BTW, bias_W, self.rotary)
+            bias_W = block.mlp.out.bias
+        return self.norm.after_adding(x_BTW, branch_BTW, bias_W)[1]
+
+    def _recomputed(self, function: Callable[..., Any], *values: Any) -> Any:
+        if self.execution.checkpointing == "full" and self.training:
+            return checkpoint(function, *values, use_reentrant=False)
+        return function(*values)
 
     def empty_cache(self, batch: int = 1) -> Cache:
         config, weight = self.config, self.embedding.weight
@@ -120,18 +132,10 @@ class GPT(nn.Module):
                 module.mlp_scale.fill_(self.config.residual_scale or 0.0)
 
 
-def build_model(
-    config: ModelConfig,
-    vocab: int,
-    *,
-    seed: int = 0,
-    attention: str = "sdpa",
-    pad_vocab: int = 1,
-    checkpointing: bool = False,
-) -> GPT:
+def build_model(config: ModelConfig, vocab: int, *, seed: int = 0, execution: Execution | None = None) -> GPT:
     """A model on the CPU with weights drawn from `seed`. Built without memory first, so nothing is drawn twice."""
     with torch.device("meta"):
-        model = GPT(config, vocab, attention=attention, pad_vocab=pad_vocab, checkpointing=checkpointing)
+        model = GPT(config, vocab, execution or Execution())
     model.to_empty(device="cpu")
     model.init_weights(seed)
     return model

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
+from flatout.model.execution import Execution
 from flatout.ops.attention import causal_attention
 
 NORM_EPS = 1e-5
@@ -22,6 +23,13 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), NORM_EPS)
 
+    def after_adding(self, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + branch + branch_bias, its norm), by our kernel."""
+        from flatout.ops.kernels.norm import add_norm
+
+        weight = self.weight
+        return add_norm(x, branch, branch_bias, weight, None, centred=False, eps=NORM_EPS, dtype=product_type(x))
+
 
 class LayerNorm(nn.Module):
     def __init__(self, width: int, bias: bool) -> None:
@@ -32,8 +40,23 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, NORM_EPS)
 
+    def after_adding(self, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(x + branch + branch_bias, its norm), by our kernel."""
+        from flatout.ops.kernels.norm import add_norm
 
-def build_norm(config: ModelConfig, width: int) -> nn.Module:
+        weight, bias = self.weight, self.bias
+        return add_norm(x, branch, branch_bias, weight, bias, centred=True, eps=NORM_EPS, dtype=product_type(x))
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """The type of matrix products: autocast's where it is on, else that of the weights, which is never narrow."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def build_norm(config: ModelConfig, width: int) -> RMSNorm | LayerNorm:
     return RMSNorm(width) if config.norm == "rmsnorm" else LayerNorm(width, config.bias)
 
 
@@ -91,12 +114,12 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with one fused projection for queries, keys and values."""
 
-    def __init__(self, config: ModelConfig, backend: str) -> None:
+    def __init__(self, config: ModelConfig, execution: Execution) -> None:
         super().__init__()
         self.heads = config.heads
         self.groups = config.kv_heads or config.heads
         self.size = config.width // config.heads
-        self.backend = backend
+        self.execution = execution
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.width, (self.heads + 2 * self.groups) * self.size, bias=config.bias)
         self.out = nn.Linear(config.width, config.width, bias=config.bias)
@@ -105,20 +128,42 @@ class Attention(nn.Module):
 
     def forward(self, x_BTW: Tensor, rotary: Rotary | None, cache: LayerCache | None, position: int) -> Tensor:
         batch, positions, width = x_BTW.shape
-        counts = [self.heads, self.groups, self.groups]
-        q, k, v = self.qkv(x_BTW).split([n * self.size for n in counts], dim=-1)
+        q, k, v = self._project(x_BTW)
         q_BHTD = q.view(batch, positions, self.heads, self.size).transpose(1, 2)
         k_BGTD = k.view(batch, positions, self.groups, self.size).transpose(1, 2)
         v_BGTD = v.view(batch, positions, self.groups, self.size).transpose(1, 2)
+        q_BHTD, k_BGTD = self._prepare(q_BHTD, k_BGTD, rotary, position)
+        if cache is not None:
+            k_BGTD, v_BGTD = cache.append(position, k_BGTD, v_BGTD)
+        dropout = self.dropout if self.training else 0.0
+        y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=self.execution.attention, dropout=dropout)
+        return self.out(y_BHTD.transpose(1, 2).reshape(batch, positions, width))
+
+    def fused(self, h_BTW: Tensor, rotary: Rotary | None) -> Tensor:
+        """The same in our kernels, up to the output's bias, which the residual addition brings along."""
+        from flatout.ops.kernels.heads import project_heads
+        from flatout.ops.kernels.linear import linear
+
+        weight, bias = self.qkv.weight, self.qkv.bias
+        q_BHTD, k_BGTD, v_BGTD = project_heads(h_BTW, weight, bias, heads=self.heads, groups=self.groups)
+        q_BHTD, k_BGTD = self._prepare(q_BHTD, k_BGTD, rotary, 0)
+        y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=self.execution.attention)
+        return linear(y_BHTD.transpose(1, 2).reshape(h_BTW.shape), self.out.weight)
+
+    def _project(self, x_BTW: Tensor) -> tuple[Tensor, ...]:
+        sizes = [count * self.size for count in (self.heads, self.groups, self.groups)]
+        if self.execution.fused_qkv:
+            return self.qkv(x_BTW).split(sizes, dim=-1)
+        weights = self.qkv.weight.split(sizes)
+        biases = (None, None, None) if self.qkv.bias is None else self.qkv.bias.split(sizes)
+        return tuple(F.linear(x_BTW, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    def _prepare(self, q_BHTD: Tensor, k_BGTD: Tensor, rotary: Rotary | None, position: int) -> tuple[Tensor, Tensor]:
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTD, k_BGTD = self.q_norm(q_BHTD), self.k_norm(k_BGTD)
         if rotary is not None:
             q_BHTD, k_BGTD = rotary(q_BHTD, position), rotary(k_BGTD, position)
-        if cache is not None:
-            k_BGTD, v_BGTD = cache.append(position, k_BGTD, v_BGTD)
-        dropout = self.dropout if self.training else 0.0
-        y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=self.backend, dropout=dropout)
-        return self.out(y_BHTD.transpose(1, 2).reshape(batch, positions, width))
+        return q_BHTD, k_BGTD
 
 
 def mlp_width_of(config: ModelConfig) -> int:
@@ -150,14 +195,23 @@ class MLP(nn.Module):
             h = F.gelu(h, approximate="tanh")
         return self.out(h)
 
+    def fused(self, h_BTW: Tensor, *, keep: bool) -> Tensor:
+        """The same in our kernels, up to the output's bias, which the residual addition brings along."""
+        from flatout.ops.kernels.activation import activated_linear
+        from flatout.ops.kernels.linear import linear
+
+        pre = linear(h_BTW, self.up.weight)
+        return activated_linear(pre, self.up.bias, self.out.weight, kind=self.kind, keep=keep)
+
 
 class Block(nn.Module):
     """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); the branches may carry learned scales."""
 
-    def __init__(self, config: ModelConfig, backend: str) -> None:
+    def __init__(self, config: ModelConfig, execution: Execution) -> None:
         super().__init__()
+        self.keep = execution.checkpointing != "selective"
         self.attention_norm = build_norm(config, config.width)
-        self.attention = Attention(config, backend)
+        self.attention = Attention(config, execution)
         self.mlp_norm = build_norm(config, config.width)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -170,3 +224,12 @@ class Block(nn.Module):
         x_BTW = x_BTW + (branch if self.attention_scale is None else branch * self.attention_scale)
         branch = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return x_BTW + (branch if self.mlp_scale is None else branch * self.mlp_scale)
+
+    def fused(
+        self, x_BTW: Tensor, branch_BTW: Tensor | None, bias_W: Tensor | None, rotary: Rotary | None
+    ) -> tuple[Tensor, Tensor]:
+        """The same in our kernels. Takes the branch that the block before has not added yet, and leaves its own."""
+        x_BTW, h_BTW = self.attention_norm.after_adding(x_BTW, branch_BTW, bias_W)
+        branch_BTW = self.attention.fused(h_BTW, rotary)
+        x_BTW, h_BTW = self.mlp_norm.after_adding(x_BTW, branch_BTW, self.attention.out.bias)
+        return x_BTW, self.mlp.fused(h_BTW, keep=self.keep)

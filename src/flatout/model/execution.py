@@ -1,0 +1,19 @@
+"""How a model's arithmetic is carried out. None of it changes the result beyond rounding."""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Execution:
+    """The model's share of the `speed` section, as it was resolved for a device. The defaults run everywhere."""
+
+    attention: str = "sdpa"
+    kernels: str = "torch"  # or triton
+    residual: str = "fp32"  # or bf16
+    fused_qkv: bool = True
+    loss: str = "plain"  # or chunked, fused
+    loss_chunk: int = 8192
+    pad_vocab: int = 1
+    checkpointing: str = "none"  # or selective, full
+    activation_offload: bool = False
+    fp8: tuple[str, ...] = ()  # of qkv, out, up, down, head

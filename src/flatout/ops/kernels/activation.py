@@ -1,0 +1,173 @@
+"""The MLP's non-linearity with its bias, forward and backward, and the down-projection that follows it.
+
+    g = act(pre + bias)          gelu (tanh form), relu², or silu(gate)·value with pre = [gate, value]
+
+Backward gives the gradient of `pre`, the column sums that are the bias's gradient, and g itself again when it was not
+kept: all in one pass.
+
+Shape legend: N rows (tokens), M hidden size, C columns of pre (M, or 2M for swiglu).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatout.ops.kernels.launch import multiprocessors
+from flatout.ops.kernels.linear import product, weight_gradient
+
+GELU, RELU2, SWIGLU = 0, 1, 2
+KINDS = {"gelu": GELU, "relu2": RELU2, "swiglu": SWIGLU}
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+
+
+@triton.jit
+def _forward(
+    pre_ptr, bias_ptr, out_ptr, rows, hidden, columns, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    mask = (row < rows)[:, None] & inside[None, :]
+    place = row.to(tl.int64)[:, None] * columns + column[None, :]
+    x = tl.load(pre_ptr + place, mask, 0.0).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    if KIND == 0:
+        y = 0.5 * x * (1.0 + _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == 1:
+        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    else:
+        value = tl.load(pre_ptr + place + hidden, mask, 0.0).to(tl.float32)
+        if HAS_BIAS:
+            value += tl.load(bias_ptr + hidden + column, inside, 0.0).to(tl.float32)[None, :]
+        y = x * tl.sigmoid(x) * value
+    out = row.to(tl.int64)[:, None] * hidden + column[None, :]
+    tl.store(out_ptr + out, y.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _backward(
+    dout_ptr, pre_ptr, bias_ptr, dpre_ptr, out_ptr, sums_ptr, rows, hidden, columns, share,
+    HAS_BIAS: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < hidden
+    first_sum = tl.zeros((BLOCK,), tl.float32)
+    second_sum = tl.zeros((BLOCK,), tl.float32)
+    first_bias = tl.zeros((1, BLOCK), tl.float32)
+    second_bias = tl.zeros((1, BLOCK), tl.float32)
+    if HAS_BIAS:
+        first_bias += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+        if KIND == 2:
+            second_bias += tl.load(bias_ptr + hidden + column, inside, 0.0).to(tl.float32)[None, :]
+    end = tl.minimum(program * share + share, rows)
+    for start in range(program * share, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < end)[:, None] & inside[None, :]
+        place = row.to(tl.int64)[:, None] * columns + column[None, :]
+        out = row.to(tl.int64)[:, None] * hidden + column[None, :]
+        dy = tl.load(dout_ptr + out, mask, 0.0).to(tl.float32)
+        x = tl.load(pre_ptr + place, mask, 0.0).to(tl.float32) + first_bias
+        if KIND == 0:
+            t = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+            y = 0.5 * x * (1.0 + t)
+            inner = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+            dx = dy * (0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner)
+        elif KIND == 1:
+            y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+            dx = dy * 2.0 * tl.maximum(x, 0.0)
+        else:
+            value = tl.load(pre_ptr + place + hidden, mask, 0.0).to(tl.float32) + second_bias
+            s = tl.sigmoid(x)
+            y = x * s * value
+            dvalue = dy * x * s
+            dx = dy * value * s * (1.0 + x * (1.0 - s))
+            tl.store(dpre_ptr + place + hidden, dvalue.to(dpre_ptr.dtype.element_ty), mask)
+            if HAS_BIAS:
+                second_sum += tl.sum(tl.where(mask, dvalue, 0.0), 0)
+        tl.store(dpre_ptr + place, dx.to(dpre_ptr.dtype.element_ty), mask)
+        if AGAIN:
+            tl.store(out_ptr + out, y.to(out_ptr.dtype.element_ty), mask)
+        if HAS_BIAS:
+            first_sum += tl.sum(tl.where(mask, dx, 0.0), 0)
+    if HAS_BIAS:
+        tl.store(sums_ptr + program.to(tl.int64) * columns + column, first_sum, inside)
+        if KIND == 2:
+            tl.store(sums_ptr + program.to(tl.int64) * columns + hidden + column, second_sum, inside)
+
+
+_ROWS, _BLOCK, _WARPS = 4, 512, 4
+
+
+def _sizes(pre: Tensor, kind: int) -> tuple[int, int, int]:
+    columns = pre.shape[-1]
+    return pre.numel() // columns, columns // 2 if kind == SWIGLU else columns, columns
+
+
+def activate(pre: Tensor, bias: Tensor | None, kind: int) -> Tensor:
+    rows, hidden, columns = _sizes(pre, kind)
+    out = torch.empty((*pre.shape[:-1], hidden), dtype=pre.dtype, device=pre.device)
+    grid = (triton.cdiv(rows, _ROWS), triton.cdiv(hidden, _BLOCK))
+    _forward[grid](
+        pre, bias, out, rows, hidden, columns, HAS_BIAS=bias is not None, KIND=kind, ROWS=_ROWS, BLOCK=_BLOCK,
+        num_warps=_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def activate_backward(
+    dout: Tensor, pre: Tensor, bias: Tensor | None, kind: int, *, again: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(gradient of pre, gradient of bias, the activation itself if asked for `again`)."""
+    rows, hidden, columns = _sizes(pre, kind)
+    dpre = torch.empty_like(pre)
+    out = torch.empty_like(dout) if again else None
+    strips = triton.cdiv(hidden, _BLOCK)
+    programs = max(1, min(triton.cdiv(rows, _ROWS), triton.cdiv(16 * multiprocessors(pre.device), strips)))
+    share = triton.cdiv(triton.cdiv(rows, programs), _ROWS) * _ROWS
+    sums = None if bias is None else torch.empty(programs, columns, dtype=torch.float32, device=pre.device)
+    _backward[(programs, strips)](
+        dout, pre, bias, dpre, out, sums, rows, hidden, columns, share, HAS_BIAS=bias is not None, KIND=kind,
+        AGAIN=again, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=_WARPS,
+    )  # fmt: skip
+    return dpre, None if sums is None else sums.sum(0), out
+
+
+class _ActivatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, pre, bias, weight, kind, keep, fp8):  # noqa: ANN001 - as autograd calls it
+        pre = pre.contiguous()
+        active = activate(pre, bias, kind)
+        narrow = weight.to(pre.dtype)
+        ctx.save_for_backward(pre, bias, narrow, active if keep else None)
+        ctx.kind = kind
+        ctx.weight_dtype = weight.dtype
+        return product(active, narrow.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):  # noqa: ANN001
+        pre, bias, narrow, active = ctx.saved_tensors
+        dy = dy.contiguous()
+        dactive = product(dy, narrow)
+        dpre, dbias, again = activate_backward(dactive, pre, bias, ctx.kind, again=active is None)
+        del dactive
+        dweight = None
+        if ctx.needs_input_grad[2]:
+            dweight = weight_gradient(dy, active if again is None else again, ctx.weight_dtype)
+        return dpre, dbias, dweight, None, None, None
+
+
+def activated_linear(
+    pre: Tensor, bias: Tensor | None, weight: Tensor, *, kind: str, keep: bool, fp8: bool = False
+) -> Tensor:
+    """act(pre + bias) @ weight.T. `keep` holds the activation for backward; without it backward computes it again."""
+    return _ActivatedLinear.apply(pre, bias, weight, KINDS[kind], keep, fp8)  # pyright: ignore

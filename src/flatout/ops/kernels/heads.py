@@ -1,0 +1,94 @@
+"""Queries, keys and values from one product, as views of its result; their gradients packed for one product back.
+
+Attention hands back three gradients in layouts of its own. One pass writes them side by side and sums the columns,
+which are the gradient of the bias.
+
+Shape legend: B batch, T positions, H query heads, G key/value heads, D head size, W width, C = (H + 2G)·D columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatout.ops.kernels.launch import multiprocessors
+from flatout.ops.kernels.linear import product, weight_gradient
+
+
+@triton.jit
+def _pack(
+    part_ptr, packed_ptr, sums_ptr, rows, positions, part_columns, columns, first, share, stride_b, stride_h, stride_t,
+    SIZE: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < part_columns
+    source = (column // SIZE) * stride_h + column % SIZE
+    total = tl.zeros((BLOCK,), tl.float32)
+    end = tl.minimum(program * share + share, rows)
+    for start in range(program * share, end, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < end)[:, None] & inside[None, :]
+        origin = (row // positions).to(tl.int64) * stride_b + (row % positions).to(tl.int64) * stride_t
+        value = tl.load(part_ptr + origin[:, None] + source[None, :], mask, 0.0)
+        tl.store(packed_ptr + row.to(tl.int64)[:, None] * columns + first + column[None, :], value, mask)
+        if HAS_SUMS:
+            total += tl.sum(value.to(tl.float32), 0)
+    if HAS_SUMS:
+        tl.store(sums_ptr + program.to(tl.int64) * columns + first + column, total, inside)
+
+
+def pack_heads(parts: list[Tensor], *, sums: bool) -> tuple[Tensor, Tensor | None]:
+    """[B, heads, T, D] gradients side by side as [B·T, C], and their column sums when asked for."""
+    batch, _, positions, size = parts[0].shape
+    rows, columns = batch * positions, sum(part.shape[1] for part in parts) * size
+    device = parts[0].device
+    packed = torch.empty(rows, columns, dtype=parts[0].dtype, device=device)
+    at_once, block = 4, 256
+    strips = triton.cdiv(columns, block)
+    programs = max(1, min(triton.cdiv(rows, at_once), triton.cdiv(24 * multiprocessors(device), strips)))
+    share = triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
+    partial = torch.empty(programs, columns, dtype=torch.float32, device=device) if sums else None
+    first = 0
+    for part in parts:
+        if part.stride(3) != 1:
+            part = part.contiguous()
+        width = part.shape[1] * size
+        _pack[(programs, triton.cdiv(width, block))](
+            part, packed, partial, rows, positions, width, columns, first, share, part.stride(0), part.stride(1),
+            part.stride(2), SIZE=size, HAS_SUMS=sums, ROWS=at_once, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        first += width
+    return packed, None if partial is None else partial.sum(0)
+
+
+class _ProjectHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, weight, bias, heads, groups):  # noqa: ANN001 - as autograd calls it
+        batch, positions, _ = h.shape
+        narrow = weight.to(h.dtype)
+        flat = h.reshape(-1, h.shape[-1])
+        with torch.autocast(h.device.type, enabled=False):
+            packed = flat @ narrow.t() if bias is None else torch.addmm(bias.to(h.dtype), flat, narrow.t())
+        ctx.save_for_backward(h, narrow)
+        ctx.weight_dtype, ctx.has_bias = weight.dtype, bias is not None
+        size = weight.shape[0] // (heads + 2 * groups)
+        all_heads = packed.view(batch, positions, heads + 2 * groups, size).transpose(1, 2)
+        return all_heads[:, :heads], all_heads[:, heads : heads + groups], all_heads[:, heads + groups :]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk, dv):  # noqa: ANN001
+        h, narrow = ctx.saved_tensors
+        packed, dbias = pack_heads([dq, dk, dv], sums=ctx.has_bias)
+        dh = product(packed, narrow).view(h.shape) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient(packed, h, ctx.weight_dtype) if ctx.needs_input_grad[1] else None
+        return dh, dweight, dbias, None, None
+
+
+def project_heads(
+    h_BTW: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, heads: int, groups: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, T, D], keys and values [B, G, T, D], as views of one product."""
+    return _ProjectHeads.apply(h_BTW, weight_CW, bias_C, heads, groups)  # pyright: ignore

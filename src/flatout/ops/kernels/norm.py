@@ -1,0 +1,174 @@
+"""Residual addition and normalisation in one pass over memory, forward and backward.
+
+    x_new = x + branch + branch_bias        (in the residual stream's own precision)
+    h     = norm(x_new)                     (in the precision of the products)
+
+A block does nothing else to its residual stream, so the branch's bias and all column sums of backward (the gradients
+of that bias and of the norm's own weights) ride along in the same pass. Statistics are in fp32, of the stored x_new.
+
+Shape legend: N rows (tokens), W width, P programs that each sum the columns of their share of rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatout.ops.kernels.launch import columns_of, programs_for
+
+
+@triton.jit
+def _forward(
+    x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, x_new_ptr, h_ptr, mean_ptr, rstd_ptr, rows, width, eps,
+    HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    mask = (row < rows)[:, None] & inside[None, :]
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + place, mask, 0.0).to(tl.float32)
+    if HAS_BRANCH:
+        x += tl.load(branch_ptr + place, mask, 0.0).to(tl.float32)
+        if HAS_BRANCH_BIAS:
+            x += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+        stored = x.to(x_new_ptr.dtype.element_ty)
+        tl.store(x_new_ptr + place, stored, mask)
+        x = stored.to(tl.float32)
+    if CENTRED:
+        mean = tl.sum(x, 1) / width
+        x = tl.where(mask, x - mean[:, None], 0.0)
+        tl.store(mean_ptr + row, mean, row < rows)
+    rstd = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    tl.store(rstd_ptr + row, rstd, row < rows)
+    h = x * rstd[:, None] * tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        h += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _backward(
+    dx_new_ptr, dh_ptr, x_new_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr, sums_ptr, rows, width,
+    share,
+    HAS_DX: tl.constexpr, OWN_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+    weight_sum = tl.zeros((BLOCK,), tl.float32)
+    bias_sum = tl.zeros((BLOCK,), tl.float32)
+    branch_sum = tl.zeros((BLOCK,), tl.float32)
+    for start in range(program * share, tl.minimum(program * share + share, rows), ROWS):
+        row = start + tl.arange(0, ROWS)
+        alive = row < tl.minimum(program * share + share, rows)
+        mask = alive[:, None] & inside[None, :]
+        place = row.to(tl.int64)[:, None] * width + column[None, :]
+        dh = tl.load(dh_ptr + place, mask, 0.0).to(tl.float32)
+        x = tl.load(x_new_ptr + place, mask, 0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + row, alive, 0.0)[:, None]
+        if CENTRED:
+            x = tl.where(mask, x - tl.load(mean_ptr + row, alive, 0.0)[:, None], 0.0)
+        x *= rstd
+        weight_sum += tl.sum(dh * x, 0)
+        if HAS_BIAS:
+            bias_sum += tl.sum(dh, 0)
+        dh *= weight
+        dx = dh - x * (tl.sum(dh * x, 1) / width)[:, None]
+        if CENTRED:
+            dx -= (tl.sum(dh, 1) / width)[:, None]
+        dx *= rstd
+        if HAS_DX:
+            dx += tl.load(dx_new_ptr + place, mask, 0.0).to(tl.float32)
+        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask)
+        if OWN_BRANCH:
+            tl.store(dbranch_ptr + place, dx.to(dbranch_ptr.dtype.element_ty), mask)
+        if HAS_BRANCH_BIAS:
+            branch_sum += tl.sum(tl.where(mask, dx, 0.0), 0)
+    place = program.to(tl.int64) * 3 * width + column
+    tl.store(sums_ptr + place, weight_sum, inside)
+    if HAS_BIAS:
+        tl.store(sums_ptr + place + width, bias_sum, inside)
+    if HAS_BRANCH_BIAS:
+        tl.store(sums_ptr + place + 2 * width, branch_sum, inside)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, branch, branch_bias, weight, bias, centred, eps, dtype):  # noqa: ANN001 - as autograd calls it
+        x = x.contiguous()
+        width = x.shape[-1]
+        rows = x.numel() // width
+        branch = None if branch is None else branch.contiguous()
+        x_new = x if branch is None else torch.empty_like(x)
+        h = torch.empty(x.shape, dtype=dtype, device=x.device)
+        mean = torch.empty(rows if centred else 0, dtype=torch.float32, device=x.device)
+        rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
+        block, at_once, warps = columns_of(width)
+        _forward[(triton.cdiv(rows, at_once),)](
+            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, rows, width, eps,
+            HAS_BRANCH=branch is not None, HAS_BRANCH_BIAS=branch_bias is not None, HAS_BIAS=bias is not None,
+            CENTRED=centred, ROWS=at_once, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        ctx.save_for_backward(x_new, weight, mean, rstd)
+        ctx.centred, ctx.has_bias = centred, bias is not None
+        ctx.branch_dtype = None if branch is None else branch.dtype
+        ctx.branch_bias = branch_bias is not None
+        ctx.set_materialize_grads(False)
+        return x_new.view_as(x_new) if branch is None else x_new, h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx_new, dh):  # noqa: ANN001
+        x_new, weight, mean, rstd = ctx.saved_tensors
+        width = x_new.shape[-1]
+        rows = rstd.numel()
+        if dh is None:  # nobody used the normalised values
+            dbranch = None if ctx.branch_dtype is None or dx_new is None else dx_new.to(ctx.branch_dtype)
+            dbranch_bias = dx_new.sum(tuple(range(dx_new.ndim - 1))) if ctx.branch_bias and dx_new is not None else None
+            return dx_new, dbranch, dbranch_bias, None, None, None, None, None
+        dh = dh.contiguous()
+        dx_new = None if dx_new is None else dx_new.contiguous()
+        dx = torch.empty_like(x_new)
+        # In the residual stream's own precision branch and stream share one gradient.
+        own = ctx.branch_dtype is not None and ctx.branch_dtype != dx.dtype
+        dbranch = torch.empty(dx.shape, dtype=ctx.branch_dtype, device=dx.device) if own else dx
+        block, at_once, warps = columns_of(width)
+        programs = programs_for(rows, at_once, x_new.device)
+        share = triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
+        sums = torch.empty(programs, 3, width, dtype=torch.float32, device=dx.device)
+        _backward[(programs,)](
+            dx_new, dh, x_new, weight, mean, rstd, dx, dbranch, sums, rows, width, share,
+            HAS_DX=dx_new is not None, OWN_BRANCH=own, HAS_BRANCH_BIAS=ctx.branch_bias, HAS_BIAS=ctx.has_bias,
+            CENTRED=ctx.centred, ROWS=at_once, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        totals = sums.sum(0)
+        return (
+            dx,
+            None if ctx.branch_dtype is None else dbranch,
+            totals[2] if ctx.branch_bias else None,
+            totals[0].to(weight.dtype),
+            totals[1] if ctx.has_bias else None,
+            None,
+            None,
+            None,
+        )
+
+
+def add_norm(
+    x: Tensor,
+    branch: Tensor | None,
+    branch_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    centred: bool,
+    eps: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(x + branch + branch_bias, its norm in `dtype`). `centred` is LayerNorm, otherwise RMSNorm."""
+    return _AddNorm.apply(x, branch, branch_bias, weight, bias, centred, eps, dtype)  # pyright: ignore

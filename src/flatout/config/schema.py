@@ -299,7 +299,7 @@ class SpeedConfig(Section):
     )
     loss: Literal["auto", "plain", "chunked", "fused"] = Field(
         default="auto",
-        description="Head and loss: all logits at once, chunks recomputed in backward, or chunks differentiated at once.",
+        description="Head and loss: all logits at once, chunks recomputed in backward, or chunks differentiated in place.",
     )
     loss_chunk: Annotated[int, Field(ge=16, le=2**20)] = Field(
         default=8192, description="Tokens whose logits exist at once in the chunked and fused losses."

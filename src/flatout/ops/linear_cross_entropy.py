@@ -69,7 +69,7 @@ class _FusedLoss(torch.autograd.Function):
     """Loss and, chunk by chunk, its gradients; backward only multiplies them by the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx, hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, chunk, kernels, fp8):  # noqa: ANN001
+    def forward(ctx, hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, chunk, kernels, fp8):
         device = hidden_NW.device
         autocast = torch.is_autocast_enabled(device.type)
         narrow = torch.get_autocast_dtype(device.type) if autocast else hidden_NW.dtype
@@ -99,7 +99,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dtotal):  # noqa: ANN001
+    def backward(ctx, dtotal):
         dhidden_NW, dweight_VW = ctx.saved_tensors
         # Both were made here and are used once, so they are scaled where they stand.
         return (

@@ -143,7 +143,7 @@ def activate_backward(
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pre, bias, weight, kind, keep, fp8):  # noqa: ANN001 - as autograd calls it
+    def forward(ctx, pre, bias, weight, kind, keep, fp8):
         pre = pre.contiguous()
         active = activate(pre, bias, kind)
         narrow = weight.to(pre.dtype)
@@ -154,7 +154,7 @@ class _ActivatedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):  # noqa: ANN001
+    def backward(ctx, dy):
         pre, bias, narrow, active = ctx.saved_tensors
         dy = dy.contiguous()
         dactive = product(dy, narrow)

@@ -68,7 +68,8 @@ def cross_entropy_rows(
     logits_NP: Tensor, targets_N: Tensor, *, vocab: int, label_smoothing: float, gradient: bool
 ) -> Tensor:
     """Loss of every row in fp32, zero where the target is IGNORED. With `gradient` the logits become their gradient."""
-    assert logits_NP.is_contiguous() and targets_N.is_contiguous()
+    assert logits_NP.is_contiguous()
+    assert targets_N.is_contiguous()
     rows, columns = logits_NP.shape
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NP.device)
     block = min(8192, triton.next_power_of_2(columns))

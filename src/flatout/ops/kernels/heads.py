@@ -65,7 +65,7 @@ def pack_heads(parts: list[Tensor], *, sums: bool) -> tuple[Tensor, Tensor | Non
 
 class _ProjectHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, bias, heads, groups):  # noqa: ANN001 - as autograd calls it
+    def forward(ctx, h, weight, bias, heads, groups):
         batch, positions, _ = h.shape
         narrow = weight.to(h.dtype)
         flat = h.reshape(-1, h.shape[-1])
@@ -79,7 +79,7 @@ class _ProjectHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dq, dk, dv):  # noqa: ANN001
+    def backward(ctx, dq, dk, dv):
         h, narrow = ctx.saved_tensors
         packed, dbias = pack_heads([dq, dk, dv], sums=ctx.has_bias)
         dh = product(packed, narrow).view(h.shape) if ctx.needs_input_grad[0] else None

@@ -28,7 +28,7 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):  # noqa: ANN001 - as autograd calls it
+    def forward(ctx, x, weight):
         narrow = weight.to(x.dtype)
         ctx.save_for_backward(x, narrow)
         ctx.weight_dtype = weight.dtype
@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):  # noqa: ANN001
+    def backward(ctx, dy):
         x, narrow = ctx.saved_tensors
         dy = dy.contiguous()
         dx = product(dy, narrow) if ctx.needs_input_grad[0] else None

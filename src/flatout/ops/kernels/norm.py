@@ -99,7 +99,7 @@ def _backward(
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, branch, branch_bias, weight, bias, centred, eps, dtype):  # noqa: ANN001 - as autograd calls it
+    def forward(ctx, x, branch, branch_bias, weight, bias, centred, eps, dtype):
         x = x.contiguous()
         width = x.shape[-1]
         rows = x.numel() // width
@@ -123,7 +123,7 @@ class _AddNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dx_new, dh):  # noqa: ANN001
+    def backward(ctx, dx_new, dh):
         x_new, weight, mean, rstd = ctx.saved_tensors
         width = x_new.shape[-1]
         rows = rstd.numel()

@@ -1,67 +1,98 @@
 """Peak memory of a training step, estimated and measured, over families, micro-batches and switches.
 
-    python benchmarks/memory_estimate.py >> benchmarks/memory_estimate.jsonl     (needs a CUDA device)
+    python benchmarks/memory_estimate.py [--compile] >> benchmarks/memory_estimate.jsonl     (needs a CUDA device)
 
-Each row: what ran and the measured peak of torch's allocator over three full steps, in bytes. A unit test holds
-`estimate_memory` against these rows, so the estimate is kept true on machines without a GPU as well.
+Each row: what ran and the measured peak of torch's allocator over three full steps, in bytes; on the error output the
+estimate as a share of it. A unit test holds `estimate_memory` against these rows, so the estimate is kept true on
+machines without a GPU as well. All cases run in one process, each with a run of its own that is freed afterwards;
+compiled ones, which take half a minute each, only with --compile.
 """
 
+import dataclasses
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+# (preset, sequences at once, switches)
 CASES = [
-    (preset, compiled, precision, checkpointing, micro_batch)
-    for preset in ("gpt2-124m", "gpt-124m")
-    for compiled, precision in (("on", "bf16"), ("off", "bf16"), ("off", "fp32"))
-    for checkpointing, micro_batch in (("none", 8), ("none", 32), ("full", 32))
+    ("gpt2-124m", 8, ["kernels=triton"]),
+    ("gpt2-124m", 64, ["kernels=triton"]),
+    ("gpt2-124m", 64, ["kernels=triton", "checkpointing=selective"]),
+    ("gpt2-124m", 64, ["kernels=triton", "checkpointing=full"]),
+    ("gpt2-124m", 32, ["kernels=triton", "residual=fp32"]),
+    ("gpt2-124m", 16, ["kernels=triton", "loss=plain"]),
+    ("gpt2-124m", 32, ["kernels=triton", "loss=chunked"]),
+    ("gpt2-124m", 32, ["kernels=triton", "precision=fp32"]),
+    ("gpt2-124m", 4, ["kernels=triton", "optimizer_state=8bit", "loss_chunk=2048"]),
+    ("gpt2-124m", 4, ["kernels=triton", "optimizer_offload=true", "loss_chunk=2048", "checkpointing=full"]),
+    ("gpt-124m", 32, ["kernels=triton"]),
+    ("gpt-124m", 32, ["kernels=triton", "checkpointing=full"]),
+    ("gpt2-350m", 16, ["kernels=triton", "checkpointing=selective"]),
+    ("gpt2-124m", 32, ["kernels=torch", "compile=off", "loss=fused"]),
+    ("gpt2-124m", 32, ["kernels=torch", "compile=off", "loss=chunked", "checkpointing=selective"]),
+    ("gpt2-124m", 32, ["kernels=triton", "activation_offload=true"]),
+]
+COMPILED = [
+    ("gpt2-124m", 32, ["kernels=torch", "compile=default", "loss=plain"]),
+    ("gpt2-124m", 32, ["kernels=torch", "compile=default", "loss=plain", "checkpointing=full"]),
+    ("gpt-124m", 32, ["kernels=torch", "compile=default", "loss=plain"]),
 ]
 
 
-def measure(preset: str, compiled: str, precision: str, checkpointing: str, micro_batch: int) -> dict:
+def measure_case(preset: str, micro_batch: int, switches: list[str], scratch: Path) -> dict:
     import torch
 
-    import flatout
     from flatout.config.load import load_config
-    from flatout.records import RunInfo, StepRecord
+    from flatout.tune.measure import borrowed_run, measure
+    from flatout.tune.practice_data import practice_data
 
     words = [
-        "data.source=shakespeare", "data.folder=null", "train.steps=3", "eval.tokens=1024", "eval.sample_tokens=0",
-        f"speed.micro_batch={micro_batch}", f"train.batch_tokens={2 * micro_batch * 1024}",
-        f"speed.compile={compiled}", f"speed.precision={precision}", f"speed.checkpointing={checkpointing}",
+        "train.steps=3", f"speed.micro_batch={micro_batch}", f"train.batch_tokens={2 * micro_batch * 1024}",
+        "eval.tokens=1024", *(f"speed.{switch}" for switch in switches),
     ]  # fmt: skip
-    records = list(flatout.train(load_config(preset, words)))
-    info = records[0]
-    assert isinstance(info, RunInfo)
-    return {
-        "preset": preset,
-        "compile": compiled,
-        "precision": precision,
-        "checkpointing": checkpointing,
-        "micro_batch": micro_batch,
-        "measured": max(r.memory_bytes or 0 for r in records if isinstance(r, StepRecord)),
-        "device": info.device,
-        "torch": torch.__version__,
-    }
+    loaded = load_config(preset, words)
+    folder = scratch / loaded.config.data.tokenizer
+    if not folder.exists():
+        folder.mkdir()
+        data, _ = practice_data(loaded.config, folder)
+        (folder / "data.json").write_text(data.model_dump_json())
+    data = loaded.config.data.model_validate_json((folder / "data.json").read_text())
+    loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
+    with borrowed_run(loaded) as run:
+        result = measure(run, warmup=1, steps=2)
+        speed = run.speed
+        row = {
+            "preset": preset,
+            "compile": speed.compile,
+            "precision": speed.precision,
+            "checkpointing": speed.execution.checkpointing,
+            "micro_batch": micro_batch,
+            "measured": result.peak_bytes,
+            "execution": dataclasses.asdict(speed.execution),
+            "optimizer_state": speed.optimizer_state,
+            "optimizer_offload": speed.optimizer_offload,
+            "cuda_graphs": speed.cuda_graphs,
+            "device": speed.device.name,
+            "torch": torch.__version__,
+        }
+        share, peak = run.memory.total / result.peak_bytes, result.peak_bytes / 2**30
+        print(f"{share:6.3f} of {peak:6.2f} GiB: {preset} {micro_batch} {' '.join(switches)}", file=sys.stderr)
+        return row
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(*sys.argv[1:5], int(sys.argv[5]))))  # pyright: ignore[reportCallIssue]
-        return
-    script = Path(__file__).resolve()
-    paths = os.pathsep.join(str(Path(p).resolve()) for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p)
-    with tempfile.TemporaryDirectory() as folder:  # a process a case: nothing of one is left in the next
-        for case in CASES:
-            words = [sys.executable, str(script), *map(str, case)]
-            done = subprocess.run(
-                words, cwd=folder, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False
-            )
-            line = (done.stdout.strip().splitlines() or [""])[-1]
-            print(line if done.returncode == 0 else json.dumps({"case": case, "error": done.stderr[-300:]}), flush=True)
+    from flatout.errors import UserError
+
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    with tempfile.TemporaryDirectory() as folder:
+        for case in CASES + (COMPILED if "--compile" in sys.argv[1:] else []):
+            try:
+                print(json.dumps({**measure_case(*case, Path(folder)), "commit": commit}), flush=True)
+            except UserError as error:  # a switch this device cannot have, or out of memory: the others go on
+                print(f"left out {case}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,10 @@ from flatout.config.load import LoadedConfig, load_config
 
 torch.set_num_threads(1)
 
+if not torch.cuda.is_available():
+    # Triton reads this when it is first imported, which torch.compile does too; it does not mind.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 TINY = [
     "model.layers=2",
     "model.width=32",

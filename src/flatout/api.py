@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from flatout.config.load import LoadedConfig, load_config, load_stored, resolve_from_mapping, show
+from flatout.config.load import LoadedConfig, Source, load_config, load_stored, resolve_from_mapping, show
 from flatout.config.schema import RunConfig
 from flatout.data.loader import evaluation_batches
 from flatout.data.pack import Progress
@@ -37,8 +37,19 @@ from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
 from flatout.model.weights import assign_weights, export_huggingface, from_huggingface
-from flatout.observe.sinks import MetricsFile
-from flatout.records import NoticeRecord, Record
+from flatout.observe.sinks import MetricsFile, read_bench
+from flatout.records import (
+    BenchProgress,
+    BenchRow,
+    NoticeRecord,
+    Record,
+    TuneProgress,
+    TuneResult,
+    TuneRow,
+    record_to_json,
+)
+from flatout.tune.ladder import bench as climb_ladder
+from flatout.tune.probe import tune as search_settings
 
 Config = LoadedConfig | RunConfig
 
@@ -325,6 +336,85 @@ def export(model: LoadedModel | str | Path | None, folder: str | Path) -> Path:
     return target
 
 
+def bench(
+    config: Config | None = None,
+    *,
+    steps: int = 12,
+    parity_steps: int = 20,
+    batch_tokens: int | None = None,
+    rungs: Sequence[str] | None = None,
+    only: str | None = None,
+    folder: str | Path | None = None,
+    go_on: bool = False,
+    notice: Callable[[str], None] = lambda _: None,
+    progress: Callable[[BenchProgress], None] = lambda _: None,
+) -> Generator[BenchRow]:
+    """Measures every speed switch that this machine has, from the naive baseline up, and yields a row for each.
+
+    A rung first has to show the reference's losses over `parity_steps` steps; then at most `steps` steps are timed.
+    `rungs` are names, `only` is ladder, without or extra. With a `folder`, rows are also written to bench.jsonl there,
+    each at once; with `go_on`, rungs that are there already are not measured again.
+    """
+    config = _with_sources(config or load_config())
+    path = None if folder is None else Path(folder) / "bench.jsonl"
+    if path is not None and path.exists() and not go_on:
+        raise UsageError(
+            f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
+        )
+    ladder = climb_ladder(
+        config,
+        steps=steps,
+        parity_steps=parity_steps,
+        batch_tokens=batch_tokens,
+        names=rungs,
+        only=only,
+        earlier=[] if path is None or not path.exists() else read_bench(path),
+        notice=notice,
+        progress=progress,
+    )
+    if path is None:
+        yield from ladder
+        return
+    for row in ladder:
+        with disk_errors(str(path), safe=""):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(record_to_json(row) + "\n")
+        yield row
+
+
+def tune(
+    config: Config | None = None,
+    *,
+    memory: float | None = None,
+    exhaustive: bool = False,
+    compile: bool = False,
+    seconds: float | None = None,
+    progress: Callable[[TuneProgress], None] = lambda _: None,
+) -> Generator[TuneRow | TuneResult]:
+    """Finds the fastest micro-batch, checkpointing and loss for a config's global batch on this device.
+
+    Yields a row for every setting tried, and a `TuneResult` last; its `fragment` is a config file. `memory` is a cap in
+    GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
+    """
+    yield from search_settings(
+        _with_sources(config or load_config()),
+        memory=memory,
+        thorough=exhaustive,
+        compiled=compile,
+        seconds=seconds,
+        progress=progress,
+    )
+
+
+def _with_sources(config: Config) -> LoadedConfig:
+    """A config made in Python counts as written by the user in every field."""
+    if isinstance(config, LoadedConfig):
+        return config
+    paths = (f"{section}.{name}" for section, values in config.model_dump().items() for name in values)
+    return LoadedConfig(config, {path: Source("file", "config") for path in paths})
+
+
 def _plain(config: Config) -> RunConfig:
     return config.config if isinstance(config, LoadedConfig) else config
 
@@ -334,4 +424,15 @@ def _known(config: RunConfig | None) -> RunConfig:
     return config
 
 
-__all__ = ["Evaluation", "LoadedModel", "evaluate", "export", "generate", "load_model", "prepare", "train"]
+__all__ = [
+    "Evaluation",
+    "LoadedModel",
+    "bench",
+    "evaluate",
+    "export",
+    "generate",
+    "load_model",
+    "prepare",
+    "train",
+    "tune",
+]

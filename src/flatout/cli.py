@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import flatout
-from flatout import cli_data, records
+from flatout import cli_data, cli_speed, cli_tune, records
 from flatout.errors import UsageError, UserError
 from flatout.words import Parser, add_config, choose_action, load, number_between, one_line, quoted, sentence
 
@@ -33,6 +33,8 @@ verbs:
   tokenizer  train a byte-pair encoding, or compare tokenizers
   eval       loss, perplexity and bits per byte of a trained model
   generate   continue a prompt with a trained model
+  bench      what each speed switch is worth on this machine, proven first
+  tune       find the fastest micro-batch, checkpointing and loss for this machine
   export     write a trained gpt2 model as a Hugging Face folder
   config     explain, show, schema, presets, copy
 
@@ -349,6 +351,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "tokenizer": cli_data.tokenizer,
     "eval": _eval,
     "generate": _generate,
+    "bench": cli_speed.bench,
+    "tune": cli_tune.tune,
     "export": _export,
     "config": _config,
 }

@@ -1,4 +1,4 @@
-"""What this machine can do, and why not.
+"""What this machine can do, and why not; torch's process-wide switches, borrowed.
 
 Peak rates are the vendors' dense bf16/fp16 tensor figures, without sparsity; utilisation is only shown where the card
 is in the table, because a wrong constant is worse than none.
@@ -6,6 +6,7 @@ is in the table, because a wrong constant is worse than none.
 
 import contextlib
 import dataclasses
+import gc
 import os
 import re
 import sys
@@ -41,8 +42,9 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 class Device:
     torch_device: torch.device
     name: str
-    memory_bytes: int | None
+    memory_bytes: int | None  # what a run may use: `limit_bytes` where there is a limit
     capability: tuple[int, int] | None
+    limit_bytes: int | None = None  # the memory limit this run was given, to emulate a smaller card
 
     @property
     def kind(self) -> str:
@@ -97,6 +99,14 @@ def detect_device(asked: str = "auto") -> Device:
     return Device(torch_device=torch.device(asked), name=asked, memory_bytes=memory, capability=None)
 
 
+def limit_memory(device: Device, gibibytes: float | None) -> Device:
+    """The device as a run with a memory limit sees it: with that much memory. Only CUDA's allocator has limits."""
+    if gibibytes is None or device.kind != "cuda" or device.memory_bytes is None:
+        return device
+    limit = min(int(gibibytes * 2**30), device.memory_bytes)
+    return dataclasses.replace(device, memory_bytes=limit, limit_bytes=limit)
+
+
 def _host_memory_bytes() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -114,6 +124,70 @@ def peak_memory_bytes(device: torch.device) -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the device's memory is full.
+
+    Only torch's own allocator has an error class for it. A CPU, a driver called by a kernel's launcher and the matrix
+    libraries say it in words.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    words = ("can't allocate memory", "out of memory", "STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+
+
+def free_memory(device: torch.device) -> None:
+    """Gives back what nobody holds any more: first Python's cycles, then the allocator's cache."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+# The user's own words to torch's allocator; the second is the older name.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def allocator_words() -> str | None:
+    """The variable in which the user has spoken to torch's allocator, as NAME=VALUE; what it says goes, not we."""
+    for name in ALLOCATOR_VARIABLES:
+        if os.environ.get(name):
+            return f"{name}={os.environ[name]}"
+    return None
+
+
+def use_expandable_segments(device: torch.device, on: bool) -> bool:
+    """Lets CUDA's allocator grow its blocks, from the next block on; returns whether it was told so.
+
+    It is a policy of the process and stays: no number depends on it, and the next run says what it wants itself.
+    Setting one policy puts the others back to torch's defaults, so nothing is touched where the user has set any.
+    """
+    if device.type != "cuda" or allocator_words() is not None:
+        return False
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{on}")
+    return True
+
+
+@contextlib.contextmanager
+def memory_limit(device: Device) -> Iterator[None]:
+    """Holds torch's allocator to the device's limit for one piece of work and puts the old limit back.
+
+    It counts what torch allocates. The CUDA context, some hundreds of megabytes that a real card of that size would
+    have to hold as well, is not among it.
+    """
+    if device.limit_bytes is None:
+        yield
+        return
+    before = torch.cuda.get_per_process_memory_fraction(device.torch_device)
+    total = torch.cuda.get_device_properties(device.torch_device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(before, device.limit_bytes / total), device.torch_device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device.torch_device)
 
 
 @contextlib.contextmanager

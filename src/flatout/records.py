@@ -65,6 +65,7 @@ class StepRecord:
     mfu: float | None
     memory_bytes: int | None
     loss_scale: float | None
+    micro_batch: int  # sequences at once; smaller than at the start after the device ran out of memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,6 +210,129 @@ class DataSummary:
     problems: tuple[dict[str, Any], ...]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchRow:
+    """One rung of the ladder (`flatout bench`).
+
+    `status` is green (parity holds), red (it does not, so there is no speed), out_of_memory, absent (this device cannot
+    have the switch) or failed; `reason` says why. `parity` is the largest difference between its losses and the
+    reference's over `parity_steps` steps. `gain` is the speed over that of the rung `against`; of a rung that takes a
+    switch out it is the other way round, what the switch is worth in the full set. `factor` is over the baseline.
+    `words` is what the rung adds, `settings` all it sets, `used` what really ran; `milliseconds` is a median, but a
+    mean for a trick that happens in some steps only. `place` is the rung's place in the list of all.
+    """
+
+    rung: str
+    group: str
+    place: int
+    status: str
+    reason: str
+    against: str | None
+    words: tuple[str, ...]
+    settings: tuple[str, ...]
+    used: dict[str, str]
+    parity: float | None
+    parity_steps: int
+    tolerance: float
+    tokens_per_second: float | None
+    milliseconds: float | None
+    mean_milliseconds: float | None
+    spread: float | None
+    mfu: float | None
+    peak_bytes: int | None
+    compile_seconds: float | None
+    steps: int
+    gain: float | None
+    factor: float | None
+    claim: str
+    claim_low: float | None
+    claim_high: float | None
+    claim_rows: tuple[str, ...]
+    config: str
+    config_words: tuple[str, ...]
+    data: str
+    parameters: int
+    context: int
+    batch_tokens: int
+    micro_batch: int | None
+    accumulation: int | None
+    device: str
+    flatout: str
+    torch: str
+    commit: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchProgress:
+    """Where the ladder is: rung `number` of `total`, in `phase` (reference, parity or timing)."""
+
+    number: int
+    total: int
+    rung: str
+    phase: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneRow:
+    """One setting that `flatout tune` tried.
+
+    `status` is fits, over (it ran, but without the margin), out_of_memory or absent (this device cannot have it, see
+    `reason`). `tokens_per_second` and `milliseconds` are of a whole optimizer step at the config's global batch,
+    `seconds` is what trying took.
+    """
+
+    number: int
+    status: str
+    reason: str
+    micro_batch: int
+    accumulation: int
+    checkpointing: str
+    loss: str
+    loss_chunk: int
+    kernels: str
+    compile: str
+    cuda_graphs: bool
+    optimizer_offload: bool
+    tokens_per_second: float | None
+    milliseconds: float | None
+    peak_bytes: int | None
+    estimate_bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneResult:
+    """The last record of `flatout tune`: the row it took, and why it stopped looking.
+
+    `words` are the settings as they stand on a command line, `fragment` a config file that holds them and everything
+    else that was asked for. `confirmed` says whether the figures are of whole steps or put together from shorter ones.
+    """
+
+    chosen: TuneRow
+    words: tuple[str, ...]
+    fragment: str
+    device: str
+    capacity_bytes: int | None
+    batch_tokens: int
+    data: str
+    tried: int
+    ended: str
+    confirmed: bool
+    seconds: float
+    flatout: str
+    torch: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TuneProgress:
+    """What is being tried now, and how much time has been used."""
+
+    number: int
+    text: str
+    seconds: float
+    budget: float
+
+
 Record = RunInfo | StepRecord | EvalRecord | EpochRecord | SampleRecord | CheckpointRecord | NoticeRecord | EndRecord
 
 _NAMES: dict[type, str] = {
@@ -221,14 +345,30 @@ _NAMES: dict[type, str] = {
     NoticeRecord: "notice",
     EndRecord: "end",
     DataSummary: "data",
+    BenchRow: "bench",
+    TuneRow: "tune",
+    TuneResult: "tuned",
 }
 
 
-def record_to_json(record: Record | DataSummary) -> str:
+def record_to_json(record: Record | DataSummary | BenchRow | TuneRow | TuneResult) -> str:
     """One JSON line. Non-finite numbers become the strings "nan", "inf", "-inf": JSON has no word for them, and a
     NaN loss must be visible in the log, never averaged or filtered away."""
     body = {"type": _NAMES[type(record)], **dataclasses.asdict(record)}
     return json.dumps(_finite(body), ensure_ascii=False, allow_nan=False)
+
+
+def bench_row_from_json(line: str) -> BenchRow:
+    """The row that `record_to_json` wrote; a line of anything else is a ValueError."""
+    try:
+        body = json.loads(line)
+        if body.pop("type") != _NAMES[BenchRow]:
+            raise ValueError("a record of another kind")
+        parity = body["parity"]
+        body |= {name: tuple(value) for name, value in body.items() if isinstance(value, list)}
+        return BenchRow(**{**body, "parity": None if parity is None else float(parity)})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _finite(value: Any) -> Any:

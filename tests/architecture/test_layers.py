@@ -15,9 +15,10 @@ LAYERS = [
     {"data", "model", "optim"},
     {"generation"},
     {"engine"},
+    {"tune"},
     {"observe"},
     {"api", "words"},
-    {"cli_data"},
+    {"cli_data", "cli_speed", "cli_tune"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -14,6 +14,7 @@ from flatout.engine import loop, setup
 from flatout.engine.checkpoint import list_checkpoints
 from flatout.errors import DataError, DivergedError, HardwareError, UserError
 from flatout.model.count import estimate_memory
+from flatout.model.execution import Execution
 from flatout.model.gpt import GPT
 from flatout.observe.sinks import read_metrics
 from flatout.records import (
@@ -214,11 +215,11 @@ def test_a_nan_evaluation_is_never_the_best(tiny, monkeypatch: pytest.MonkeyPatc
 def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
     # What one of the guides recommends for a card with 24 GB.
     model = ModelConfig(layers=24, width=1024, heads=16, context=512)
-    need = estimate_memory(model, 50257, micro_batch=256, half=True, compiled=True, checkpointing=False)
+    need = estimate_memory(model, 50257, micro_batch=256, half=True, compiled=True, execution=Execution())
     card = Device(torch_device=torch.device("cuda", 0), name="a card", memory_bytes=24 * 2**30, capability=(8, 9))
     with pytest.raises(HardwareError, match="GiB, a card has 24"):
         setup.check_fits(need, card)
-    setup.check_fits(estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, checkpointing=False), card)
+    setup.check_fits(estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, execution=Execution()), card)
 
 
 def test_evaluating_on_data_that_has_changed_is_refused(tiny, tmp_path: Path):

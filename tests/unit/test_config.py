@@ -41,6 +41,7 @@ from flatout.config.schema import RunConfig, SourceConfig, micro_batch_of
 from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory
+from flatout.model.execution import Execution
 
 PRESETS = [preset.name for preset in list_presets()]
 OVERLAYS = [overlay.name for overlay in list_hardware()]
@@ -635,10 +636,10 @@ def test_overlays_set_only_what_they_may(overlay: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_gpt2_124m_fits_each_overlay_with_margin(overlay: str) -> None:
     config = load_config("gpt2-124m", hardware=overlay).config
-    sizes = {"half": True, "checkpointing": config.speed.checkpointing == "full", "pad_vocab": 64}
+    how = Execution(checkpointing=config.speed.checkpointing, pad_vocab=64)
     for compiled, share in ((True, 0.65), (False, 0.85)):
         estimate = estimate_memory(
-            config.model, 50257, micro_batch=micro_batch_of(config)[0], compiled=compiled, **sizes
+            config.model, 50257, micro_batch=micro_batch_of(config)[0], half=True, compiled=compiled, execution=how
         )
         assert estimate.total < share * int(overlay.removesuffix("gb")) * 1e9
 

@@ -282,6 +282,10 @@ class SpeedConfig(Section):
         default="auto",
         description="Norms, activations and residual adds: torch's operations or our Triton kernels; auto on CUDA.",
     )
+    products: Literal["auto", "torch", "tuned"] = Field(
+        default="auto",
+        description="Matrix products by torch's choice of kernel, or by the fastest tried; auto beside our kernels.",
+    )
     attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "flex", "fa3", "reference"] = Field(
         default="auto",
         description="Attention kernel; sdpa lets torch pick, auto is cudnn on Hopper and newer, else sdpa.",
@@ -299,7 +303,7 @@ class SpeedConfig(Section):
     )
     loss: Literal["auto", "plain", "chunked", "fused"] = Field(
         default="auto",
-        description="Head and loss: all logits at once, chunks recomputed in backward, or chunks differentiated in place.",
+        description="Head and loss: all logits at once, chunks computed again in backward, or differentiated at once.",
     )
     loss_chunk: Annotated[int, Field(ge=16, le=2**20)] = Field(
         default=8192, description="Tokens whose logits exist at once in the chunked and fused losses."

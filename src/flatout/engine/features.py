@@ -2,21 +2,53 @@
 
 A switch this machine cannot serve is an error when the user wrote it, and a fallback with a reason when a preset or a
 default did. Nothing falls back in silence: every answer becomes a `Feature` of the run's first record.
+
+Switches that exclude each other are settled here as well, in this order: what the user wrote beats what is automatic;
+of two that were both written, the one named in the error gives way. What only a trial can show (does this attention
+kernel take these shapes, does the compiler work) is tried through `Probes`.
 """
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig, micro_batch_of
-from flatout.device import Device
+from flatout.device import Device, allocator_words, arithmetic
+from flatout.engine.compiling import compile_failure, graphs_of_its_own
 from flatout.errors import HardwareError
+from flatout.model.count import flops_per_token
 from flatout.model.execution import Execution
+from flatout.model.layers import mlp_width_of
+from flatout.ops.attention import attention_failure, picked_kernel
+from flatout.ops.kernels.cublaslt import missing as cublaslt_missing
 from flatout.records import Feature
 
 DEVICE_LOADER_BYTES = 2**31  # a corpus up to this size lives on the GPU by default
+# An estimate: a micro-batch of a dozen layers is about 500 launches of some 5 µs; that many FLOPs take a Hopper 4 ms.
+GRAPH_FLOPS = 3e12
+COMMON_VOCAB = 50257  # where nobody has said how large the vocabulary is
+
+
+def try_attention(
+    backend: str, device: torch.device, *, precision: str, deterministic: bool, **shape: Any
+) -> str | None:
+    """Why this attention kernel cannot train these shapes under these switches, or None."""
+    with arithmetic(precision, deterministic, device):
+        return attention_failure(backend, device, _product_type(precision), **shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probes:
+    """What is tried out on the device; tests without one put their own answers here."""
+
+    attention: Callable[..., str | None] = try_attention
+    picked: Callable[..., str | None] = picked_kernel
+    compiler: Callable[[torch.device], str | None] = compile_failure
+    products: Callable[[], str | None] = cublaslt_missing
+    triton: Callable[[], bool] = lambda: importlib.util.find_spec("triton") is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,21 +67,32 @@ class Speed:
     workers: int
     micro_batch: int
     accumulation: int
+    expandable_segments: bool
     features: tuple[Feature, ...]
 
 
-def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int | None, written: Callable[[str], bool]) -> Speed:
+def resolve_speed(
+    config: RunConfig,
+    device: Device,
+    corpus_bytes: int | None,
+    written: Callable[[str], bool],
+    *,
+    vocab: int | None = None,
+    probes: Probes | None = None,
+) -> Speed:
     """`written(path)` tells whether the user wrote a field, in a file or on the command line.
 
-    `corpus_bytes` is the size of the tokens, None where they are streamed.
+    `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary.
     """
-    asked = config.speed
+    asked, model = config.speed, config.model
+    probes = probes or Probes()
     features: list[Feature] = []
 
-    def settle(name: str, wanted: str, used: str, why: str = "") -> str:
+    def settle(name: str, wanted: str, used: str, why: str = "", shown: str | None = None) -> str:
         if why and wanted not in ("auto", used) and written(f"speed.{name}"):
-            raise HardwareError(f"speed.{name} is {wanted}, but {why}", f"set speed.{name}=auto, or {used}")
-        features.append(Feature(name=name, asked=wanted, used=used, why=why))
+            ways = [used] if SpeedConfig.model_fields[name].default != "auto" else ["auto", used]
+            raise HardwareError(f"speed.{name} is {wanted}, but {why}", f"set speed.{name}={', or '.join(ways)}")
+        features.append(Feature(name=name, asked=wanted, used=shown or used, why=why))
         return used
 
     def switch(name: str, wanted: bool, reason: str | None) -> bool:
@@ -57,19 +100,28 @@ def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int | None, w
         used = wanted and reason is None
         return settle(name, _word(wanted), _word(used), "" if used == wanted else reason or "") == "true"
 
+    def switch_off(name: str, wanted: bool, reason: str | None) -> bool:
+        """Whether something that is on by default is off; `reason` says why it cannot be."""
+        used = wanted or reason is not None
+        return settle(name, _word(wanted), _word(used), "" if used == wanted else reason or "") == "false"
+
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
-    kernels = settle("kernels", asked.kernels, *_kernels(asked.kernels, device, config.model))
+    kernels = settle("kernels", asked.kernels, *_kernels(asked, device, model, probes))
     residual = settle("residual", asked.residual, *_residual(asked.residual, precision, kernels))
-    fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked.fp8, device, kernels))
-    attention = settle("attention", asked.attention, *_attention(asked.attention, device, precision, config))
-    fused_qkv = switch("fused_qkv", asked.fused_qkv, None)
-    compiled = settle("compile", asked.compile, *_compile(asked.compile, device, kernels))
+    deterministic = config.train.deterministic
+    products = settle("products", asked.products, *_products(asked.products, precision, kernels, deterministic, probes))
+    fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model))
+    attention, why = _attention(asked.attention, device, precision, config, probes)
+    settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, model, probes))
+    one_product = "our kernels take one product" if kernels == "triton" else None
+    fused_qkv = not switch_off("fused_qkv", asked.fused_qkv, one_product)
+    compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, probes))
     loss = settle("loss", asked.loss, *_loss(asked.loss, device, kernels))
     settle("loss_chunk", str(asked.loss_chunk), str(asked.loss_chunk))
     fused = settle("fused_optimizer", asked.fused_optimizer, *_fused(asked, device))
-    settle("optimizer_state", asked.optimizer_state, asked.optimizer_state)
     offload = switch("optimizer_offload", asked.optimizer_offload, _no_offload(device))
+    state = settle("optimizer_state", asked.optimizer_state, *_optimizer_state(asked.optimizer_state, device, offload))
     loader = settle("loader", asked.loader, *_loader(asked.loader, device, corpus_bytes))
     size, count = micro_batch_of(config)
     wanted = "null" if asked.micro_batch is None else str(asked.micro_batch)
@@ -78,12 +130,18 @@ def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int | None, w
     settle("accumulation", "null" if asked.accumulation is None else str(asked.accumulation), str(count))
     settle("pad_vocab", str(asked.pad_vocab), str(asked.pad_vocab))
     settle("checkpointing", asked.checkpointing, asked.checkpointing)
-    activation_offload = switch("activation_offload", asked.activation_offload, _no_offload(device))
-    graphs = settle("cuda_graphs", asked.cuda_graphs, *_cuda_graphs(asked.cuda_graphs, device, compiled))
+    reason = _no_offload(device) or (None if compiled == "off" else "compiled code keeps its activations to itself")
+    activation_offload = switch("activation_offload", asked.activation_offload, reason)
+    flops = flops_per_token(model, vocab or model.vocab or COMMON_VOCAB) * size * model.context
+    graphs = settle(
+        "cuda_graphs", asked.cuda_graphs, *_cuda_graphs(asked, device, compiled, activation_offload, model, flops)
+    )
     used_workers = asked.workers if loader == "host" else 0
     why = "tokens already live on the device" if loader == "device" else ""
     features.append(Feature(name="workers", asked=str(asked.workers), used=str(used_workers), why=why))
-    settle("expandable_segments", asked.expandable_segments, *_expandable(asked.expandable_segments, device))
+    expandable = settle(
+        "expandable_segments", asked.expandable_segments, *_expandable(asked.expandable_segments, device)
+    )
     limit = "null" if asked.memory_limit is None else f"{asked.memory_limit:g}"
     settle("memory_limit", limit, *((limit, "") if device.kind == "cuda" or limit == "null" else ("null", _NOT_CUDA)))
     return Speed(
@@ -92,6 +150,7 @@ def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int | None, w
         execution=Execution(
             attention=attention,
             kernels=kernels,
+            products=products,
             residual=residual,
             fused_qkv=fused_qkv,
             loss=loss,
@@ -104,12 +163,13 @@ def resolve_speed(config: RunConfig, device: Device, corpus_bytes: int | None, w
         compile=compiled,
         cuda_graphs=graphs == "on",
         fused_optimizer=fused == "on",
-        optimizer_state=asked.optimizer_state,
+        optimizer_state=state,
         optimizer_offload=offload,
         loader=loader,
         workers=used_workers,
         micro_batch=size,
         accumulation=count,
+        expandable_segments=expandable == "on",
         features=tuple(features),
     )
 
@@ -121,22 +181,27 @@ def _word(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _words(values: list[str]) -> str:
+def _words(values: Sequence[str]) -> str:
     return f"[{', '.join(values)}]"
 
 
-def _kernels(asked: str, device: Device, model: ModelConfig) -> tuple[str, str]:
-    if asked == "torch":
+def _kernels(asked: SpeedConfig, device: Device, model: ModelConfig, probes: Probes) -> tuple[str, str]:
+    if asked.kernels == "torch":
         return "torch", ""
-    reason = kernels_missing(device, model)
+    reason = kernels_missing(device, model, probes)
+    if reason is None and asked.kernels == "auto":
+        if asked.compile not in ("auto", "off"):
+            reason = "compile was asked for"
+        elif not asked.fused_qkv:
+            reason = "fused_qkv is off"
     return ("triton", "") if reason is None else ("torch", reason)
 
 
-def kernels_missing(device: Device, model: ModelConfig) -> str | None:
+def kernels_missing(device: Device, model: ModelConfig, probes: Probes | None = None) -> str | None:
     """Why our Triton kernels cannot run this model here, or None."""
     if device.kind != "cuda":
         return _NOT_CUDA
-    if importlib.util.find_spec("triton") is None:
+    if not (probes or Probes()).triton():
         return "triton is not installed"
     if device.capability is not None and device.capability < (8, 0):
         return f"{device.name} is older than Ampere"
@@ -155,25 +220,77 @@ def _residual(asked: str, precision: str, kernels: str) -> tuple[str, str]:
     return ("bf16" if asked == "auto" else asked), ""
 
 
-def _fp8(asked: list[str], device: Device, kernels: str) -> tuple[str, str]:
-    if not asked:
+def _products(asked: str, precision: str, kernels: str, deterministic: bool, probes: Probes) -> tuple[str, str]:
+    reason = (
+        "kernels is torch" if kernels == "torch"
+        else f"precision is {precision}" if precision not in ("bf16", "fp16")
+        else "the kernel that wins can differ from run to run" if deterministic
+        else probes.products()
+    )  # fmt: skip
+    if asked == "torch":
+        return "torch", ""
+    return ("tuned", "") if reason is None else ("torch", reason)
+
+
+def _fp8(asked: SpeedConfig, device: Device, kernels: str, model: ModelConfig) -> tuple[str, str]:
+    if not asked.fp8:
         return "[]", ""
     if device.capability is None or device.capability < (8, 9):
         return "[]", f"{device.name} has no 8-bit matrix units"
     if kernels == "torch":
         return "[]", "kernels is torch"
-    return _words(asked), ""
+    loss = _loss(asked.loss, device, kernels)[0]
+    if "head" in asked.fp8 and loss != "fused":
+        return "[]", f"the head in 8 bits needs the fused loss, and loss is {loss}"
+    groups, hidden = model.kv_heads or model.heads, mlp_width_of(model)
+    sizes = {"width": model.width, "qkv": model.width // model.heads * (model.heads + 2 * groups), "mlp": hidden}
+    for name, size in sizes.items():
+        if size % 16:
+            return "[]", f"8-bit products need sizes that are multiples of 16, and {name} has {size}"
+    return _words(asked.fp8), ""
 
 
-def _attention(asked: str, device: Device, precision: str, config: RunConfig) -> tuple[str, str]:
+def _attention(asked: str, device: Device, precision: str, config: RunConfig, probes: Probes) -> tuple[str, str]:
     if asked in ("reference", "sdpa"):
         return asked, ""
     if device.kind != "cuda":
         return "sdpa", "" if asked == "auto" else _NOT_CUDA
-    if asked == "auto":
-        hopper = device.capability is not None and device.capability >= (9, 0)
-        return ("cudnn", "") if hopper and precision in ("bf16", "fp16") else ("sdpa", "")
-    return asked, ""
+    hopper = device.capability is not None and device.capability >= (9, 0)
+    if asked == "auto" and not (hopper and precision in ("bf16", "fp16")):
+        return "sdpa", ""
+    wanted = "cudnn" if asked == "auto" else asked
+    if wanted == "cudnn" and config.train.deterministic:
+        return "sdpa", "cuDNN's backward is not deterministic, and train.deterministic is set"
+    reason = probes.attention(
+        wanted,
+        device.torch_device,
+        precision=precision,
+        deterministic=config.train.deterministic,
+        **_attention_shape(config.model),
+    )
+    return (wanted, "") if reason is None else ("sdpa", reason)
+
+
+def _shown_attention(used: str, device: Device, precision: str, model: ModelConfig, probes: Probes) -> str:
+    """With the kernel that torch picks, where the choice is torch's."""
+    if used != "sdpa":
+        return used
+    picked = probes.picked(device.torch_device, _product_type(precision), **_attention_shape(model))
+    return used if picked is None else f"sdpa ({picked})"
+
+
+def _attention_shape(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "heads": model.heads,
+        "groups": model.kv_heads or model.heads,
+        "size": model.width // model.heads,
+        "context": model.context,
+        "dropout": model.dropout,
+    }
+
+
+def _product_type(precision: str) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
 def _loss(asked: str, device: Device, kernels: str) -> tuple[str, str]:
@@ -186,18 +303,45 @@ def _no_offload(device: Device) -> str | None:
     return None if device.kind == "cuda" else _NOT_CUDA
 
 
-def _cuda_graphs(asked: str, device: Device, compiled: str) -> tuple[str, str]:
-    if asked == "off":
+def _optimizer_state(asked: str, device: Device, offload: bool) -> tuple[str, str]:
+    if asked == "8bit" and offload:
+        return "fp32", "offloaded moments stay in fp32"
+    if asked == "8bit" and device.kind == "mps":
+        return "fp32", "8-bit moments are not tested on MPS"
+    return asked, ""
+
+
+def _cuda_graphs(
+    asked: SpeedConfig, device: Device, compiled: str, offload: bool, model: ModelConfig, flops: float
+) -> tuple[str, str]:
+    wanted = asked.cuda_graphs
+    if wanted == "off":
         return "off", ""
     if device.kind != "cuda":
-        return "off", "" if asked == "auto" else _NOT_CUDA
-    return "off", ""
+        return "off", "" if wanted == "auto" else _NOT_CUDA
+    if model.dropout > 0:
+        return "off", "a recording would not draw dropout from the run's own random stream"
+    if offload:
+        return "off", "activation_offload waits for the host's memory, which a recording cannot"
+    if graphs_of_its_own(compiled, our_graphs=wanted == "on"):
+        return "off", f"compile {compiled} records graphs of its own"
+    if wanted == "on":
+        return "on", ""
+    if compiled != "off":
+        return "off", "compiled code launches few kernels"
+    size = f"{flops:.1g} FLOPs in a micro-batch"
+    if flops < GRAPH_FLOPS:
+        return "on", f"{size}: launching kernels takes longer than running them"
+    return "off", f"{size} keep the device busy without"
 
 
 def _expandable(asked: str, device: Device) -> tuple[str, str]:
-    if asked == "off":
-        return "off", ""
-    return ("on", "") if device.kind == "cuda" else ("off", "" if asked == "auto" else _NOT_CUDA)
+    if device.kind != "cuda":
+        return "off", "" if asked in ("auto", "off") else _NOT_CUDA
+    words = allocator_words()
+    if words is not None:  # whoever speaks to the allocator through the environment knows better than a default
+        return ("on" if "expandable_segments:true" in words.lower() else "off"), f"{words} is set"
+    return ("off" if asked == "off" else "on"), ""
 
 
 def _precision(asked: str, device: Device) -> tuple[str, str]:
@@ -216,31 +360,29 @@ def _precision(asked: str, device: Device) -> tuple[str, str]:
     return "fp32", f"a CPU has no {asked} products"
 
 
-def _compile(asked: str, device: Device, kernels: str) -> tuple[str, str]:
-    if asked == "off":
+def _compile(asked: SpeedConfig, device: Device, kernels: str, probes: Probes) -> tuple[str, str]:
+    wanted = asked.compile
+    if wanted == "off":
         return "off", ""
-    if asked == "auto" and device.kind != "cuda":
+    if wanted == "auto" and device.kind != "cuda":
         return "off", f"not worth its start-up on {device.kind}"
     if kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
         return "off", "the Triton kernels leave it nothing to fuse"
+    if wanted == "auto" and asked.activation_offload:
+        return "off", "activation_offload was asked for"
     if device.kind == "cuda":
-        if importlib.util.find_spec("triton") is None:
+        if not probes.triton():
             return "off", "triton is not installed"
         if device.capability is not None and device.capability < (7, 0):
             return "off", f"{device.name} is older than the compiler supports"
-    reason = compile_failure(device.torch_device)
-    mode = "default" if asked == "auto" else asked
-    return (mode, "") if reason is None else ("off", reason)
-
-
-def compile_failure(device: torch.device) -> str | None:
-    """Why torch.compile does not work here, or None. Compilation is lazy: only a call shows whether it works."""
-    try:
-        doubled = torch.compile(lambda x: (x * 2).sum())(torch.ones(4, device=device))
-        return None if float(doubled) == 8.0 else "torch.compile gave a wrong result"
-    except Exception as error:  # noqa: BLE001 - any failure of a foreign compiler means: run without it, and say why
-        first_line = str(error).strip().partition("\n")[0][:120]
-        return f"torch.compile failed: {type(error).__name__}: {first_line}"
+    reason = probes.compiler(device.torch_device)
+    if reason is not None:
+        return "off", reason
+    if wanted == "reduce-overhead" and device.kind != "cuda":
+        return "default", f"CUDA graphs are what it is about, and {_NOT_CUDA}"
+    if wanted == "regional" and asked.checkpointing == "selective":
+        return "default", "selective checkpointing cannot look into a block that is compiled alone"
+    return ("default" if wanted == "auto" else wanted), ""
 
 
 def _fused(speed: SpeedConfig, device: Device) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from flatout.device import peak_memory_bytes
 from flatout.engine.checkpoint import Checkpoint, keep_newest, write_checkpoint, write_json_atomically
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
 from flatout.engine.pending import PendingReports, StepReport
+from flatout.engine.recovery import attempt_step, first_fitting, use_less_memory
 from flatout.engine.run_folder import checkpoints_of, read_best
 from flatout.engine.setup import Run, out_of_memory
 from flatout.errors import DataError, DivergedError
@@ -73,13 +74,19 @@ def train_loop(
     spent = _out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
     reason, checkpoint = "early_stop" if spent else "finished", resumed_from
     position = None if resumed is None else resumed.state.get("stream")
+    evaluation_batch = run.step.micro_batch
     with run.batches(run.steps if spent else progress.step, position) as loader:
         pending.restart()
         for batch in loader:
-            with run.random.active(), out_of_memory():
-                report = run.step(batch.tokens, batch.targets)
             step = batch.step + 1
+            report = attempt_step(run, batch)
+            while isinstance(report, str):  # out of memory, and nothing has changed: again, in smaller pieces
+                yield from settle(run, progress, pending.drain())
+                yield NoticeRecord(step=step, message=use_less_memory(run, batch.tokens.shape[0], report))
+                pending.restart()
+                report = attempt_step(run, batch)
             pending.push(step, report)
+            yield from (NoticeRecord(step=step, message=message) for message in run.news.take())
             if isinstance(loader, StreamLoader):
                 position = loader.position().to_json()
                 yield from (NoticeRecord(step=step, message=message) for message in loader.news())
@@ -96,9 +103,13 @@ def train_loop(
             yield from settle(run, progress, pending.drain())
             improved = exhausted = False
             if evaluating:
-                record = _evaluate(
-                    run, progress, "end" if ending else "step" if _due(step, run.config.eval.every) else "epoch"
+                record, evaluation_batch, messages = _evaluate(
+                    run,
+                    progress,
+                    "end" if ending else "step" if _due(step, run.config.eval.every) else "epoch",
+                    min(evaluation_batch, run.step.micro_batch),
                 )
+                yield from (NoticeRecord(step=step, message=message) for message in messages)
                 improved, exhausted = record.best, _out_of_patience(run, progress)
                 yield record
             if (sampling or exhausted) and run.config.eval.sample_tokens:
@@ -113,6 +124,7 @@ def train_loop(
             pending.restart()
     if position is not None and position["problems"] > TOLD_PROBLEMS and not spent:
         yield NoticeRecord(step=progress.step, message=f"{position['problems']:,} problems in the source in all")
+    yield from (NoticeRecord(step=progress.step, message=message) for message in run.news.take())
     yield EndRecord(
         step=progress.step,
         reason=reason,
@@ -145,6 +157,7 @@ def settle(run: Run, progress: Progress, reports: Iterable[StepReport]) -> Itera
             mfu=rate * run.flops_per_token / peak if rate and peak else None,
             memory_bytes=peak_memory_bytes(run.speed.device.torch_device),
             loss_scale=None if run.step.loss_scale is None else report.loss_scale,
+            micro_batch=run.step.micro_batch,
         )
         if not report.applied:
             yield from _bad_step(run, progress, report)
@@ -203,10 +216,14 @@ def _due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _evaluate(run: Run, progress: Progress, reason: str) -> EvalRecord:
+def _evaluate(run: Run, progress: Progress, reason: str, batch_size: int) -> tuple[EvalRecord, int, list[str]]:
+    """The evaluation, the batch size that fitted, and what there is to say of it."""
     began = time.perf_counter()
-    with out_of_memory():
-        loss, tokens = evaluate(run.model, run.evaluation(), run.scope)
+    (loss, tokens), batch_size, messages = first_fitting(
+        lambda size: evaluate(run.model, run.evaluation(size), run.scope),
+        batch_size,
+        run.speed.device.torch_device,
+    )
     progress.val_loss = loss
     # A NaN is smaller than nothing: it is never the best, and never what later losses are held against.
     best = loss < (math.inf if progress.best_loss is None else progress.best_loss)
@@ -217,7 +234,7 @@ def _evaluate(run: Run, progress: Progress, reason: str) -> EvalRecord:
         progress.patience_loss, progress.worse_evaluations = loss, 0
     else:
         progress.worse_evaluations += 1
-    return EvalRecord(
+    record = EvalRecord(
         step=progress.step,
         loss=loss,
         perplexity=perplexity(loss),
@@ -227,6 +244,7 @@ def _evaluate(run: Run, progress: Progress, reason: str) -> EvalRecord:
         best=best,
         reason=reason,
     )
+    return record, batch_size, messages
 
 
 def _out_of_patience(run: Run, progress: Progress) -> bool:
@@ -242,7 +260,7 @@ def _sample(run: Run, step: int) -> SampleRecord:
     if not prompt:
         prompt = run.dataset.val.read(0, 1).tolist()
     prompt = prompt[-run.config.model.context :]
-    with run.scope():
+    with run.scope(), out_of_memory():
         stream = generate_tokens(
             run.model, prompt, count=settings.sample_tokens, seed=run.config.train.seed, vocab=tokenizer.vocab
         )
@@ -294,7 +312,8 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
     assign_weights(run.model, checkpoint.model, "the checkpoint")
-    assign_optimizer(run.model, run.step.optimizer, checkpoint.optimizer, "the checkpoint")
+    for message in assign_optimizer(run.model, run.step.optimizer, checkpoint.optimizer, "the checkpoint"):
+        run.news.add(message)
     run.step.updates.copy_(checkpoint.run["updates"])
     run.random.assign(checkpoint.run)
     if run.step.loss_scale is not None and "scale" in checkpoint.run:

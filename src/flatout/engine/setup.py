@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,15 +28,27 @@ from flatout.data.shards import Dataset, Tokens, Verify, open_dataset
 from flatout.data.stream import StreamDataset, open_stream
 from flatout.data.stream_loader import StreamLoader, block_windows
 from flatout.data.stream_parts import Position
-from flatout.device import Device, arithmetic, detect_device
+from flatout.device import (
+    Device,
+    arithmetic,
+    detect_device,
+    is_out_of_memory,
+    limit_memory,
+    memory_limit,
+    use_expandable_segments,
+)
+from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.graphs import MicroBatchGraph, Recorder
+from flatout.engine.news import News
 from flatout.engine.randomness import RandomStream
 from flatout.engine.step import LossScale, TrainStep
 from flatout.errors import CheckpointError, ConfigError, HardwareError, ResourceError
 from flatout.model.count import MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.gpt import GPT, build_model
 from flatout.model.weights import load_huggingface, read_huggingface_config
-from flatout.optim.optimizers import build_adamw
+from flatout.ops.attention import install_flash
+from flatout.optim.optimizers import build_optimizer
 from flatout.optim.schedule import rate_factors
 
 LARGE_CORPUS = 4 * 2**30  # bytes
@@ -59,6 +72,7 @@ class Run:
     flops_per_token: float
     memory: MemoryEstimate
     notices: tuple[str, ...]
+    news: News
 
     @property
     def windows(self) -> int | None:
@@ -89,17 +103,25 @@ class Run:
             return DeviceLoader(self.dataset.train, self.order, **plan)
         return HostLoader(self.dataset.train, self.order, workers=self.speed.workers, **plan)
 
-    def evaluation(self) -> Iterator[Batch]:
+    def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
+        """The validation set, in batches of a micro-batch unless told otherwise."""
         return evaluation_batches(
             self.val,
             context=self.config.model.context,
-            batch_size=self.speed.micro_batch,
+            batch_size=batch_size or self.step.micro_batch,
             device=self.speed.device.torch_device,
             most_tokens=self.config.eval.tokens,
         )
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
-        return arithmetic(self.speed.precision, self.config.train.deterministic, self.speed.device.torch_device)
+        return device_scope(self.speed, self.config.train.deterministic)
+
+
+@contextlib.contextmanager
+def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
+    """torch's process-wide switches as a run wants them, for one piece of its work: arithmetic and memory limit."""
+    with memory_limit(speed.device), arithmetic(speed.precision, deterministic, speed.device.torch_device):
+        yield
 
 
 def stride_of(config: RunConfig) -> int:
@@ -112,7 +134,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     sources = {} if isinstance(loaded, RunConfig) else {path: s.kind for path, s in loaded.sources.items()}
     if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = detect_device(config.speed.device)
+    device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
     dataset, remarks = _open_data(config, progress)
     context, stride = config.model.context, stride_of(config)
     if isinstance(dataset, StreamDataset):
@@ -123,22 +145,22 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         order = window_order(dataset.train, context=context, stride=stride, seed=config.train.seed, packing=packing)
         corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
     vocab = _vocabulary(config, dataset)
-    speed = resolve_speed(config, device, corpus_bytes, lambda path: sources.get(path, "file") in ("file", "override"))
-    memory = estimate_memory(
-        config.model,
-        vocab,
-        micro_batch=speed.micro_batch,
-        half=speed.precision in ("bf16", "fp16"),
-        compiled=speed.compile != "off",
-        checkpointing=speed.execution.checkpointing == "full",
-        pad_vocab=speed.execution.pad_vocab,
+    speed = resolve_speed(
+        config,
+        device,
+        corpus_bytes,
+        lambda path: sources.get(path, "file") in ("file", "override"),
+        vocab=vocab,
     )
+    memory = memory_of(config, vocab, speed)
     check_fits(memory, device)
     steps = _steps(config, order.windows)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
-    model = _build(config, vocab, speed)
-    step = _build_step(config, model, speed, steps)
+    use_expandable_segments(device.torch_device, on=speed.expandable_segments)
+    news = News()
+    model = _build(config, vocab, speed, news)
+    step = _build_step(config, model, speed, steps, news)
     run = Run(
         config=config,
         speed=speed,
@@ -153,9 +175,27 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         flops_per_token=flops_per_token(config.model, vocab),
         memory=memory,
         notices=(*_remarks(config, steps), *remarks, *_remarks_on_packing(packing)),
+        news=news,
     )
     run.evaluation()  # a validation split without a single target is told now, not after the first steps
     return run
+
+
+def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
+    """The same model and data under other switches, with a new optimizer; what was compiled stays compiled as it was.
+
+    `config` differs from the run's own in `speed` only. The old run is of no use afterwards: both share the weights.
+    """
+    if speed.compile != run.speed.compile or speed.device != run.speed.device:
+        raise ValueError("another device or way of compiling needs another model")
+    run.model.use(speed.execution)
+    return dataclasses.replace(
+        run,
+        config=config,
+        speed=speed,
+        step=_build_step(config, run.model, speed, run.steps, run.news),
+        memory=memory_of(config, run.model.vocab, speed),
+    )
 
 
 def _open_data(config: RunConfig, progress: Progress | None) -> tuple[Dataset | StreamDataset, tuple[str, ...]]:
@@ -196,7 +236,7 @@ def _steps(config: RunConfig, windows: int) -> int:
     return steps
 
 
-def _build(config: RunConfig, vocab: int, speed: Speed) -> GPT:
+def _build(config: RunConfig, vocab: int, speed: Speed, news: News) -> GPT:
     model = build_model(
         config.model,
         vocab,
@@ -216,23 +256,60 @@ def _build(config: RunConfig, vocab: int, speed: Speed) -> GPT:
         load_huggingface(model, folder)
     with out_of_memory():
         model.to(speed.device.torch_device)
+    if speed.device.kind == "cuda":
+        install_flash(speed.execution.attention)
     if speed.compile != "off":
-        model.compile(dynamic=False)
+        news.follow(CompileWatch(speed.compile).news)
+        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs)
     return model
 
 
-def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int) -> TrainStep:
+def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int, news: News) -> TrainStep:
     device = speed.device.torch_device
     rates = [factor * config.optim.learning_rate for factor in rate_factors(config.optim, steps)]
-    return TrainStep(
+    step = TrainStep(
         model,
-        build_adamw(model, config.optim, fused=speed.fused_optimizer),
+        build_optimizer(
+            model,
+            config.optim,
+            fused=speed.fused_optimizer,
+            state=speed.optimizer_state,
+            offload=speed.optimizer_offload,
+        ),
         rates=rates,
         clip=config.optim.clip,
         micro_batch=speed.micro_batch,
         label_smoothing=config.train.label_smoothing,
         loss_scale=LossScale.start(device) if speed.precision == "fp16" else None,
-        scope=lambda: arithmetic(speed.precision, config.train.deterministic, device),
+        keep_gradients=speed.cuda_graphs or graphs_of_its_own(speed.compile, our_graphs=speed.cuda_graphs),
+        scope=lambda: device_scope(speed, config.train.deterministic),
+    )
+    graph = None
+    if speed.cuda_graphs:
+        graph = MicroBatchGraph(step.forward_backward, model, news, Recorder(device))
+        step.run_micro_batch = graph
+
+    def rebuild() -> None:
+        if graph is not None:
+            graph.reset()
+        if speed.compile != "off":
+            torch._dynamo.reset()  # code for a shape that never comes again only holds memory
+
+    step.rebuild = rebuild
+    return step
+
+
+def memory_of(config: RunConfig, vocab: int, speed: Speed) -> MemoryEstimate:
+    """What a step of this config needs with these switches."""
+    return estimate_memory(
+        config.model,
+        vocab,
+        micro_batch=speed.micro_batch,
+        half=speed.precision in ("bf16", "fp16"),
+        compiled=speed.compile != "off",
+        execution=speed.execution,
+        optimizer_state=speed.optimizer_state,
+        optimizer_offload=speed.optimizer_offload,
     )
 
 
@@ -240,9 +317,10 @@ def check_fits(memory: MemoryEstimate, device: Device) -> None:
     # 15% beyond the card: the estimate may be that far off, and a wrong refusal is worse than a late one.
     if device.memory_bytes is not None and memory.total > 1.15 * device.memory_bytes:
         need, have = memory.total / 2**30, device.memory_bytes / 2**30
+        limited = "" if device.limit_bytes is None else " by speed.memory_limit"
         raise HardwareError(
-            f"a step needs about {need:.1f} GiB, {device.name} has {have:.1f} GiB",
-            "lower speed.micro_batch, set speed.checkpointing=full, or add --hardware auto",
+            f"a step needs about {need:.1f} GiB, {device.name} has {have:.1f} GiB{limited}",
+            "lower speed.micro_batch, set speed.checkpointing=full, or let `flatout tune` find what fits",
         )
 
 
@@ -262,14 +340,25 @@ def out_of_memory() -> Iterator[None]:
     """Turns the device running out of memory into an error with a way out."""
     try:
         yield
-    except RuntimeError as error:  # a CPU has no error of its own for it
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
-        first = str(error).partition(". ")[0]
-        raise ResourceError(
-            f"out of device memory: {first}",
-            "lower speed.micro_batch (the global batch stays), set speed.checkpointing=full, or add --hardware auto",
-        ) from error
+        raise memory_error(error) from error
+
+
+def memory_error(error: RuntimeError) -> ResourceError:
+    return ResourceError(
+        f"out of device memory: {first_sentence(error)}",
+        "lower speed.micro_batch (the global batch stays), set speed.checkpointing=full, or let `flatout tune` find "
+        "what fits",
+    )
+
+
+def first_sentence(error: RuntimeError) -> str:
+    """What torch says of the failed allocation, without the advice that follows it."""
+    text = re.sub(r"^\[enforce fail [^]]*\][ .]*", "", " ".join(str(error).split()))  # how the CPU's allocator begins
+    tried = re.search(r"[Tt]ried to allocate [\d.]+ \w+", text)
+    return text.partition(". ")[0].removesuffix(".") + (f", {tried.group().lower()}" if tried else "")
 
 
 def _how_to_verify(folder: Path) -> Verify:

@@ -7,6 +7,9 @@ Contract:
   neither the moments, nor the schedule, nor the count of updates move.
 - Order: backward of all micro-batches, norm, unscale and clip, update. With the fused optimizer unscaling and clipping
   are one division inside its kernel.
+- A step that runs out of memory before `updating` has changed nothing but gradients: after `use_micro_batch` with a
+  smaller one it can be taken again. All moments are made at once, before the first update: AdamW would make them group
+  by group between updates, and a failure there would leave half of the weights moved.
 Trap: reading any of the returned tensors stalls the device. The loop reads them late.
 """
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.ops.reference import IGNORED
+from flatout.optim.adamw import OurAdamW
 
 CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
@@ -42,6 +46,35 @@ class LossScale:
         self.good_updates.copy_(torch.where(grow, torch.zeros_like(good), good))
 
 
+def hold_gradients(model: nn.Module) -> None:
+    """Gives every trained parameter a gradient of zeros where it has none, so that all later ones add in place."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the moments that torch's AdamW would make in its first step: all of them, or none where memory runs out.
+
+    Our own optimizers do the same for themselves.
+    """
+    if isinstance(optimizer, OurAdamW):
+        optimizer.create_moments()
+        return
+    made: dict[Tensor, dict[str, Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                # The fused kernel counts its steps on the device, the plain one on the host.
+                place = parameter.device if group["fused"] else torch.device("cpu")
+                made[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=place),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+    optimizer.state.update(made)
+
+
 class TrainStep:
     def __init__(
         self,
@@ -53,8 +86,10 @@ class TrainStep:
         micro_batch: int,
         label_smoothing: float = 0.0,
         loss_scale: LossScale | None = None,
+        keep_gradients: bool = False,
         scope: Callable[[], AbstractContextManager[None]],
     ) -> None:
+        """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need."""
         first = next(model.parameters())
         self.model = model
         self.optimizer = optimizer
@@ -62,7 +97,12 @@ class TrainStep:
         self.micro_batch = micro_batch
         self.label_smoothing = label_smoothing
         self.loss_scale = loss_scale
+        self.keep_gradients = keep_gradients
         self.scope = scope
+        self.run_micro_batch = self.forward_backward  # engine/graphs.py puts a recording of it here
+        self.rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
+        self.updating = False  # weights may be half moved: there is no way back to before the step
+        self.has_moments = False
         self.fused = bool(optimizer.defaults["fused"])
         self.rates = torch.tensor(rates, dtype=torch.float64).to(first.device, torch.float32)
         self.updates = torch.zeros((), dtype=torch.int64, device=first.device)
@@ -75,18 +115,33 @@ class TrainStep:
             loss = self.accumulate(tokens_BT, targets_BT)
             return self._update(loss)
 
+    def use_micro_batch(self, size: int) -> None:
+        """Cuts the batch into other micro-batches from now on: the one place where their size changes.
+
+        Gradients of a step that was not finished are dropped, and what was compiled or recorded for the old shape goes.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        self.micro_batch = size
+        self.rebuild()
+
     def accumulate(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Adds the gradients of the whole batch and returns its mean loss."""
+        if self.keep_gradients:
+            hold_gradients(self.model)
         labelled = (targets_BT != IGNORED).sum().clamp(min=1)
         total = None
         for start in range(0, tokens_BT.shape[0], self.micro_batch):
             part = slice(start, start + self.micro_batch)
-            loss_sum = self.model(tokens_BT[part], targets_BT[part], self.label_smoothing)
-            mean = loss_sum / labelled
-            (mean if self.loss_scale is None else mean * self.loss_scale.scale).backward()
-            total = mean.detach() if total is None else total + mean.detach()
+            mean = self.run_micro_batch(tokens_BT[part], targets_BT[part], labelled)
+            total = mean if total is None else total + mean
         assert total is not None, "a batch has at least one sequence"
         return total
+
+    def forward_backward(self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor) -> Tensor:
+        """Adds one micro-batch's gradients and returns its share of the step's mean loss."""
+        mean = self.model(tokens_BT, targets_BT, self.label_smoothing) / labelled
+        (mean if self.loss_scale is None else mean * self.loss_scale.scale).backward()
+        return mean.detach()
 
     @torch.no_grad()
     def _update(self, loss: Tensor) -> Tensor:
@@ -98,6 +153,10 @@ class TrainStep:
         # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
         rate = self.rates.index_select(0, self.updates.clamp(max=len(self.rates) - 1).view(1)).squeeze(0)
         report = torch.stack([loss.to(rate.dtype), norm.to(rate.dtype), finite.to(rate.dtype), rate, scale.clone()])
+        if not self.has_moments:
+            create_moments(self.optimizer)
+            self.has_moments = True
+        self.updating = True
         if self.fused:
             self._fused_update(rate, divisor=(scale * excess).float(), finite=finite)
         elif bool(finite):
@@ -105,7 +164,8 @@ class TrainStep:
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self.updates.add_(finite)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.updating = False
+        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return report
 
     def _fused_update(self, rate: Tensor, divisor: Tensor, finite: Tensor) -> None:

@@ -3,11 +3,17 @@
 FLOP convention, here and everywhere in Flatout: a training token costs 6 per weight of a matrix product (2 forward,
 4 backward; the tied or untied head counts, embedding look-ups do not) plus 12·L·W·T for attention, not halved for
 causality. It is the convention of the figures others publish, so that utilisation numbers compare.
+
+Memory convention: bytes of torch's allocator at the peak of a step, which is either inside the loss (all blocks' kept
+values and the logits) or at the start of backward (all kept values and one block's gradients), whichever is more. What
+a library takes as workspace, some tens of megabytes, is not in it. Values that 8-bit products keep are not either:
+they replace wider ones, so that the estimate is an upper one there.
 """
 
 import dataclasses
 
 from flatout.config.schema import ModelConfig
+from flatout.model.execution import Execution
 from flatout.model.layers import mlp_width_of
 
 
@@ -42,17 +48,17 @@ def flops_per_token(config: ModelConfig, vocab: int, context: int | None = None)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the device at the peak of a training step."""
+    """Bytes on the device at the peak of a training step. `working` is alive for a moment only, and at the peak."""
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
-    loss: int
+    working: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.loss
+        return self.weights + self.gradients + self.optimizer + self.activations + self.working
 
 
 def estimate_memory(
@@ -62,8 +68,9 @@ def estimate_memory(
     micro_batch: int,
     half: bool,
     compiled: bool,
-    checkpointing: bool,
-    pad_vocab: int = 1,
+    execution: Execution,
+    optimizer_state: str = "fp32",
+    optimizer_offload: bool = False,
 ) -> MemoryEstimate:
     """The memory of a training step with AdamW, fp32 weights and `half`- or single-precision matrix products.
 
@@ -72,46 +79,128 @@ def estimate_memory(
     """
     parameters = parameter_count(config, vocab)
     tokens = micro_batch * config.context
-    stream, cell = 4 * config.width, 2 if half else 4
-    block = _block_bytes_per_token(config, half=half, compiled=compiled)
-    ends = stream + cell * config.width + (stream if config.norm == "rmsnorm" else 0)  # final norm and head input
-    # Eager code holds logits, log-softmax and its gradient at once, twelve bytes in either precision; compiled code
-    # writes the gradient over the logits.
-    padded = vocab + -vocab % pad_vocab
-    loss = padded * (cell if compiled else 12)
-    if checkpointing:  # one block at a time lives in full, after the loss is gone
-        kept_blocks = config.layers * stream + max(0, block - loss)
-    else:
-        kept_blocks = config.layers * block
+    block = _block_bytes(config, half=half, compiled=compiled, execution=execution)
+    per_layer, again = _kept_and_again(config, block, half=half, execution=execution)
+    kept = config.layers * per_layer
+    if execution.activation_offload:  # on its way out or back: one block being made, one being used
+        kept = min(kept, 2 * per_layer)
+    backward = tokens * (again + _backward_bytes(config, half=half, execution=execution))
+    loss, head_gradient = _loss_bytes(config, vocab, tokens, half=half, compiled=compiled, execution=execution)
     return MemoryEstimate(
-        weights=4 * parameters + (2 * parameters if half else 0),  # autocast's narrow copies live until backward
+        weights=4 * parameters + _narrow_bytes(config, parameters, half=half, execution=execution),
         gradients=4 * parameters,
-        optimizer=8 * parameters,
-        activations=tokens * (kept_blocks + ends),
-        loss=tokens * loss,
+        optimizer=_optimizer_bytes(parameters, optimizer_state, optimizer_offload),
+        activations=tokens * (kept + _end_bytes(config, half=half, execution=execution)),
+        working=max(loss, backward + head_gradient),
     )
 
 
-def _block_bytes_per_token(config: ModelConfig, *, half: bool, compiled: bool) -> int:
-    """Bytes that one block keeps per token until its backward."""
-    width, stream, cell = config.width, 4 * config.width, 2 if half else 4
-    size = width // config.heads
-    queries_keys = width + (config.kv_heads or config.heads) * size
+def _optimizer_bytes(parameters: int, state: str, offload: bool) -> int:
+    if offload:
+        return 0
+    # In 8 bits: two moments of a byte, and two bytes of scale for each in every block of 256.
+    return parameters * 2 + parameters * 4 // 256 if state == "8bit" else 8 * parameters
+
+
+def _narrow_bytes(config: ModelConfig, parameters: int, *, half: bool, execution: Execution) -> int:
+    """Half-precision copies of weights: autocast's live through the step, our kernels' until a block's backward."""
+    if not half:
+        return 0
+    if execution.kernels == "torch":
+        return 2 * parameters
+    width, (up, hidden) = config.width, _mlp_widths(config)
+    columns = (config.heads + 2 * (config.kv_heads or config.heads)) * (width // config.heads)
+    block = 2 * width * (columns + width + up + hidden)
+    return block * (1 if execution.checkpointing == "full" else config.layers)
+
+
+def _kept_and_again(config: ModelConfig, block: int, *, half: bool, execution: Execution) -> tuple[int, int]:
+    """(bytes per token that a block keeps, bytes that its backward makes again), of the `block` bytes it needs."""
+    cell, width = 2 if half else 4, config.width
+    triton = execution.kernels == "triton"
+    up, hidden = _mlp_widths(config)
+    if execution.checkpointing == "full":
+        # In our kernels a block is handed a sum that is not added up yet, so it has two inputs.
+        kept = (_stream(execution) + cell if triton else 4) * width
+        return kept, block
+    if execution.checkpointing == "selective":
+        if triton:
+            return block - cell * hidden, cell * hidden
+        groups = config.kv_heads or config.heads
+        columns = (config.heads + 2 * groups) * (width // config.heads)
+        # The block's input and the results of its products and of attention.
+        kept = 4 * width + cell * (columns + up + 3 * width) + 4 * config.heads
+        return kept, max(0, block - kept)
+    return block, 0
+
+
+def _backward_bytes(config: ModelConfig, *, half: bool, execution: Execution) -> int:
+    """Bytes per token of the gradients alive while an MLP is differentiated: the widest moment of a block."""
+    cell, (up, hidden) = 2 if half else 4, _mlp_widths(config)
+    stream = _stream(execution)
+    own = cell if stream != cell else 0  # stream and branch share one gradient where they have one type
+    return (stream + own) * config.width + cell * (up + hidden)
+
+
+def _end_bytes(config: ModelConfig, *, half: bool, execution: Execution) -> int:
+    """Bytes per token of the final norm and the head's input."""
+    cell, stream = 2 if half else 4, _stream(execution)
+    if execution.kernels == "triton":
+        return (stream + cell) * config.width + 8
+    return (stream + cell + (stream if config.norm == "rmsnorm" else 0)) * config.width
+
+
+def _loss_bytes(
+    config: ModelConfig, vocab: int, tokens: int, *, half: bool, compiled: bool, execution: Execution
+) -> tuple[int, int]:
+    """(bytes inside head and loss, bytes of its gradients that stay until the blocks' backward is over)."""
+    cell = 2 if half else 4
+    padded = vocab + -vocab % execution.pad_vocab
+    chunk = min(tokens, execution.loss_chunk)
+    matrix = padded * config.width
+    # Eager code holds logits, log-softmax and its gradient at once, twelve bytes in either precision; compiled code
+    # writes the gradient over the logits.
+    each = cell if compiled else 12
+    if execution.loss == "fused":
+        # Our kernel writes the gradient over the logits; torch's operations need three wide copies more.
+        each = cell if execution.kernels == "triton" else 12 + (2 if half else 0)
+        stays = 4 * matrix if config.tied else 0  # waits for the embedding's own gradient, to be added to it
+        return chunk * padded * each + tokens * cell * config.width + 4 * matrix + (2 * matrix if half else 0), stays
+    if execution.loss == "chunked" and chunk < tokens:
+        return chunk * padded * each + 2 * 4 * matrix, 0
+    return tokens * padded * each, 0
+
+
+def _stream(execution: Execution) -> int:
+    """Bytes of a value in the residual stream."""
+    return 2 if execution.kernels == "triton" and execution.residual == "bf16" else 4
+
+
+def _block_bytes(config: ModelConfig, *, half: bool, compiled: bool, execution: Execution) -> int:
+    """Bytes that one block keeps per token until its backward, where nothing is computed again."""
+    triton, stream, cell = execution.kernels == "triton", _stream(execution), 2 if half else 4
+    width, size = config.width, config.width // config.heads
     values = (config.kv_heads or config.heads) * size
+    queries_keys = width + values
     up, hidden = _mlp_widths(config)
     parts = [
-        2 * stream,  # inputs of both norms
+        2 * stream * width,  # inputs of both norms
         2 * cell * width,  # inputs of qkv and up
         cell * (queries_keys + values),  # output of qkv
         cell * width + 4 * config.heads,  # output of attention, log-sum-exp
         cell * (up + hidden),  # input and output of the non-linearity
     ]
+    if triton:
+        parts.append(16 if config.norm == "layernorm" else 8)  # statistics of both norms
+        if config.positions == "rope" or config.qk_norm:
+            parts.append(cell * queries_keys)  # turned queries and keys
+        return sum(parts)
     if config.positions == "rope":
         parts += [cell * queries_keys, cell * width]  # turned queries and keys; attention's output in out's layout
     if compiled:  # the rest is recomputed in backward
         return sum(parts)
     if config.norm == "rmsnorm":
-        parts.append(2 * stream)  # the normalised input, before its weight
+        parts.append(2 * stream * width)  # the normalised input, before its weight
     if config.qk_norm:
         parts.append((8 if half else 4) * queries_keys)  # normalised in fp32, and widened first
     if config.mlp == "swiglu":

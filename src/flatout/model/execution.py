@@ -9,6 +9,7 @@ class Execution:
 
     attention: str = "sdpa"
     kernels: str = "torch"  # or triton
+    products: str = "torch"  # or tuned
     residual: str = "fp32"  # or bf16
     fused_qkv: bool = True
     loss: str = "plain"  # or chunked, fused

@@ -7,15 +7,16 @@ and the global random state do not matter.
 Shape legend: B batch, T positions, W width, V vocabulary.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from flatout.config.schema import ModelConfig
+from flatout.model.activations import ActivationOffload, recomputed
 from flatout.model.execution import Execution
 from flatout.model.layers import Block, Cache, LayerCache, LayerNorm, RMSNorm, Rotary, build_norm
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
@@ -35,6 +36,14 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, execution) for _ in range(config.layers))
         self.norm = build_norm(config, config.width)
         self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
+        self.offload = ActivationOffload(self)
+
+    def use(self, execution: Execution) -> None:
+        """Carries on in another way; the weights stay. Code compiled or recorded before must not be used again."""
+        self.execution = execution
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.use(execution)
 
     @property
     def head_weight(self) -> Tensor:
@@ -42,7 +51,10 @@ class GPT(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Cross-entropy summed over the targets that are not IGNORED."""
-        hidden_BTW = self.hidden(tokens_BT)
+        return self.head_and_loss(self.hidden(tokens_BT), targets_BT, label_smoothing)
+
+    def head_and_loss(self, hidden_BTW: Tensor, targets_BT: Tensor, label_smoothing: float) -> Tensor:
+        """The last part of `forward`, apart from it so that it can be compiled alone."""
         how = self.execution
         return linear_cross_entropy(
             hidden_BTW.flatten(0, 1),
@@ -54,6 +66,7 @@ class GPT(nn.Module):
             chunk=how.loss_chunk,
             kernels=how.kernels,
             fp8="head" in how.fp8,
+            tuned=how.products == "tuned",
         )
 
     def logits(self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
@@ -69,22 +82,30 @@ class GPT(nn.Module):
         length = tokens_BT.shape[1]
         if position + length > self.config.context:
             raise ValueError(f"{position + length} positions do not fit the context of {self.config.context}")
+        if self.execution.kernels == "triton" and cache is None:
+            return self._fused_blocks(tokens_BT)
         x_BTW = self.embedding(tokens_BT)
         if self.positions is not None:
             x_BTW = x_BTW + self.positions.weight[position : position + length]
-        if self.execution.kernels == "triton" and cache is None:
-            return self._fused_blocks(x_BTW)
         x_BTW = self.dropout(x_BTW)
+        decoding = cache is not None or (not torch.compiler.is_compiling() and torch.is_inference_mode_enabled())
         for index, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[index]
-            x_BTW = self._recomputed(block, x_BTW, self.rotary, layer, position)
+            # Decoding has another shape for every token: it must not meet blocks that were compiled one by one.
+            function = block.forward if decoding else block
+            x_BTW = self._recomputed(function, x_BTW, self.rotary, layer, position)
         if cache is not None:
             cache.length = position + length
         return self.norm(x_BTW)
 
-    def _fused_blocks(self, x_BTW: Tensor) -> Tensor:
+    def _fused_blocks(self, tokens_BT: Tensor) -> Tensor:
         """The blocks in our kernels. A block's last addition waits for the norm after it: one pass over memory."""
-        x_BTW = x_BTW.to(torch.bfloat16 if self.execution.residual == "bf16" else x_BTW.dtype)
+        from flatout.ops.kernels.embedding import embed
+
+        table_VW = self.embedding.weight
+        positions_TW = None if self.positions is None else self.positions.weight[: tokens_BT.shape[1]]
+        stream = torch.bfloat16 if self.execution.residual == "bf16" else table_VW.dtype
+        x_BTW = embed(tokens_BT, table_VW, positions_TW, stream)
         branch_BTW, bias_W = None, None
         for block in self.blocks:
             x_BTW, branch_BTW = self._recomputed(block.fused, x_BTW, branch_BTW, bias_W, self.rotary)
@@ -92,9 +113,16 @@ class GPT(nn.Module):
         return self.norm.after_adding(x_BTW, branch_BTW, bias_W)[1]
 
     def _recomputed(self, function: Callable[..., Any], *values: Any) -> Any:
-        if self.execution.checkpointing == "full" and self.training:
-            return checkpoint(function, *values, use_reentrant=False)
-        return function(*values)
+        """A block, with what it keeps for backward as the switches say. Our kernels are selective by themselves."""
+        if not (self.training and torch.is_grad_enabled()):
+            return function(*values)
+        how = self.execution
+        what = how.checkpointing
+        keeping = self.offload.hooks() if how.activation_offload else contextlib.nullcontext()
+        with keeping:
+            if what == "full" or (what == "selective" and how.kernels == "torch"):
+                return recomputed(function, *values, what=what, random=self.config.dropout > 0)
+            return function(*values)
 
     def empty_cache(self, batch: int = 1) -> Cache:
         config, weight = self.config, self.embedding.weight

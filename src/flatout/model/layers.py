@@ -143,12 +143,18 @@ class Attention(nn.Module):
         """The same in our kernels, up to the output's bias, which the residual addition brings along."""
         from flatout.ops.kernels.heads import project_heads
         from flatout.ops.kernels.linear import linear
+        from flatout.ops.kernels.rotary import prepare_heads
 
         weight, bias = self.qkv.weight, self.qkv.bias
-        q_BHTD, k_BGTD, v_BGTD = project_heads(h_BTW, weight, bias, heads=self.heads, groups=self.groups)
-        q_BHTD, k_BGTD = self._prepare(q_BHTD, k_BGTD, rotary, 0)
+        fp8, tuned = self.execution.fp8, self.execution.products == "tuned"
+        q_BHTD, k_BGTD, v_BGTD = project_heads(
+            h_BTW, weight, bias, heads=self.heads, groups=self.groups, fp8="qkv" in fp8, tuned=tuned
+        )
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        table = None if rotary is None else (rotary.cos_TD, rotary.sin_TD)
+        q_BHTD, k_BGTD = prepare_heads(q_BHTD, k_BGTD, *(norms or (None, None)), *(table or (None, None)), NORM_EPS)
         y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=self.execution.attention)
-        return linear(y_BHTD.transpose(1, 2).reshape(h_BTW.shape), self.out.weight)
+        return linear(y_BHTD.transpose(1, 2).reshape(h_BTW.shape), self.out.weight, fp8="out" in fp8, tuned=tuned)
 
     def _project(self, x_BTW: Tensor) -> tuple[Tensor, ...]:
         sizes = [count * self.size for count in (self.heads, self.groups, self.groups)]
@@ -195,13 +201,17 @@ class MLP(nn.Module):
             h = F.gelu(h, approximate="tanh")
         return self.out(h)
 
-    def fused(self, h_BTW: Tensor, *, keep: bool) -> Tensor:
+    def fused(self, h_BTW: Tensor, execution: Execution) -> Tensor:
         """The same in our kernels, up to the output's bias, which the residual addition brings along."""
         from flatout.ops.kernels.activation import activated_linear
         from flatout.ops.kernels.linear import linear
 
-        pre = linear(h_BTW, self.up.weight)
-        return activated_linear(pre, self.up.bias, self.out.weight, kind=self.kind, keep=keep)
+        fp8, tuned = execution.fp8, execution.products == "tuned"
+        keep = execution.checkpointing != "selective"
+        pre = linear(h_BTW, self.up.weight, fp8="up" in fp8, tuned=tuned)
+        return activated_linear(
+            pre, self.up.bias, self.out.weight, kind=self.kind, keep=keep, fp8="down" in fp8, tuned=tuned
+        )
 
 
 class Block(nn.Module):
@@ -209,7 +219,6 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, execution: Execution) -> None:
         super().__init__()
-        self.keep = execution.checkpointing != "selective"
         self.attention_norm = build_norm(config, config.width)
         self.attention = Attention(config, execution)
         self.mlp_norm = build_norm(config, config.width)
@@ -218,6 +227,9 @@ class Block(nn.Module):
         scaled = config.residual_scale is not None
         self.attention_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
+
+    def use(self, execution: Execution) -> None:
+        self.attention.execution = execution
 
     def forward(self, x_BTW: Tensor, rotary: Rotary | None, cache: LayerCache | None, position: int) -> Tensor:
         branch = self.dropout(self.attention(self.attention_norm(x_BTW), rotary, cache, position))
@@ -232,4 +244,4 @@ class Block(nn.Module):
         x_BTW, h_BTW = self.attention_norm.after_adding(x_BTW, branch_BTW, bias_W)
         branch_BTW = self.attention.fused(h_BTW, rotary)
         x_BTW, h_BTW = self.mlp_norm.after_adding(x_BTW, branch_BTW, self.attention.out.bias)
-        return x_BTW, self.mlp.fused(h_BTW, keep=self.keep)
+        return x_BTW, self.mlp.fused(h_BTW, self.attention.execution)

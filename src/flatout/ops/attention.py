@@ -1,19 +1,66 @@
-"""Causal attention: torch's fused kernel, or the reference when asked for.
+"""Causal attention, by whichever kernel is asked for.
+
+    reference   written out, every score in memory
+    sdpa        torch picks one of its kernels
+    flash, cudnn, efficient     exactly that kernel of torch's, or an error
+    flex        torch's FlexAttention, compiled, with a causal block mask
+    fa3         torch's flash entry with FlashAttention-3 of the package flash_attn_3 behind it
+
+Contract: forced kernels serve training and evaluation, where queries and keys are the same positions. Decoding (a
+cache, or inference mode) has shapes that some of them refuse, so it always goes through sdpa.
+Trap: a forced kernel is chosen by process-wide flags at the moment of the forward call. They are set inside this
+function and put back, because checkpointing calls it again during backward, outside of any scope of ours.
 
 Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, D head size.
 """
 
+import contextlib
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import attention as torch_attention
+from torch.nn.attention import SDPBackend
 
 from flatout.ops.reference import attention_reference, causal_mask
 
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "fa3": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+_NAMES = {
+    SDPBackend.MATH: "math",
+    SDPBackend.FLASH_ATTENTION: "flash",
+    SDPBackend.EFFICIENT_ATTENTION: "efficient",
+    SDPBackend.CUDNN_ATTENTION: "cudnn",
+}
+_PROBED_POSITIONS = 64  # of a causal result, the first positions depend on themselves only
+
 
 def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backend: str, dropout: float = 0.0) -> Tensor:
-    """Attention of the last T of S positions to everything before them. `backend` is sdpa or reference."""
+    """Attention of the last T of S positions to everything before them."""
     if backend == "reference":
         return attention_reference(q_BHTD, k_BGSD, v_BGSD, keep_BHTS=_dropout_factors(q_BHTD, k_BGSD, dropout))
+    if backend == "sdpa" or _decoding(q_BHTD, k_BGSD):
+        return _torch_attention(q_BHTD, k_BGSD, v_BGSD, dropout)
+    if backend == "flex":
+        return _flex(q_BHTD, k_BGSD, v_BGSD, dropout)
+    if backend == "efficient":  # it knows no groups: each head gets a copy of its group's keys and values
+        repeats = q_BHTD.shape[1] // k_BGSD.shape[1]
+        if repeats > 1:
+            k_BGSD, v_BGSD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSD, v_BGSD))
+    with _only(KERNELS[backend]):
+        return _torch_attention(q_BHTD, k_BGSD, v_BGSD, dropout)
+
+
+def _torch_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float) -> Tensor:
     queries, keys = q_BHTD.shape[2], k_BGSD.shape[2]
     # Only is_causal reaches the fast kernels; an explicit mask would rule them out, so it is kept for the one case
     # that needs it: several new tokens after a filled cache.
@@ -29,8 +76,214 @@ def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backend:
     )
 
 
+def _decoding(q_BHTD: Tensor, k_BGSD: Tensor) -> bool:
+    if q_BHTD.shape[2] != k_BGSD.shape[2]:
+        return True
+    return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+
+
 def _dropout_factors(q_BHTD: Tensor, k_BGSD: Tensor, dropout: float) -> Tensor | None:
     if dropout == 0.0:
         return None
     shape = (*q_BHTD.shape[:3], k_BGSD.shape[2])
     return F.dropout(torch.ones(shape, dtype=q_BHTD.dtype, device=q_BHTD.device), dropout)
+
+
+# --- one kernel only --------------------------------------------------------------------------------------------------
+
+
+def _only(kernel: SDPBackend) -> contextlib.AbstractContextManager[Any]:
+    """torch's own context where a compiler reads along; elsewhere the same flags in less of the host's time."""
+    return torch_attention.sdpa_kernel(kernel) if torch.compiler.is_compiling() else _Flags(kernel)
+
+
+class _Flags:
+    """Lets scaled_dot_product_attention see one kernel, and puts the flags back."""
+
+    __slots__ = ("changed", "kernel")
+
+    def __init__(self, kernel: SDPBackend) -> None:
+        self.kernel = kernel
+        self.changed: list[tuple[Callable[[bool], None], bool]] = []
+
+    def __enter__(self) -> None:
+        for kernel, enabled, enable in _switches():
+            before, wanted = enabled(), kernel is self.kernel
+            if before is not wanted:
+                enable(wanted)
+                self.changed.append((enable, before))
+
+    def __exit__(self, *_: object) -> None:
+        for enable, before in self.changed:
+            enable(before)
+
+
+@functools.cache
+def _switches() -> tuple[tuple[SDPBackend, Callable[[], bool], Callable[[bool], None]], ...]:
+    flags = torch.backends.cuda
+    return (
+        (SDPBackend.FLASH_ATTENTION, flags.flash_sdp_enabled, flags.enable_flash_sdp),
+        (SDPBackend.CUDNN_ATTENTION, flags.cudnn_sdp_enabled, flags.enable_cudnn_sdp),
+        (SDPBackend.EFFICIENT_ATTENTION, flags.mem_efficient_sdp_enabled, flags.enable_mem_efficient_sdp),
+        (SDPBackend.MATH, flags.math_sdp_enabled, flags.enable_math_sdp),
+    )
+
+
+def install_flash(backend: str) -> None:
+    """Puts FlashAttention-3 behind torch's flash entry for fa3, and torch's own kernel back for everything else.
+
+    This is process-wide. torch 2.11 brought the entry; `fa3_missing` says where it cannot be used.
+    """
+    current = getattr(torch_attention, "current_flash_attention_impl", lambda: None)()
+    if backend == "fa3" and current != "FA3":
+        torch_attention.activate_flash_attention_impl("FA3")
+    elif backend != "fa3" and current == "FA3":
+        torch_attention.restore_flash_attention_impl()
+
+
+def fa3_missing() -> str | None:
+    """Why FlashAttention-3 is not at hand, or None."""
+    known = getattr(torch_attention, "list_flash_attention_impls", None)
+    if known is None or "FA3" not in known():
+        return f"torch {torch.__version__} cannot take in FlashAttention-3"
+    return None if importlib.util.find_spec("flash_attn_interface") else "flash_attn_3 is not installed"
+
+
+# --- FlexAttention ----------------------------------------------------------------------------------------------------
+
+
+def _flex(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float) -> Tensor:
+    if dropout > 0.0:
+        raise ValueError("FlexAttention has no dropout")
+    positions = q_BHTD.shape[2]
+    grouped = q_BHTD.shape[1] != k_BGSD.shape[1]
+    if torch.compiler.is_compiling():  # the compiler around us shares one mask among all layers by itself
+        mask = _block_mask(positions, q_BHTD.device)
+        return _flex_attention()(q_BHTD, k_BGSD, v_BGSD, block_mask=mask, enable_gqa=grouped)
+    return _compiled_flex(q_BHTD.device.type)(
+        q_BHTD, k_BGSD, v_BGSD, block_mask=_kept_block_mask(positions, q_BHTD.device), enable_gqa=grouped
+    )
+
+
+def _flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention  # imports the compiler, which takes seconds
+
+    return flex_attention
+
+
+@functools.cache
+def _compiled_flex(kind: str) -> Callable[..., Any]:
+    """Compiled once for all layers; torch's plain form elsewhere, which has no backward on a CPU."""
+    function = _flex_attention()
+    return torch.compile(function, dynamic=False, fullgraph=True) if kind == "cuda" else function
+
+
+def _earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return query >= key
+
+
+def _block_mask(positions: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(_earlier, None, None, positions, positions, device=str(device))
+
+
+_kept_block_mask = functools.lru_cache(maxsize=8)(_block_mask)
+
+
+# --- what works here --------------------------------------------------------------------------------------------------
+
+
+def attention_failure(
+    backend: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    groups: int,
+    size: int,
+    context: int,
+    dropout: float = 0.0,
+) -> str | None:
+    """Why this kernel cannot train these shapes here, or None. It is tried, forward and backward, with one sequence."""
+    if backend in ("sdpa", "reference"):
+        return None
+    if backend == "fa3" and (missing := fa3_missing()) is not None:
+        return missing
+    if backend == "flex" and dropout > 0.0:
+        return "FlexAttention has no dropout"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            install_flash(backend)
+            return _trial(backend, _inputs(device, dtype, heads, groups, size, context), dropout)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises is the reason we are looking for
+            return _reason(backend, error, [str(warning.message) for warning in told])
+
+
+def _trial(backend: str, qkv: tuple[Tensor, Tensor, Tensor], dropout: float) -> str | None:
+    y_BHTD = causal_attention(*qkv, backend=backend, dropout=dropout)
+    gradients = torch.autograd.grad(y_BHTD.float().square().sum(), qkv)
+    if not all(bool(torch.isfinite(x).all()) for x in (y_BHTD, *gradients)):
+        return f"{backend} gave a result that is not finite"
+    if dropout > 0.0:
+        return None
+    first = [x[:, :, :_PROBED_POSITIONS].detach().float() for x in qkv]
+    expected = attention_reference(first[0], first[1], first[2])
+    difference = float((y_BHTD[:, :, :_PROBED_POSITIONS].float() - expected).abs().max())
+    return None if difference < 0.05 else f"{backend} is {difference:.2g} away from the reference"
+
+
+def _inputs(
+    device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int, context: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the layout a model has them in: [B, T, heads, D] in memory."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for count in (heads, groups, groups):
+        x_BTHD = torch.randn(1, context, count, size, generator=generator).to(device, dtype)
+        made.append(x_BTHD.transpose(1, 2).requires_grad_(True))
+    return made[0], made[1], made[2]
+
+
+def _reason(backend: str, error: Exception, told: list[str]) -> str:
+    """torch raises "No available kernel" and hides the reason among its warnings, beside those of other kernels."""
+    words = {"flash": "flash", "fa3": "flash", "cudnn": "cudnn", "efficient": "memory efficient", "flex": "flex"}
+    if "No available kernel" in str(error) or "No viable backend" in str(error):
+        skipped = ("because", "not been runtime disabled", "runtime disabled")
+        reasons = [t for t in told if words[backend] in t.lower() and not any(word in t.lower() for word in skipped)]
+        reasons = reasons or [t for t in told if not any(word in t.lower() for word in skipped)]
+        if reasons:
+            return f"{backend} does not take it: {_first_sentence(reasons[0])}"
+        return f"torch has no {backend} kernel for these shapes"
+    return f"{backend} failed: {type(error).__name__}: {_first_sentence(str(error))}"
+
+
+def _first_sentence(text: str) -> str:
+    line = text.strip().partition("\n")[0].partition(" (Triggered")[0]
+    return line[:160].rstrip(". ")
+
+
+def picked_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    heads: int,
+    groups: int,
+    size: int,
+    context: int,
+    dropout: float = 0.0,
+) -> str | None:
+    """The kernel that sdpa takes for these shapes, or None where torch does not tell."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it also tells what it would not pick
+        try:
+            q_BHTD, k_BGTD, v_BGTD = _inputs(device, dtype, heads, groups, size, min(context, 1024))
+            choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
+                q_BHTD, k_BGTD, v_BGTD, None, dropout, context > 1, enable_gqa=heads != groups
+            )
+            return _NAMES.get(SDPBackend(choice))
+        except (RuntimeError, AttributeError, TypeError, ValueError):  # private to torch: it may go any day
+            return None

@@ -61,3 +61,29 @@ def linear_cross_entropy_reference(
         if target != IGNORED:
             total = total - (1 - label_smoothing) * row[target] - label_smoothing * row.mean()
     return total
+
+
+def fp8_rounded(x: Tensor, kind: torch.dtype) -> Tensor:
+    """x as an 8-bit type holds it, with one scale that puts the largest magnitude at the type's largest."""
+    highest = x.abs().max().float()
+    scale = torch.finfo(kind).max / highest if highest > 0 else torch.ones_like(highest)
+    return ((x.float() * scale).to(kind).float() / scale).to(x.dtype)
+
+
+class _Fp8LinearReference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        weight_8 = fp8_rounded(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x, weight_8)
+        return fp8_rounded(x, torch.float8_e4m3fn) @ weight_8.T
+
+    @staticmethod
+    def backward(ctx, dy):  # pyright: ignore
+        x, weight_8 = ctx.saved_tensors
+        dx = fp8_rounded(dy, torch.float8_e5m2) @ weight_8
+        return dx, dy.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def fp8_linear_reference(x: Tensor, weight_MK: Tensor) -> Tensor:
+    """x @ weight.T with 8-bit operands forward and towards x; the gradient of the weights is exact."""
+    return _Fp8LinearReference.apply(x, weight_MK)  # pyright: ignore

@@ -1,4 +1,4 @@
-"""AdamW with decay on matrices only, its state by parameter name."""
+"""The optimizer a run asks for, and its state by parameter name."""
 
 from collections.abc import Mapping
 
@@ -7,13 +7,22 @@ from torch import Tensor, nn
 
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError
+from flatout.optim.adamw import EightBitAdamW, HostAdamW, OurAdamW, dequantised
 
 
 def build_adamw(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:
-    """Weight decay goes to parameters of two or more dimensions; biases, norms and residual scales have one.
+    """torch's AdamW with everything on the model's device."""
+    return build_optimizer(model, config, fused=fused)
 
-    Grouping by dimension, not by name, cannot miss a layer. The fused kernel takes its rate from a tensor on the
-    device, so that the schedule needs no host.
+
+def build_optimizer(
+    model: nn.Module, config: OptimConfig, *, fused: bool, state: str = "fp32", offload: bool = False
+) -> torch.optim.AdamW:
+    """AdamW with moments in fp32 or 8 bits, on the device or on the host.
+
+    Weight decay goes to parameters of two or more dimensions; biases, norms and residual scales have one. Grouping by
+    dimension, not by name, cannot miss a layer. The fused kernel takes its rate from a tensor on the device, so that
+    the schedule needs no host.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -21,7 +30,8 @@ def build_adamw(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     rate = torch.tensor(config.learning_rate, device=parameters[0].device) if fused else config.learning_rate
-    return torch.optim.AdamW(
+    kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else torch.optim.AdamW
+    return kind(
         [group for group in groups if group["params"]],
         lr=rate,
         betas=(config.beta1, config.beta2),
@@ -32,7 +42,10 @@ def build_adamw(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Moments and step counts under `PARAMETER.exp_avg` and so on; empty before the first update."""
+    """Moments and step counts under `PARAMETER.exp_avg` and so on; empty before the first update.
+
+    8-bit moments are saved as they are, with their scales under `PARAMETER.exp_avg_scale`.
+    """
     tensors: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -42,17 +55,50 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[st
 
 def assign_optimizer(
     model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor], origin: str
-) -> None:
-    """Puts saved moments back; the counterpart of `optimizer_tensors`."""
-    names = dict(model.named_parameters())
-    fused = bool(optimizer.defaults["fused"])
+) -> list[str]:
+    """Puts saved moments back; the counterpart of `optimizer_tensors`. Returns what there is to tell.
+
+    State saved in 8 bits comes back bit for bit into an 8-bit optimizer; between the two kinds it is converted.
+    """
+    parameters = dict(model.named_parameters())
+    saved: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(".")
-        if name not in names:
+        if name not in parameters:
             raise CheckpointError(f"{origin} holds optimizer state for unknown {name}", "it belongs to another model")
-        parameter = names[name]
+        saved.setdefault(name, {})[key] = tensor
+    narrowed = widened = 0
+    for name, moments in saved.items():
+        parameter = parameters[name]
+        stored_narrow = "exp_avg_scale" in moments
+        wants_narrow = isinstance(optimizer, EightBitAdamW) and optimizer.quantised(parameter)
+        if stored_narrow and isinstance(optimizer, EightBitAdamW) and wants_narrow:
+            optimizer.state[parameter] = optimizer.fresh_moments(parameter)
+            for key, value in moments.items():
+                optimizer.state[parameter][key].copy_(value)
+            continue
+        if stored_narrow:
+            moments = dequantised(moments, parameter)
+            widened += 1
+        narrowed += wants_narrow
+        if isinstance(optimizer, OurAdamW):
+            optimizer.place_moments(parameter, moments)
+        else:
+            optimizer.state[parameter] = _for_torch(parameter, moments, fused=bool(optimizer.defaults["fused"]))
+    told = []
+    if narrowed:
+        told.append(f"the moments of {narrowed} tensors in {origin} are fp32: quantised to 8 bits")
+    if widened:
+        told.append(f"the moments of {widened} tensors in {origin} are in 8 bits: widened to fp32")
+    return told
+
+
+def _for_torch(parameter: Tensor, moments: Mapping[str, Tensor], *, fused: bool) -> dict[str, Tensor]:
+    state = {}
+    for key, tensor in moments.items():
         if key == "step":  # the fused kernel counts on the device, the plain one on the host
             value = tensor.to(parameter.device) if fused else tensor.cpu()
         else:
             value = tensor.to(parameter.device, parameter.dtype)
-        optimizer.state[parameter][key] = value.clone()
+        state[key] = value.clone()
+    return state

@@ -16,65 +16,120 @@ from flatout.ops.reference import IGNORED
 
 @triton.jit
 def _rows(
-    logits_ptr, targets_ptr, losses_ptr, vocab, columns, smoothing, ignored,
-    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, losses_ptr, narrow_ptr, vocab, columns, smoothing, ignored, narrow_scale,
+    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * columns
+    row_ptr = logits_ptr + row * columns
+    narrow_row_ptr = narrow_ptr
+    if NARROW:  # the gradient once more, in 8 bits
+        narrow_row_ptr += row * columns
+    lane = tl.arange(0, BLOCK)
     target = tl.load(targets_ptr + row)
     if target == ignored:
         tl.store(losses_ptr + row, 0.0)
         if GRADIENT:
             for start in range(0, columns, BLOCK):
-                column = start + tl.arange(0, BLOCK)
                 zero = tl.zeros((BLOCK,), tl.float32).to(logits_ptr.dtype.element_ty)
-                tl.store(logits_ptr + column, zero, column < columns)
+                tl.store(row_ptr + start + lane, zero, start + lane < columns)
+                if NARROW:
+                    nothing = tl.zeros((BLOCK,), tl.float32).to(narrow_ptr.dtype.element_ty)
+                    tl.store(narrow_row_ptr + start + lane, nothing, start + lane < columns)
     else:
-        # Each lane keeps the maximum and the sum of its own columns; they meet once, at the end.
-        highest = tl.full((BLOCK,), -float("inf"), tl.float32)
+        # Instructions, not memory, set the pace here. So exponentials are powers of two, four blocks share one change
+        # of the maximum, only the last blocks are masked, and the target's own column is mended at the end.
+        highest = tl.full((BLOCK,), -1e38, tl.float32)  # per lane; the lanes meet once, after the loop
         total = tl.zeros((BLOCK,), tl.float32)
         plain_sum = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, vocab, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            inside = column < vocab
-            x = tl.load(logits_ptr + column, inside, -float("inf")).to(tl.float32)
+        whole = vocab // (4 * BLOCK) * (4 * BLOCK)
+        for start in range(0, whole, 4 * BLOCK):
+            x0 = tl.load(row_ptr + start + lane).to(tl.float32) * LOG2E
+            x1 = tl.load(row_ptr + start + BLOCK + lane).to(tl.float32) * LOG2E
+            x2 = tl.load(row_ptr + start + 2 * BLOCK + lane).to(tl.float32) * LOG2E
+            x3 = tl.load(row_ptr + start + 3 * BLOCK + lane).to(tl.float32) * LOG2E
+            if SMOOTH:
+                plain_sum += (x0 + x1) + (x2 + x3)
+            higher = tl.maximum(highest, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
+            added = (tl.exp2(x0 - higher) + tl.exp2(x1 - higher)) + (tl.exp2(x2 - higher) + tl.exp2(x3 - higher))
+            total = total * tl.exp2(highest - higher) + added
+            highest = higher
+        for start in range(whole, vocab, BLOCK):
+            inside = start + lane < vocab
+            x = tl.load(row_ptr + start + lane, inside, -float("inf")).to(tl.float32) * LOG2E
             if SMOOTH:
                 plain_sum += tl.where(inside, x, 0.0)
             higher = tl.maximum(highest, x)
-            safe = tl.where(higher == -float("inf"), 0.0, higher)
-            total = total * tl.exp(highest - safe) + tl.exp(x - safe)
+            total = total * tl.exp2(highest - higher) + tl.exp2(x - higher)
             highest = higher
         top = tl.max(highest, 0)
-        total_sum = tl.sum(total * tl.exp(highest - top), 0)
-        lse = top + tl.log(total_sum)
-        at_target = tl.load(logits_ptr + target).to(tl.float32)
-        loss = lse - at_target
+        lse = top + tl.log2(tl.sum(total * tl.exp2(highest - top), 0))  # in powers of two, as is everything here
+        at_target = tl.load(row_ptr + target).to(tl.float32) * LOG2E
+        loss = (1.0 - smoothing) * (lse - at_target)
         if SMOOTH:
-            loss = (1.0 - smoothing) * loss + smoothing * (lse - tl.sum(plain_sum, 0) / vocab)
-        tl.store(losses_ptr + row, loss)
+            loss += smoothing * (lse - tl.sum(plain_sum, 0) / vocab)
+        tl.store(losses_ptr + row, loss / LOG2E)
         if GRADIENT:
-            for start in range(0, columns, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                x = tl.load(logits_ptr + column, column < vocab, -float("inf")).to(tl.float32)
-                gradient = tl.exp(x - lse)
-                if SMOOTH:
-                    gradient -= smoothing / vocab
-                gradient -= tl.where(column == target, 1.0 - smoothing, 0.0)
-                gradient = tl.where(column < vocab, gradient, 0.0)
-                tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), column < columns)
+            even = smoothing / vocab
+            for start in range(0, whole, 4 * BLOCK):
+                x0 = tl.load(row_ptr + start + lane).to(tl.float32)
+                x1 = tl.load(row_ptr + start + BLOCK + lane).to(tl.float32)
+                x2 = tl.load(row_ptr + start + 2 * BLOCK + lane).to(tl.float32)
+                x3 = tl.load(row_ptr + start + 3 * BLOCK + lane).to(tl.float32)
+                kind: tl.constexpr = logits_ptr.dtype.element_ty
+                x0 = tl.exp2(x0 * LOG2E - lse) - even
+                x1 = tl.exp2(x1 * LOG2E - lse) - even
+                x2 = tl.exp2(x2 * LOG2E - lse) - even
+                x3 = tl.exp2(x3 * LOG2E - lse) - even
+                tl.store(row_ptr + start + lane, x0.to(kind))
+                tl.store(row_ptr + start + BLOCK + lane, x1.to(kind))
+                tl.store(row_ptr + start + 2 * BLOCK + lane, x2.to(kind))
+                tl.store(row_ptr + start + 3 * BLOCK + lane, x3.to(kind))
+                if NARROW:
+                    small: tl.constexpr = narrow_ptr.dtype.element_ty
+                    tl.store(narrow_row_ptr + start + lane, (x0 * narrow_scale).to(small))
+                    tl.store(narrow_row_ptr + start + BLOCK + lane, (x1 * narrow_scale).to(small))
+                    tl.store(narrow_row_ptr + start + 2 * BLOCK + lane, (x2 * narrow_scale).to(small))
+                    tl.store(narrow_row_ptr + start + 3 * BLOCK + lane, (x3 * narrow_scale).to(small))
+            for start in range(whole, columns, BLOCK):
+                column = start + lane
+                x = tl.load(row_ptr + column, column < vocab, 0.0).to(tl.float32)
+                gradient = tl.where(column < vocab, tl.exp2(x * LOG2E - lse) - even, 0.0)
+                tl.store(row_ptr + column, gradient.to(logits_ptr.dtype.element_ty), column < columns)
+                if NARROW:
+                    small_gradient = (gradient * narrow_scale).to(narrow_ptr.dtype.element_ty)
+                    tl.store(narrow_row_ptr + column, small_gradient, column < columns)
+            tl.debug_barrier()  # another warp wrote the target's column
+            mended = tl.exp2(at_target - lse) - even - (1.0 - smoothing)
+            tl.store(row_ptr + target, mended.to(logits_ptr.dtype.element_ty))
+            if NARROW:
+                tl.store(narrow_row_ptr + target, (mended * narrow_scale).to(narrow_ptr.dtype.element_ty))
+
+
+_BLOCK, _WARPS = 2048, 16  # measured on an H200
 
 
 def cross_entropy_rows(
-    logits_NP: Tensor, targets_N: Tensor, *, vocab: int, label_smoothing: float, gradient: bool
+    logits_NP: Tensor,
+    targets_N: Tensor,
+    *,
+    vocab: int,
+    label_smoothing: float,
+    gradient: bool,
+    narrow_NP: Tensor | None = None,
+    narrow_scale: float = 1.0,
 ) -> Tensor:
-    """Loss of every row in fp32, zero where the target is IGNORED. With `gradient` the logits become their gradient."""
+    """Loss of every row in fp32, zero where the target is IGNORED. With `gradient` the logits become their gradient.
+
+    `narrow_NP` is filled with that gradient times `narrow_scale`, in a type of its own.
+    """
     assert logits_NP.is_contiguous()
     assert targets_N.is_contiguous()
     rows, columns = logits_NP.shape
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NP.device)
-    block = min(8192, triton.next_power_of_2(columns))
     _rows[(rows,)](
-        logits_NP, targets_N, losses_N, vocab, columns, label_smoothing, IGNORED, SMOOTH=label_smoothing > 0.0,
-        GRADIENT=gradient, BLOCK=block, num_warps=max(4, min(16, block // 512)),
+        logits_NP, targets_N, losses_N, narrow_NP, vocab, columns, label_smoothing, IGNORED, narrow_scale,
+        SMOOTH=label_smoothing > 0.0, GRADIENT=gradient, NARROW=gradient and narrow_NP is not None,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(columns)), num_warps=_WARPS,
     )  # fmt: skip
     return losses_N

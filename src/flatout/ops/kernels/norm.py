@@ -60,9 +60,10 @@ def _backward(
     column = tl.arange(0, BLOCK)
     inside = column < width
     weight = tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
-    weight_sum = tl.zeros((BLOCK,), tl.float32)
-    bias_sum = tl.zeros((BLOCK,), tl.float32)
-    branch_sum = tl.zeros((BLOCK,), tl.float32)
+    # Sums stay apart by row until the end: adding rows up crosses warps, which is too dear inside the loop.
+    weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    branch_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(program * share, tl.minimum(program * share + share, rows), ROWS):
         row = start + tl.arange(0, ROWS)
         alive = row < tl.minimum(program * share + share, rows)
@@ -74,9 +75,9 @@ def _backward(
         if CENTRED:
             x = tl.where(mask, x - tl.load(mean_ptr + row, alive, 0.0)[:, None], 0.0)
         x *= rstd
-        weight_sum += tl.sum(dh * x, 0)
+        weight_sum += dh * x
         if HAS_BIAS:
-            bias_sum += tl.sum(dh, 0)
+            bias_sum += dh
         dh *= weight
         dx = dh - x * (tl.sum(dh * x, 1) / width)[:, None]
         if CENTRED:
@@ -88,13 +89,13 @@ def _backward(
         if OWN_BRANCH:
             tl.store(dbranch_ptr + place, dx.to(dbranch_ptr.dtype.element_ty), mask)
         if HAS_BRANCH_BIAS:
-            branch_sum += tl.sum(tl.where(mask, dx, 0.0), 0)
+            branch_sum += tl.where(mask, dx, 0.0)
     place = program.to(tl.int64) * 3 * width + column
-    tl.store(sums_ptr + place, weight_sum, inside)
+    tl.store(sums_ptr + place, tl.sum(weight_sum, 0), inside)
     if HAS_BIAS:
-        tl.store(sums_ptr + place + width, bias_sum, inside)
+        tl.store(sums_ptr + place + width, tl.sum(bias_sum, 0), inside)
     if HAS_BRANCH_BIAS:
-        tl.store(sums_ptr + place + 2 * width, branch_sum, inside)
+        tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -137,9 +138,9 @@ class _AddNorm(torch.autograd.Function):
         # In the residual stream's own precision branch and stream share one gradient.
         own = ctx.branch_dtype is not None and ctx.branch_dtype != dx.dtype
         dbranch = torch.empty(dx.shape, dtype=ctx.branch_dtype, device=dx.device) if own else dx
-        block, at_once, warps = columns_of(width)
+        block, at_once, warps = columns_of(width, at_once=1)
         programs = programs_for(rows, at_once, x_new.device)
-        share = triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
+        share = triton.cdiv(rows, programs)
         sums = torch.empty(programs, 3, width, dtype=torch.float32, device=dx.device)
         _backward[(programs,)](
             dx_new, dh, x_new, weight, mean, rstd, dx, dbranch, sums, rows, width, share,

@@ -1,0 +1,128 @@
+"""Full training steps of the GPT-2 presets on this machine, and of peers beside them, as JSON lines.
+
+    python benchmarks/throughput.py DATA_FOLDER COMMIT [CASE ...] >> benchmarks/throughput.jsonl
+
+Protocol: for our rows the real loop (loader, forward, backward, clip, AdamW), for peers a loop of our own around their
+model (same tokens, same batch, forward, backward, clip, torch's fused AdamW). The first steps hold compilation and
+warm-up and are left out. Seconds per step are the device's own, from the end of one step to the end of the next; the row
+is the median. FLOPs by the convention of `flatout.model.count`. Peers come first and last in turn where a case has both,
+because a warm chip is a slow chip.
+"""
+
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+import flatout
+from flatout.config.load import load_config
+from flatout.errors import UserError
+from flatout.model.count import flops_per_token
+from flatout.records import RunInfo, StepRecord
+
+ONE = ["train.batch_tokens=65536"]  # one micro-batch of 64 x 1024 tokens, as in the figures of others
+OURS: dict[str, tuple[str, list[str], int]] = {
+    "124m": ("gpt2-124m", [], 16),
+    "124m-one": ("gpt2-124m", ONE, 40),
+    "124m-fp32-residual": ("gpt2-124m", ["speed.residual=fp32"], 12),
+    "124m-torch-products": ("gpt2-124m", ["speed.products=torch"], 12),
+    "124m-selective": ("gpt2-124m", ["speed.checkpointing=selective"], 12),
+    "124m-compile": ("gpt2-124m", ["speed.compile=default"], 12),
+    "124m-fp8-head": ("gpt2-124m", ["speed.fp8=[head]"], 12),
+    "124m-fp8-mlp": ("gpt2-124m", ["speed.fp8=[head, up, down]"], 12),
+    "350m": ("gpt2-350m", ["speed.micro_batch=64"], 10),
+    "350m-32": ("gpt2-350m", ["speed.micro_batch=32"], 10),
+    "350m-selective": ("gpt2-350m", ["speed.micro_batch=64", "speed.checkpointing=selective"], 8),
+    "gpt-124m": ("gpt-124m", [], 12),
+}
+PEERS = {"hf-124m": 64, "hf-124m-32": 32}
+WARM_UP = 4
+
+
+def ours(case: str, data: str) -> dict:
+    preset, words, steps = OURS[case]
+    with tempfile.TemporaryDirectory() as folder:
+        plan = [f"data.folder={data}", f"train.steps={steps}", "optim.warmup_steps=10", "eval.tokens=65536",
+                "eval.sample_tokens=0", "checkpoint.every=0", f"output.folder={folder}/run"]  # fmt: skip
+        began = time.perf_counter()
+        first = None
+        records = []
+        for record in flatout.train(load_config(preset, [*plan, *words])):
+            if isinstance(record, StepRecord) and first is None:
+                first = time.perf_counter() - began
+            records.append(record)
+    info = next(record for record in records if isinstance(record, RunInfo))
+    taken = [record for record in records if isinstance(record, StepRecord)]
+    return {
+        "features": {feature.name: feature.used for feature in info.features},
+        "batch_tokens": info.batch_tokens,
+        "micro_batch": info.micro_batch,
+        "first_step_seconds": round(first or 0.0, 1),
+        "losses": [round(taken[i].loss, 4) for i in (0, len(taken) // 2, -1)],
+        **timing([r.seconds for r in taken[WARM_UP:]], info.batch_tokens, info.flops_per_token),
+        "peak_gib": round(max(r.memory_bytes or 0 for r in taken) / 2**30, 2),
+    }
+
+
+def timing(seconds: list[float], tokens: int, flops: float) -> dict:
+    middle = statistics.median(seconds)
+    return {
+        "steps_timed": len(seconds),
+        "tokens_per_second": round(tokens / middle),
+        "fastest": round(tokens / min(seconds)),
+        "slowest": round(tokens / max(seconds)),
+        "tflops": round(tokens / middle * flops / 1e12, 1),
+    }
+
+
+def hugging_face(batch: int, steps: int = 16) -> dict:
+    """Hugging Face's GPT-2 with sdpa attention, compiled, bf16 autocast over fp32 weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, attn_implementation="sdpa")
+    model = GPT2LMHeadModel(config).cuda().train()
+    compiled = torch.compile(model, dynamic=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens = torch.randint(0, 50257, (batch, 1024), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    marks = []
+    for _ in range(steps + WARM_UP + 1):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = compiled(tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        marks.append(mark)
+    torch.cuda.synchronize()
+    seconds = [a.elapsed_time(b) / 1000 for a, b in zip(marks[WARM_UP:], marks[WARM_UP + 1 :], strict=False)]
+    flops = flops_per_token(load_config("gpt2-124m").config.model, 50257)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"batch_tokens": batch * 1024, **timing(seconds, batch * 1024, flops), "peak_gib": round(peak, 2)}
+
+
+def main() -> None:
+    data, commit, *cases = sys.argv[1:]
+    for case in cases or [*OURS, *PEERS]:
+        try:
+            row = ours(case, data) if case in OURS else hugging_face(PEERS[case])
+        except (UserError, RuntimeError) as error:
+            row = {"failed": str(error)[:200]}
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw,temperature.gpu", "--format=csv,noheader"]
+        state = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        where = {"case": case, "commit": commit, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        print(json.dumps({**where, "state": state, **row}), flush=True)
+        gc.collect()
+        torch._dynamo.reset()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What `flatout tune` finds under memory caps, held against an exhaustive search and against 200 training steps.
+
+    python benchmarks/tune_caps.py PRESET CAP... [--batch-tokens N] [--steps N] [--no-exhaustive]
+
+PRESET is gpt2-124m or gpt2-350m, a CAP is in GiB or `none`. One JSON line per cap goes to stdout and is added to
+benchmarks/tune_caps.jsonl by hand. Needs a CUDA device. Each line holds: the choice, its tokens/s and peak, trials and
+seconds of the search, the best of the exhaustive search and the share of it that the choice reaches, and the speed,
+peak and out-of-memory notices of the training run. Training happens under the same cap.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("preset")
+    parser.add_argument("caps", nargs="+")
+    parser.add_argument("--batch-tokens", type=int, default=131072)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--no-exhaustive", action="store_true")
+    words = parser.parse_args()
+    for cap in words.caps:
+        row = one_cap(words.preset, None if cap == "none" else float(cap), words)
+        print(json.dumps(row), flush=True)
+
+
+def one_cap(preset: str, cap: float | None, words: argparse.Namespace) -> dict:
+    import torch
+
+    from flatout import api
+    from flatout.config.load import load_config
+    from flatout.errors import UserError
+    from flatout.records import TuneResult, TuneRow
+
+    def say(text: str) -> None:
+        print(f"{preset} {cap}: {text}", file=sys.stderr, flush=True)
+
+    loaded = load_config(preset, [f"train.batch_tokens={words.batch_tokens}"])
+    row: dict = {"preset": preset, "cap_gib": cap, "batch_tokens": words.batch_tokens, "torch": torch.__version__}
+    try:
+        *rows, result = list(api.tune(loaded, memory=cap))
+    except UserError as error:
+        return {**row, "error": str(error)}
+    assert isinstance(result, TuneResult)
+    chosen = result.chosen
+    row |= {
+        "device": result.device,
+        "words": result.words,
+        "tokens_per_second": chosen.tokens_per_second,
+        "peak_gib": None if chosen.peak_bytes is None else chosen.peak_bytes / 2**30,
+        "confirmed": result.confirmed,
+        "trials": [[r.micro_batch, r.checkpointing, r.loss, r.status, r.tokens_per_second] for r in rows],  # pyright: ignore
+        "seconds": result.seconds,
+        "ended": result.ended,
+    }
+    say(f"{' '.join(result.words)}: {chosen.tokens_per_second:,.0f} tokens/s in {result.seconds:.0f} s")
+    if not words.no_exhaustive:
+        began = time.perf_counter()
+        every = [r for r in api.tune(loaded, memory=cap, exhaustive=True, seconds=500) if isinstance(r, TuneRow)]
+        fits = [r for r in every if r.status == "fits"]
+        best = max(fits, key=lambda r: r.tokens_per_second or 0.0)
+        # Both from the same search, so that one clock and one method are compared.
+        names = ("micro_batch", "checkpointing", "loss", "loss_chunk", "optimizer_offload")
+        same = [r for r in fits if all(getattr(r, name) == getattr(chosen, name) for name in names)]
+        mine = same[0].tokens_per_second if same else chosen.tokens_per_second
+        row |= {
+            "best": [best.micro_batch, best.checkpointing, best.loss, best.tokens_per_second],
+            "share_of_best": (mine or 0.0) / (best.tokens_per_second or 1.0),
+            "exhaustive_trials": len(every),
+            "exhaustive_seconds": time.perf_counter() - began,
+        }
+        say(f"{row['share_of_best']:.3f} of the best of {len(every)} trials")
+    if words.steps:
+        row |= train(preset, cap, result, words)
+        say(f"{words.steps} steps at {row['trained_tokens_per_second']:,.0f} tokens/s, notices {row['out_of_memory']}")
+    return row
+
+
+def train(preset: str, cap: float | None, result, words: argparse.Namespace) -> dict:
+    import torch
+
+    import flatout
+    from flatout.config.load import load_config
+    from flatout.records import NoticeRecord, StepRecord
+
+    limit = [] if cap is None else [f"speed.memory_limit={cap}"]
+    gc.collect()
+    torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        place = [f"output.folder={Path(folder) / 'run'}", f"data.folder={Path(folder) / 'data'}"]
+        more = ["data.source=shakespeare", f"train.steps={words.steps}", "eval.every=100", "eval.sample_tokens=32",
+                "eval.tokens=65536", "optim.warmup_steps=9", f"train.batch_tokens={words.batch_tokens}"]  # fmt: skip
+        records = list(flatout.train(load_config(preset, [*more, *place, *limit, *result.words])))
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    return {
+        "trained_steps": len(steps),
+        "trained_tokens_per_second": statistics.median(r.tokens_per_second or 0.0 for r in steps[5:] or steps),
+        "trained_peak_gib": max(record.memory_bytes or 0 for record in steps) / 2**30,
+        "out_of_memory": [r.message for r in records if isinstance(r, NoticeRecord) and "out of memory" in r.message],
+        "last_loss": steps[-1].loss,
+    }
+
+
+if __name__ == "__main__":
+    main()

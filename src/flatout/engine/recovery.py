@@ -1,0 +1,80 @@
+"""Out of memory, and on with less: the same batch in smaller pieces, the same loss, and a word to the user.
+
+Idea: a step's memory grows with its micro-batch, and its result does not depend on it. So where a step does not fit,
+the micro-batch is halved and the step is taken again. The config stays as it is: the next run tries anew.
+
+Contract: nothing that is learned changes. The update comes last, so weights and moments are those of before the failed
+step; its gradients are dropped, and the random stream is put back. Where the failure came in the middle of an update,
+or a single sequence does not fit, it is an error as before.
+Trap: the failed step's tensors hang on its error through the frames of its traceback. No memory is free before the
+`except` block is left, so each attempt is a function of its own that hands back a sentence.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from flatout.data.loader import Batch
+from flatout.device import free_memory, is_out_of_memory
+from flatout.engine.setup import Run, first_sentence, memory_error
+
+
+def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
+    """Takes one step and returns its report; or, where memory ran out and less would do, a sentence about that.
+
+    Nothing has changed then: the update comes last, and the random stream is put back to before the step. The failed
+    step's tensors hang on its error, so this function must have returned before anybody asks for memory again.
+    """
+    before = run.random.tensors()
+    try:
+        with run.random.active():
+            return run.step(batch.tokens, batch.targets)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        if run.step.micro_batch == 1 or run.step.updating:  # nothing left to halve, or the weights may have moved
+            raise memory_error(error) from error
+        sentence = first_sentence(error)
+    run.random.assign(before)
+    return sentence
+
+
+def use_less_memory(run: Run, sequences: int, sentence: str) -> str:
+    """Halves the micro-batch, to a divisor of the batch; returns what to tell the user."""
+    before = run.step.micro_batch
+    size = next(size for size in range(before // 2, 0, -1) if sequences % size == 0)
+    run.step.use_micro_batch(size)
+    device = run.speed.device.torch_device
+    free_memory(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)  # the peak shown is that of what runs now
+    return (
+        f"{sentence}: going on with micro-batches of {size} instead of {before}, {sequences // size} per step; batch "
+        f"and loss stay the same (next time: speed.micro_batch={size}, or `flatout tune`)"
+    )
+
+
+def first_fitting(
+    evaluate: Callable[[int], tuple[float, int]], batch_size: int, device: torch.device
+) -> tuple[tuple[float, int], int, list[str]]:
+    """`evaluate(batch_size)` with the batch halved until it fits: its result, that batch size, and what to tell."""
+    messages: list[str] = []
+    result = _attempt(evaluate, batch_size)
+    while isinstance(result, str):
+        free_memory(device)
+        smaller = batch_size // 2
+        messages.append(f"{result}: evaluating {smaller} sequences at once instead of {batch_size}")
+        batch_size = smaller
+        result = _attempt(evaluate, batch_size)
+    return result, batch_size, messages
+
+
+def _attempt(evaluate: Callable[[int], tuple[float, int]], batch_size: int) -> tuple[float, int] | str:
+    try:
+        return evaluate(batch_size)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        if batch_size == 1:
+            raise memory_error(error) from error
+        return first_sentence(error)

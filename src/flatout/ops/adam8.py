@@ -1,0 +1,111 @@
+"""AdamW with both moments in 8 bits: the number format, and the update in plain torch.
+
+The format. A moment is cut into blocks of 256 values. A value is stored as its place on a logarithmic grid that is the
+same everywhere, 2^(j·STEP) for whole j; a block keeps its largest j in 16 bits, and each value one byte that says how
+far below it lies. The first moment spends one bit of the byte on its sign.
+
+                      bytes a value   steps of       reaches down to
+    exp_avg           1 + 2/256       9.1%           2^-15.75 of the block's largest; smaller ones become 0
+    exp_avg_sq        1 + 2/256       6.7%           2^-23.81 of the block's largest; smaller ones become that
+
+Why a grid common to all blocks: a value that does not change is stored again without error, whatever happens to its
+block's largest value. Why rounding by lot: with beta2 = 0.999 a second moment moves by less than a step at a time, and
+rounding to the nearest would hold it where it is for ever. The lot is a hash of step and position: no random state,
+and a resumed run draws the same. Why no zero in the second moment: it is divided by.
+
+Shape legend: N values of a parameter, K blocks, 256 values in each.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 256
+SIGNED_STEP, SIGNED_CODES = 1 / 8, 127
+UNSIGNED_STEP, UNSIGNED_CODES = 3 / 32, 255
+SMALLEST = 2.0**-125  # below it a value counts as zero: fp32's own grid becomes coarse there
+NO_SCALE = -30000  # the scale of a block of zeros
+
+
+def blocks_of(values: int) -> int:
+    return -(-values // BLOCK)
+
+
+def encode(values_N: Tensor, *, signed: bool, lot_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes [K, 256], scales [K]) of values, which are rounded up where `lot` (0 to 1) is small enough.
+
+    Without a lot they are rounded to the nearest.
+    """
+    step, codes = (SIGNED_STEP, SIGNED_CODES) if signed else (UNSIGNED_STEP, UNSIGNED_CODES)
+    x_KB = _blocks(values_N.abs())
+    live_KB = x_KB >= SMALLEST
+    place_KB = torch.floor(torch.log2(x_KB.clamp(min=SMALLEST)) / step)
+    below_KB, above_KB = torch.exp2(place_KB * step), torch.exp2((place_KB + 1) * step)
+    lot_KB = 0.5 if lot_N is None else _blocks(lot_N)
+    place_KB = place_KB + ((x_KB - below_KB) / (above_KB - below_KB) > lot_KB)
+    place_KB = torch.where(live_KB, place_KB, float(NO_SCALE))
+    scale_K = place_KB.amax(dim=1)
+    code_KB = place_KB - scale_K[:, None] + codes
+    code_KB = code_KB.clamp(min=0) if signed else code_KB.clamp(min=1)
+    code_KB = torch.where(live_KB, code_KB, 0.0).to(torch.uint8)
+    if signed:
+        code_KB = code_KB + 128 * (_blocks(values_N) < 0).to(torch.uint8)
+    return code_KB, scale_K.to(torch.int16)
+
+
+def decode(code_KB: Tensor, scale_K: Tensor, values: int, *, signed: bool) -> Tensor:
+    """The first `values` stored values, in fp32."""
+    step, codes = (SIGNED_STEP, SIGNED_CODES) if signed else (UNSIGNED_STEP, UNSIGNED_CODES)
+    size_KB = (code_KB & 127 if signed else code_KB).to(torch.float32)
+    x_KB = torch.exp2((scale_K.to(torch.float32)[:, None] - codes + size_KB) * step)
+    x_KB = torch.where(size_KB > 0, x_KB, 0.0)
+    if signed:
+        x_KB = torch.where(code_KB >= 128, -x_KB, x_KB)
+    return x_KB.flatten()[:values]
+
+
+def lots(values: int, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Two numbers from 0 to 1 for every value, a hash of its position and of `step`."""
+    mask = 0xFFFFFFFF
+    h_N = torch.arange(values, dtype=torch.int64, device=step.device)
+    h_N = (h_N * 0x9E3779B1 + step.to(torch.int64) * 0x85EBCA77) & mask
+    h_N = h_N ^ (h_N >> 16)
+    h_N = (h_N * 0x7FEB352D) & mask
+    h_N = h_N ^ (h_N >> 15)
+    h_N = (h_N * 0x846CA68B) & mask
+    h_N = h_N ^ (h_N >> 16)
+    return (h_N & 0xFFFF).to(torch.float32) / 65536, (h_N >> 16).to(torch.float32) / 65536
+
+
+def adam8_reference(
+    weight: Tensor,
+    gradient: Tensor,
+    code1_KB: Tensor,
+    scale1_K: Tensor,
+    code2_KB: Tensor,
+    scale2_K: Tensor,
+    scalars: Tensor,
+    *,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One update in place. `scalars` holds rate, 1 - beta1^t, sqrt(1 - beta2^t), divisor, skip (0 or 1) and step t."""
+    rate, correction1, correction2, divisor, skip, step = scalars.unbind()
+    count = weight.numel()
+    g_N = gradient.reshape(-1).to(torch.float32) / divisor
+    m_N = decode(code1_KB, scale1_K, count, signed=True)
+    v_N = decode(code2_KB, scale2_K, count, signed=False)
+    m_N = m_N + (1 - beta1) * (g_N - m_N)
+    v_N = beta2 * v_N + (1 - beta2) * g_N * g_N
+    w_N = weight.reshape(-1) * (1 - rate * weight_decay)
+    w_N = w_N - rate / correction1 * m_N / (v_N.sqrt() / correction2 + eps)
+    lot1_N, lot2_N = lots(count, step)
+    new = (w_N.view_as(weight), *encode(m_N, signed=True, lot_N=lot1_N), *encode(v_N, signed=False, lot_N=lot2_N))
+    for place, value in zip((weight, code1_KB, scale1_K, code2_KB, scale2_K), new, strict=True):
+        place.copy_(torch.where(skip > 0, place, value.to(place.dtype)))
+
+
+def _blocks(values_N: Tensor) -> Tensor:
+    return F.pad(values_N, (0, -values_N.numel() % BLOCK)).view(-1, BLOCK)

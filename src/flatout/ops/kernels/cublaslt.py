@@ -1,0 +1,233 @@
+"""Matrix products by cuBLASLt itself, each shape with the fastest of the library's own kernels.
+
+torch takes the first kernel that the library suggests. The library suggests several, and on an H200 the best of sixteen
+was up to 28% faster than the first. So the first product of each shape tries them all, torch's way too, on its real
+operands, and the fastest does the rest.
+
+The library is the one that torch has loaded, called through ctypes. Contract: a product with fp32 sums, rounded once.
+Which kernel wins can differ from run to run, so deterministic runs do not come here.
+
+cuBLASLt thinks in columns: a row-major [rows, columns] tensor is its (columns × rows) matrix, and D = A·B in rows is
+Dᵀ = Bᵀ·Aᵀ for it.
+
+Shape legend: M rows, K inner size, N columns of the result.
+"""
+
+import ctypes
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COMPUTE_FP32 = 68
+_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _BIAS_TYPE = 3, 4, 7, 8, 26
+_PLAIN, _WITH_BIAS = 1, 4  # epilogues
+_WORKSPACE_BYTES = 32 * 2**20
+_CANDIDATES = 16
+_SMALL = 2**31  # multiply-adds below which choosing costs more than it brings
+
+
+class _Kernel(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    """The library that torch uses is in this process already, so its name finds it."""
+    version = (torch.version.cuda or "0").partition(".")[0]
+    for name in (f"libcublasLt.so.{version}", f"cublasLt64_{version}.dll"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def missing() -> str | None:
+    """Why products cannot come from here, or None."""
+    return None if _library() is not None else "torch's cuBLASLt was not found"
+
+
+def _call(name: str, *arguments: Any) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status != 0:
+        raise RuntimeError(f"{name} answered {status}")
+
+
+@functools.cache
+def _handle(device: int) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _call("cublasLtCreate", ctypes.byref(handle))
+    return handle
+
+
+@functools.cache
+def _workspace(device: int) -> Tensor:
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """All that decides which kernels can do a product."""
+
+    rows: int
+    inner: int
+    columns: int
+    a_transposed: bool
+    b_transposed: bool
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    bias: bool
+    add: bool
+    device: int
+
+
+class _Product:
+    """One shape: its description for the library, the kernels that can do it, and the one chosen."""
+
+    def __init__(self, shape: _Shape) -> None:
+        self.shape = shape
+        self.description = ctypes.c_void_p()
+        _call("cublasLtMatmulDescCreate", ctypes.byref(self.description), _COMPUTE_FP32, _TYPES[torch.float32])
+        # Transposed twice: the library's A is our b, seen in columns.
+        self._set(_TRANSPOSE_A, ctypes.c_int32(shape.b_transposed))
+        self._set(_TRANSPOSE_B, ctypes.c_int32(shape.a_transposed))
+        self._set(_EPILOGUE, ctypes.c_uint32(_WITH_BIAS if shape.bias else _PLAIN))
+        if shape.bias:
+            self._set(_BIAS_TYPE, ctypes.c_int32(_TYPES[shape.dtype]))
+            self._set(_BIAS, ctypes.c_void_p(256))  # the search for kernels looks at its alignment only
+        rows, inner, columns = shape.rows, shape.inner, shape.columns
+        self.a = _layout(shape.dtype, *((inner, columns) if shape.b_transposed else (columns, inner)))
+        self.b = _layout(shape.dtype, *((rows, inner) if shape.a_transposed else (inner, rows)))
+        self.out = _layout(shape.out_dtype, columns, rows)
+        self.kernels = self._find()
+        self.launch: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None = None
+
+    def _set(self, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        _call("cublasLtMatmulDescSetAttribute", self.description, attribute, ctypes.byref(value), size)
+
+    def _find(self) -> list[_Kernel]:
+        preference, limit = ctypes.c_void_p(), ctypes.c_size_t(_WORKSPACE_BYTES)
+        _call("cublasLtMatmulPreferenceCreate", ctypes.byref(preference))
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, 1, ctypes.byref(limit), ctypes.c_size_t(8))
+        found, count = (_Kernel * _CANDIDATES)(), ctypes.c_int()
+        library = _library()
+        assert library is not None
+        status = library.cublasLtMatmulAlgoGetHeuristic(
+            _handle(self.shape.device), self.description, self.a, self.b, self.out, self.out, preference, _CANDIDATES,
+            found, ctypes.byref(count),
+        )  # fmt: skip
+        _call("cublasLtMatmulPreferenceDestroy", preference)
+        return list(found[: count.value]) if status == 0 else []
+
+    def run(self, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        if self.launch is None:
+            # What is already in `out` must survive the trials when the product adds to it.
+            target = torch.empty_like(out) if self.shape.add else out
+            ways = [functools.partial(self._by_library, kernel) for kernel in self.kernels]
+            ways.append(functools.partial(by_torch, add=self.shape.add))
+            self.launch = _fastest(ways, a, b, target, bias)
+        self.launch(a, b, out, bias)
+
+    def _by_library(self, kernel: _Kernel, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
+        if bias is not None:
+            self._set(_BIAS, ctypes.c_void_p(bias.data_ptr()))
+        pointer, device = ctypes.c_void_p, self.shape.device
+        one, beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if self.shape.add else 0.0)
+        target = pointer(out.data_ptr())
+        _call(
+            "cublasLtMatmul", _handle(device), self.description, ctypes.byref(one), pointer(b.data_ptr()), self.a,
+            pointer(a.data_ptr()), self.b, ctypes.byref(beta), target, self.out, target, self.out,
+            ctypes.byref(kernel.algorithm), pointer(_workspace(device).data_ptr()), ctypes.c_size_t(_WORKSPACE_BYTES),
+            pointer(torch.cuda.current_stream(device).cuda_stream),
+        )  # fmt: skip
+
+
+def by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, *, add: bool) -> None:
+    """The same product by torch."""
+    wider = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    if add:
+        torch.addmm(out, a, b, **wider, out=out)
+    elif bias is not None:
+        torch.addmm(bias, a, b, out=out)
+    else:
+        torch.mm(a, b, **wider, out=out)
+
+
+def _layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
+    layout = ctypes.c_void_p()
+    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
+    _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _TYPES[dtype], *sizes)
+    return layout
+
+
+def _fastest(ways: list[Callable[..., None]], *arguments: Any, rounds: int = 4) -> Callable[..., None]:
+    """The way with the shortest run of several. They take turns, so that a drifting clock treats them alike."""
+    best = [float("inf")] * len(ways)
+    for turn in range(rounds + 1):
+        marks = []
+        for number, way in enumerate(ways):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            try:
+                way(*arguments)
+            except RuntimeError:  # suggested by the library, and refused all the same
+                continue
+            end.record()
+            marks.append((number, start, end))
+        torch.cuda.synchronize()
+        for number, start, end in marks if turn else ():  # the first turn only warms up
+            best[number] = min(best[number], start.elapsed_time(end))
+    return ways[best.index(min(best))]
+
+
+_product = functools.cache(_Product)
+
+
+def _transposed(tensor: Tensor) -> bool | None:
+    """False for a row-major matrix, True for the transpose of one, None for anything else."""
+    rows, columns = tensor.shape
+    if tensor.stride() == (columns, 1):
+        return False
+    return True if tensor.stride() == (1, rows) else None
+
+
+def multiply(
+    a_MK: Tensor, b_KN: Tensor, *, bias_N: Tensor | None = None, out: Tensor | None = None, add: bool = False
+) -> Tensor:
+    """a @ b + bias of half-precision CUDA matrices; into `out`, which may be of a wider type, or added to it."""
+    if out is None:
+        out = torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=a_MK.dtype, device=a_MK.device)
+    (rows, inner), columns = a_MK.shape, b_KN.shape[1]
+    a_transposed, b_transposed = _transposed(a_MK), _transposed(b_KN)
+    if rows * inner * columns < _SMALL or a_transposed is None or b_transposed is None or (rows | inner | columns) % 8:
+        by_torch(a_MK, b_KN, out, bias_N, add=add)
+        return out
+    shape = _Shape(
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        a_transposed=a_transposed,
+        b_transposed=b_transposed,
+        dtype=a_MK.dtype,
+        out_dtype=out.dtype,
+        bias=bias_N is not None,
+        add=add,
+        device=a_MK.get_device(),
+    )
+    _product(shape).run(a_MK, b_KN, out, bias_N)
+    return out

@@ -1,0 +1,239 @@
+"""Queries and keys made ready for attention: RMS norm per head and rotary positions, one pass forward, one back.
+
+    n = x / sqrt(mean(x²) + eps) · weight                                (where the model norms queries and keys)
+    y = [n₁·cos − n₂·sin, n₁·sin + n₂·cos],  n = [n₁, n₂]                (where positions are rotary)
+
+Queries and keys are read where the fused projection left them, and written as [B, T, heads, D], which attention takes
+without a copy. Backward reads x again and finds its statistics anew: that is cheaper than keeping them. Everything in
+between is fp32; torch's own path rounds between norm and rotation, so the two differ by one rounding.
+
+The trap: both views of the caller are strided and stay so. Only the last axis has to be dense.
+
+Shape legend: B batch, T positions, H query heads, G key heads, D head size, A = H + G heads in all, S shares of rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatout.ops.kernels.launch import multiprocessors
+
+
+@triton.jit
+def _turn(
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, head, heads, row, alive, positions, stride_b, stride_h, stride_t, eps,
+    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = (SIZE + 1) // 2
+    column = tl.arange(0, BLOCK)
+    in_first, in_second = column < half, column + half < SIZE
+    first_mask = alive[:, None] & in_first[None, :]
+    second_mask = alive[:, None] & in_second[None, :]
+    origin = (row // positions).to(tl.int64) * stride_b + (row % positions).to(tl.int64) * stride_t + head * stride_h
+    place = origin[:, None] + column[None, :]
+    first = tl.load(x_ptr + place, first_mask, 0.0).to(tl.float32)
+    second = tl.load(x_ptr + place + half, second_mask, 0.0).to(tl.float32)
+    if HAS_NORM:
+        rstd = (1.0 / tl.sqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / SIZE + eps))[:, None]
+        first *= rstd * tl.load(weight_ptr + column, in_first, 0.0).to(tl.float32)[None, :]
+        second *= rstd * tl.load(weight_ptr + half + column, in_second, 0.0).to(tl.float32)[None, :]
+    if HAS_ROPE:
+        angle = (row % positions)[:, None] * half + column[None, :]
+        cos = tl.load(cos_ptr + angle, first_mask, 0.0)
+        sin = tl.load(sin_ptr + angle, first_mask, 0.0)
+        turned = first * cos - second * sin
+        second = first * sin + second * cos
+        first = turned
+    out = (row.to(tl.int64) * heads + head)[:, None] * SIZE + column[None, :]
+    tl.store(y_ptr + out, first.to(y_ptr.dtype.element_ty), first_mask)
+    tl.store(y_ptr + out + half, second.to(y_ptr.dtype.element_ty), second_mask)
+
+
+@triton.jit
+def _forward(
+    q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, rows, positions, heads, groups,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
+    SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    # Neighbouring programs take neighbouring heads of the same rows: what they read lies side by side.
+    head = tl.program_id(0) % (heads + groups)
+    row = tl.program_id(0) // (heads + groups) * ROWS + tl.arange(0, ROWS)
+    alive = row < rows
+    if head < heads:
+        _turn(
+            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, head, heads, row, alive, positions, q_stride_b,
+            q_stride_h, q_stride_t, eps, SIZE, Q_NORM, HAS_ROPE, BLOCK,
+        )  # fmt: skip
+    else:
+        _turn(
+            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, head - heads, groups, row, alive, positions, k_stride_b,
+            k_stride_h, k_stride_t, eps, SIZE, K_NORM, HAS_ROPE, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _turn_back(
+    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, sums_ptr, head, heads, start, end, positions,
+    dy_stride_b, dy_stride_h, dy_stride_t, stride_b, stride_h, stride_t, eps,
+    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    half: tl.constexpr = (SIZE + 1) // 2
+    column = tl.arange(0, BLOCK)
+    in_first, in_second = column < half, column + half < SIZE
+    first_sum = tl.zeros((ROWS, BLOCK), tl.float32)  # rows are added up once, at the end
+    second_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    for at in range(start, end, ROWS):
+        row = at + tl.arange(0, ROWS)
+        alive = row < end
+        first_mask = alive[:, None] & in_first[None, :]
+        second_mask = alive[:, None] & in_second[None, :]
+        batch, position = (row // positions).to(tl.int64), row % positions
+        origin = batch * dy_stride_b + position.to(tl.int64) * dy_stride_t + head * dy_stride_h
+        place = origin[:, None] + column[None, :]
+        first = tl.load(dy_ptr + place, first_mask, 0.0).to(tl.float32)
+        second = tl.load(dy_ptr + place + half, second_mask, 0.0).to(tl.float32)
+        if HAS_ROPE:
+            angle = position[:, None] * half + column[None, :]
+            cos = tl.load(cos_ptr + angle, first_mask, 0.0)
+            sin = tl.load(sin_ptr + angle, first_mask, 0.0)
+            turned = first * cos + second * sin
+            second = second * cos - first * sin
+            first = turned
+        if HAS_NORM:
+            origin = batch * stride_b + position.to(tl.int64) * stride_t + head * stride_h
+            place = origin[:, None] + column[None, :]
+            x_first = tl.load(x_ptr + place, first_mask, 0.0).to(tl.float32)
+            x_second = tl.load(x_ptr + place + half, second_mask, 0.0).to(tl.float32)
+            squares = tl.sum(x_first * x_first, 1) + tl.sum(x_second * x_second, 1)
+            rstd = (1.0 / tl.sqrt(squares / SIZE + eps))[:, None]
+            x_first *= rstd
+            x_second *= rstd
+            first_sum += first * x_first
+            second_sum += second * x_second
+            first *= tl.load(weight_ptr + column, in_first, 0.0).to(tl.float32)[None, :]
+            second *= tl.load(weight_ptr + half + column, in_second, 0.0).to(tl.float32)[None, :]
+            along = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / SIZE)[:, None]
+            first = (first - x_first * along) * rstd
+            second = (second - x_second * along) * rstd
+        out = (row.to(tl.int64) * heads + head)[:, None] * SIZE + column[None, :]
+        tl.store(dx_ptr + out, first.to(dx_ptr.dtype.element_ty), first_mask)
+        tl.store(dx_ptr + out + half, second.to(dx_ptr.dtype.element_ty), second_mask)
+    if HAS_NORM:
+        tl.store(sums_ptr + column, tl.sum(first_sum, 0), in_first)
+        tl.store(sums_ptr + half + column, tl.sum(second_sum, 0), in_second)
+
+
+@triton.jit
+def _backward(
+    dq_ptr, dk_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, dk_out_ptr, sums_ptr,
+    rows, positions, heads, groups, share, dq_stride_b, dq_stride_h, dq_stride_t, dk_stride_b, dk_stride_h,
+    dk_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
+    SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % (heads + groups)
+    start = tl.program_id(0) // (heads + groups) * share
+    end = tl.minimum(start + share, rows)
+    sums_ptr += tl.program_id(0).to(tl.int64) * SIZE
+    if head < heads:
+        _turn_back(
+            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, sums_ptr, head, heads, start, end, positions,
+            dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, SIZE, Q_NORM, HAS_ROPE,
+            ROWS, BLOCK,
+        )  # fmt: skip
+    else:
+        _turn_back(
+            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dk_out_ptr, sums_ptr, head - heads, groups, start, end,
+            positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, SIZE, K_NORM,
+            HAS_ROPE, ROWS, BLOCK,
+        )  # fmt: skip
+
+
+def _block_and_rows(size: int) -> tuple[int, int]:
+    """(columns of half a head, rows at once): about 2,048 values in registers."""
+    block = triton.next_power_of_2((size + 1) // 2)
+    return block, max(1, 1024 // block)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(3) == 1 else x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, int, int]:
+    return x.stride(0), x.stride(1), x.stride(2)
+
+
+class _PrepareHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps):
+        q, k = _dense(q), _dense(k)
+        batch, heads, positions, size = q.shape
+        groups = k.shape[1]
+        q_out = torch.empty(batch, positions, heads, size, dtype=q.dtype, device=q.device)
+        k_out = torch.empty(batch, positions, groups, size, dtype=k.dtype, device=k.device)
+        block, at_once = _block_and_rows(size)
+        rows = batch * positions
+        _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
+            q, k, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q),
+            *_strides(k), eps, SIZE=size, Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
+            HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        # A rotation alone is turned back without knowing what was turned.
+        keep_q, keep_k = (None if q_weight is None else q), (None if k_weight is None else k)
+        ctx.save_for_backward(keep_q, keep_k, q_weight, k_weight, cos, sin)
+        ctx.eps = eps
+        return q_out.transpose(1, 2), k_out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dq, dk):
+        q, k, q_weight, k_weight, cos, sin = ctx.saved_tensors
+        dq, dk = _dense(dq), _dense(dk)
+        batch, heads, positions, size = dq.shape
+        groups, rows, device = dk.shape[1], batch * positions, dq.device
+        dq_out = torch.empty(batch, positions, heads, size, dtype=dq.dtype, device=device)
+        dk_out = torch.empty(batch, positions, groups, size, dtype=dk.dtype, device=device)
+        block, at_once = _block_and_rows(size)
+        strips = triton.cdiv(rows, at_once)
+        if q_weight is not None or k_weight is not None:  # few long shares, so that few sums are left to add
+            strips = max(1, min(strips, triton.cdiv(16 * multiprocessors(device), heads + groups)))
+        share = triton.cdiv(triton.cdiv(rows, strips), at_once) * at_once
+        shares = triton.cdiv(rows, share)
+        normed = q_weight is not None or k_weight is not None
+        sums_SAD = torch.empty(shares if normed else 0, heads + groups, size, dtype=torch.float32, device=device)
+        _backward[(shares * (heads + groups),)](
+            dq, dk, q, k, q_weight, k_weight, cos, sin, dq_out, dk_out, sums_SAD, rows, positions, heads, groups,
+            share, *_strides(dq), *_strides(dk), *((0, 0, 0) if q is None else _strides(q)),
+            *((0, 0, 0) if k is None else _strides(k)), ctx.eps, SIZE=size, Q_NORM=q_weight is not None,
+            K_NORM=k_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+        dq_weight = None if q_weight is None else sums_SAD[:, :heads].sum((0, 1)).to(q_weight.dtype)
+        dk_weight = None if k_weight is None else sums_SAD[:, heads:].sum((0, 1)).to(k_weight.dtype)
+        return dq_out.transpose(1, 2), dk_out.transpose(1, 2), dq_weight, dk_weight, None, None, None
+
+
+def prepare_heads(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    q_weight_D: Tensor | None,
+    k_weight_D: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys normed per head (with weights) and turned (with `cos` and `sin`, fp32 [T or more, D/2]).
+
+    The results have the shape of the inputs and lie in memory as [B, T, heads, D].
+    """
+    if q_weight_D is None and k_weight_D is None and cos is None:
+        return q_BHTD, k_BGTD
+    if cos is not None:
+        assert sin is not None
+        assert cos.is_contiguous()
+        assert sin.is_contiguous()
+        assert cos.shape[0] >= q_BHTD.shape[2]
+        assert cos.shape[1] * 2 == q_BHTD.shape[3]
+    return _PrepareHeads.apply(q_BHTD, k_BGTD, q_weight_D, k_weight_D, cos, sin, eps)  # pyright: ignore

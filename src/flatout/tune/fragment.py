@@ -1,0 +1,71 @@
+"""What was found, as a config file: a preset, what the user had written beyond it, and the tuned switches.
+
+A plain file is enough: `flatout train FILE` trains what was tuned. A cap that emulated a smaller card is not in it.
+"""
+
+from typing import Any
+
+from flatout.config.load import LoadedConfig, format_value
+from flatout.records import TuneRow
+from flatout.tune.search import Candidate
+
+# The switches that tune turns; what a user has written for them is where it starts from, not a rule.
+TUNED = (
+    "speed.micro_batch",
+    "speed.accumulation",
+    "speed.checkpointing",
+    "speed.loss",
+    "speed.loss_chunk",
+    "speed.kernels",
+    "speed.compile",
+    "speed.optimizer_offload",
+)
+FIRST_LINE = "# Found by `flatout tune`"
+
+
+def words_of(candidate: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
+    """The tuned switches by path; those that say nothing beyond the config are left out."""
+    before = loaded.config.speed
+    settings: dict[str, Any] = {
+        "speed.micro_batch": candidate.micro_batch,
+        "speed.checkpointing": candidate.checkpointing,
+        "speed.loss": candidate.loss,
+        "speed.kernels": candidate.kernels,
+        "speed.compile": candidate.compile,
+    }
+    if candidate.loss_chunk != before.loss_chunk:
+        settings["speed.loss_chunk"] = candidate.loss_chunk
+    if candidate.optimizer_offload != before.optimizer_offload:
+        settings["speed.optimizer_offload"] = candidate.optimizer_offload
+    return settings
+
+
+def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, device: str, capacity: int | None) -> str:
+    """The YAML of a config file that is the given config with the tuned switches."""
+    sections: dict[str, dict[str, str]] = {}
+    values = loaded.config.model_dump()
+    presets = {source.where for source in loaded.sources.values() if source.kind == "preset"}
+    preset = next((where.removeprefix("preset ") for where in presets if where.startswith("preset ")), None)
+    for path, source in loaded.sources.items():
+        section, _, name = path.partition(".")
+        # A layer's null that silences an alternative below it (train.tokens beside train.steps) follows by itself.
+        silenced = source.where.endswith(")") and values[section][name] is None
+        if path not in TUNED and source.kind in ("hardware", "file", "override") and not silenced:
+            sections.setdefault(section, {})[name] = format_value(values[section][name])
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        sections.setdefault(section, {})[name] = format_value(value)
+    lines = [*_comments(row, device, capacity), *([] if preset is None else [f"preset: {preset}"])]
+    for section, fields in sections.items():
+        lines += ["", f"{section}:", *(f"  {name}: {value}" for name, value in fields.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _comments(row: TuneRow, device: str, capacity: int | None) -> list[str]:
+    of = "" if capacity is None else f" of {capacity / 2**30:.1f}"
+    peak = "" if row.peak_bytes is None else f", at most {row.peak_bytes / 2**30:.2f}{of} GiB"
+    return [
+        f"{FIRST_LINE} on {' '.join(device.split())}: {row.tokens_per_second or 0.0:,.0f} tokens/s, "
+        f"{row.milliseconds or 0.0:,.1f} ms per step of {row.micro_batch} x {row.accumulation} sequences{peak}.",
+        "# The switches hold for that device and this model; what is learned does not depend on them.",
+    ]

@@ -1,0 +1,313 @@
+"""The ladder: every rung is first proven harmless, then measured.
+
+Idea: one reference run (exact arithmetic, nothing fused) gives the losses that any trainer of this model, data, seed
+and batch must have. A rung trains the first steps of that same run with its own switches. If its losses lie within the
+tolerance of its arithmetic, it goes on training with the clock on; if not, it is red and has no speed at all.
+
+Contract:
+- Every rung sees the same batches, seed and global batch. Only `speed` differs between two rungs.
+- A rung that cannot be had here, runs out of memory or breaks is a row that says so, and the ladder goes on without it.
+- A switch that is not green is not carried up: the rungs above stand on what works.
+- Rows are yielded as they are measured; whoever stops listening keeps them.
+Trap: all rungs share one process. `borrowed_run` clears up between them; a CUDA context that a kernel has broken cannot
+be cleared, and every rung after it will say so.
+"""
+
+import dataclasses
+import gc
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+import flatout
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import micro_batch_of
+from flatout.engine.features import Speed
+from flatout.errors import HardwareError, ResourceError, UserError
+from flatout.model.count import flops_per_token, parameter_count
+from flatout.records import BenchProgress, BenchRow
+from flatout.tune.claims import claim_of
+from flatout.tune.measure import Measurement, Steps, borrowed_run, parity_losses, summary_of
+from flatout.tune.plan import Plan, absences, check_same, config_for, make_plan, refusals, resolved
+from flatout.tune.rungs import (
+    COMPILED,
+    FULL,
+    REFERENCE,
+    WITHOUT,
+    Rung,
+    all_rungs,
+    as_words,
+    asked_for,
+    choose,
+    known_names,
+    linked,
+    settings_of,
+    tolerance_of,
+    top_of,
+)
+from flatout.tune.tricks import PERIOD, PERIODIC, trick
+
+TIMED_SECONDS = 8.0  # a slow rung takes fewer steps than asked for, and never fewer than the next line says
+FEWEST_STEPS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How measuring one rung went; `parity` and `measured` are None where it did not come so far."""
+
+    status: str
+    reason: str
+    parity: float | None = None
+    measured: Measurement | None = None
+    speed: Speed | None = None
+
+
+def bench(
+    loaded: LoadedConfig,
+    *,
+    steps: int,
+    parity_steps: int,
+    batch_tokens: int | None = None,
+    names: Sequence[str] | None = None,
+    only: str | None = None,
+    earlier: Sequence[BenchRow] = (),
+    notice: Callable[[str], None] = lambda _: None,
+    progress: Callable[[BenchProgress], None] = lambda _: None,
+) -> Generator[BenchRow]:
+    """Measures the rungs of the ladder for a config and yields a row for each.
+
+    `names` chooses rungs, `only` one of the groups ladder, without and extra; without either, all are measured. What a
+    rung is compared with is measured too. The gate takes `parity_steps` steps, the clock at most `steps`. Rungs in
+    `earlier` were measured before, with the same config on the same machine, and stand for themselves.
+    """
+    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch:
+        plan = make_plan(loaded, Path(scratch), steps, parity_steps, batch_tokens, notice)
+        listed = all_rungs(
+            kind=plan.device.kind,
+            micro_batch=micro_batch_of(plan.config)[0],
+            attention=resolved(plan, {"speed.compile": "off"}).execution.attention,
+        )
+        asked = None if names is None else known_names(names, listed)
+        absent = absences(plan, [rung for rung in listed if rung.group == "ladder"])
+        if asked is not None and FULL in asked:
+            asked = [*asked, top_of([rung for rung in listed if rung.name not in absent])]
+        # Asking whether a switch works may mean to compile or to run it: not for what nobody wants to know.
+        wanted = [rung for rung in listed if rung.group == "ladder" or asked_for(rung, names=asked, only=only)]
+        wanted += [rung for rung in listed if rung.name == COMPILED and rung not in wanted]
+        absent = absences(plan, wanted)
+        present = linked([rung for rung in listed if rung in wanted and rung.name not in absent])
+        known = {row.rung: row for row in earlier}
+        rungs = [rung for rung in choose(present, names=asked, only=only) if rung.name not in known]
+        places = {rung.name: place for place, rung in enumerate(listed)}
+        check_same(plan, earlier)
+        if rungs:
+            progress(BenchProgress(0, len(rungs), "reference", "reference"))
+        reference = reference_losses(plan, notice) if rungs else []
+        for row in _climb(plan, present, rungs, known, reference, progress):
+            yield dataclasses.replace(row, place=places[row.rung])
+        for rung in listed:
+            if rung.name in absent and rung.name not in known and asked_for(rung, names=asked, only=only):
+                row = row_of(plan, rung, settings_of(rung, []), Outcome("absent", absent[rung.name]))
+                yield dataclasses.replace(row, place=places[rung.name])
+
+
+def reference_losses(plan: Plan, notice: Callable[[str], None]) -> list[float]:
+    """The losses that all rungs are held against; the micro-batch shrinks until it fits."""
+    size = int(REFERENCE["speed.micro_batch"])
+    while True:
+        try:
+            with borrowed_run(config_for(plan, {**REFERENCE, "speed.micro_batch": str(size)})) as run:
+                return parity_losses(run, plan.parity_steps)
+        except (ResourceError, HardwareError):  # the second: a step that by its estimate cannot fit
+            if size == 1:
+                raise
+        size //= 2
+        notice(f"the reference does not fit; trying it with {size} sequences at a time")
+
+
+# --- the rungs --------------------------------------------------------------------------------------------------------
+
+
+def _climb(
+    plan: Plan,
+    present: Sequence[Rung],
+    rungs: Sequence[Rung],
+    known: Mapping[str, BenchRow],
+    reference: Sequence[float],
+    progress: Callable[[BenchProgress], None],
+) -> Generator[BenchRow]:
+    chosen = {rung.name for rung in rungs}
+    climbed: list[Rung] = []  # the rungs of the ladder whose switches are on
+    speeds: dict[str, tuple[float, float]] = {}
+    number = 0
+    for rung in present:
+        row = known.get(rung.name)
+        if row is not None:
+            if row.milliseconds is not None and row.mean_milliseconds is not None:
+                speeds[rung.name] = row.milliseconds, row.mean_milliseconds
+            words = dict(word.split("=", 1) for word in row.words if "=" in word)  # its micro-batch may have shrunk
+            carried_up = rung.group == "ladder" and row.status == "green"
+            climbed += [dataclasses.replace(rung, words=words)] if carried_up else []
+            continue
+        if rung.name not in chosen:
+            climbed += [rung] if rung.group == "ladder" else []
+            continue
+        number += 1
+        carried = {step.name for step in climbed}
+        if rung.group == "without" and rung.name.removeprefix(WITHOUT) not in carried:
+            reason = f"{rung.name.removeprefix(WITHOUT)} is not in the full set"
+            yield row_of(plan, rung, settings_of(rung, climbed), Outcome("absent", reason))
+            continue
+
+        def tell(phase: str, number: int = number, name: str = rung.name) -> None:
+            progress(BenchProgress(number, len(rungs), name, phase))
+
+        rung, outcome = _measured(plan, rung, climbed, reference, tell)
+        # The rung below may have turned out red: the one that is really stood on counts.
+        ladder = rung.group == "ladder"
+        against = rung.against if not ladder and rung.against in speeds else climbed[-1].name if climbed else None
+        if outcome.status == "green" and outcome.measured is not None:
+            speeds[rung.name] = outcome.measured.milliseconds, outcome.measured.mean_milliseconds
+            climbed += [rung] if ladder else []
+        settings = settings_of(rung, climbed)
+        row = row_of(plan, dataclasses.replace(rung, against=against), settings, outcome)
+        yield _with_gains(row, rung, speeds)
+
+
+def _with_gains(row: BenchRow, rung: Rung, speeds: Mapping[str, tuple[float, float]]) -> BenchRow:
+    own, other, base = (speeds.get(name or "") for name in (row.rung, row.against, "baseline"))
+    if own is None:
+        return row
+    which = 1 if rung.trick in PERIODIC else 0
+    gain = None if other is None else other[which] / own[which]
+    gain = 1 / gain if gain is not None and row.group == "without" else gain
+    return dataclasses.replace(row, gain=gain, factor=None if base is None else base[which] / own[which])
+
+
+def _measured(
+    plan: Plan, rung: Rung, climbed: Sequence[Rung], reference: Sequence[float], tell: Callable[[str], None]
+) -> tuple[Rung, Outcome]:
+    """The rung as it was measured, which may have a smaller micro-batch than was asked for."""
+    while True:
+        tell("parity")
+        settings = settings_of(rung, climbed)
+        outcome = _outcome(plan, rung, settings, reference, tell)
+        size = int(settings["speed.micro_batch"])
+        if outcome.status != "out_of_memory" or not rung.shrinks or size <= 2:
+            return rung, outcome
+        rung = dataclasses.replace(rung, words={**rung.words, "speed.micro_batch": str(size // 2)})
+
+
+def _outcome(
+    plan: Plan, rung: Rung, settings: dict[str, str], reference: Sequence[float], tell: Callable[[str], None]
+) -> Outcome:
+    try:
+        return _try(plan, rung, settings, reference, tell)
+    except (ResourceError, HardwareError) as error:  # the second: a step that by its estimate cannot fit
+        status, reason = "out_of_memory", error.message
+    except UserError as error:
+        status, reason = "failed", error.message
+    except Exception as error:  # noqa: BLE001 - a foreign compiler or kernel may raise anything: a row, not the end
+        first = str(error).strip().partition("\n")[0][:200]
+        status, reason = "failed", f"{type(error).__name__}: {first}"
+    gc.collect()  # the traceback is gone now, and what it held can go too
+    return Outcome(status, reason)
+
+
+def _try(
+    plan: Plan, rung: Rung, settings: dict[str, str], reference: Sequence[float], tell: Callable[[str], None]
+) -> Outcome:
+    tolerance = tolerance_of(settings)
+    with borrowed_run(config_for(plan, settings)) as run, trick(rung.trick, plan.device) as after_step:
+        remarks = list(refusals(run.speed, settings).values())
+        with Steps(run, after_step=after_step) as stepping:
+            early = stepping.take(plan.parity_steps)
+            parity = largest_difference([report.loss for report in early], reference)
+            remarks += run.news.take()
+            lost = given_up(remarks, rung)
+            if lost is not None:
+                return Outcome("failed", lost, parity, None, run.speed)
+            if not parity <= tolerance:
+                differs = f"the losses differ by {parity:.2g}, more than {tolerance:g}"
+                return Outcome("red", "; ".join([differs, *remarks]), parity, None, run.speed)
+            tell("timing")
+            typical = statistics.median(report.seconds for report in early[len(early) // 2 :])
+            timed = stepping.take(step_count(plan.steps, typical, whole=PERIOD if rung.trick in PERIODIC else 1))
+        remarks += run.news.take()
+        return Outcome("green", "; ".join(remarks), parity, summary_of(run, early, timed), run.speed)
+
+
+def given_up(news: Sequence[str], rung: Rung) -> str | None:
+    """The message by which a run gave up the very switch that a rung is about: its speed would be another one's."""
+    names = [path.removeprefix("speed.") for path in rung.words]
+    return next((line for line in news for name in names if line.startswith(f"{name} became ")), None)
+
+
+def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest distance of two runs at any step; a loss that is no number is infinitely far away."""
+    pairs = zip(losses, reference, strict=True)
+    distances = [abs(one - other) if math.isfinite(one) and math.isfinite(other) else math.inf for one, other in pairs]
+    return max(distances)
+
+
+def step_count(steps: int, seconds: float, *, whole: int = 1) -> int:
+    """How many steps to time when one takes `seconds`: as asked for, fewer when slow, in whole periods of a trick."""
+    count = max(FEWEST_STEPS, min(steps, int(TIMED_SECONDS / max(seconds, 1e-9))))
+    return -(-count // whole) * whole
+
+
+def _milliseconds(rung: Rung, measured: Measurement) -> float:
+    """A step's time: the median, but the mean for what happens in some steps only."""
+    return measured.mean_milliseconds if rung.trick in PERIODIC else measured.milliseconds
+
+
+def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -> BenchRow:
+    measured, speed, claim = outcome.measured, outcome.speed, claim_of(rung.name)
+    milliseconds = None if measured is None else _milliseconds(rung, measured)
+    rate = None if milliseconds is None else 1000 * plan.config.train.batch_tokens / max(milliseconds, 1e-6)
+    peak = plan.device.peak_flops
+    flops = flops_per_token(plan.config.model, plan.vocab)
+    return BenchRow(
+        rung=rung.name,
+        group=rung.group,
+        place=0,
+        status=outcome.status,
+        reason=outcome.reason,
+        against=rung.against,
+        words=(*as_words(rung.words), *([] if rung.trick is None else [rung.trick])),
+        settings=tuple(as_words(settings)),
+        used={} if speed is None else {feature.name: feature.used for feature in speed.features},
+        parity=outcome.parity,
+        parity_steps=plan.parity_steps,
+        tolerance=tolerance_of(settings),
+        tokens_per_second=rate,
+        milliseconds=milliseconds,
+        mean_milliseconds=None if measured is None else measured.mean_milliseconds,
+        spread=None if measured is None else measured.spread,
+        mfu=None if rate is None or peak is None else rate * flops / peak,
+        peak_bytes=None if measured is None else measured.peak_bytes,
+        compile_seconds=None if measured is None else measured.compile_seconds,
+        steps=0 if measured is None else measured.steps,
+        gain=None,
+        factor=None,
+        claim="" if claim is None else claim.text,
+        claim_low=None if claim is None else claim.low,
+        claim_high=None if claim is None else claim.high,
+        claim_rows=() if claim is None else claim.rows,
+        config=plan.config.output.name,
+        config_words=plan.config_words,
+        data=plan.data,
+        parameters=parameter_count(plan.config.model, plan.vocab),
+        context=plan.config.model.context,
+        batch_tokens=plan.config.train.batch_tokens,
+        micro_batch=None if speed is None else speed.micro_batch,
+        accumulation=None if speed is None else speed.accumulation,
+        device=plan.device.name,
+        flatout=flatout.__version__,
+        torch=torch.__version__,
+        commit=plan.commit,
+    )

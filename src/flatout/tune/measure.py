@@ -1,0 +1,192 @@
+"""The timing protocol, in one place: what a tokens-per-second figure of Flatout means.
+
+Idea: a figure is worth something only when everybody measures the same thing. Here it is real optimizer steps
+(forward, backward, clip, update) on real batches of the run's own loader, timed from the end of one step to the end of
+the next on the device's clock, or on the host's where there is none. First steps, which compile and warm up, are taken
+and not timed. The figure is the median; how far the steps lie apart stands beside it.
+
+Contract:
+- `measure` is all of it. `Steps` is the same in pieces, for who wants to look at the losses before going on timing.
+- Peak memory is reset when stepping begins and covers the first step too: a graph is captured, and its memory claimed,
+  there and never again.
+- Running out of device memory is a `ResourceError`, raised after nothing but this run's own state has changed.
+- `borrowed_run` leaves nothing behind: not the weights, not a compiled function, not a cached block of memory.
+Trap: a step trains. A run that was measured has moved its weights, moments and random stream; build another one.
+Trap: an exception's traceback keeps the frames of the step alive, and they keep the step's tensors. Leave the `except`
+block before asking for memory again.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+import torch
+
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import RunConfig
+from flatout.device import peak_memory_bytes
+from flatout.engine.pending import PendingReports, StepReport
+from flatout.engine.setup import Run, out_of_memory, setup_run
+
+WARMUP = 3  # steps: compile, then autotuning's and the allocator's last surprises
+STEPS = 12
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What the timed steps of a run were like.
+
+    `milliseconds` is the median step, `spread` the distance between the quartiles as a share of it, and
+    `mean_milliseconds` sees what happens in some steps only; `compile_seconds` is what the first step took beyond a
+    median one, 0 where nothing was compiled. `mfu` is None where the device's peak rate is not known, `losses` holds
+    the untimed steps too.
+    """
+
+    tokens_per_second: float
+    milliseconds: float
+    mean_milliseconds: float
+    spread: float
+    mfu: float | None
+    peak_bytes: int
+    compile_seconds: float
+    losses: tuple[float, ...]
+    steps: int
+
+
+def measure(
+    run: Run, *, warmup: int = WARMUP, steps: int = STEPS, after_step: Callable[[int], None] | None = None
+) -> Measurement:
+    """Trains `run` for `warmup` steps without and `steps` steps with the clock, from its first batch on.
+
+    `after_step(number)` is called on the host after each step, inside the timed region: what it costs is measured.
+    The run needs `warmup + steps` steps in its config.
+    """
+    with Steps(run, after_step=after_step) as stepping:
+        untimed = stepping.take(warmup)
+        return summary_of(run, untimed, stepping.take(steps))
+
+
+def parity_losses(run: Run, steps: int) -> list[float]:
+    """The losses of the first `steps` real training steps; a loss is of the weights before its step."""
+    with Steps(run) as stepping:
+        return [report.loss for report in stepping.take(steps)]
+
+
+@final
+class Steps:
+    """A run being stepped: one loader and one clock, from the run's first batch on."""
+
+    def __init__(self, run: Run, *, after_step: Callable[[int], None] | None = None) -> None:
+        self.run = run
+        self.device = run.speed.device.torch_device
+        self.after_step = after_step
+        _reset_peak(self.device)
+        self.pending = PendingReports(self.device)
+        with out_of_memory():
+            self.loader = run.batches(0)
+
+    def take(self, count: int) -> list[StepReport]:
+        """The next `count` steps, all of them finished on the device."""
+        self.pending.restart()
+        reports: list[StepReport] = []
+        with out_of_memory():
+            for _ in range(count):
+                batch = next(self.loader, None)
+                if batch is None:
+                    raise ValueError(f"the run has only {self.run.steps} steps")
+                with self.run.random.active():
+                    report = self.run.step(batch.tokens, batch.targets)
+                if self.device.type == "mps":  # its marks are the host's, which would run ahead
+                    torch.mps.synchronize()
+                if self.after_step is not None:
+                    self.after_step(batch.step + 1)
+                self.pending.push(batch.step + 1, report)
+                reports += self.pending.ready()
+            return reports + self.pending.drain()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.loader.close()
+
+
+def summary_of(run: Run, untimed: Sequence[StepReport], timed: Sequence[StepReport]) -> Measurement:
+    """The figures of `timed` steps, of which `untimed` went before; peak memory is that of now."""
+    seconds = [report.seconds for report in timed]
+    median = statistics.median(seconds)
+    quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [median] * 3
+    rate = run.config.train.batch_tokens / max(median, 1e-9)
+    peak = run.speed.device.peak_flops
+    first = untimed[0].seconds if untimed else median
+    compiles = run.speed.compile != "off" or run.speed.execution.kernels == "triton" or run.speed.cuda_graphs
+    return Measurement(
+        tokens_per_second=rate,
+        milliseconds=1000 * median,
+        mean_milliseconds=1000 * statistics.fmean(seconds),
+        spread=(quarters[2] - quarters[0]) / max(median, 1e-9),
+        mfu=None if peak is None else rate * run.flops_per_token / peak,
+        peak_bytes=peak_memory_bytes(run.speed.device.torch_device),
+        compile_seconds=max(first - median, 0.0) if compiles else 0.0,
+        losses=tuple(report.loss for report in (*untimed, *timed)),
+        steps=len(timed),
+    )
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    elif device.type == "cpu":
+        # Linux forgets the process's peak when told so; elsewhere it stays that of the largest rung so far.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+@contextlib.contextmanager
+def borrowed_run(loaded: LoadedConfig | RunConfig) -> Iterator[Run]:
+    """A run with fresh weights for the length of a block; afterwards its memory and its compiled code are gone.
+
+    The tensors go even while somebody still holds the run, so one rung cannot weigh on the next.
+    """
+    free_memory()
+    run: Run | None = None
+    try:
+        with out_of_memory():
+            run = setup_run(loaded)
+        yield run
+    finally:
+        if run is not None:
+            release(run)
+        del run
+        free_memory()
+
+
+@torch.no_grad()
+def release(run: Run) -> None:
+    """Takes weights, gradients and moments away from a run, which is of no use afterwards."""
+    run.step.run_micro_batch = run.step.forward_backward  # a recorded graph keeps its memory
+    run.step.optimizer.state.clear()
+    for parameter in run.model.parameters():
+        parameter.grad = None
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
+
+def free_memory() -> None:
+    """Forgets compiled functions and gives cached device memory back, so that a measurement begins on a clean card."""
+    if "torch._dynamo" in sys.modules:  # whoever never compiled need not pay for importing a compiler
+        torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    if torch.backends.mps.is_available():
+        torch.mps.empty_cache()

@@ -1,0 +1,179 @@
+"""What a ladder is about: a config fitted for measuring, and which rungs its device cannot have.
+
+Contract: only the length, the batch's cap and the warm-up of the config are changed, and each change is said. A rung's
+values count as a preset's, so that a device answers with a reason instead of an error.
+"""
+
+import dataclasses
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import flatout
+from flatout.config.load import LoadedConfig, Source, load_stored
+from flatout.config.schema import RunConfig
+from flatout.data.shards import open_dataset
+from flatout.device import Device, allocator_words, detect_device
+from flatout.engine.features import Speed, resolve_speed
+from flatout.errors import ConfigError, HardwareError, UsageError
+from flatout.records import BenchRow
+from flatout.tune.practice_data import practice_data
+from flatout.tune.rungs import BASELINE, Rung, as_words, settings_of
+from flatout.tune.tricks import PERIOD, tricks_for
+
+MOST_SEQUENCES = 64  # of a step, unless told otherwise: the naive baseline takes seconds for them on any card
+# Fields of `speed` that legitimately end up as something else than was written.
+_NOT_CHECKED = ("micro_batch", "accumulation", "workers")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a ladder is about: one config, one device, one dataset, and the same facts in every row."""
+
+    config: RunConfig
+    device: Device
+    corpus_bytes: int
+    data: str
+    vocab: int
+    steps: int
+    parity_steps: int
+    config_words: tuple[str, ...]
+    commit: str | None
+
+
+def make_plan(
+    loaded: LoadedConfig,
+    scratch: Path,
+    steps: int,
+    parity_steps: int,
+    batch_tokens: int | None,
+    notice: Callable[[str], None],
+) -> Plan:
+    """Fits a config for measuring, and says what was changed for that."""
+    config = loaded.config
+    data, described = practice_data(config, scratch)
+    notice(f"data: {described}")
+    context = config.model.context
+    tokens = batch_tokens or config.train.batch_tokens
+    if tokens % context:
+        raise ConfigError(f"a batch of {tokens} tokens is not a multiple of model.context {context}", "choose another")
+    written = batch_tokens is not None or loaded.sources["train.batch_tokens"].kind == "override"
+    if tokens > MOST_SEQUENCES * context and not written:
+        tokens = MOST_SEQUENCES * context
+        notice(f"a step has {tokens:,} tokens instead of {config.train.batch_tokens:,}; --batch-tokens sets it")
+    warmup = config.optim.warmup_steps
+    if warmup > parity_steps and loaded.sources["optim.warmup_steps"].kind != "override":
+        warmup = parity_steps
+        notice(f"the learning rate reaches its peak in {warmup} steps, so that the parity gate sees weights move")
+    words = [f"train.batch_tokens={tokens}", f"train.steps={max(1000, parity_steps + steps + PERIOD)}"]
+    words += [f"optim.warmup_steps={warmup}"]
+    values = config.model_copy(update={"data": data}).model_dump()
+    fitted = load_stored(values, words, where="bench").config
+    dataset = open_dataset(data.folder or "")
+    device = detect_device(config.speed.device)
+    return Plan(
+        config=fitted,
+        device=device,
+        corpus_bytes=dataset.train.tokens * dataset.train.dtype.itemsize,
+        data=described,
+        vocab=config.model.vocab or dataset.tokenizer.vocab,
+        steps=steps,
+        parity_steps=parity_steps,
+        config_words=tuple(
+            f"{path}={getattr(getattr(config, path.partition('.')[0]), path.partition('.')[2])}"
+            for path, source in loaded.sources.items()
+            if source.kind in ("file", "override") and not path.startswith("output.")
+        ),
+        commit=commit_of(Path(flatout.__file__).parent),
+    )
+
+
+def check_same(plan: Plan, earlier: Sequence[BenchRow]) -> None:
+    """Refuses to go on with rows of another config, machine or code: their speeds would not compare."""
+    facts: dict[str, object] = {
+        "config": plan.config.output.name,
+        "config_words": plan.config_words,
+        "batch_tokens": plan.config.train.batch_tokens,
+        "parity_steps": plan.parity_steps,
+        "device": plan.device.name,
+        "torch": torch.__version__,
+        "flatout": flatout.__version__,
+        "commit": plan.commit,
+    }
+    for row in earlier:
+        for name, now in facts.items():
+            if getattr(row, name) != now:
+                raise UsageError(
+                    f"the rows there were measured with {name} {getattr(row, name)}, now it is {now}",
+                    "name a new folder for this ladder",
+                )
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of the code that runs, marked where files were changed since; None outside of a git tree."""
+    try:
+        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.SubprocessError):  # no git on this machine
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None
+
+
+def config_for(plan: Plan, settings: dict[str, str]) -> LoadedConfig:
+    """The config of a rung; its values count as a preset's, so that a device answers with a reason, not an error."""
+    config = load_stored(plan.config.model_dump(), as_words(settings), where="bench").config
+    return LoadedConfig(config, {path: Source("preset", "bench") for path in as_paths(config)})
+
+
+def as_paths(config: RunConfig) -> list[str]:
+    return [f"{section}.{name}" for section, values in config.model_dump().items() for name in values]
+
+
+def resolved(plan: Plan, settings: dict[str, str]) -> Speed:
+    config = config_for(plan, settings).config
+    return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: False, vocab=plan.vocab)
+
+
+def absences(plan: Plan, rungs: Sequence[Rung]) -> dict[str, str]:
+    """The rungs that this device cannot have, each with the reason."""
+    absent: dict[str, str] = {}
+    climbed: list[Rung] = []
+    for rung in rungs:
+        reason = why_absent(plan, rung, settings_of(rung, climbed))
+        if reason is not None:
+            absent[rung.name] = reason
+        elif rung.group == "ladder":
+            climbed.append(rung)
+    return absent
+
+
+def why_absent(plan: Plan, rung: Rung, settings: dict[str, str]) -> str | None:
+    if rung.trick is not None:
+        if rung.trick in tricks_for(plan.device):
+            return None
+        return "only CUDA devices have it" if plan.device.kind != "cuda" else f"{allocator_words()} is set"
+    if rung.name == "attention" and rung.words["speed.attention"] == "sdpa":
+        return "auto takes sdpa here, which the ladder already has"
+    # Whether the compiler works is asked by compiling something: not again for every rung above.
+    settings = settings if "speed.compile" in rung.words else {**settings, "speed.compile": "off"}
+    try:
+        refused = refusals(resolved(plan, settings), settings)
+    except HardwareError as error:
+        return error.message
+    own = [reason for path, reason in refused.items() if path in rung.words]
+    return own[0] if own else None
+
+
+def refusals(speed: Speed, settings: dict[str, str]) -> dict[str, str]:
+    """The words of a rung that this device does not follow, each with the reason."""
+    found = {f"speed.{feature.name}": feature for feature in speed.features}
+    refused: dict[str, str] = {}
+    for path, asked in settings.items():
+        name, feature = path.removeprefix("speed."), found.get(path)
+        if feature is None:  # whoever says nothing of a switch has done nothing with it
+            refused |= {} if asked == BASELINE.get(path) else {path: f"{name} is not told of"}
+        elif name not in _NOT_CHECKED and feature.used.partition(" (")[0] != asked:
+            refused[path] = f"{name} is {feature.used} here: {feature.why or 'it was not taken'}"
+    return refused

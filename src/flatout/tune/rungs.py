@@ -1,0 +1,258 @@
+"""The rungs of the ladder: which switches are tried, in which order, and against what each is measured.
+
+Idea: a rung is nothing but words for the config. The ladder starts from the guides' naive trainer and adds one switch
+at a time, so that the product of the gains is the factor from bottom to top. In the full set, each switch is then taken
+out alone, because what a switch is worth beside the others is not what it was worth when it came. Last come what the
+full set leaves out: the memory savers, the other kernels, and the guides' tricks that should do nothing.
+
+Contract: no rung changes what is learned. The global batch stays, so the losses of every rung can be held against one
+reference. `settings_of` gives all words of a rung; which of them a device cannot have, `ladder.py` finds out.
+Trap: our kernels replace the compiler, so a rung about compile modes stands on torch's operations and must be measured
+against the compiled set, not against the full one.
+"""
+
+import dataclasses
+import difflib
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from flatout.errors import UsageError
+
+Group = Literal["ladder", "without", "extra"]
+GROUPS: tuple[Group, ...] = ("ladder", "without", "extra")
+
+# The guides' trainer (row 000-30): everything by hand, two sequences at a time. Every switch of `speed` that matters
+# to speed stands here, so that nothing of the user's config or of a default leaks into a rung.
+BASELINE: dict[str, str] = {
+    "speed.precision": "fp32",
+    "speed.residual": "fp32",
+    "speed.fp8": "[]",
+    "speed.kernels": "torch",
+    "speed.products": "torch",
+    "speed.attention": "reference",
+    "speed.fused_qkv": "false",
+    "speed.compile": "off",
+    "speed.cuda_graphs": "off",
+    "speed.loss": "plain",
+    "speed.fused_optimizer": "off",
+    "speed.optimizer_state": "fp32",
+    "speed.optimizer_offload": "false",
+    "speed.pad_vocab": "1",
+    "speed.micro_batch": "2",
+    "speed.checkpointing": "none",
+    "speed.activation_offload": "false",
+    "speed.loader": "host",
+    "speed.workers": "0",
+    "speed.expandable_segments": "off",
+}
+
+# What every rung's losses are held against: exact arithmetic, nothing fused, a micro-batch that fits most cards.
+REFERENCE: dict[str, str] = {**BASELINE, "speed.micro_batch": "8"}
+
+# Largest difference from the reference's loss at any step of the gate, in nats. The reasons:
+# fp32  the same sums in another order: rounding of 1e-7 a product, grown by twenty updates, stays well below it.
+# tf32, bf16, fp16  8 to 11 bits in a product: a loss of 4 to 11 nats moves in its third decimal, its updates with it.
+# 8bit  the moments are rounded, so the updates are; the loss itself is exact.
+# fp8  4 bits in a product of the chosen layers.
+TOLERANCES: dict[str, float] = {"fp32": 0.002, "tf32": 0.02, "bf16": 0.02, "fp16": 0.02, "8bit": 0.02, "fp8": 0.05}
+
+COMPILED = "without-triton"  # the full set on torch's operations, compiled
+FULL = "full"
+WITHOUT = "without-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """One rung: what it changes in the set it stands on, and the rung its gain is measured against.
+
+    `trick` is something of the guides that is no switch and is done around the steps; `shrinks` lets a rung that runs
+    out of memory try again with half the micro-batch.
+    """
+
+    name: str
+    group: Group
+    words: dict[str, str]
+    against: str | None
+    trick: str | None = None
+    shrinks: bool = False
+    # What taking the switch out of the full set means; None where a later switch has replaced it.
+    out: dict[str, str] | None = None
+    # In the ladder only on these kinds of device; elsewhere beside it, because `auto` does not choose it there.
+    kinds: tuple[str, ...] = ("cuda", "mps", "cpu")
+
+
+def all_rungs(*, kind: str, micro_batch: int, attention: str) -> list[Rung]:
+    """Every rung for a kind of device, in the order they are measured; `linked` says against what.
+
+    `micro_batch` is what the config asks for, `attention` the backend that `auto` takes on this device.
+    """
+    steps = _steps(micro_batch, attention)
+    climbed = [step for step in steps if kind in step.kinds]
+    beside = [dataclasses.replace(step, group="extra", against=FULL) for step in steps if kind not in step.kinds]
+    without = [Rung(f"{WITHOUT}{step.name}", "without", step.out, FULL) for step in climbed if step.out is not None]
+    return [*climbed, *without, *beside, *_extras(kind, attention)]
+
+
+def linked(rungs: Sequence[Rung]) -> list[Rung]:
+    """The rungs that a device can have: each of the ladder against the one below, no switch taken out that is not in.
+
+    `full` becomes the name of the ladder's top.
+    """
+    ladder = [rung for rung in rungs if rung.group == "ladder"]
+    below = {step.name: before.name for before, step in itertools.pairwise(ladder)}
+    steps = {rung.name for rung in ladder}
+    present = [rung for rung in rungs if rung.group != "without" or rung.name.removeprefix(WITHOUT) in steps]
+    names = {rung.name for rung in present}
+
+    def against(rung: Rung) -> str | None:
+        if rung.group == "ladder":
+            return below.get(rung.name)
+        return rung.against if rung.against in names else ladder[-1].name
+
+    return [dataclasses.replace(rung, against=against(rung)) for rung in present]
+
+
+def _steps(micro_batch: int, attention: str) -> list[Rung]:
+    """The ladder, bottom to top; `against` is filled in by the caller."""
+
+    def step(
+        name: str,
+        words: dict[str, str],
+        out: dict[str, str] | None = None,
+        *,
+        kinds: tuple[str, ...] = ("cuda", "mps", "cpu"),
+        shrinks: bool = False,
+    ) -> Rung:
+        return Rung(name, "ladder", words, None, out=out, kinds=kinds, shrinks=shrinks)
+
+    torch_only = {"speed.kernels": "torch", "speed.residual": "fp32", "speed.products": "torch"}
+    return [
+        step("baseline", {}),
+        step("tf32", {"speed.precision": "tf32"}, kinds=("cuda",)),
+        step(
+            "bf16",
+            {"speed.precision": "bf16"},
+            {
+                "speed.precision": "tf32",
+                "speed.residual": "fp32",
+                "speed.products": "torch",
+                "speed.attention": "sdpa",
+            },
+            kinds=("cuda",),
+        ),
+        step("fused-qkv", {"speed.fused_qkv": "true"}, {"speed.fused_qkv": "false"}),
+        step("sdpa", {"speed.attention": "sdpa"}, {"speed.attention": "reference"}),
+        step(
+            "micro-batch",
+            {"speed.micro_batch": str(micro_batch)},
+            {"speed.micro_batch": BASELINE["speed.micro_batch"]},
+            shrinks=True,
+        ),
+        step("fused-adamw", {"speed.fused_optimizer": "on"}, {"speed.fused_optimizer": "off"}),
+        step("pad-vocab", {"speed.pad_vocab": "64"}, {"speed.pad_vocab": "1"}),
+        step("compile", {"speed.compile": "default"}, {**torch_only, "speed.compile": "off"}, kinds=("cuda",)),
+        step("attention", {"speed.attention": attention}, {"speed.attention": "sdpa"}, kinds=("cuda",)),
+        step("loss", {"speed.loss": "fused"}, {"speed.loss": "plain"}, kinds=("cuda",)),
+        step(
+            "triton",
+            {"speed.kernels": "triton", "speed.compile": "off"},
+            {**torch_only, "speed.compile": "default", "speed.cuda_graphs": "off"},
+            kinds=("cuda",),
+        ),
+        step("residual", {"speed.residual": "bf16"}, {"speed.residual": "fp32"}, kinds=("cuda",)),
+        step("products", {"speed.products": "tuned"}, {"speed.products": "torch"}, kinds=("cuda",)),
+        step("loader-thread", {"speed.workers": "1"}),
+        step("device-loader", {"speed.loader": "device"}, {"speed.loader": "host"}, kinds=("cuda",)),
+        step("expandable", {"speed.expandable_segments": "on"}, {"speed.expandable_segments": "off"}, kinds=("cuda",)),
+        step("cuda-graphs", {"speed.cuda_graphs": "on"}, {"speed.cuda_graphs": "off"}, kinds=("cuda",)),
+    ]
+
+
+def _extras(kind: str, attention: str) -> list[Rung]:
+    """What the full set leaves out, each put into it alone."""
+
+    def extra(name: str, words: dict[str, str], *, against: str = FULL, trick: str | None = None) -> Rung:
+        return Rung(name, "extra", words, against, trick=trick)
+
+    compiled = {
+        "speed.kernels": "torch",
+        "speed.residual": "fp32",
+        "speed.products": "torch",
+        "speed.cuda_graphs": "off",
+    }
+    modes = ["reduce-overhead", "max-autotune", "regional"] if kind == "cuda" else ["regional"]
+    backends = [name for name in ("flash", "cudnn", "efficient", "flex", "fa3") if name != attention]
+    return [
+        extra("fp16", {"speed.precision": "fp16", "speed.residual": "fp32"}),
+        extra("fp8-mlp", {"speed.fp8": "[up, down]"}),
+        extra("fp8-all", {"speed.fp8": "[qkv, out, up, down, head]"}),
+        extra("loss-chunked", {"speed.loss": "chunked"}),
+        extra("checkpointing-selective", {"speed.checkpointing": "selective"}),
+        extra("checkpointing-full", {"speed.checkpointing": "full"}),
+        extra("activation-offload", {"speed.activation_offload": "true"}),
+        extra("optimizer-8bit", {"speed.optimizer_state": "8bit"}),
+        extra("optimizer-offload", {"speed.optimizer_offload": "true"}),
+        *(extra(f"attention-{name}", {"speed.attention": name}) for name in backends),
+        *(extra(f"compile-{mode}", {**compiled, "speed.compile": mode}, against=COMPILED) for mode in modes),
+        extra("workers-4", {"speed.loader": "host", "speed.workers": "4"}),
+        extra("empty-cache", {}, trick="empty-cache"),
+        extra("empty-cache-each-step", {}, trick="empty-cache-each-step"),
+        extra("gc-collect", {}, trick="gc-collect"),
+        extra("cudnn-benchmark", {}, trick="cudnn-benchmark"),
+        extra("split-512", {"speed.expandable_segments": "off"}, trick="split-512"),
+    ]
+
+
+def choose(rungs: Sequence[Rung], *, names: Sequence[str] | None, only: str | None) -> list[Rung]:
+    """Of linked rungs, those that were asked for and those that their gains are measured against, in order.
+
+    A rung of the ladder stands on all those below it, measured or not.
+    """
+    wanted = {rung.name for rung in rungs if asked_for(rung, names=names, only=only)}
+    by_name = {rung.name: rung for rung in rungs}
+    top = top_of(rungs)
+    for name in list(wanted):
+        rung = by_name[name]
+        wanted |= {rung.against} if rung.against is not None else set()
+        wanted |= {top} if rung.group != "ladder" else set()  # what the others stand on
+    return [rung for rung in rungs if rung.name in wanted]
+
+
+def asked_for(rung: Rung, *, names: Sequence[str] | None, only: str | None) -> bool:
+    return rung.name in names if names is not None else only in (None, rung.group)
+
+
+def known_names(names: Sequence[str], rungs: Sequence[Rung]) -> list[str]:
+    """The names as they were written, `full` as the ladder's top; one that no rung has is an error."""
+    listed = [rung.name for rung in rungs]
+    for name in names:
+        if name not in listed and name != FULL:
+            near = difflib.get_close_matches(name, listed, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"the rungs are {', '.join([*listed, FULL])}"
+            raise UsageError(f"there is no rung {name!r}", hint)
+    return list(names)
+
+
+def top_of(rungs: Iterable[Rung]) -> str:
+    return [rung.name for rung in rungs if rung.group == "ladder"][-1]
+
+
+def settings_of(rung: Rung, climbed: Sequence[Rung]) -> dict[str, str]:
+    """All words of a rung, given the rungs of the ladder whose switches are on below it."""
+    settings = dict(BASELINE)
+    for below in climbed:
+        settings.update(below.words)
+    return {**settings, **rung.words}
+
+
+def tolerance_of(settings: dict[str, str]) -> float:
+    """How far the losses of a rung may lie from the reference's, by the coarsest arithmetic in it."""
+    kinds = [settings["speed.precision"]]
+    kinds += ["fp8"] if settings["speed.fp8"] != "[]" else []
+    kinds += ["8bit"] if settings["speed.optimizer_state"] == "8bit" else []
+    return max(TOLERANCES[kind] for kind in kinds)
+
+
+def as_words(settings: dict[str, str]) -> list[str]:
+    return [f"{path}={value}" for path, value in settings.items()]

@@ -1,0 +1,171 @@
+"""`flatout bench` from its words to its files."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flatout
+from flatout.cli import main
+from flatout.config.load import LoadedConfig
+from flatout.records import BenchRow
+from flatout.tune import ladder
+from tests.conftest import TINY
+
+QUICK = ["bench", *TINY, "--steps", "3", "--parity-steps", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def rows_in(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "bench.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_ladder_writes_rows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*QUICK, "--only", "ladder", "--out", "rows"]) == 0
+    said = capsys.readouterr()
+    rows = rows_in(tmp_path / "rows")
+    ladder_names = [row["rung"] for row in rows if row["status"] == "green"]
+    assert ladder_names[:3] == ["baseline", "fused-qkv", "sdpa"]
+    assert [row["gain"] is None for row in rows if row["status"] == "green"] == [
+        True,
+        *[False] * (len(ladder_names) - 1),
+    ]
+    assert rows[0]["factor"] == 1.0
+    assert rows[0]["used"]["attention"] == "reference"  # pyright: ignore
+    assert rows[0]["micro_batch"] == 2
+    assert {row["batch_tokens"] for row in rows} == {64}
+    assert all(row["flatout"] == flatout.__version__ for row in rows)
+    assert (tmp_path / "rows" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "from the baseline to the full set" in said.out
+    assert "the guides promise" in said.out
+    assert "[1/7] baseline: green" in said.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rows"]  # no data folder, no run folder
+
+
+def test_rows_as_json_and_folders_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for _ in range(2):
+        assert main([*QUICK, "--rungs", "baseline,tf32", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(line["rung"], line["status"]) for line in lines] == 2 * [("baseline", "green"), ("tf32", "absent")]
+    assert sorted(path.name for path in (tmp_path / "bench").iterdir()) == ["shakespeare-char", "shakespeare-char-2"]
+
+
+def test_ctrl_c_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    honest = ladder.borrowed_run
+
+    def until_sdpa(loaded: LoadedConfig) -> object:
+        if loaded.config.speed.attention == "sdpa":
+            raise KeyboardInterrupt
+        return honest(loaded)
+
+    monkeypatch.setattr(ladder, "borrowed_run", until_sdpa)
+    assert main([*QUICK, "--only", "ladder", "--out", "rows"]) == 130
+    assert [row["rung"] for row in rows_in(tmp_path / "rows")] == ["baseline", "fused-qkv"]
+    assert (tmp_path / "rows" / "bench.png").exists()
+    assert "2 rungs are in rows" in capsys.readouterr().err
+
+
+def test_a_red_rung_ends_with_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ladder, "parity_losses", lambda _run, steps: [0.0] * steps)
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 4
+    assert rows_in(tmp_path / "rows")[0]["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rungs", "compil"], "no rung 'compil'"),
+        (["--rungs", ","], "--rungs needs names"),
+        (["--rungs", "bf16", "--only", "extra"], "goes without --only"),
+        (["--steps", "0"], "--steps"),
+        (["--batch-tokens", "100"], "multiple of model.context"),
+        (["--ladder"], "unknown option"),
+    ],
+)
+def test_mistakes_are_two_lines(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
+    assert main([*QUICK, *words]) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith(("error:", "hint:"))]
+    assert len(errors) == 2
+    assert message in errors[0]
+    assert not list(Path().iterdir())  # a mistake leaves no folder that the next try would stumble over
+
+
+def test_rows_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "bench.jsonl").write_text("mine", encoding="utf-8")
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 2
+    assert (tmp_path / "rows" / "bench.jsonl").read_text(encoding="utf-8") == "mine"
+
+
+def test_going_on_measures_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 0
+    with (tmp_path / "rows" / "bench.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"type": "bench", "ru')  # killed while writing
+    capsys.readouterr()
+    assert main([*QUICK, "--rungs", "sdpa,baseline", "--out", "rows", "--go-on"]) == 0
+    said = capsys.readouterr()
+    assert "[1/2] fused-qkv" in said.err
+    assert "[2/2] sdpa" in said.err
+    rows = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
+    assert list(rows) == ["baseline", "fused-qkv", "sdpa"]
+    assert rows["sdpa"]["factor"] == pytest.approx(rows["baseline"]["milliseconds"] / rows["sdpa"]["milliseconds"])  # pyright: ignore
+    assert "from the baseline to the full set" in said.out
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on", "--batch-tokens", "128"]) == 2
+    assert "batch_tokens 64, now it is 128" in capsys.readouterr().err
+    assert main([*QUICK, "--go-on"]) == 2
+
+
+def test_from_python_without_files(tmp_path: Path):
+    config = flatout.load_config("shakespeare-char", TINY)
+    rows = list(flatout.bench(config.config, steps=3, parity_steps=3, rungs=["gc-collect"]))
+    assert [row.rung for row in rows] == ["loader-thread", "gc-collect"]
+    assert all(isinstance(row, BenchRow) and row.status == "green" for row in rows)
+    assert rows[1].steps == 10
+    assert rows[1].against == "loader-thread"
+    assert not any(tmp_path.iterdir())
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; from flatout.cli import main; main(['bench', '--help']); "
+        "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.gpu
+def test_the_ladder_on_a_gpu(tmp_path: Path):
+    """A small model through every rung that the card has: each is green, or says why it cannot be had."""
+    words = ["model.layers=2", "model.width=256", "model.heads=4", "model.context=256", "train.batch_tokens=4096"]
+    words += ["speed.device=cuda", "data.tokenizer=gpt2", "data.source=null", "data.folder=nowhere"]
+    assert main(["bench", *words, "--steps", "3", "--parity-steps", "5", "--out", "rows"]) == 0
+    rows = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
+    assert {row["status"] for row in rows.values()} <= {"green", "absent"}
+    for name in ("baseline", "tf32", "bf16", "compile", "triton", "without-triton", "checkpointing-full", "split-512"):
+        assert rows[name]["status"] == "green", rows[name]["reason"]
+    assert rows["compile"]["compile_seconds"] > 0  # pyright: ignore
+
+
+@pytest.mark.gpu
+def test_a_rung_leaves_the_card_clean(tmp_path: Path):
+    import torch
+
+    from flatout.tune.measure import borrowed_run, measure
+
+    config = flatout.load_config(
+        "shakespeare-char", [*TINY, "speed.device=cuda", "model.width=512", "speed.compile=on"]
+    )
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    with borrowed_run(config) as run:
+        found = measure(run, warmup=2, steps=3)
+    assert found.peak_bytes > 2**20
+    assert torch.cuda.memory_allocated() - before < 2**20

@@ -1,0 +1,354 @@
+"""`flatout tune` from outside: what it finds, what it writes, and that it leaves nothing behind."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import flatout
+from flatout import api
+from flatout.cli import main
+from flatout.config.load import LoadedConfig, load_config
+from flatout.device import detect_device
+from flatout.engine.features import resolve_speed
+from flatout.errors import HardwareError, ResourceError
+from flatout.model.gpt import GPT
+from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
+from flatout.tune import probe
+from flatout.tune.search import Candidate, Trial
+
+BATCH = "train.batch_tokens=192"  # 12 sequences of 16 tokens
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "TIMED_SECONDS", 0.005)
+
+
+def run(loaded: LoadedConfig, **settings) -> tuple[list[TuneRow], TuneResult]:
+    *rows, result = list(api.tune(loaded, **settings))
+    assert isinstance(result, TuneResult)
+    assert all(isinstance(row, TuneRow) for row in rows)
+    return rows, result  # pyright: ignore[reportReturnType]
+
+
+def switches() -> tuple:
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_grad_enabled(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+    )
+
+
+def test_it_finds_a_micro_batch_keeps_the_batch_and_leaves_nothing_behind(tiny, tmp_path: Path):
+    torch.manual_seed(7)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1], switches()
+    bystander = torch.nn.Linear(4, 4)
+    weights = bystander.weight.detach().clone()
+    before = torch.get_rng_state()
+    heard: list[TuneProgress] = []
+    rows, result = run(tiny(BATCH, "model.dropout=0.1", "speed.precision=bf16"), progress=heard.append)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == states[1]
+    assert (np.random.get_state()[1] == states[2]).all()
+    assert switches() == states[3]
+    assert torch.equal(bystander.weight, weights)
+    assert {path.name for path in tmp_path.iterdir()} <= {"data"}, "nothing is written but what preparing writes"
+    assert all(row.micro_batch * row.accumulation == 12 for row in rows)
+    assert rows[0].micro_batch == 12, "the largest comes first"
+    assert all(row.status == "fits" and row.tokens_per_second and row.milliseconds for row in rows)
+    assert result.confirmed
+    assert result.tried == len(rows)
+    assert result.batch_tokens == 192
+    assert f"speed.micro_batch={result.chosen.micro_batch}" in result.words
+    assert [progress.number for progress in heard] == sorted(progress.number for progress in heard)
+    assert "micro-batch 12" in heard[1].text
+
+
+def test_exhaustive_tries_every_divisor(tiny):
+    rows, result = run(tiny(BATCH), exhaustive=True)
+    assert [row.micro_batch for row in rows] == [1, 2, 3, 4, 6, 12]
+    best = max(row.tokens_per_second or 0 for row in rows)
+    assert next(row.tokens_per_second for row in rows if row.number == result.chosen.number) == best
+
+
+def test_the_fragment_is_the_config_that_was_tuned(tiny, tmp_path: Path):
+    loaded = tiny(BATCH, "speed.accumulation=2", "train.seed=5", "optim.learning_rate=1e-2")
+    _, result = run(loaded)
+    path = tmp_path / "tuned.yaml"
+    path.write_text(result.fragment, encoding="utf-8")
+    assert "# Found by `flatout tune` on cpu" in result.fragment
+    assert "tokens/s" in result.fragment
+    assert "preset: shakespeare-char" in result.fragment
+    tuned = load_config(path).config
+    chosen = result.chosen
+    expected = loaded.config.model_copy(
+        update={
+            "speed": loaded.config.speed.model_copy(
+                update={
+                    "micro_batch": chosen.micro_batch,
+                    "accumulation": None,
+                    "checkpointing": chosen.checkpointing,
+                    "loss": chosen.loss,
+                    "kernels": chosen.kernels,
+                    "compile": chosen.compile,
+                }
+            ),
+            "output": loaded.config.output.model_copy(update={"name": "tuned"}),
+        }
+    )
+    assert tuned == expected
+    again = load_config(str(path), ["train.steps=2", "eval.sample_tokens=0"])
+    steps = [record for record in flatout.train(again) if isinstance(record, StepRecord)]
+    assert {record.micro_batch for record in steps} == {chosen.micro_batch}
+    by_words = load_config("shakespeare-char", ["speed.device=cpu", BATCH, "model.context=16", *result.words]).config
+    assert by_words.speed.micro_batch == chosen.micro_batch
+
+
+def small_device(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    real = GPT.forward
+
+    def forward(self: GPT, tokens_BT, *more):
+        if tokens_BT.shape[0] > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return real(self, tokens_BT, *more)
+
+    monkeypatch.setattr(GPT, "forward", forward)
+
+
+def test_running_out_of_memory_is_an_answer(tiny, monkeypatch: pytest.MonkeyPatch):
+    small_device(monkeypatch, 3)
+    rows, result = run(tiny(BATCH))
+    failed = [row.micro_batch for row in rows if row.status == "out_of_memory"]
+    assert failed == [12, 6, 4]
+    assert all(row.tokens_per_second is None and "out of memory" in row.reason for row in rows[:3])
+    assert result.chosen.micro_batch <= 3
+    rows, result = run(tiny(BATCH), exhaustive=True)
+    assert [row.micro_batch for row in rows] == [1, 2, 3, 4], "what is larger than a failure is not tried"
+
+
+def test_a_choice_that_fails_in_whole_steps_is_not_the_choice(tiny, monkeypatch: pytest.MonkeyPatch):
+    real, failed = probe.Probe.confirm, []
+
+    def confirm(self, candidate, seconds):
+        if not failed:
+            failed.append(candidate)
+            return "out of device memory"
+        return real(self, candidate, seconds)
+
+    monkeypatch.setattr(probe.Probe, "confirm", confirm)
+    _, result = run(tiny(BATCH))
+    assert result.chosen.micro_batch != failed[0].micro_batch
+
+
+def test_where_nothing_fits_there_is_an_error_with_a_way_out(tiny, monkeypatch: pytest.MonkeyPatch):
+    small_device(monkeypatch, 0)
+    with pytest.raises(ResourceError, match="nothing that was tried fits cpu") as caught:
+        run(tiny(BATCH))
+    assert caught.value.hint
+
+
+def test_time_runs_out_with_the_best_so_far(tiny):
+    rows, result = run(tiny(BATCH), seconds=0.001)
+    assert len(rows) == 1
+    assert "seconds were over" in result.ended
+    assert result.chosen.number == 1
+
+
+def test_a_cap_needs_a_card(tiny):
+    with pytest.raises(HardwareError, match="CUDA device only"):
+        run(tiny(BATCH), memory=4.0)
+
+
+def test_it_needs_no_prepared_data(tiny, tmp_path: Path):
+    _, result = run(tiny(BATCH, "data.source=null", "data.folder=nowhere", "data.tokenizer=bytes"))
+    assert "random tokens" in result.data
+    assert not (tmp_path / "nowhere").exists()
+
+
+# --- a card that is not here ------------------------------------------------------------------------------------------
+
+
+class FakeCard(probe.Probe):
+    """Answers as a card with `capacity` bytes would; `fixed` is what a step needs at any size."""
+
+    def __init__(self, loaded: LoadedConfig, *, capacity: int, fixed: int, compiled: float = 1.1) -> None:
+        super().__init__(loaded, loaded.config.data.model_dump(), None)
+        name = "a card"
+        card = torch.device("cuda", 0)
+        self.device = dataclasses.replace(self.device, torch_device=card, name=name, memory_bytes=capacity)
+        self.fixed, self.compiled = fixed, compiled
+        self.opened: list[str] = []
+
+    def open(self, candidate: Candidate) -> None:
+        self.opened.append(candidate.compile)
+
+    def resolve(self, config):  # the tests' config is for a CPU; a card would take our kernels
+        speed = resolve_speed(config, detect_device("cpu"), 0, lambda _: False)
+        return dataclasses.replace(
+            speed, execution=dataclasses.replace(speed.execution, kernels="triton", loss="fused"), compile="off"
+        )
+
+    def capacity(self) -> int | None:
+        return self.device.memory_bytes
+
+    def estimate(self, candidate: Candidate) -> int:
+        kept = {"none": 100, "selective": 70, "full": 20}[candidate.checkpointing]
+        fixed = self.fixed // 3 if candidate.optimizer_offload else self.fixed
+        return fixed + kept * candidate.micro_batch + (500 if candidate.loss == "plain" else 0)
+
+    def attempt(self, candidate: Candidate):
+        peak = self.estimate(candidate)
+        if peak > (self.device.memory_bytes or 0):
+            return Trial(candidate=candidate, status="out_of_memory", reason="out of memory"), None, False
+        size, cost = candidate.micro_batch, {"none": 1.0, "selective": 0.97, "full": 0.75}[candidate.checkpointing]
+        cost *= 1.0 if candidate.loss == "fused" or candidate.compile != "off" else 0.9
+        cost *= 1.0 if candidate.compile == "off" else self.compiled
+        rate = 1e5 * cost * size / (size + 2)
+        timing = probe.Timing(192 / rate, peak)
+        return Trial(candidate=candidate, status="fits", tokens_per_second=rate, peak_bytes=peak), timing, False
+
+    def confirm(self, candidate: Candidate, seconds: float):
+        return self.attempt(candidate)[1]
+
+
+def run_on(card: FakeCard, loaded: LoadedConfig, **settings) -> tuple[list[TuneRow], TuneResult]:
+    tuning = probe._Tuning(loaded, card, "made up", None, lambda _: None)
+    *rows, result = list(tuning.run(settings.get("thorough", False), settings.get("compiled", False)))
+    assert isinstance(result, TuneResult)
+    return rows, result  # pyright: ignore[reportReturnType]
+
+
+def test_with_room_nothing_is_recomputed(tiny):
+    loaded = tiny(BATCH)
+    rows, result = run_on(FakeCard(loaded, capacity=10_000, fixed=1000), loaded)
+    assert (result.chosen.micro_batch, result.chosen.checkpointing, result.chosen.loss) == (12, "none", "fused")
+    assert {row.loss for row in rows} == {"fused", "chunked", "plain"}, "losses are compared"
+    assert not any(row.optimizer_offload for row in rows)
+
+
+def test_a_margin_stays_free(tiny):
+    loaded = tiny(BATCH)
+    rows, result = run_on(FakeCard(loaded, capacity=2360, fixed=1000), loaded)  # 12 x 100 fits, but only just
+    assert [row.status for row in rows if row.micro_batch == 12 and row.checkpointing == "none"] == ["over"]
+    assert (result.chosen.peak_bytes or 0) <= 0.92 * 2360
+
+
+def test_moments_move_to_the_host_where_nothing_else_helps(tiny):
+    loaded = tiny(BATCH)
+    rows, result = run_on(FakeCard(loaded, capacity=1000, fixed=1200), loaded)
+    assert all(row.optimizer_offload for row in rows)
+    assert "speed.optimizer_offload=true" in result.words
+    assert "optimizer_offload: true" in result.fragment
+    with pytest.raises(ResourceError, match="nothing that was tried fits a card"):
+        run_on(FakeCard(loaded, capacity=300, fixed=1200), loaded)
+    narrow = tiny(BATCH, "speed.optimizer_state=8bit")
+    with pytest.raises(ResourceError):
+        run_on(FakeCard(narrow, capacity=1000, fixed=1200), narrow)
+
+
+def test_compiling_is_tried_only_when_asked_for_and_taken_only_when_faster(tiny):
+    loaded = tiny(BATCH)
+    card = FakeCard(loaded, capacity=10_000, fixed=1000)
+    _, result = run_on(card, loaded)
+    assert result.chosen.compile == "off"
+    rows, result = run_on(card, loaded, compiled=True)
+    assert result.chosen.compile in probe.COMPILE_MODES
+    assert result.chosen.kernels == "torch"
+    assert {row.compile for row in rows} == {"off", *probe.COMPILE_MODES}
+    slow = FakeCard(loaded, capacity=10_000, fixed=1000, compiled=0.8)
+    rows, result = run_on(slow, loaded, compiled=True)
+    assert result.chosen.compile == "off"
+    assert sum(row.compile != "off" for row in rows) == 2 * len(probe.COMPILE_MODES), "one look for each loss"
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def words(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return ["tune", "model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "train.batch_tokens=64",
+            "speed.device=cpu", f"data.source={corpus}", "train.steps=2", "eval.sample_tokens=0"]  # fmt: skip
+
+
+def test_the_verb_shows_the_table_and_writes_the_file(words, capsys: pytest.CaptureFixture[str]):
+    assert main([*words, "--out", "tuned.yaml"]) == 0
+    shown = capsys.readouterr()
+    assert "tokens/s" in shown.out
+    assert "chose micro-batch" in shown.out
+    assert "flatout train tuned.yaml" in shown.out
+    assert "trial 1" in shown.err
+    assert main([*words, "--out", "tuned.yaml"]) == 0, "its own file it may write over"
+    capsys.readouterr()
+    assert main(["train", "tuned.yaml"]) == 0
+
+
+def test_json_lines_and_nothing_else(words, capsys: pytest.CaptureFixture[str]):
+    assert main([*words, "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["type"] for row in rows] == ["tune"] * (len(rows) - 1) + ["tuned"]
+    assert rows[-1]["chosen"]["micro_batch"] in {row["micro_batch"] for row in rows[:-1]}
+
+
+def test_without_a_file_the_fragment_is_printed(words, capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "# Found by `flatout tune`" in out
+    assert "train with: flatout train" in out
+
+
+def test_a_file_of_somebody_else_is_not_written_over(words, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.yaml").write_text("preset: gpt2-124m\n", encoding="utf-8")
+    for out, message in (("mine.yaml", "was not written by"), ("x.txt", "YAML"), ("no/x.yaml", "does not exist")):
+        assert main([*words, "--out", out]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err
+        assert captured.err.count("\n") == 2, "an error and a hint, before anything is measured"
+    assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == "preset: gpt2-124m\n"
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LoadedConfig]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(probe, "TIMED_SECONDS", 0.2)
+    torch.cuda.empty_cache()
+    return lambda *more: load_config("gpt2-124m", ["train.batch_tokens=131072", *more])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory", [4.0, 8.0])
+def test_under_a_cap_the_choice_fits_and_trains(gpt2, memory: float):
+    state, fraction = torch.cuda.get_rng_state(), torch.cuda.get_per_process_memory_fraction()
+    rows, result = run(gpt2(), memory=memory)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert torch.cuda.get_per_process_memory_fraction() == fraction
+    assert torch.cuda.memory_allocated() < 2**28, "nothing is left on the card but workspaces of libraries"
+    assert result.capacity_bytes == pytest.approx(memory * 2**30)
+    assert (result.chosen.peak_bytes or 0) <= 0.93 * memory * 2**30
+    assert "memory_limit" not in result.fragment
+    assert len(rows) < 20
+    words = ["data.source=shakespeare", "train.steps=5", "eval.tokens=8192", "eval.sample_tokens=0", *result.words]
+    records = list(flatout.train(gpt2(*words, f"speed.memory_limit={memory}")))
+    assert not [r for r in records if isinstance(r, NoticeRecord) and "out of memory" in r.message]
+    assert {r.micro_batch for r in records if isinstance(r, StepRecord)} == {result.chosen.micro_batch}
+
+
+@pytest.mark.gpu
+def test_quick_is_near_exhaustive_on_the_device(gpt2):
+    loaded = gpt2("model.layers=4", "train.batch_tokens=65536")
+    _, fast = run(loaded, memory=6.0)
+    rows, _ = run(loaded, memory=6.0, exhaustive=True, seconds=300)
+    best = max(row.tokens_per_second or 0 for row in rows if row.status == "fits")
+    assert (fast.chosen.tokens_per_second or 0) > 0.93 * best, "0.95 asked for, and noise"

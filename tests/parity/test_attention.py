@@ -1,0 +1,133 @@
+"""Every attention backend against the reference, as far as this machine has them, and the questions asked of them."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from flatout.ops import attention as module
+from flatout.ops.attention import attention_failure, causal_attention, fa3_missing, picked_kernel
+from flatout.ops.reference import attention_reference
+
+CPU = torch.device("cpu")
+
+
+def heads(groups: int, *, positions: int = 33, device: str = "cpu", dtype: torch.dtype = torch.float32, size: int = 16):
+    generator = torch.Generator().manual_seed(groups)
+    shapes = [(2, positions, count, size) for count in (4, groups, groups)]
+    return [
+        torch.randn(shape, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_() for shape in shapes
+    ]
+
+
+def compare(backend: str, groups: int, tolerance: float, **more) -> None:
+    q, k, v = heads(groups, **more)
+    y = causal_attention(q, k, v, backend=backend)
+    weight = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y).to(y.dtype)
+    ours = torch.autograd.grad((y * weight).sum(), (q, k, v))
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = attention_reference(*wide)
+    theirs = torch.autograd.grad((expected * weight.double()).sum(), wide)
+    for mine, other in zip((y, *ours), (expected, *theirs), strict=True):
+        assert (mine.double() - other).abs().max() <= tolerance * (1 + other.abs().max())
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flash", "reference"])
+@pytest.mark.parametrize("groups", [4, 2, 1])
+def test_backends_of_a_cpu_equal_the_reference(backend, groups):
+    compare(backend, groups, 1e-5)
+
+
+@pytest.mark.parametrize("groups", [4, 2])
+def test_flex_equals_the_reference_forward(groups):
+    q, k, v = (x.detach() for x in heads(groups))
+    with warnings.catch_warnings(action="ignore"):  # torch warns that it is not compiled on a CPU
+        y = causal_attention(q, k, v, backend="flex")
+    torch.testing.assert_close(y, attention_reference(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_a_forced_kernel_leaves_torchs_flags_as_they_were():
+    q, k, v = heads(4)
+    names = ("flash_sdp_enabled", "cudnn_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled")
+    before = [getattr(torch.backends.cuda, name)() for name in names]
+    causal_attention(q, k, v, backend="flash")
+    assert [getattr(torch.backends.cuda, name)() for name in names] == before
+    with pytest.raises(RuntimeError):
+        causal_attention(q, k, v, backend="cudnn")
+    assert [getattr(torch.backends.cuda, name)() for name in names] == before, "also after an error"
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flex", "fa3", "efficient"])
+def test_decoding_never_meets_a_forced_kernel(backend):
+    """A cache makes fewer queries than keys, and inference mode is decoding: both must work where the kernel cannot."""
+    q, k, v = (x.detach() for x in heads(2))
+    expected = attention_reference(q[:, :, -3:], k, v)
+    torch.testing.assert_close(causal_attention(q[:, :, -3:], k, v, backend=backend), expected, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        y = causal_attention(q, k, v, backend=backend)
+    torch.testing.assert_close(y.clone(), attention_reference(q, k, v), rtol=1e-5, atol=1e-5)
+
+
+def test_a_forced_kernel_works_under_the_compiler():
+    q, k, v = heads(4)
+    forced = torch.compile(
+        lambda q, k, v: causal_attention(q, k, v, backend="flash"), fullgraph=True, backend="aot_eager"
+    )
+    torch.testing.assert_close(forced(q, k, v), causal_attention(q, k, v, backend="flash"))
+
+
+def test_the_probe_says_why_not():
+    shape = {"heads": 4, "groups": 2, "size": 16, "context": 32}
+    for backend in ("sdpa", "reference", "flash"):
+        assert attention_failure(backend, CPU, torch.float32, **shape) is None
+    assert "cudnn" in (attention_failure("cudnn", CPU, torch.float32, **shape) or "")
+    assert "efficient" in (attention_failure("efficient", CPU, torch.float32, **shape) or "")
+    assert attention_failure("fa3", CPU, torch.float32, **shape) == "flash_attn_3 is not installed" == fa3_missing()
+    assert attention_failure("flex", CPU, torch.float32, dropout=0.1, **shape) == "FlexAttention has no dropout"
+
+
+def test_the_probe_notices_a_wrong_result(monkeypatch):
+    shape = {"heads": 2, "groups": 2, "size": 16, "context": 128}
+    real = module._torch_attention
+    monkeypatch.setattr(module, "_torch_attention", lambda *values: real(*values) + 0.1)
+    assert "away from the reference" in (attention_failure("flash", CPU, torch.float32, **shape) or "")
+    monkeypatch.setattr(module, "_torch_attention", lambda *values: real(*values) * float("nan"))
+    assert "not finite" in (attention_failure("flash", CPU, torch.float32, **shape) or "")
+
+
+def test_what_sdpa_picks_has_a_name():
+    picked = picked_kernel(CPU, torch.float32, heads=4, groups=4, size=16, context=32)
+    assert picked in ("flash", "math")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [4, 2])
+@pytest.mark.parametrize("backend", ["sdpa", "flash", "cudnn", "efficient", "flex"])
+def test_backends_of_a_gpu_equal_the_reference(backend, groups):
+    torch._dynamo.reset()
+    shape = {"heads": 4, "groups": groups, "size": 64, "context": 256}
+    assert attention_failure(backend, torch.device("cuda"), torch.bfloat16, **shape) is None
+    compare(backend, groups, 2e-2, positions=256, device="cuda", dtype=torch.bfloat16, size=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient", "flex"])
+def test_backends_of_a_gpu_work_under_the_compiler(backend):
+    torch._dynamo.reset()
+    q, k, v = heads(4, positions=256, device="cuda", dtype=torch.bfloat16, size=64)
+    forced = torch.compile(lambda q, k, v: causal_attention(q, k, v, backend=backend), fullgraph=True)
+    y = forced(q, k, v)
+    ours = torch.autograd.grad(y.float().square().sum(), (q, k, v))
+    plain = causal_attention(q, k, v, backend="sdpa")
+    theirs = torch.autograd.grad(plain.float().square().sum(), (q, k, v))
+    for mine, other in zip((y, *ours), (plain, *theirs), strict=True):
+        torch.testing.assert_close(mine, other, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.gpu
+def test_sdpa_picks_a_fused_kernel_on_a_gpu():
+    shapes = itertools.product([torch.bfloat16, torch.float16], [12, 4])
+    for dtype, groups in shapes:
+        picked = picked_kernel(torch.device("cuda"), dtype, heads=12, groups=groups, size=64, context=1024)
+        assert picked in ("flash", "cudnn", "efficient")

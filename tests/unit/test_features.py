@@ -1,0 +1,297 @@
+"""Asked, used, why: every rule of the `speed` section, on devices that need not be here."""
+
+import pytest
+import torch
+
+from flatout.config.load import load_config
+from flatout.device import Device
+from flatout.engine.compiling import graphs_of_its_own
+from flatout.engine.features import GRAPH_FLOPS, Probes, Speed, resolve_speed
+from flatout.errors import HardwareError
+from flatout.records import Feature
+
+HOPPER = Device(torch_device=torch.device("cuda", 0), name="NVIDIA H200", memory_bytes=2**37, capability=(9, 0))
+AMPERE = Device(torch_device=torch.device("cuda", 0), name="RTX 3090", memory_bytes=2**34, capability=(8, 6))
+TURING = Device(torch_device=torch.device("cuda", 0), name="T4", memory_bytes=2**34, capability=(7, 5))
+PASCAL = Device(torch_device=torch.device("cuda", 0), name="P40", memory_bytes=2**34, capability=(6, 1))
+CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=2**34, capability=None)
+MPS = Device(torch_device=torch.device("mps"), name="mps", memory_bytes=None, capability=None)
+LARGE = ["model.layers=12", "model.width=768", "model.heads=12", "model.context=1024", "train.batch_tokens=65536"]
+
+
+def probes(**answers) -> Probes:
+    """A machine on which everything works, unless told otherwise."""
+    defaults = {
+        "attention": lambda *a, **k: None,
+        "picked": lambda *a, **k: "flash",
+        "compiler": lambda device: None,
+        "products": lambda: None,
+        "triton": lambda: True,
+    }
+    return Probes(**(defaults | answers))
+
+
+def resolve(device: Device, *words: str, written: bool = False, using: Probes | None = None) -> Speed:
+    config = load_config("gpt2-124m", [*LARGE, "train.steps=1", "data.source=shakespeare", *words]).config
+    names = {word.partition("=")[0] for word in words}
+    return resolve_speed(
+        config, device, 10**6, lambda path: written and path in names, vocab=50257, probes=using or probes()
+    )
+
+
+def feature(speed: Speed, name: str) -> Feature:
+    return next(f for f in speed.features if f.name == name)
+
+
+def used(speed: Speed, name: str) -> tuple[str, str]:
+    found = feature(speed, name)
+    return found.used, found.why
+
+
+def test_every_switch_answers_once():
+    from flatout.config.schema import SpeedConfig
+
+    names = [f.name for f in resolve(HOPPER).features]
+    assert sorted(names) == sorted(SpeedConfig.model_fields)
+
+
+def test_a_hopper_takes_the_fast_path_by_itself():
+    speed = resolve(HOPPER)
+    assert (speed.precision, speed.compile, speed.cuda_graphs) == ("bf16", "off", False)
+    how = speed.execution
+    assert (how.kernels, how.attention, how.loss, how.residual) == ("triton", "cudnn", "fused", "bf16")
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "expected"),
+    [
+        (HOPPER, [], "cudnn"),
+        (HOPPER, ["speed.precision=fp32"], "sdpa"),
+        (AMPERE, [], "sdpa"),
+        (CPU, [], "sdpa"),
+        (MPS, [], "sdpa"),
+        (CPU, ["speed.attention=reference"], "reference"),
+        (AMPERE, ["speed.attention=cudnn"], "cudnn"),
+        (HOPPER, ["speed.attention=flex"], "flex"),
+        (HOPPER, ["speed.attention=sdpa"], "sdpa"),
+    ],
+)
+def test_attention_backend(device, words, expected):
+    speed = resolve(device, *words)
+    assert speed.execution.attention == expected
+    assert feature(speed, "attention").used == ("sdpa (flash)" if expected == "sdpa" else expected)
+
+
+def test_a_kernel_that_fails_its_trial_falls_back_with_the_reason():
+    broken = probes(attention=lambda backend, *a, **k: f"{backend} has no kernel for this", picked=lambda *a, **k: None)
+    speed = resolve(HOPPER, using=broken)
+    assert used(speed, "attention") == ("sdpa", "cudnn has no kernel for this")
+    assert resolve(HOPPER, "speed.attention=flash", using=broken).execution.attention == "sdpa"
+    with pytest.raises(HardwareError, match="flash has no kernel") as caught:
+        resolve(HOPPER, "speed.attention=flash", written=True, using=broken)
+    assert caught.value.hint == "set speed.attention=auto, or sdpa"
+
+
+def test_the_trial_sees_the_models_shapes_and_the_runs_arithmetic():
+    seen = {}
+
+    def trial(backend, device, **facts):
+        seen.update(facts, backend=backend)
+
+    resolve(HOPPER, "model.dropout=0.1", "speed.attention=efficient", using=probes(attention=trial))
+    shape = {"heads": 12, "groups": 12, "size": 64, "context": 1024, "dropout": 0.1}
+    assert seen == {"backend": "efficient", "precision": "bf16", "deterministic": False, **shape}
+
+
+def test_deterministic_runs_avoid_cudnn():
+    speed = resolve(HOPPER, "train.deterministic=true")
+    assert speed.execution.attention == "sdpa"
+    assert "not deterministic" in feature(speed, "attention").why
+    with pytest.raises(HardwareError, match="not deterministic"):
+        resolve(HOPPER, "train.deterministic=true", "speed.attention=cudnn", written=True)
+    assert resolve(HOPPER, "train.deterministic=true", "speed.attention=flash").execution.attention == "flash"
+
+
+# --- kernels and compile ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "kernels", "compiled"),
+    [
+        (HOPPER, [], "triton", "off"),
+        (AMPERE, [], "triton", "off"),
+        (TURING, [], "torch", "default"),
+        (PASCAL, [], "torch", "off"),
+        (CPU, [], "torch", "off"),
+        (MPS, [], "torch", "off"),
+        (HOPPER, ["model.dropout=0.1"], "torch", "default"),
+        (HOPPER, ["speed.kernels=torch"], "torch", "default"),
+        (HOPPER, ["speed.kernels=torch", "speed.compile=off"], "torch", "off"),
+        (HOPPER, ["speed.compile=off"], "triton", "off"),
+        (HOPPER, ["speed.compile=regional"], "torch", "regional"),
+        (HOPPER, ["speed.compile=max-autotune"], "torch", "max-autotune"),
+        (HOPPER, ["speed.compile=reduce-overhead"], "torch", "reduce-overhead"),
+        (HOPPER, ["speed.fused_qkv=false"], "torch", "default"),
+        (CPU, ["speed.compile=default"], "torch", "default"),
+        (CPU, ["speed.compile=regional"], "torch", "regional"),
+        (CPU, ["speed.compile=reduce-overhead"], "torch", "default"),
+        (HOPPER, ["speed.compile=regional", "speed.checkpointing=selective"], "torch", "default"),
+        (HOPPER, ["speed.kernels=torch", "speed.activation_offload=true"], "torch", "off"),
+    ],
+)
+def test_kernels_and_compile_mode(device, words, kernels, compiled):
+    speed = resolve(device, *words)
+    assert (speed.execution.kernels, speed.compile) == (kernels, compiled)
+    for name, asked in (("kernels", "auto"), ("compile", "auto")):
+        answer = feature(speed, name)
+        if answer.asked not in (asked, answer.used):
+            assert answer.why, f"{name} fell back in silence"
+
+
+def test_compile_that_was_asked_for_turns_our_kernels_off_and_says_so():
+    assert used(resolve(HOPPER, "speed.compile=default", written=True), "kernels") == ("torch", "compile was asked for")
+
+
+def test_triton_and_compile_cannot_both_be_written():
+    with pytest.raises(HardwareError, match=r"speed\.compile is default, but the Triton kernels") as caught:
+        resolve(HOPPER, "speed.kernels=triton", "speed.compile=default", written=True)
+    assert caught.value.hint == "set speed.compile=auto, or off"
+    speed = resolve(HOPPER, "speed.kernels=triton", "speed.compile=default")
+    assert (speed.execution.kernels, speed.compile) == ("triton", "off"), "from a preset it is a fallback"
+
+
+def test_a_compiler_or_triton_that_is_missing_is_the_reason():
+    broken = probes(compiler=lambda device: "torch.compile failed: no C compiler")
+    assert used(resolve(HOPPER, "speed.kernels=torch", using=broken), "compile") == (
+        "off",
+        "torch.compile failed: no C compiler",
+    )
+    without = probes(triton=lambda: False)
+    speed = resolve(HOPPER, using=without)
+    assert used(speed, "kernels") == ("torch", "triton is not installed")
+    assert used(speed, "compile") == ("off", "triton is not installed")
+    with pytest.raises(HardwareError, match="triton is not installed"):
+        resolve(HOPPER, "speed.kernels=triton", written=True, using=without)
+
+
+def test_separate_projections_need_torchs_kernels():
+    with pytest.raises(HardwareError) as caught:
+        resolve(HOPPER, "speed.fused_qkv=false", "speed.kernels=triton", written=True)
+    assert caught.value.hint == "set speed.fused_qkv=true", "there is no auto to offer"
+    assert resolve(HOPPER, "speed.fused_qkv=false").execution.fused_qkv is False
+
+
+# --- CUDA graphs ------------------------------------------------------------------------------------------------------
+
+SMALL = ["model.layers=4", "model.width=256", "model.heads=4", "model.context=256", "train.batch_tokens=4096"]
+
+
+def test_small_micro_batches_are_recorded_and_large_ones_are_not():
+    small, large = resolve(HOPPER, *SMALL), resolve(HOPPER)
+    assert small.cuda_graphs
+    assert "longer than running" in feature(small, "cuda_graphs").why
+    assert not large.cuda_graphs
+    assert "keep the device busy" in feature(large, "cuda_graphs").why
+    assert resolve(HOPPER, "speed.micro_batch=1", "speed.cuda_graphs=auto").cuda_graphs, f"below {GRAPH_FLOPS} FLOPs"
+    assert resolve(HOPPER, "speed.cuda_graphs=on").cuda_graphs
+    assert not resolve(HOPPER, *SMALL, "speed.cuda_graphs=off").cuda_graphs
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "reason"),
+    [
+        (CPU, [], "only CUDA"),
+        (HOPPER, ["model.dropout=0.1"], "dropout"),
+        (HOPPER, ["speed.compile=reduce-overhead"], "graphs of its own"),
+        (HOPPER, ["speed.activation_offload=true"], "activation_offload"),
+    ],
+)
+def test_what_cannot_be_recorded(device, words, reason):
+    words = [*SMALL, *words, "speed.cuda_graphs=on"]
+    speed = resolve(device, *words)
+    assert not speed.cuda_graphs
+    assert reason in feature(speed, "cuda_graphs").why
+    with pytest.raises(HardwareError, match=r"speed\.cuda_graphs is on"):
+        resolve(device, *words, written=True)
+
+
+def test_compiled_code_is_recorded_only_when_asked():
+    speed = resolve(HOPPER, *SMALL, "speed.compile=default")
+    assert not speed.cuda_graphs
+    assert resolve(HOPPER, *SMALL, "speed.compile=default", "speed.cuda_graphs=on").cuda_graphs
+    assert resolve(HOPPER, *SMALL, "speed.compile=max-autotune", "speed.cuda_graphs=on").cuda_graphs
+    assert not resolve(HOPPER, *SMALL, "speed.compile=max-autotune").cuda_graphs
+    assert graphs_of_its_own("max-autotune", our_graphs=False)
+    assert not graphs_of_its_own("max-autotune", our_graphs=True)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_optimizer_state_and_offload():
+    assert resolve(HOPPER, "speed.optimizer_state=8bit").optimizer_state == "8bit"
+    assert resolve(CPU, "speed.optimizer_state=8bit").optimizer_state == "8bit"
+    assert resolve(HOPPER, "speed.optimizer_offload=true").optimizer_offload
+    assert used(resolve(MPS, "speed.optimizer_state=8bit"), "optimizer_state") == (
+        "fp32",
+        "8-bit moments are not tested on MPS",
+    )
+    both = ["speed.optimizer_state=8bit", "speed.optimizer_offload=true"]
+    assert used(resolve(HOPPER, *both), "optimizer_state") == ("fp32", "offloaded moments stay in fp32")
+    with pytest.raises(HardwareError, match="offloaded moments stay in fp32"):
+        resolve(HOPPER, *both, written=True)
+    with pytest.raises(HardwareError, match="only CUDA devices have it") as caught:
+        resolve(CPU, "speed.optimizer_offload=true", written=True)
+    assert caught.value.hint == "set speed.optimizer_offload=false"
+
+
+def test_activation_offload_needs_eager_code():
+    assert resolve(HOPPER, "speed.activation_offload=true").execution.activation_offload
+    speed = resolve(HOPPER, "speed.activation_offload=true", "speed.compile=default")
+    assert used(speed, "activation_offload") == ("false", "compiled code keeps its activations to itself")
+    assert used(resolve(CPU, "speed.activation_offload=true"), "activation_offload")[0] == "false"
+    assert used(resolve(HOPPER, "speed.kernels=torch", "speed.activation_offload=true"), "compile") == (
+        "off",
+        "activation_offload was asked for",
+    )
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "expected"),
+    [
+        (HOPPER, "auto", "bf16"),
+        (TURING, "auto", "fp16"),
+        (TURING, "bf16", "fp16"),
+        (CPU, "auto", "fp32"),
+        (CPU, "bf16", "bf16"),
+        (CPU, "fp16", "fp32"),
+        (MPS, "bf16", "fp32"),
+    ],
+)
+def test_precision(device, asked, expected):
+    speed = resolve(device, f"speed.precision={asked}")
+    assert speed.precision == expected
+    if asked not in ("auto", expected):
+        assert feature(speed, "precision").why
+
+
+def test_fp8_needs_sizes_and_a_loss_that_fit():
+    odd = resolve(HOPPER, "speed.fp8=[up]", "model.family=gpt", "model.mlp=gelu", "model.mlp_width=1000")
+    assert used(odd, "fp8") == ("[]", "8-bit products need sizes that are multiples of 16, and mlp has 1000")
+    plain = resolve(HOPPER, "speed.fp8=[head]", "speed.loss=plain")
+    assert used(plain, "fp8") == ("[]", "the head in 8 bits needs the fused loss, and loss is plain")
+    assert resolve(HOPPER, "speed.fp8=[head]").execution.fp8 == ("head",)
+
+
+def test_fp8_and_residual_need_our_kernels():
+    assert resolve(HOPPER, "speed.fp8=[up, down]").execution.fp8 == ("up", "down")
+    assert used(resolve(AMPERE, "speed.fp8=[up]"), "fp8") == ("[]", "RTX 3090 has no 8-bit matrix units")
+    assert used(resolve(HOPPER, "speed.fp8=[up]", "speed.kernels=torch"), "fp8")[0] == "[]"
+    assert resolve(HOPPER, "speed.precision=fp16").execution.residual == "fp32"
+    assert resolve(HOPPER, "speed.kernels=torch").execution.residual == "fp32"

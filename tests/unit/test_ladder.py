@@ -1,0 +1,466 @@
+"""The ladder: which rungs there are, what stands between a rung and its speed, and what is left behind."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from flatout.config.complain import field_facts
+from flatout.config.load import LoadedConfig, load_config
+from flatout.config.schema import micro_batch_of
+from flatout.device import Device
+from flatout.engine.features import Probes, resolve_speed
+from flatout.engine.setup import Run, setup_run
+from flatout.errors import ConfigError, ResourceError, UsageError
+from flatout.observe.bench_picture import draw_bench
+from flatout.observe.bench_table import print_bench, total_lines
+from flatout.records import BenchRow, bench_row_from_json, record_to_json
+from flatout.tune import ladder, plan
+from flatout.tune.claims import CLAIMS, TOTALS, claim_of
+from flatout.tune.measure import Steps, borrowed_run, measure, parity_losses
+from flatout.tune.plan import make_plan
+from flatout.tune.practice_data import practice_data, write_random
+from flatout.tune.rungs import (
+    BASELINE,
+    TOLERANCES,
+    Rung,
+    all_rungs,
+    as_words,
+    choose,
+    linked,
+    settings_of,
+    tolerance_of,
+)
+
+Tiny = Callable[..., LoadedConfig]
+CUDA = all_rungs(kind="cuda", micro_batch=64, attention="cudnn")
+CPU = all_rungs(kind="cpu", micro_batch=16, attention="sdpa")
+
+
+# --- the list of rungs ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rungs", [CUDA, CPU], ids=["cuda", "cpu"])
+def test_every_rung_is_a_valid_config_with_the_same_global_batch(rungs: list[Any]):
+    climbed = []
+    for rung in rungs:
+        config = load_config("gpt2-124m", as_words(settings_of(rung, climbed))).config
+        size, count = micro_batch_of(config)
+        assert size * count * config.model.context == config.train.batch_tokens
+        climbed += [rung] if rung.group == "ladder" else []
+
+
+def test_the_baseline_sets_every_switch_that_decides_speed():
+    free = {"device", "memory_limit", "accumulation", "loss_chunk"}
+    fields = {path for path in field_facts() if path.startswith("speed.")}
+    assert set(BASELINE) == fields - {f"speed.{name}" for name in free}
+
+
+def test_a_rung_of_the_ladder_changes_something():
+    climbed: list[Any] = []
+    for rung in CUDA:
+        before = settings_of(dataclasses.replace(rung, words={}), climbed)
+        if rung.name != "baseline" and rung.trick is None:
+            assert settings_of(rung, climbed) != before, rung.name
+        climbed += [rung] if rung.group == "ladder" else []
+
+
+def test_taking_a_switch_out_takes_out_that_switch():
+    top = settings_of(CUDA[0], [rung for rung in CUDA if rung.group == "ladder"])
+    for rung in CUDA:
+        if rung.group == "without":
+            added = next(step for step in CUDA if step.name == rung.name.removeprefix("without-"))
+            assert any(rung.words.get(path) not in (None, top[path]) for path in rung.words)
+            assert set(rung.words) & set(added.words), rung.name
+
+
+def test_rungs_that_a_device_lacks_leave_no_gap():
+    rungs = linked([rung for rung in CUDA if rung.name not in ("attention", "triton", "residual")])
+    by_name = {rung.name: rung for rung in rungs}
+    assert by_name["loss"].against == "compile"
+    assert "without-triton" not in by_name
+    assert by_name["compile-regional"].against == by_name["fp8-mlp"].against == "cuda-graphs"
+
+
+def test_choosing_brings_what_is_compared_with():
+    rungs = linked(CUDA)
+    assert [rung.name for rung in choose(rungs, names=["compile"], only=None)] == ["pad-vocab", "compile"]
+    assert [rung.name for rung in choose(rungs, names=["fp8-mlp"], only=None)] == ["cuda-graphs", "fp8-mlp"]
+    modes = choose(rungs, names=["compile-regional"], only=None)
+    assert [rung.name for rung in modes] == ["cuda-graphs", "without-triton", "compile-regional"]
+    only = choose(rungs, names=None, only="without")
+    assert [rung.name for rung in only if rung.group != "without"] == ["cuda-graphs"]
+    assert choose(rungs, names=None, only=None) == rungs
+
+
+def test_the_tolerance_is_that_of_the_coarsest_arithmetic():
+    assert tolerance_of(BASELINE) == TOLERANCES["fp32"]
+    assert tolerance_of({**BASELINE, "speed.precision": "bf16"}) == TOLERANCES["bf16"]
+    assert tolerance_of({**BASELINE, "speed.precision": "bf16", "speed.fp8": "[up]"}) == TOLERANCES["fp8"]
+    assert tolerance_of({**BASELINE, "speed.optimizer_state": "8bit"}) == TOLERANCES["8bit"]
+
+
+def test_every_claim_belongs_to_a_rung_and_names_its_rows():
+    names = {rung.name for rung in (*CUDA, *CPU, *all_rungs(kind="cuda", micro_batch=8, attention="sdpa"))}
+    assert set(CLAIMS) <= names
+    for claim in (*CLAIMS.values(), *TOTALS):
+        assert claim.rows
+        assert all(len(row) == 6 and row[3] == "-" for row in claim.rows)
+        assert (claim.low is None) == (claim.high is None)
+        assert claim.low is None or claim.high is None or claim.low <= claim.high
+    assert claim_of("without-bf16") is CLAIMS["bf16"]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def test_measuring_trains_real_steps(tiny: Tiny):
+    run = setup_run(tiny())
+    before = [parameter.detach().clone() for parameter in run.model.parameters()]
+    called: list[int] = []
+    found = measure(run, warmup=2, steps=4, after_step=called.append)
+    assert called == [1, 2, 3, 4, 5, 6]
+    assert int(run.step.updates) == 6
+    assert found.steps == 4
+    assert all(
+        not torch.equal(old, new) for old, new in zip(before, run.model.parameters(), strict=True) if new.ndim > 1
+    )
+    assert found.tokens_per_second == pytest.approx(1000 * 64 / found.milliseconds)
+    assert found.losses[:3] == tuple(parity_losses(setup_run(tiny()), 3))
+    assert found.compile_seconds == 0.0
+    assert found.peak_bytes > 0
+    assert found.mfu is None
+
+
+def test_stepping_goes_on_where_it_stopped(tiny: Tiny):
+    whole = parity_losses(setup_run(tiny()), 5)
+    with Steps(setup_run(tiny())) as stepping:
+        assert [report.loss for report in (*stepping.take(2), *stepping.take(3))] == whole
+    with pytest.raises(ValueError, match="only 3 steps"):
+        parity_losses(setup_run(tiny("train.steps=3")), 4)
+
+
+def test_a_borrowed_run_leaves_no_tensors_behind(tiny: Tiny):
+    with borrowed_run(tiny()) as run:
+        parity_losses(run, 2)
+    assert sum(parameter.numel() for parameter in run.model.parameters()) == 0
+    assert not run.step.optimizer.state
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+# --- the gate ---------------------------------------------------------------------------------------------------------
+
+
+def climb(loaded: LoadedConfig, *names: str, **named: Any) -> dict[str, BenchRow]:
+    settings: dict[str, Any] = {"steps": 3, "parity_steps": 4, "names": names or None, **named}
+    return {row.rung: row for row in ladder.bench(loaded, **settings)}
+
+
+def test_a_rung_that_does_not_match_the_reference_has_no_speed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    exact = ladder.parity_losses
+
+    def shifted(run: Run, steps: int) -> list[float]:
+        return [loss + 0.01 for loss in exact(run, steps)]
+
+    monkeypatch.setattr(ladder, "parity_losses", shifted)
+    rows = climb(tiny(), "baseline", "fused-qkv", "bf16")
+    for name in ("baseline", "fused-qkv"):  # 0.01 is more than exact arithmetic may differ
+        row = rows[name]
+        assert row.status == "red"
+        assert "differ by 0.01" in row.reason
+        assert row.parity == pytest.approx(0.01, abs=1e-3)
+        assert row.tokens_per_second is row.milliseconds is row.gain is row.factor is row.peak_bytes is None
+    assert rows["bf16"].status == "green"  # and less than bf16 may
+
+
+def test_a_wrong_gradient_turns_a_rung_red(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    """The gate must see weights move wrongly, not only a wrong first loss."""
+    honest = ladder.borrowed_run
+
+    @contextlib.contextmanager
+    def tampered(loaded: LoadedConfig) -> Iterator[Run]:
+        with honest(loaded) as run:
+            if loaded.config.speed.fused_qkv:
+                next(run.model.parameters()).register_hook(torch.neg)  # of the embedding: uphill instead of down
+            yield run
+
+    monkeypatch.setattr(ladder, "borrowed_run", tampered)
+    rows = climb(tiny("optim.learning_rate=2e-2"), "fused-qkv", parity_steps=12)
+    assert rows["baseline"].status == "green"
+    assert rows["fused-qkv"].status == "red"
+
+
+def test_a_switch_that_a_run_gives_up_on_the_way_has_no_speed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    honest = ladder.borrowed_run
+
+    @contextlib.contextmanager
+    def giving_up(loaded: LoadedConfig) -> Iterator[Run]:
+        with honest(loaded) as run:
+            run.news.add("fused_qkv became false: it did not work out")
+            yield run
+
+    monkeypatch.setattr(ladder, "borrowed_run", giving_up)
+    rows = climb(tiny(), "fused-qkv", "sdpa")
+    assert rows["fused-qkv"].status == "failed"
+    assert "did not work out" in rows["fused-qkv"].reason
+    assert rows["fused-qkv"].tokens_per_second is None
+    assert rows["baseline"].status == rows["sdpa"].status == "green"  # it is not what they are about
+    assert "did not work out" in rows["sdpa"].reason
+
+
+def test_no_number_is_never_close():
+    assert ladder.largest_difference([1.0, math.nan], [1.0, 1.0]) == math.inf
+    assert ladder.largest_difference([1.0, math.nan], [1.0, math.nan]) == math.inf
+    assert ladder.largest_difference([1.0, 2.5], [1.25, 2.5]) == 0.25
+
+
+def test_a_rung_without_memory_says_so_and_the_ladder_goes_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    honest = ladder.borrowed_run
+    tried: list[int] = []
+
+    def small_card(loaded: LoadedConfig) -> Any:
+        size = loaded.config.speed.micro_batch or 0
+        if loaded.config.speed.attention == "sdpa":
+            tried.append(size)
+            if size > 4:
+                raise ResourceError("out of device memory: too much", "less")
+        if not loaded.config.speed.fused_qkv and loaded.config.speed.attention == "sdpa":
+            raise RuntimeError("a kernel broke\nwith a long story")
+        return honest(loaded)
+
+    monkeypatch.setattr(ladder, "borrowed_run", small_card)
+    names = ["sdpa", "micro-batch", "fused-adamw", "without-fused-qkv"]
+    rows = climb(tiny("train.batch_tokens=256", "speed.micro_batch=16"), *names)
+    assert tried[:4] == [2, 16, 8, 4]  # the micro-batch halves until it fits, and stays so
+    assert rows["micro-batch"].status == "green"
+    assert rows["micro-batch"].micro_batch == 4
+    assert rows["fused-adamw"].micro_batch == 4
+    assert rows["fused-adamw"].gain is not None
+    assert rows["without-fused-qkv"].status == "failed"
+    assert rows["without-fused-qkv"].reason == "RuntimeError: a kernel broke"
+
+
+def test_a_switch_without_memory_is_not_carried_up(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    honest = ladder.borrowed_run
+
+    def no_sdpa(loaded: LoadedConfig) -> Any:
+        if loaded.config.speed.attention == "sdpa":
+            raise ResourceError("out of device memory: too much", "less")
+        return honest(loaded)
+
+    monkeypatch.setattr(ladder, "borrowed_run", no_sdpa)
+    rows = climb(tiny(), "fused-qkv", "sdpa", "micro-batch", "without-sdpa")
+    assert rows["sdpa"].status == "out_of_memory"
+    assert rows["micro-batch"].against == "fused-qkv"
+    assert "speed.attention=reference" in rows["micro-batch"].settings
+    assert rows["without-sdpa"].status == "absent"
+    assert "not in the full set" in rows["without-sdpa"].reason
+
+
+# --- what it is measured on -------------------------------------------------------------------------------------------
+
+
+def test_a_config_without_data_gets_random_tokens_and_says_so(tiny: Tiny, tmp_path: Path):
+    said: list[str] = []
+    loaded = tiny("data.folder=nowhere", "data.source=null", "data.tokenizer=bytes")
+    rows = climb(loaded, "baseline", notice=said.append)
+    assert rows["baseline"].status == "green"
+    assert "random tokens" in rows["baseline"].data
+    assert any("random tokens" in line for line in said)
+    assert not any(tmp_path.iterdir())  # nothing of it stays, and nothing was prepared
+
+
+def test_random_tokens_are_in_the_vocabulary_and_uneven(tmp_path: Path, tiny: Tiny):
+    from flatout.data.shards import open_dataset
+    from flatout.data.tokenizer import ByteTokenizer
+
+    folder = write_random(tmp_path / "random", ByteTokenizer(), vocab=100, train_tokens=5000, seed=1, val_tokens=50)
+    dataset = open_dataset(folder, verify="full")
+    ids = torch.from_numpy(dataset.train.read(0, 5000).astype("int64"))
+    assert int(ids.max()) < 100
+    counts = ids.bincount(minlength=100)
+    assert int(counts.max()) > 10 * int(counts.float().median())
+    again = write_random(tmp_path / "again", ByteTokenizer(), vocab=100, train_tokens=5000, seed=1, val_tokens=50)
+    assert open_dataset(again).manifest.fingerprint == dataset.manifest.fingerprint
+
+
+def test_prepared_data_is_used_where_it_is(tiny: Tiny, tmp_path: Path):
+    from flatout.api import prepare
+
+    loaded = tiny()
+    folder = prepare(loaded)
+    data, words = practice_data(loaded.config, tmp_path / "scratch")
+    assert data.folder == str(folder)
+    assert data.source is None
+    assert str(folder) in words
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_the_batch_is_capped_unless_it_was_asked_for(tiny: Tiny, tmp_path: Path):
+    def planned(loaded: LoadedConfig, tokens: int | None = None) -> tuple[int, list[str]]:
+        said: list[str] = []
+        made = make_plan(loaded, tmp_path / str(len(list(tmp_path.iterdir()))), 3, 4, tokens, said.append)
+        return made.config.train.batch_tokens, said
+
+    many = load_config("gpt2-124m", ["speed.device=cpu"])
+    tokens, said = planned(many)
+    assert tokens == 64 * 1024
+    assert any("65,536 tokens instead of 524,288" in line for line in said)
+    assert planned(many, 131072)[0] == 131072
+    assert planned(load_config("gpt2-124m", ["train.batch_tokens=262144", "speed.device=cpu"]))[0] == 262144
+    with pytest.raises(ConfigError, match="not a multiple"):
+        planned(many, 1000)
+
+
+def test_slow_rungs_take_fewer_steps():
+    assert ladder.step_count(12, 0.1) == 12
+    assert ladder.step_count(12, 1.0) == 8
+    assert ladder.step_count(12, 100.0) == 3
+    assert ladder.step_count(12, 0.1, whole=10) == 20  # a trick every ten steps comes twice
+
+
+def test_what_the_device_lacks_is_listed_with_its_reason(tiny: Tiny):
+    rows = climb(tiny(), "triton", "tf32", "split-512", "fp8-all")
+    assert {row.status for row in rows.values()} == {"absent"}
+    assert "CUDA" in rows["triton"].reason
+    assert "tf32" in rows["tf32"].reason
+    assert rows["split-512"].reason
+    with pytest.raises(UsageError) as error:
+        climb(tiny(), "micro-bach")
+    assert "micro-batch" in error.value.hint
+
+
+# --- table and picture ------------------------------------------------------------------------------------------------
+
+
+def row(rung: str, **named: Any) -> BenchRow:
+    values: dict[str, Any] = {
+        "rung": rung, "group": "ladder", "place": 0, "status": "green", "reason": "", "against": None, "words": (),
+        "settings": (),
+        "used": {}, "parity": 1e-6, "parity_steps": 20, "tolerance": 0.002, "tokens_per_second": 1000.0,
+        "milliseconds": 64.0, "mean_milliseconds": 64.5, "spread": 0.01, "mfu": None, "peak_bytes": 2**30,
+        "compile_seconds": 0.0, "steps": 12,
+        "gain": 1.5, "factor": 3.0, "claim": "1.1-1.5x", "claim_low": 1.1, "claim_high": 1.5, "claim_rows": ("002-03",),
+        "config": "tiny", "config_words": (), "data": "random", "parameters": 10**6, "context": 64, "batch_tokens": 64,
+        "micro_batch": 2, "accumulation": 1, "device": "cpu", "flatout": "0", "torch": "2", "commit": None,
+    }  # fmt: skip
+    return BenchRow(**(values | named))
+
+
+NO_SPEED: dict[str, Any] = {
+    "tokens_per_second": None, "milliseconds": None, "spread": None, "peak_bytes": None, "compile_seconds": None,
+    "gain": None, "factor": None,
+}  # fmt: skip
+
+
+def table(rows: list[BenchRow]) -> str:
+    console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
+    print_bench(rows, ["2-5x (001-25)"], console)
+    return console.export_text()
+
+
+def test_the_table_shows_speeds_of_green_rungs_only():
+    rows = [
+        row("baseline", gain=None, factor=1.0, claim="", claim_low=None, claim_high=None),
+        row("compile", tokens_per_second=3000.0, compile_seconds=12.5),
+        row("fp16", group="extra", status="red", reason="the losses differ by 0.1, more than 0.02", **NO_SPEED),
+        row("fp8", group="extra", status="absent", reason="no matrix units\x1b[2J", parity=None, **NO_SPEED),
+    ]
+    text = table(rows)
+    line = next(line for line in text.splitlines() if line.startswith("fp16"))
+    assert "red" in line
+    assert line.split() == ["fp16", "red", "1.0e-06", *["-"] * 7, "1.1-1.5x"]
+    assert "3,000" in text
+    assert "12.5" in text
+    assert "from the baseline to the full set: 3.0 times" in text
+    assert "not green: fp16" in text
+    assert "fp8" in text
+    assert "\x1b" not in text
+    assert "2-5x (001-25)" in text
+
+
+def test_a_total_needs_both_ends():
+    assert total_lines([row("compile")]) == []
+    assert "3.0 times" in total_lines([row("baseline", factor=1.0), row("compile", factor=3.0)])[0]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        [row("baseline", status="red", reason="the losses differ by 3, more than 0.02", **NO_SPEED)],
+        [row(f"rung-{number}", gain=10.0 ** (number - 3), tokens_per_second=10.0**number) for number in range(7)],
+        [row("x", group="without", claim="$a_b^{c}$", reason="", gain=1.0), row("absent", status="absent", **NO_SPEED)],
+    ],
+    ids=["none", "red", "wide", "odd"],
+)
+def test_any_rows_can_be_drawn(rows: list[BenchRow], tmp_path: Path):
+    draw_bench(rows, tmp_path / "one.png")
+    draw_bench(rows, tmp_path / "two.png")
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_pictures_have_known_forms(tmp_path: Path):
+    with pytest.raises(UsageError):
+        draw_bench([row("a")], tmp_path / "one.bmp")
+    with pytest.raises(ResourceError):
+        draw_bench([row("a")], tmp_path / "nowhere" / "one.png")
+
+
+def test_a_row_is_one_json_line():
+    red = row("a", parity=math.inf, words=("speed.x=1",))
+    assert bench_row_from_json(record_to_json(red)) == red
+    for line in ("{}", "[]", '{"type": "bench"}', '{"type": "step"}', "not json"):
+        with pytest.raises(ValueError, match=r"."):
+            bench_row_from_json(line)
+    stored = json.loads(record_to_json(red))
+    assert stored["type"] == "bench"
+    assert stored["parity"] == "inf"
+    assert stored["rung"] == "a"
+
+
+# --- a card that is not here ------------------------------------------------------------------------------------------
+
+
+EVERYTHING_WORKS = Probes(
+    attention=lambda *_, **__: None,
+    picked=lambda *_, **__: "flash",
+    compiler=lambda _: None,
+    triton=lambda: True,
+    products=lambda: None,
+)
+
+
+def test_on_a_hopper_card_every_rung_can_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The switches of a rung do not exclude each other, and none but the named ones gives way."""
+    card = Device(torch_device=torch.device("cuda", 0), name="NVIDIA H200", memory_bytes=140 * 2**30, capability=(9, 0))
+    monkeypatch.setattr(plan, "detect_device", lambda _asked: card)
+    monkeypatch.setattr(plan, "resolve_speed", functools.partial(resolve_speed, probes=EVERYTHING_WORKS))
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    subject = make_plan(load_config("gpt2-124m"), tmp_path, 12, 20, None, lambda _: None)
+    assert plan.resolved(subject, {"speed.compile": "off"}).execution.attention == "cudnn"
+    absent = plan.absences(subject, CUDA)
+    assert absent.keys() == {"without-fused-qkv"}, absent  # our kernels take one product for queries, keys and values
+    full = [rung for rung in CUDA if rung.group == "ladder" and rung.name not in absent]
+    giving_way = {}
+    for rung in linked([rung for rung in CUDA if rung.name not in absent]):
+        below = [step for step in full if CUDA.index(step) < place_of(rung)]
+        settings = settings_of(rung, below)
+        refused = plan.refusals(plan.resolved(subject, settings), settings)
+        giving_way |= {rung.name: set(refused)} if refused else {}
+    assert giving_way == {"activation-offload": {"speed.cuda_graphs"}}  # it waits for the host, which a graph cannot
+
+
+def place_of(rung: Rung) -> int:
+    return [other.name for other in CUDA].index(rung.name)

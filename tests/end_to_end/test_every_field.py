@@ -138,8 +138,9 @@ BESIDE: dict[str, list[str]] = {
     "checkpoint.keep": ["checkpoint.every=1", "checkpoint.best=false"],
     "checkpoint.best": ["eval.every=2", "checkpoint.keep=1"],
 }
-# Read by the terminal alone; tests/end_to_end/test_cli.py counts its lines.
-ELSEWHERE = {"output.log_every"}
+# Read by the terminal alone; tests/end_to_end/test_cli.py counts its lines. And what a CPU refuses when it is written:
+# tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
+ELSEWHERE = {"output.log_every", "speed.activation_offload", "speed.optimizer_offload"}
 
 
 def signature(words: list[str]) -> Any:

@@ -230,7 +230,14 @@ def test_their_state_is_saved_and_resumed_bit_for_bit(word):
 
 # --- activations ------------------------------------------------------------------------------------------------------
 
-WIDE = ["model.context=1024", "train.batch_tokens=16384", "speed.micro_batch=16", "train.steps=4", "eval.tokens=2048"]
+WIDE = [
+    "model.layers=12",
+    "model.context=1024",
+    "train.batch_tokens=16384",
+    "speed.micro_batch=16",
+    "train.steps=4",
+    "eval.tokens=2048",
+]
 
 
 @pytest.mark.parametrize("kernels", [EAGER, TRITON])

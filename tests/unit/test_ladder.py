@@ -69,7 +69,7 @@ def test_a_rung_of_the_ladder_changes_something():
     climbed: list[Any] = []
     for rung in CUDA:
         before = settings_of(dataclasses.replace(rung, words={}), climbed)
-        if rung.name != "baseline" and rung.trick is None:
+        if rung.name not in ("baseline", "full-again") and rung.trick is None:
             assert settings_of(rung, climbed) != before, rung.name
         climbed += [rung] if rung.group == "ladder" else []
 

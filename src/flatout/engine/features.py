@@ -40,12 +40,18 @@ def try_attention(
         return attention_failure(backend, device, _product_type(precision), **shape)
 
 
+def ask_sdpa(device: torch.device, *, precision: str, deterministic: bool, **shape: Any) -> str | None:
+    """Which kernel torch takes for these shapes under these switches, or None where it does not tell."""
+    with arithmetic(precision, deterministic, device):
+        return picked_kernel(device, _product_type(precision), **shape)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Probes:
     """What is tried out on the device; tests without one put their own answers here."""
 
     attention: Callable[..., str | None] = try_attention
-    picked: Callable[..., str | None] = picked_kernel
+    picked: Callable[..., str | None] = ask_sdpa
     compiler: Callable[[torch.device], str | None] = compile_failure
     products: Callable[[], str | None] = cublaslt_missing
     triton: Callable[[], bool] = lambda: importlib.util.find_spec("triton") is not None
@@ -113,7 +119,7 @@ def resolve_speed(
     products = settle("products", asked.products, *_products(asked.products, precision, kernels, deterministic, probes))
     fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model))
     attention, why = _attention(asked.attention, device, precision, config, probes)
-    settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, model, probes))
+    settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, config, probes))
     one_product = "our kernels take one product" if kernels == "triton" else None
     fused_qkv = not switch_off("fused_qkv", asked.fused_qkv, one_product)
     compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, probes))
@@ -271,11 +277,16 @@ def _attention(asked: str, device: Device, precision: str, config: RunConfig, pr
     return (wanted, "") if reason is None else ("sdpa", reason)
 
 
-def _shown_attention(used: str, device: Device, precision: str, model: ModelConfig, probes: Probes) -> str:
+def _shown_attention(used: str, device: Device, precision: str, config: RunConfig, probes: Probes) -> str:
     """With the kernel that torch picks, where the choice is torch's."""
     if used != "sdpa":
         return used
-    picked = probes.picked(device.torch_device, _product_type(precision), **_attention_shape(model))
+    picked = probes.picked(
+        device.torch_device,
+        precision=precision,
+        deterministic=config.train.deterministic,
+        **_attention_shape(config.model),
+    )
     return used if picked is None else f"sdpa ({picked})"
 
 

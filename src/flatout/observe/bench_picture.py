@@ -105,7 +105,7 @@ def _draw_speeds(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
             axes.text(0.01 * most, place, words, size=8, color=_RED, va="center")
         else:
             axes.barh(place, row.tokens_per_second, _HEIGHT, color=_COLOURS[row.group])
-            factor = "" if row.factor is None else f"  {_times(row.factor)}"
+            factor = "" if row.factor is None else f"  {row.factor:.{1 if row.factor >= 10 else 2}f}\u00d7"
             words = f"{row.tokens_per_second:,.0f}{factor}"
             axes.text(row.tokens_per_second + 0.012 * most, place, words, size=8, color=_INK, va="center")
 
@@ -142,7 +142,9 @@ def _draw_gains(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
         beside = axes.get_yaxis_transform()
         if row.gain is not None:
             words, colour = f"{row.gain:.2f}\u00d7", _INK if row.gain >= 0.995 else _RED
-            axes.text(1.14, place, words, size=8, weight="bold", color=colour, va="center", ha="right", transform=beside)
+            axes.text(
+                1.14, place, words, size=8, weight="bold", color=colour, va="center", ha="right", transform=beside
+            )
         axes.text(1.17, place, row.claim, size=8, color=_FAINT, va="center", transform=beside)
 
 
@@ -152,7 +154,7 @@ def _drawn(row: BenchRow) -> bool:
 
 
 def _times(value: float) -> str:
-    return f"{value:.3g}\u00d7" if value < 100 else f"{value:.0f}\u00d7"
+    return f"{value:g}\u00d7"
 
 
 def _thousands(value: float, _place: object) -> str:

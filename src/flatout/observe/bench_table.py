@@ -15,7 +15,7 @@ from flatout.observe.console import _Console, human_count, printable
 from flatout.records import BenchProgress, BenchRow
 
 TITLES = {
-    "ladder": "one switch at a time, each on top of the others; the last one is the full set",
+    "ladder": "one switch at a time, up to the full set",
     "without": "each one taken out of the full set (gain: what it is worth there)",
     "extra": "what the full set leaves out, each added to it alone",
 }

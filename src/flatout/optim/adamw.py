@@ -9,6 +9,7 @@ memory there leaves a consistent state. Moments by name and their way to disk an
 """
 
 import abc
+import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -163,18 +164,16 @@ class EightBitAdamW(OurAdamW):
         skip = zero if skip is None else skip.to(device, torch.float32).reshape(())
         divisor = one if divisor is None else divisor.to(device, torch.float32).reshape(())
         steps = [self.state[p]["step"] for p in chosen]
-        for step in steps[:1]:
-            step.add_((1 - skip).to(step.device))
-        for step in steps[1:]:  # all parameters are updated together, so they share a count
-            step.copy_(steps[0])
+        torch._foreach_add_(steps, (1 - skip).to(steps[0].device))  # pyright: ignore[reportPrivateImportUsage]
         beta1, beta2 = group["betas"]
-        count = steps[0].to(device, torch.float64)
+        count = steps[0].to(device, torch.float64)  # all parameters are updated together, so they share a count
         rate = group["lr"]
         rate = rate.to(device, torch.float32) if isinstance(rate, Tensor) else torch.full((), rate, device=device)
         corrections = [1 - beta1**count, (1 - beta2**count).sqrt()]
         return torch.stack([rate, *(c.to(torch.float32) for c in corrections), divisor, skip, count.to(torch.float32)])
 
 
+@functools.cache
 def _update_for(device: torch.device, fused: bool) -> Callable[..., None]:
     if device.type == "cuda" and fused and importlib.util.find_spec("triton") is not None:
         from flatout.ops.kernels.adam8 import adam8

@@ -106,7 +106,7 @@ def _rows(
                 tl.store(narrow_row_ptr + target, (mended * narrow_scale).to(narrow_ptr.dtype.element_ty))
 
 
-_BLOCK, _WARPS = 2048, 16  # measured on an H200
+_BLOCK, _WARPS = 4096, 16  # measured on an H200
 
 
 def cross_entropy_rows(

@@ -153,10 +153,13 @@ def narrow_product(
         return y_NM if out is None else out.copy_(y_NM)
     for size in (a_NK.shape[1], b_MK.shape[0]):
         assert size % MULTIPLE == 0, f"8-bit products need multiples of {MULTIPLE}, not {size}"
-    bias = None if bias_M is None else bias_M.to(dtype)
+    # The library adds a bias to half-precision results only.
+    inside = bias_M is not None and dtype != torch.float32
+    bias = bias_M.to(dtype) if bias_M is not None and inside else None
     given = {} if out is None else {"out": out}
     scaled_product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
-    return scaled_product(a_NK, b_MK.t(), a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast, **given)
+    y_NM = scaled_product(a_NK, b_MK.t(), a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast, **given)
+    return y_NM if bias_M is None or inside else y_NM.add_(bias_M)
 
 
 # A linear layer in three steps, for the operations that have one inside: the weights, the product, the way back.

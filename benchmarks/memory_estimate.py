@@ -45,8 +45,8 @@ def measure_case(preset: str, micro_batch: int, switches: list[str], scratch: Pa
     import torch
 
     from flatout.config.load import load_config
-    from flatout.tune.measure import borrowed_run, measure
-    from flatout.tune.practice_data import practice_data
+    from flatout.tuning.measure import borrowed_run, measure
+    from flatout.tuning.practice_data import practice_data
 
     words = [
         "train.steps=3", f"speed.micro_batch={micro_batch}", f"train.batch_tokens={2 * micro_batch * 1024}",

@@ -4,9 +4,9 @@
 
 Protocol: for our rows the real loop (loader, forward, backward, clip, AdamW), for peers a loop of our own around their
 model (same tokens, same batch, forward, backward, clip, torch's fused AdamW). The first steps hold compilation and
-warm-up and are left out. Seconds per step are the device's own, from the end of one step to the end of the next; the row
-is the median. FLOPs by the convention of `flatout.model.count`. Peers come first and last in turn where a case has both,
-because a warm chip is a slow chip.
+warm-up and are left out. Seconds per step are the device's own, from the end of one step to the end of the next; the
+row is the median. FLOPs by the convention of `flatout.model.count`. `state` is clock, power and temperature right after
+the case. An H200 under this load is held by its power limit: what saves energy saves time, and chips differ.
 """
 
 import gc
@@ -28,6 +28,8 @@ from flatout.records import RunInfo, StepRecord
 ONE = ["train.batch_tokens=65536"]  # one micro-batch of 64 x 1024 tokens, as in the figures of others
 OURS: dict[str, tuple[str, list[str], int]] = {
     "124m": ("gpt2-124m", [], 16),
+    "124m-128": ("gpt2-124m", ["speed.micro_batch=128"], 12),
+    "124m-256": ("gpt2-124m", ["speed.micro_batch=256"], 12),
     "124m-one": ("gpt2-124m", ONE, 40),
     "124m-fp32-residual": ("gpt2-124m", ["speed.residual=fp32"], 12),
     "124m-torch-products": ("gpt2-124m", ["speed.products=torch"], 12),
@@ -36,6 +38,7 @@ OURS: dict[str, tuple[str, list[str], int]] = {
     "124m-fp8-head": ("gpt2-124m", ["speed.fp8=[head]"], 12),
     "124m-fp8-mlp": ("gpt2-124m", ["speed.fp8=[head, up, down]"], 12),
     "350m": ("gpt2-350m", ["speed.micro_batch=64"], 10),
+    "350m-128": ("gpt2-350m", ["speed.micro_batch=128"], 8),
     "350m-32": ("gpt2-350m", ["speed.micro_batch=32"], 10),
     "350m-selective": ("gpt2-350m", ["speed.micro_batch=64", "speed.checkpointing=selective"], 8),
     "gpt-124m": ("gpt-124m", [], 12),
@@ -84,8 +87,8 @@ def hugging_face(batch: int, steps: int = 16) -> dict:
     """Hugging Face's GPT-2 with sdpa attention, compiled, bf16 autocast over fp32 weights."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, attn_implementation="sdpa")
-    model = GPT2LMHeadModel(config).cuda().train()
+    config = GPT2Config(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False, attn_implementation="sdpa")  # pyright: ignore
+    model = GPT2LMHeadModel(config).cuda().train()  # pyright: ignore
     compiled = torch.compile(model, dynamic=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.randint(0, 50257, (batch, 1024), device="cuda")

@@ -12,11 +12,22 @@ Names are loaded on first use, so that importing `flatout` costs nothing and nee
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flatout.api import bench, evaluate, export, generate, load_model, prepare, train
+    from flatout.api import bench, evaluate, export, generate, load_model, prepare, train, tune
     from flatout.config.load import load_config
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "bench", "evaluate", "export", "generate", "load_config", "load_model", "prepare", "train"]
+__all__ = [
+    "__version__",
+    "bench",
+    "evaluate",
+    "export",
+    "generate",
+    "load_config",
+    "load_model",
+    "prepare",
+    "train",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -48,8 +48,8 @@ from flatout.records import (
     TuneRow,
     record_to_json,
 )
-from flatout.tune.ladder import bench as climb_ladder
-from flatout.tune.probe import tune as search_settings
+from flatout.tuning.ladder import bench as climb_ladder
+from flatout.tuning.probe import tune as search_settings
 
 Config = LoadedConfig | RunConfig
 

@@ -100,7 +100,7 @@ def _finish(rows: "list[BenchRow]", folder: Path, *, quiet: bool) -> None:
         return
     from flatout.observe.bench_picture import draw_bench
     from flatout.observe.bench_table import print_bench
-    from flatout.tune.claims import TOTALS
+    from flatout.tuning.claims import TOTALS
 
     if not quiet:
         print_bench(rows, [f"{claim.text} ({', '.join(claim.rows)})" for claim in TOTALS])

@@ -15,7 +15,7 @@ LAYERS = [
     {"data", "model", "optim"},
     {"generation"},
     {"engine"},
-    {"tune"},
+    {"tuning"},
     {"observe"},
     {"api", "words"},
     {"cli_data", "cli_speed", "cli_tune"},

@@ -11,7 +11,7 @@ import flatout
 from flatout.cli import main
 from flatout.config.load import LoadedConfig
 from flatout.records import BenchRow
-from flatout.tune import ladder
+from flatout.tuning import ladder
 from tests.conftest import TINY
 
 QUICK = ["bench", *TINY, "--steps", "3", "--parity-steps", "3"]
@@ -158,7 +158,7 @@ def test_the_ladder_on_a_gpu(tmp_path: Path):
 def test_a_rung_leaves_the_card_clean(tmp_path: Path):
     import torch
 
-    from flatout.tune.measure import borrowed_run, measure
+    from flatout.tuning.measure import borrowed_run, measure
 
     config = flatout.load_config(
         "shakespeare-char", [*TINY, "speed.device=cuda", "model.width=512", "speed.compile=on"]

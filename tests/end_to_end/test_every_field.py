@@ -83,7 +83,8 @@ OTHER: dict[str, str | list[str]] = {
     "speed.precision": "bf16",
     "speed.attention": "reference",
     "speed.residual": "fp32",
-    "speed.fp8": "[]",
+    "speed.fp8": "[up]",
+    "speed.products": "torch",
     "speed.kernels": "torch",
     "speed.fused_qkv": "false",
     "speed.compile": "off",
@@ -92,10 +93,10 @@ OTHER: dict[str, str | list[str]] = {
     "speed.loss_chunk": "16",
     "speed.fused_optimizer": "off",
     "speed.optimizer_state": "8bit",
-    "speed.optimizer_offload": "false",
-    "speed.activation_offload": "false",
+    "speed.optimizer_offload": "true",
+    "speed.activation_offload": "true",
     "speed.expandable_segments": "off",
-    "speed.memory_limit": "null",
+    "speed.memory_limit": "4",
     "speed.pad_vocab": "1",
     "speed.micro_batch": "2",
     "speed.accumulation": "4",
@@ -140,7 +141,13 @@ BESIDE: dict[str, list[str]] = {
 }
 # Read by the terminal alone; tests/end_to_end/test_cli.py counts its lines. And what a CPU refuses when it is written:
 # tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
-ELSEWHERE = {"output.log_every", "speed.activation_offload", "speed.optimizer_offload"}
+ELSEWHERE = {
+    "output.log_every",
+    "speed.activation_offload",
+    "speed.optimizer_offload",
+    "speed.fp8",
+    "speed.memory_limit",
+}
 
 
 def signature(words: list[str]) -> Any:

@@ -219,7 +219,9 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
     card = Device(torch_device=torch.device("cuda", 0), name="a card", memory_bytes=24 * 2**30, capability=(8, 9))
     with pytest.raises(HardwareError, match="GiB, a card has 24"):
         setup.check_fits(need, card)
-    setup.check_fits(estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, execution=Execution()), card)
+    setup.check_fits(
+        estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, execution=Execution()), card
+    )
 
 
 def test_evaluating_on_data_that_has_changed_is_refused(tiny, tmp_path: Path):

@@ -19,8 +19,8 @@ from flatout.engine.features import resolve_speed
 from flatout.errors import HardwareError, ResourceError
 from flatout.model.gpt import GPT
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
-from flatout.tune import probe
-from flatout.tune.search import Candidate, Trial
+from flatout.tuning import probe
+from flatout.tuning.search import Candidate, Trial
 
 BATCH = "train.batch_tokens=192"  # 12 sequences of 16 tokens
 

@@ -24,12 +24,12 @@ from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.observe.bench_picture import draw_bench
 from flatout.observe.bench_table import print_bench, total_lines
 from flatout.records import BenchRow, bench_row_from_json, record_to_json
-from flatout.tune import ladder, plan
-from flatout.tune.claims import CLAIMS, TOTALS, claim_of
-from flatout.tune.measure import Steps, borrowed_run, measure, parity_losses
-from flatout.tune.plan import make_plan
-from flatout.tune.practice_data import practice_data, write_random
-from flatout.tune.rungs import (
+from flatout.tuning import ladder, plan
+from flatout.tuning.claims import CLAIMS, TOTALS, claim_of
+from flatout.tuning.measure import Steps, borrowed_run, measure, parity_losses
+from flatout.tuning.plan import make_plan
+from flatout.tuning.practice_data import practice_data, write_random
+from flatout.tuning.rungs import (
     BASELINE,
     TOLERANCES,
     Rung,

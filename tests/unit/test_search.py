@@ -10,7 +10,7 @@ import pytest
 from flatout.config.load import load_config
 from flatout.model.count import estimate_memory
 from flatout.model.execution import Execution
-from flatout.tune.search import (
+from flatout.tuning.search import (
     MARGIN,
     Candidate,
     Memory,

@@ -108,6 +108,7 @@ class GPT(nn.Module):
         x_BTW = embed(tokens_BT, table_VW, positions_TW, stream)
         branch_BTW, bias_W = None, None
         for block in self.blocks:
+            assert isinstance(block, Block)
             x_BTW, branch_BTW = self._recomputed(block.fused, x_BTW, branch_BTW, bias_W, self.rotary)
             bias_W = block.mlp.out.bias
         return self.norm.after_adding(x_BTW, branch_BTW, bias_W)[1]

@@ -104,7 +104,7 @@ class _FusedLoss(torch.autograd.Function):
                 dweight_PW = _add_product(dweight_PW, logits_CP.t(), hidden_CW, exact, tuned)
                 del logits_CP
         ctx.save_for_backward(dhidden_NW, None if dweight_PW is None else dweight_PW[:vocab])
-        ctx.hidden_dtype, ctx.weight_dtype = hidden_NW.dtype, weight_VW.dtype
+        ctx.hidden_dtype, ctx.weight_dtype, ctx.kernels = hidden_NW.dtype, weight_VW.dtype, kernels
         return total
 
     @staticmethod
@@ -112,9 +112,13 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx, dtotal):
         dhidden_NW, dweight_VW = ctx.saved_tensors
         # Both were made here and are used once, so they are scaled where they stand.
+        if ctx.kernels == "triton":
+            from flatout.ops.kernels.launch import scale_in_place as scaled
+        else:
+            scaled = torch.Tensor.mul_
         return (
-            dhidden_NW.mul_(dtotal).to(ctx.hidden_dtype),
-            dweight_VW.mul_(dtotal).to(ctx.weight_dtype),
+            scaled(dhidden_NW, dtotal).to(ctx.hidden_dtype),
+            scaled(dweight_VW, dtotal).to(ctx.weight_dtype),
             None, None, None, None, None, None, None,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.kernels.launch import multiprocessors
+from flatout.ops.kernels.launch import fold, multiprocessors
 from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient
 
 GELU, RELU2, SWIGLU = 0, 1, 2
@@ -141,7 +141,7 @@ def activate_backward(
         dout, pre, bias, dpre, out, sums, rows, hidden, columns, share, HAS_BIAS=bias is not None, KIND=kind,
         AGAIN=again, ROWS=_ROWS_BACK, BLOCK=_BLOCK_BACK, num_warps=_WARPS_BACK,
     )  # fmt: skip
-    return dpre, None if sums is None else sums.sum(0), out
+    return dpre, None if sums is None else fold(sums), out
 
 
 class _ActivatedLinear(torch.autograd.Function):

@@ -8,7 +8,7 @@ The largest magnitude never visits the host: a first kernel leaves partial maxim
 them itself. The unit multiplies every 8-bit value back to its size, inside the matrix product.
 
 The traps. The matrix unit wants both operands dense along the summed axis, so backward needs the transpose of the
-weights in memory; it is written while the weights are rounded. Sizes must be multiples of 16. Nothing is clamped: a
+weights in memory. Sizes must be multiples of 16. Nothing is clamped: a
 value of exactly the maximum rounds to the maximum, and a NaN or an infinity must come out as NaN, so that training
 notices. On a CPU torch rounds instead of our kernels (Triton's interpreter drops carries when it makes 8-bit floats).
 
@@ -68,28 +68,8 @@ def _round(
         tl.store(unit_ptr, tl.div_rn(1.0, scale))
 
 
-@triton.jit
-def _round_and_turn(
-    x_ptr, partial_ptr, values_ptr, turned_ptr, unit_ptr, rows, columns, partials, top,
-    HAS_VALUES: tl.constexpr, FOLD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    scale = _scale(partial_ptr, partials, top, FOLD)
-    strips = tl.cdiv(columns, COLUMNS)
-    row = tl.program_id(0) // strips * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % strips * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row.to(tl.int64)[:, None] * columns + column[None, :]
-    narrow = (tl.load(x_ptr + place, mask, 0.0).to(tl.float32) * scale).to(turned_ptr.dtype.element_ty)
-    if HAS_VALUES:
-        tl.store(values_ptr + place, narrow, mask)
-    across = column.to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(turned_ptr + across, tl.trans(narrow), (column < columns)[:, None] & (row < rows)[None, :])
-    if tl.program_id(0) == 0:
-        tl.store(unit_ptr, tl.div_rn(1.0, scale))
-
-
-def _launch(x_RC: Tensor, values: Tensor | None, turned: Tensor | None, unit: Tensor, top: float) -> None:
-    """Fills `values`, `turned` and `unit` from a dense matrix."""
+def _launch(x_RC: Tensor, values_RC: Tensor, unit: Tensor, top: float) -> None:
+    """Fills `values` and `unit` from a dense matrix."""
     count, device = x_RC.numel(), x_RC.device
     block = 4096
     programs = max(1, min(triton.cdiv(count, block), 6 * multiprocessors(device)))
@@ -97,17 +77,9 @@ def _launch(x_RC: Tensor, values: Tensor | None, turned: Tensor | None, unit: Te
     share = triton.cdiv(triton.cdiv(count, programs), block) * block
     _maxima[(programs,)](x_RC, partial, count, share, BLOCK=block, num_warps=8)
     fold = triton.next_power_of_2(programs)
-    if turned is None:
-        _round[(triton.cdiv(count, block),)](
-            x_RC, partial, values, unit, count, programs, top, FOLD=fold, BLOCK=block, num_warps=8
-        )
-        return
-    rows, columns = x_RC.shape
-    tile = 64
-    _round_and_turn[(triton.cdiv(rows, tile) * triton.cdiv(columns, tile),)](
-        x_RC, partial, values, turned, unit, rows, columns, programs, top, HAS_VALUES=values is not None, FOLD=fold,
-        ROWS=tile, COLUMNS=tile, num_warps=4,
-    )  # fmt: skip
+    _round[(triton.cdiv(count, block),)](
+        x_RC, partial, values_RC, unit, count, programs, top, FOLD=fold, BLOCK=block, num_warps=8
+    )
 
 
 def quantise(x_RC: Tensor, kind: torch.dtype, *, values: bool = True, turned: bool = False) -> Narrow:
@@ -123,12 +95,12 @@ def quantise(x_RC: Tensor, kind: torch.dtype, *, values: bool = True, turned: bo
             turned_CR=rounded_RC.t().contiguous() if turned else None,
             unit=1.0 / scale,
         )
-    rows, columns = x_RC.shape
-    values_RC = torch.empty(rows, columns, dtype=kind, device=x_RC.device) if values else None
-    turned_CR = torch.empty(columns, rows, dtype=kind, device=x_RC.device) if turned else None
+    values_RC = torch.empty_like(x_RC, dtype=kind)
     unit = torch.empty((), dtype=torch.float32, device=x_RC.device)
-    _launch(x_RC, values_RC, turned_CR, unit, top)
-    return Narrow(values_RC=values_RC, turned_CR=turned_CR, unit=unit)
+    _launch(x_RC, values_RC, unit, top)
+    # torch turns it: what Triton 3.6 made of a tile of 8-bit values turned round was wrong on an H200.
+    turned_CR = values_RC.view(torch.uint8).t().contiguous().view(kind) if turned else None
+    return Narrow(values_RC=values_RC if values else None, turned_CR=turned_CR, unit=unit)
 
 
 def narrow_product(

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.kernels.launch import multiprocessors
+from flatout.ops.kernels.launch import fold, multiprocessors
 from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient
 
 
@@ -60,7 +60,7 @@ def pack_heads(parts: list[Tensor], *, sums: bool) -> tuple[Tensor, Tensor | Non
             part.stride(2), SIZE=size, HAS_SUMS=sums, ROWS=at_once, BLOCK=block, num_warps=4,
         )  # fmt: skip
         first += width
-    return packed, None if partial is None else partial.sum(0)
+    return packed, None if partial is None else fold(partial)
 
 
 class _ProjectHeads(torch.autograd.Function):

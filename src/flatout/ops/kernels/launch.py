@@ -1,9 +1,11 @@
-"""How many programs, warps and rows a kernel that streams through memory should have."""
+"""What kernels that stream through memory share: how many programs, warps and rows; sums of columns; scaling."""
 
 import functools
 
 import torch
 import triton
+import triton.language as tl
+from torch import Tensor
 
 
 def columns_of(width: int, at_once: int | None = None) -> tuple[int, int, int]:
@@ -26,3 +28,38 @@ def programs_for(rows: int, at_once: int, device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """1 on a CPU, where the interpreter runs programs one after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _fold(partial_ptr, total_ptr, programs, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, programs, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < programs)[:, None] & inside[None, :]
+        total += tl.load(partial_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], mask, 0.0)
+    tl.store(total_ptr + column, tl.sum(total, 0), inside)
+
+
+def fold(partial: Tensor) -> Tensor:
+    """partial.sum(0) of fp32 sums that programs left behind; torch's own sum is slow at such shapes."""
+    programs, *shape = partial.shape
+    columns = partial.numel() // programs
+    total = torch.empty(shape, dtype=torch.float32, device=partial.device)
+    _fold[(triton.cdiv(columns, 32),)](partial, total, programs, columns, ROWS=64, BLOCK=32, num_warps=4)
+    return total
+
+
+@triton.jit
+def _scale(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + place, place < count, 0.0).to(tl.float32) * tl.load(factor_ptr).to(tl.float32)
+    tl.store(x_ptr + place, x.to(x_ptr.dtype.element_ty), place < count)
+
+
+def scale_in_place(x: Tensor, factor: Tensor) -> Tensor:
+    """x *= factor, a scalar on the device, of a dense tensor; torch takes four times as long with such a scalar."""
+    count, block = x.numel(), 4096
+    _scale[(triton.cdiv(count, block),)](x, factor, count, BLOCK=block, num_warps=8)
+    return x

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.kernels.launch import columns_of, programs_for
+from flatout.ops.kernels.launch import columns_of, fold, programs_for
 
 
 @triton.jit
@@ -147,7 +147,7 @@ class _AddNorm(torch.autograd.Function):
             HAS_DX=dx_new is not None, OWN_BRANCH=own, HAS_BRANCH_BIAS=ctx.branch_bias, HAS_BIAS=ctx.has_bias,
             CENTRED=ctx.centred, ROWS=at_once, BLOCK=block, num_warps=warps,
         )  # fmt: skip
-        totals = sums.sum(0)
+        totals = fold(sums)
         return (
             dx,
             None if ctx.branch_dtype is None else dbranch,

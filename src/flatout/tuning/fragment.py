@@ -7,7 +7,7 @@ from typing import Any
 
 from flatout.config.load import LoadedConfig, format_value
 from flatout.records import TuneRow
-from flatout.tune.search import Candidate
+from flatout.tuning.search import Candidate
 
 # The switches that tune turns; what a user has written for them is where it starts from, not a rule.
 TUNED = (

@@ -19,9 +19,9 @@ from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed
 from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.records import BenchRow
-from flatout.tune.practice_data import practice_data
-from flatout.tune.rungs import BASELINE, Rung, as_words, settings_of
-from flatout.tune.tricks import PERIOD, tricks_for
+from flatout.tuning.practice_data import practice_data
+from flatout.tuning.rungs import BASELINE, Rung, as_words, settings_of
+from flatout.tuning.tricks import PERIOD, tricks_for
 
 MOST_SEQUENCES = 64  # of a step, unless told otherwise: the naive baseline takes seconds for them on any card
 # Fields of `speed` that legitimately end up as something else than was written.

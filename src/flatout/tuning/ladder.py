@@ -30,10 +30,10 @@ from flatout.engine.features import Speed
 from flatout.errors import HardwareError, ResourceError, UserError
 from flatout.model.count import flops_per_token, parameter_count
 from flatout.records import BenchProgress, BenchRow
-from flatout.tune.claims import claim_of
-from flatout.tune.measure import Measurement, Steps, borrowed_run, parity_losses, summary_of
-from flatout.tune.plan import Plan, absences, check_same, config_for, make_plan, refusals, resolved
-from flatout.tune.rungs import (
+from flatout.tuning.claims import claim_of
+from flatout.tuning.measure import Measurement, Steps, borrowed_run, parity_losses, summary_of
+from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, resolved
+from flatout.tuning.rungs import (
     COMPILED,
     FULL,
     REFERENCE,
@@ -49,7 +49,7 @@ from flatout.tune.rungs import (
     tolerance_of,
     top_of,
 )
-from flatout.tune.tricks import PERIOD, PERIODIC, trick
+from flatout.tuning.tricks import PERIOD, PERIODIC, trick
 
 TIMED_SECONDS = 8.0  # a slow rung takes fewer steps than asked for, and never fewer than the next line says
 FEWEST_STEPS = 3

@@ -29,10 +29,10 @@ from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.setup import Run, memory_of, with_speed
 from flatout.errors import HardwareError, ResourceError
 from flatout.records import TuneProgress, TuneResult, TuneRow
-from flatout.tune.fragment import TUNED, fragment_of, words_of
-from flatout.tune.measure import Steps, borrowed_run, free_memory
-from flatout.tune.practice_data import practice_data
-from flatout.tune.search import Candidate, Memory, Search, Space, Trial, Trials, around, choose, exhaustive, quick
+from flatout.tuning.fragment import TUNED, fragment_of, words_of
+from flatout.tuning.measure import Steps, borrowed_run, free_memory
+from flatout.tuning.practice_data import practice_data
+from flatout.tuning.search import Candidate, Memory, Search, Space, Trial, Trials, around, choose, exhaustive, quick
 
 SECONDS, COMPILED_SECONDS = 120.0, 1200.0
 SEARCHING = 0.8  # of the time; the rest is for confirming

@@ -34,7 +34,13 @@ TINY = [
 ]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="K/N: every Nth test from the Kth on, to share work among processes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = (int(number) for number in config.getoption("--part").split("/"))
+    items[:] = items[part - 1 :: parts]
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:

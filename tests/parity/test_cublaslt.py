@@ -1,0 +1,62 @@
+"""Products by the fastest of cuBLASLt's kernels against torch's own."""
+
+import pytest
+import torch
+
+from flatout.ops.kernels import cublaslt
+
+
+def test_without_cuda_the_reason_is_told():
+    if not torch.cuda.is_available():
+        assert "not found" in (cublaslt.missing() or "")
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_torchs_way_writes_or_adds(add):
+    a, b = torch.randn(5, 7), torch.randn(7, 3)
+    out = torch.full((5, 3), 2.0 if add else float("nan"))
+    cublaslt.by_torch(a, b, out, None, add=add)
+    torch.testing.assert_close(out, a @ b + (2.0 if add else 0.0))
+
+
+def test_how_a_matrix_lies_in_memory():
+    matrix = torch.randn(6, 4)
+    assert cublaslt._transposed(matrix) is False
+    assert cublaslt._transposed(matrix.t()) is True
+    assert cublaslt._transposed(matrix[:, :3]) is None
+    assert cublaslt._transposed(torch.randn(4, 6)[::2]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("a_transposed", "b_transposed"), [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize("kind", ["plain", "bias", "wide", "added"])
+def test_products_are_those_of_float64(dtype, a_transposed, b_transposed, kind):
+    rows, inner, columns = 2048, 1024, 1536
+    a = torch.randn(inner, rows, device="cuda", dtype=dtype).t() if a_transposed else None
+    a = torch.randn(rows, inner, device="cuda", dtype=dtype) if a is None else a
+    b = torch.randn(columns, inner, device="cuda", dtype=dtype).t() if b_transposed else None
+    b = torch.randn(inner, columns, device="cuda", dtype=dtype) if b is None else b
+    bias = torch.randn(columns, device="cuda", dtype=dtype) if kind == "bias" else None
+    expected = a.double() @ b.double() + (0.0 if bias is None else bias.double())
+    wide = torch.float32 if kind in ("wide", "added") else dtype
+    out = torch.full((rows, columns), float("nan"), device="cuda", dtype=wide)
+    if kind == "added":
+        out = torch.randn_like(out)
+        expected += out.double()
+    for _ in range(2):  # the first call tries kernels, the second uses the one chosen
+        before = out.clone()
+        got = cublaslt.multiply(a, b, bias_N=bias, out=before, add=kind == "added")
+        assert got is before
+        error = (got.double() - expected).norm() / expected.norm()
+        assert error < (1e-5 if wide == torch.float32 else 4e-3), f"{error:.2g}"
+
+
+@pytest.mark.gpu
+def test_small_and_odd_products_go_to_torch():
+    before = cublaslt._product.cache_info().currsize
+    for rows, inner, columns in ((3, 5, 7), (4096, 1023, 1024), (64, 64, 64)):
+        a = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
+        b = torch.randn(inner, columns, device="cuda", dtype=torch.bfloat16)
+        torch.testing.assert_close(cublaslt.multiply(a, b), a @ b)
+    assert cublaslt._product.cache_info().currsize == before

@@ -203,14 +203,18 @@ class MLP(nn.Module):
 
     def fused(self, h_BTW: Tensor, execution: Execution) -> Tensor:
         """The same in our kernels, up to the output's bias, which the residual addition brings along."""
-        from flatout.ops.kernels.activation import activated_linear
+        from flatout.ops.kernels.activation import activated_linear, linear_gelu
         from flatout.ops.kernels.linear import linear
 
         fp8, tuned = execution.fp8, execution.products == "tuned"
         keep = execution.checkpointing != "selective"
-        pre = linear(h_BTW, self.up.weight, fp8="up" in fp8, tuned=tuned)
+        up, bias, active = self.up.weight, self.up.bias, None
+        if tuned and self.kind == "gelu" and bias is not None and "up" not in fp8:
+            pre, active = linear_gelu(h_BTW, up, bias)
+        else:
+            pre = linear(h_BTW, up, fp8="up" in fp8, tuned=tuned)
         return activated_linear(
-            pre, self.up.bias, self.out.weight, kind=self.kind, keep=keep, fp8="down" in fp8, tuned=tuned
+            pre, bias, self.out.weight, kind=self.kind, keep=keep, fp8="down" in fp8, tuned=tuned, active=active
         )
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatout.ops.kernels.cublaslt import multiply, multiply_gelu
 from flatout.ops.kernels.launch import fold, multiprocessors
 from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient
 
@@ -55,7 +56,8 @@ def _forward(
 @triton.jit
 def _backward(
     dout_ptr, pre_ptr, bias_ptr, dpre_ptr, out_ptr, sums_ptr, rows, hidden, columns, share,
-    HAS_BIAS: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ADDED: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -64,7 +66,7 @@ def _backward(
     second_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     first_bias = tl.zeros((1, BLOCK), tl.float32)
     second_bias = tl.zeros((1, BLOCK), tl.float32)
-    if HAS_BIAS:
+    if HAS_BIAS and not ADDED:
         first_bias += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
         if KIND == 2:
             second_bias += tl.load(bias_ptr + hidden + column, inside, 0.0).to(tl.float32)[None, :]
@@ -126,9 +128,9 @@ def activate(pre: Tensor, bias: Tensor | None, kind: int) -> Tensor:
 
 
 def activate_backward(
-    dout: Tensor, pre: Tensor, bias: Tensor | None, kind: int, *, again: bool
+    dout: Tensor, pre: Tensor, bias: Tensor | None, kind: int, *, again: bool, added: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(gradient of pre, gradient of bias, the activation itself if asked for `again`)."""
+    """(gradient of pre, gradient of bias, the activation itself if asked for `again`); `added`: pre has its bias."""
     rows, hidden, columns = _sizes(pre, kind)
     dpre = torch.empty_like(pre)
     out = torch.empty_like(dout) if again else None
@@ -138,17 +140,18 @@ def activate_backward(
     share = triton.cdiv(triton.cdiv(rows, programs), _ROWS_BACK) * _ROWS_BACK
     sums = None if bias is None else torch.empty(programs, columns, dtype=torch.float32, device=pre.device)
     _backward[(programs, strips)](
-        dout, pre, bias, dpre, out, sums, rows, hidden, columns, share, HAS_BIAS=bias is not None, KIND=kind,
-        AGAIN=again, ROWS=_ROWS_BACK, BLOCK=_BLOCK_BACK, num_warps=_WARPS_BACK,
+        dout, pre, bias, dpre, out, sums, rows, hidden, columns, share, HAS_BIAS=bias is not None, ADDED=added,
+        KIND=kind, AGAIN=again, ROWS=_ROWS_BACK, BLOCK=_BLOCK_BACK, num_warps=_WARPS_BACK,
     )  # fmt: skip
     return dpre, None if sums is None else fold(sums), out
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pre, bias, weight, kind, keep, fp8, tuned):
+    def forward(ctx, pre, bias, weight, kind, keep, fp8, tuned, active):
         pre = pre.contiguous()
-        active = activate(pre, bias, kind)
+        ctx.added = active is not None
+        active = activate(pre, bias, kind) if active is None else active
         y, narrow, unit = forward_product(active, weight, None, fp8=fp8, tuned=tuned)
         ctx.save_for_backward(pre, bias, narrow, unit, active if keep else None)
         ctx.kind = kind
@@ -161,12 +164,12 @@ class _ActivatedLinear(torch.autograd.Function):
         pre, bias, narrow, unit, active = ctx.saved_tensors
         dy = dy.contiguous()
         dactive = input_gradient(dy, narrow, unit, tuned=ctx.tuned)
-        dpre, dbias, again = activate_backward(dactive, pre, bias, ctx.kind, again=active is None)
+        dpre, dbias, again = activate_backward(dactive, pre, bias, ctx.kind, again=active is None, added=ctx.added)
         del dactive
         dweight = None
         if ctx.needs_input_grad[2]:
             dweight = weight_gradient(dy, active if again is None else again, ctx.weight, tuned=ctx.tuned)
-        return dpre, dbias, dweight, None, None, None, None
+        return dpre, dbias, dweight, None, None, None, None, None
 
 
 def activated_linear(
@@ -178,6 +181,49 @@ def activated_linear(
     keep: bool,
     fp8: bool = False,
     tuned: bool = False,
+    active: Tensor | None = None,
 ) -> Tensor:
-    """act(pre + bias) @ weight.T. `keep` holds the activation for backward; without it backward computes it again."""
-    return _ActivatedLinear.apply(pre, bias, weight, KINDS[kind], keep, fp8, tuned)  # pyright: ignore
+    """act(pre + bias) @ weight.T. `keep` holds the activation for backward; without it backward computes it again.
+
+    `active` is the activation where the product before has made it already; `pre` has the bias in it then.
+    """
+    return _ActivatedLinear.apply(pre, bias, weight, KINDS[kind], keep, fp8, tuned, active)  # pyright: ignore
+
+
+class _LinearGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        narrow, narrow_bias = weight.to(x.dtype), bias.to(x.dtype)
+        flat = x.reshape(-1, x.shape[-1])
+
+        def in_two_passes() -> Tensor:
+            return activate(multiply(flat, narrow.t()), bias, GELU)
+
+        with torch.autocast(x.device.type, enabled=False):
+            made = multiply_gelu(flat, narrow.t(), narrow_bias, in_two_passes)
+            pre, active = made if made is not None else (multiply(flat, narrow.t()), None)
+        ctx.save_for_backward(x, narrow)
+        ctx.weight = weight
+        shape = (*x.shape[:-1], weight.shape[0])
+        if active is None:
+            return pre.view(shape), None
+        active = active.view(shape)
+        ctx.mark_non_differentiable(active)
+        return pre.view(shape), active
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dpre, _):
+        x, narrow = ctx.saved_tensors
+        dpre = dpre.contiguous()
+        dx = input_gradient(dpre, narrow, None, tuned=True) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient(dpre, x, ctx.weight, tuned=True) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None
+
+
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
+    """x @ weight.T, and gelu of it where the product can take it along; that is the `active` of `activated_linear`.
+
+    With it the bias is in the product, without it is not. Its gradient is the other function's business.
+    """
+    return _LinearGelu.apply(x, weight, bias)  # pyright: ignore

@@ -1,8 +1,9 @@
 """Matrix products by cuBLASLt itself, each shape with the fastest of the library's own kernels.
 
-torch takes the first kernel that the library suggests. The library suggests several, and on an H200 the best of sixteen
+torch takes the first kernel that the library suggests. The library suggests several, and on an H200 the best of them
 was up to 28% faster than the first. So the first product of each shape tries them all, torch's way too, on its real
-operands, and the fastest does the rest.
+operands, and the fastest does the rest. It can also take the tanh form of gelu of what it writes, which saves a pass
+over memory; `multiply_gelu` does so where it is the faster way.
 
 The library is the one that torch has loaded, called through ctypes. Contract: a product with fp32 sums, rounded once.
 Which kernel wins can differ from run to run, so deterministic runs do not come here.
@@ -24,10 +25,10 @@ from torch import Tensor
 
 _COMPUTE_FP32 = 68
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _BIAS_TYPE = 3, 4, 7, 8, 26
-_PLAIN, _WITH_BIAS = 1, 4  # epilogues
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _INPUT, _INPUT_STRIDE, _BIAS_TYPE = 3, 4, 7, 8, 11, 12, 26
+_PLAIN, _WITH_BIAS, _GELU_WITH_BIAS = 1, 4, 164  # epilogues; the last writes its input as well
 _WORKSPACE_BYTES = 32 * 2**20
-_CANDIDATES = 16
+_CANDIDATES = 32
 _BURST_MILLISECONDS = 12.0
 _SMALL = 2**31  # multiply-adds below which choosing costs more than it brings
 
@@ -94,6 +95,7 @@ class _Shape:
     bias: bool
     add: bool
     device: int
+    gelu: bool = False
 
 
 class _Product:
@@ -106,16 +108,21 @@ class _Product:
         # Transposed twice: the library's A is our b, seen in columns.
         self._set(_TRANSPOSE_A, ctypes.c_int32(shape.b_transposed))
         self._set(_TRANSPOSE_B, ctypes.c_int32(shape.a_transposed))
-        self._set(_EPILOGUE, ctypes.c_uint32(_WITH_BIAS if shape.bias else _PLAIN))
+        epilogue = _GELU_WITH_BIAS if shape.gelu else _WITH_BIAS if shape.bias else _PLAIN
+        self._set(_EPILOGUE, ctypes.c_uint32(epilogue))
         if shape.bias:
             self._set(_BIAS_TYPE, ctypes.c_int32(_TYPES[shape.dtype]))
             self._set(_BIAS, ctypes.c_void_p(256))  # the search for kernels looks at its alignment only
+        if shape.gelu:
+            self._set(_INPUT, ctypes.c_void_p(256))
+            self._set(_INPUT_STRIDE, ctypes.c_int64(shape.columns))
         rows, inner, columns = shape.rows, shape.inner, shape.columns
         self.a = _layout(shape.dtype, *((inner, columns) if shape.b_transposed else (columns, inner)))
         self.b = _layout(shape.dtype, *((rows, inner) if shape.a_transposed else (inner, rows)))
         self.out = _layout(shape.out_dtype, columns, rows)
         self.kernels = self._find()
-        self.launch: Callable[[Tensor, Tensor, Tensor, Tensor | None], None] | None = None
+        self.launch: Callable[..., None] | None = None
+        self.worth = True  # whether gelu in the epilogue is the faster way
 
     def _set(self, attribute: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
@@ -141,12 +148,34 @@ class _Product:
             target = torch.empty_like(out) if self.shape.add else out
             ways = [functools.partial(self._by_library, kernel) for kernel in self.kernels]
             ways.append(functools.partial(by_torch, add=self.shape.add))
-            self.launch = _fastest(ways, a, b, target, bias)
+            self.launch, _ = _fastest(ways, a, b, target, bias)
         self.launch(a, b, out, bias)
 
-    def _by_library(self, kernel: _Kernel, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None) -> None:
+    def run_gelu(
+        self, a: Tensor, b: Tensor, bias: Tensor, other_way: Callable[[], Any]
+    ) -> tuple[Tensor, Tensor] | None:
+        """(sum, gelu of it), or None where `other_way` to both is faster."""
+        if not self.kernels or not self.worth:
+            return None
+        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+        inputs = torch.empty_like(out)
+        if self.launch is None:
+            ways = [functools.partial(self._by_library, kernel) for kernel in self.kernels]
+            self.launch, milliseconds = _fastest(ways, a, b, out, bias, inputs)
+            other = min(_milliseconds(other_way, (), _burst(milliseconds)) for _ in range(2))
+            self.worth = milliseconds < other
+            if not self.worth:
+                return None
+        self.launch(a, b, out, bias, inputs)
+        return inputs, out
+
+    def _by_library(
+        self, kernel: _Kernel, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, inputs: Tensor | None = None
+    ) -> None:
         if bias is not None:
             self._set(_BIAS, ctypes.c_void_p(bias.data_ptr()))
+        if inputs is not None:
+            self._set(_INPUT, ctypes.c_void_p(inputs.data_ptr()))
         pointer, device = ctypes.c_void_p, self.shape.device
         one, beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if self.shape.add else 0.0)
         target = pointer(out.data_ptr())
@@ -176,8 +205,8 @@ def _layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
     return layout
 
 
-def _fastest(ways: list[Callable[..., None]], *arguments: Any) -> Callable[..., None]:
-    """The way with the shortest time per product in bursts of some milliseconds.
+def _fastest(ways: list[Callable[..., None]], *arguments: Any) -> tuple[Callable[..., None], float]:
+    """The way with the shortest time per product in bursts of some milliseconds, and that time.
 
     Bursts, because a large chip at full load is held by its power limit, and the kernel that wins alone on a cool chip
     need not win then. A first round finds those worth a burst; in two more they take turns, so that a drifting clock
@@ -186,12 +215,18 @@ def _fastest(ways: list[Callable[..., None]], *arguments: Any) -> Callable[..., 
     first = {number: _milliseconds(way, arguments, 2) for number, way in enumerate(ways)}
     limit = 1.25 * min(first.values())
     near = sorted((number for number in first if first[number] <= limit), key=lambda number: first[number])[:6]
-    count = max(4, min(100, round(_BURST_MILLISECONDS / max(first[near[0]], 1e-3))))
-    times = [{number: _milliseconds(ways[number], arguments, count) for number in near} for _ in range(2)]
-    return ways[min(near, key=lambda number: min(taken[number] for taken in times))]
+    count = _burst(first[near[0]])
+    rounds = [{number: _milliseconds(ways[number], arguments, count) for number in near} for _ in range(2)]
+    best = {number: min(taken[number] for taken in rounds) for number in near}
+    winner = min(near, key=lambda number: best[number])
+    return ways[winner], best[winner]
 
 
-def _milliseconds(way: Callable[..., None], arguments: tuple[Any, ...], count: int) -> float:
+def _burst(milliseconds: float) -> int:
+    return max(4, min(100, round(_BURST_MILLISECONDS / max(milliseconds, 1e-3))))
+
+
+def _milliseconds(way: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> float:
     """Milliseconds per call; infinite for a kernel that the library suggests and then refuses."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     try:
@@ -223,22 +258,40 @@ def multiply(
     """a @ b + bias of half-precision CUDA matrices; into `out`, which may be of a wider type, or added to it."""
     if out is None:
         out = torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=a_MK.dtype, device=a_MK.device)
+    shape = _shape_of(a_MK, b_KN, bias=bias_N is not None, out_dtype=out.dtype, add=add)
+    if shape is None:
+        by_torch(a_MK, b_KN, out, bias_N, add=add)
+    else:
+        _product(shape).run(a_MK, b_KN, out, bias_N)
+    return out
+
+
+def multiply_gelu(
+    a_MK: Tensor, b_KN: Tensor, bias_N: Tensor, other_way: Callable[[], Any]
+) -> tuple[Tensor, Tensor] | None:
+    """(a @ b + bias, gelu of it) by one kernel, or None where there is none or `other_way` to the same is faster."""
+    shape = _shape_of(a_MK, b_KN, bias=True, out_dtype=a_MK.dtype, gelu=True)
+    return None if shape is None else _product(shape).run_gelu(a_MK, b_KN, bias_N, other_way)
+
+
+def _shape_of(
+    a_MK: Tensor, b_KN: Tensor, *, bias: bool, out_dtype: torch.dtype, add: bool = False, gelu: bool = False
+) -> _Shape | None:
+    """What the library must know of a product; None for one that is left to torch."""
     (rows, inner), columns = a_MK.shape, b_KN.shape[1]
     a_transposed, b_transposed = _transposed(a_MK), _transposed(b_KN)
     if rows * inner * columns < _SMALL or a_transposed is None or b_transposed is None or (rows | inner | columns) % 8:
-        by_torch(a_MK, b_KN, out, bias_N, add=add)
-        return out
-    shape = _Shape(
+        return None
+    return _Shape(
         rows=rows,
         inner=inner,
         columns=columns,
         a_transposed=a_transposed,
         b_transposed=b_transposed,
         dtype=a_MK.dtype,
-        out_dtype=out.dtype,
-        bias=bias_N is not None,
+        out_dtype=out_dtype,
+        bias=bias,
         add=add,
         device=a_MK.get_device(),
+        gelu=gelu,
     )
-    _product(shape).run(a_MK, b_KN, out, bias_N)
-    return out

@@ -26,6 +26,8 @@ from flatout.model.count import flops_per_token
 from flatout.records import RunInfo, StepRecord
 
 ONE = ["train.batch_tokens=65536"]  # one micro-batch of 64 x 1024 tokens, as in the figures of others
+# 1.3 billion parameters: 24 layers of width 2048
+LARGE = ["model.width=2048", "model.heads=16", "speed.micro_batch=16", "train.batch_tokens=131072"]
 OURS: dict[str, tuple[str, list[str], int]] = {
     "124m": ("gpt2-124m", [], 16),
     "124m-128": ("gpt2-124m", ["speed.micro_batch=128"], 12),
@@ -41,6 +43,11 @@ OURS: dict[str, tuple[str, list[str], int]] = {
     "350m-128": ("gpt2-350m", ["speed.micro_batch=128"], 8),
     "350m-32": ("gpt2-350m", ["speed.micro_batch=32"], 10),
     "350m-selective": ("gpt2-350m", ["speed.micro_batch=64", "speed.checkpointing=selective"], 8),
+    "350m-fp8-head": ("gpt2-350m", ["speed.micro_batch=64", "speed.fp8=[head]"], 8),
+    "350m-fp8-all": ("gpt2-350m", ["speed.micro_batch=64", "speed.fp8=[qkv, out, up, down, head]"], 8),
+    "124m-fp8-all": ("gpt2-124m", ["speed.fp8=[qkv, out, up, down, head]"], 12),
+    "1300m": ("gpt2-350m", LARGE, 8),
+    "1300m-fp8-all": ("gpt2-350m", [*LARGE, "speed.fp8=[qkv, out, up, down, head]"], 8),
     "gpt-124m": ("gpt-124m", [], 12),
 }
 PEERS = {"hf-124m": 64, "hf-124m-32": 32}

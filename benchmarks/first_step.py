@@ -1,0 +1,48 @@
+"""Seconds from the command to the end of the first optimizer step of `gpt2-124m`, as JSON lines.
+
+    python benchmarks/first_step.py DATA_FOLDER COMMIT >> benchmarks/first_step.jsonl
+
+Each case is a process of its own, as a user starts it, timed from outside until its first step record appears. The
+first case fills the caches of Triton and of torch's compiler; the others find them.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+
+CASES = {
+    "cold": [],
+    "again": [],
+    "compiled-cold": ["speed.compile=default"],
+    "compiled-again": ["speed.compile=default"],
+}
+
+
+def seconds_to_first_step(data: str, words: list[str], folder: str) -> float:
+    plan = [f"data.folder={data}", f"output.folder={folder}", "train.steps=3", "eval.tokens=65536",
+            "eval.sample_tokens=0", "optim.warmup_steps=2"]  # fmt: skip
+    command = [sys.executable, "-m", "flatout.cli", "train", "gpt2-124m", "--json", *plan, *words]
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        first = None
+        for line in process.stdout:
+            if first is None and json.loads(line)["type"] == "step":
+                first = time.perf_counter() - began
+    assert process.returncode == 0
+    assert first is not None
+    return first
+
+
+def main() -> None:
+    data, commit = sys.argv[1:3]
+    with tempfile.TemporaryDirectory() as folder:
+        for case, words in CASES.items():
+            seconds = seconds_to_first_step(data, words, f"{folder}/{case}")
+            print(json.dumps({"case": case, "commit": commit, "seconds": round(seconds, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -29,7 +29,7 @@ _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _INPUT, _INPUT_STRIDE, _BIAS_TYPE 
 _PLAIN, _WITH_BIAS, _GELU_WITH_BIAS = 1, 4, 164  # epilogues; the last writes its input as well
 _WORKSPACE_BYTES = 32 * 2**20
 _CANDIDATES = 32
-_BURST_MILLISECONDS = 12.0
+_BURST_MILLISECONDS = 6.0
 _SMALL = 2**31  # multiply-adds below which choosing costs more than it brings
 
 
@@ -214,7 +214,7 @@ def _fastest(ways: list[Callable[..., None]], *arguments: Any) -> tuple[Callable
     """
     first = {number: _milliseconds(way, arguments, 2) for number, way in enumerate(ways)}
     limit = 1.25 * min(first.values())
-    near = sorted((number for number in first if first[number] <= limit), key=lambda number: first[number])[:6]
+    near = sorted((number for number in first if first[number] <= limit), key=lambda number: first[number])[:4]
     count = _burst(first[near[0]])
     rounds = [{number: _milliseconds(ways[number], arguments, count) for number in near} for _ in range(2)]
     best = {number: min(taken[number] for taken in rounds) for number in near}

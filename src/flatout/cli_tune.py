@@ -36,7 +36,7 @@ def tune(words: list[str]) -> int:
     parser.add_argument(
         "--seconds",
         type=number_between(float, 1, 1e6),
-        help="take the best found after this long; default 120, 1200 with compile",
+        help="take the best found after this long; default 120, 1200 with compile, 3600 with --exhaustive",
     )
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
     parsed = parser.parse_words(words)
@@ -50,14 +50,13 @@ def tune(words: list[str]) -> int:
     rows: list[TuneRow] = []
     result: TuneResult | None = None
     interrupted = False
-    seconds = parsed.seconds if parsed.seconds is not None or not parsed.exhaustive else 3600.0
     try:
         for record in api.tune(
             loaded,
             memory=parsed.memory,
             exhaustive=parsed.exhaustive,
             compile=parsed.compile,
-            seconds=seconds,
+            seconds=parsed.seconds,
             progress=reader.progress,
         ):
             if parsed.json:

@@ -206,7 +206,7 @@ def _kernels(asked: SpeedConfig, device: Device, model: ModelConfig, probes: Pro
 def kernels_missing(device: Device, model: ModelConfig, probes: Probes | None = None) -> str | None:
     """Why our Triton kernels cannot run this model here, or None."""
     if device.kind != "cuda":
-        return _NOT_CUDA
+        return "they run on CUDA devices"
     if not (probes or Probes()).triton():
         return "triton is not installed"
     if device.capability is not None and device.capability < (8, 0):

@@ -124,6 +124,11 @@ def total_lines(rows: Sequence[BenchRow]) -> list[str]:
     fastest = max((row for row in rows if row.tokens_per_second is not None), key=_speed, default=None)
     if fastest is not None and ladder and fastest is not ladder[-1]:
         lines.append(f"the fastest rung is {fastest.rung}: {fastest.tokens_per_second:,.0f} tokens/s")
+    again = next((row.gain for row in rows if row.rung == "full-again" and row.gain is not None), None)
+    if again is not None and not 0.97 < again < 1.03:
+        lines.append(
+            f"the full set measured again came out at {again:.2f}x: gains no further from 1 than that are noise"
+        )
     bad = [row.rung for row in rows if row.status in ("red", "failed")]
     if bad:
         lines.append(f"not green: {', '.join(bad)}")

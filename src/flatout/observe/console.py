@@ -169,8 +169,9 @@ def _banner(info: RunInfo) -> list[str]:
     shape = f"{info.micro_batch} x {info.context} x {info.accumulation}"
     epochs = f", {info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs" if info.windows else ""
     training = "streamed training text" if info.train_tokens is None else f"{info.train_tokens:,} training"
-    used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in info.features if f.name in _SHOWN)
-    fallbacks = [f for f in info.features if f.why and f.name in _SHOWN and f.asked not in ("auto", f.used)]
+    shown = [f for f in info.features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
+    used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
+    fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and f.name in _TOLD]
     return [
         f"flatout {info.flatout}: {info.family}, {size} parameters, on {info.device} (torch {info.torch})",
         f"data: {training} and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab:,} ids)",
@@ -181,7 +182,20 @@ def _banner(info: RunInfo) -> list[str]:
     ]
 
 
-_SHOWN = ("precision", "attention", "compile", "fused_optimizer", "loader", "checkpointing")
+# Always on the speed line, or only with a value other than these; and what is told when it is not what was asked for.
+_SHOWN = ("precision", "kernels", "attention", "loss", "compile", "fused_optimizer", "loader", "checkpointing")
+_QUIET = {
+    "products": ("torch",),
+    "residual": ("fp32",),
+    "fp8": ("[]",),
+    "cuda_graphs": ("off",),
+    "fused_qkv": ("true",),
+    "optimizer_state": ("fp32",),
+    "optimizer_offload": ("false",),
+    "activation_offload": ("false",),
+    "memory_limit": ("null",),
+}
+_TOLD = (*_SHOWN, *_QUIET, "expandable_segments")
 
 
 def _ending(record: EndRecord) -> list[str]:

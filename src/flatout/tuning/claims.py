@@ -49,7 +49,7 @@ CLAIMS: dict[str, Claim] = {
 
 # What the guides promise of everything together, to stand beside the factor from the baseline to the full set.
 TOTALS: tuple[Claim, ...] = (
-    Claim("6-20x in its table, 5-10x in its conclusion", 5.0, 20.0, ("000-29",)),
+    Claim("6-20x in one table, 5-10x in its conclusion", 5.0, 20.0, ("000-29",)),
     Claim("2-5x", 2.0, 5.0, ("001-25",)),
     Claim("4-6x", 4.0, 6.0, ("002-15",)),
     Claim("85-107x", 85.0, 107.0, ("003-15",)),

@@ -34,7 +34,7 @@ from flatout.tuning.measure import Steps, borrowed_run, free_memory
 from flatout.tuning.practice_data import practice_data
 from flatout.tuning.search import Candidate, Memory, Search, Space, Trial, Trials, around, choose, exhaustive, quick
 
-SECONDS, COMPILED_SECONDS = 120.0, 1200.0
+SECONDS, COMPILED_SECONDS, EXHAUSTIVE_SECONDS = 120.0, 1200.0, 3600.0
 SEARCHING = 0.8  # of the time; the rest is for confirming
 TIMED_SECONDS = 0.5  # of one length of steps
 SMALL_CHUNK = 2048
@@ -283,6 +283,10 @@ def tune(
     `memory` is a cap in GiB that emulates a smaller card, `thorough` tries everything, `compiled` the modes of
     torch.compile as well. After `seconds` the best so far is taken.
     """
+    if compiled and detect_device(loaded.config.speed.device).kind != "cuda":
+        raise HardwareError(
+            "torch.compile's modes are tried on CUDA only, and this is no such device", "leave --compile out"
+        )
     with tempfile.TemporaryDirectory(prefix="flatout-tune-") as scratch:
         data, described = practice_data(loaded.config, Path(scratch))
         probe = Probe(loaded, data.model_dump(), memory)
@@ -329,7 +333,9 @@ class _Tuning:
                 f"even one sequence with everything recomputed and offloaded does not fit: {error.message}",
                 "take a smaller model or model.context",
             ) from error
-        if self.seconds is None and (compiled or space.compile != "off"):
+        if self.seconds is None and thorough:
+            self.budget = EXHAUSTIVE_SECONDS
+        elif self.seconds is None and (compiled or space.compile != "off"):
             self.budget = COMPILED_SECONDS
         capacity = probe.capacity()
         method = exhaustive if thorough else quick
@@ -340,7 +346,7 @@ class _Tuning:
             # Nothing fits with the moments on the card: keep them in the host's memory.
             yield from self._drive(method(dataclasses.replace(space, optimizer_offload=True), found), found)
         best = found.best()
-        if compiled and best is not None and probe.device.kind == "cuda":
+        if compiled and best is not None:
             for mode in [mode for mode in COMPILE_MODES if mode != space.compile]:
                 other = dataclasses.replace(space, kernels="torch", compile=mode, losses=("plain", "fused"))
                 yield from self._drive(around(other, found, best.candidate), found)

@@ -39,7 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    part, parts = (int(number) for number in config.getoption("--part").split("/"))
+    part, parts = (int(number) for number in str(config.getoption("--part")).split("/"))
     items[:] = items[part - 1 :: parts]
     if not torch.cuda.is_available():
         for item in items:

@@ -49,7 +49,7 @@ from flatout.records import (
     record_to_json,
 )
 from flatout.tuning.ladder import bench as climb_ladder
-from flatout.tuning.probe import tune as search_settings
+from flatout.tuning.tuner import tune as search_settings
 
 Config = LoadedConfig | RunConfig
 

@@ -19,7 +19,7 @@ from flatout.engine.features import resolve_speed
 from flatout.errors import HardwareError, ResourceError
 from flatout.model.gpt import GPT
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
-from flatout.tuning import probe
+from flatout.tuning import probe, tuner
 from flatout.tuning.search import Candidate, Trial
 
 BATCH = "train.batch_tokens=192"  # 12 sequences of 16 tokens
@@ -221,7 +221,7 @@ class FakeCard(probe.Probe):
 
 
 def run_on(card: FakeCard, loaded: LoadedConfig, **settings) -> tuple[list[TuneRow], TuneResult]:
-    tuning = probe._Tuning(loaded, card, "made up", None, lambda _: None)
+    tuning = tuner._Tuning(loaded, card, "made up", None, lambda _: None)
     *rows, result = list(tuning.run(settings.get("thorough", False), settings.get("compiled", False)))
     assert isinstance(result, TuneResult)
     return rows, result  # pyright: ignore[reportReturnType]
@@ -261,13 +261,13 @@ def test_compiling_is_tried_only_when_asked_for_and_taken_only_when_faster(tiny)
     _, result = run_on(card, loaded)
     assert result.chosen.compile == "off"
     rows, result = run_on(card, loaded, compiled=True)
-    assert result.chosen.compile in probe.COMPILE_MODES
+    assert result.chosen.compile in tuner.COMPILE_MODES
     assert result.chosen.kernels == "torch"
-    assert {row.compile for row in rows} == {"off", *probe.COMPILE_MODES}
+    assert {row.compile for row in rows} == {"off", *tuner.COMPILE_MODES}
     slow = FakeCard(loaded, capacity=10_000, fixed=1000, compiled=0.8)
     rows, result = run_on(slow, loaded, compiled=True)
     assert result.chosen.compile == "off"
-    assert sum(row.compile != "off" for row in rows) == 2 * len(probe.COMPILE_MODES), "one look for each loss"
+    assert sum(row.compile != "off" for row in rows) == 2 * len(tuner.COMPILE_MODES), "one look for each loss"
 
 
 # --- the command line -------------------------------------------------------------------------------------------------

@@ -14,14 +14,14 @@ def columns_of(width: int, at_once: int | None = None) -> tuple[int, int, int]:
     One warp takes 1,024 values: with a row of its own it never waits for another warp, which on an H200 was worth more
     than anything else.
     """
-    block = triton.next_power_of_2(width)
+    block = int(triton.next_power_of_2(width))
     rows = at_once or max(1, 4096 // block)
     return block, rows, min(16, max(1, block * rows // 1024))
 
 
 def programs_for(rows: int, at_once: int, device: torch.device) -> int:
     """Programs for a kernel whose every program sums over its share of rows: a few per multiprocessor, none idle."""
-    return max(1, min(8 * multiprocessors(device), triton.cdiv(rows, at_once)))
+    return max(1, min(8 * multiprocessors(device), int(triton.cdiv(rows, at_once))))
 
 
 @functools.cache

@@ -154,7 +154,7 @@ def _backward(
 
 def _block_and_rows(size: int) -> tuple[int, int]:
     """(columns of half a head, rows at once): about 2,048 values in registers."""
-    block = triton.next_power_of_2((size + 1) // 2)
+    block = int(triton.next_power_of_2((size + 1) // 2))
     return block, max(1, 1024 // block)
 
 

@@ -1,0 +1,236 @@
+"""One call of `tune`: which settings are tried, for how long, and what is told of each; the choice at the end.
+
+`search.py` says what to try next and what is best, `probe.py` tries it; here are the clock, the rows and the order of
+things: the config's own kernels first, moments on the host where nothing fits, torch.compile's modes where asked for.
+"""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import torch
+
+import flatout
+from flatout.config.load import LoadedConfig, format_value
+from flatout.device import detect_device
+from flatout.errors import HardwareError, ResourceError
+from flatout.records import TuneProgress, TuneResult, TuneRow
+from flatout.tuning.fragment import fragment_of, words_of
+from flatout.tuning.practice_data import practice_data
+from flatout.tuning.probe import Probe
+from flatout.tuning.search import Candidate, Memory, Search, Space, Trial, Trials, around, choose, exhaustive, quick
+
+SECONDS, COMPILED_SECONDS, EXHAUSTIVE_SECONDS = 120.0, 1200.0, 3600.0
+SEARCHING = 0.8  # of the time; the rest is for confirming
+SMALL_CHUNK = 2048
+COMPILE_MODES = ("default", "regional", "max-autotune")
+
+
+def tune(
+    loaded: LoadedConfig,
+    *,
+    memory: float | None = None,
+    thorough: bool = False,
+    compiled: bool = False,
+    seconds: float | None = None,
+    progress: Callable[[TuneProgress], None] = lambda _: None,
+) -> Generator[TuneRow | TuneResult]:
+    """Tries settings for a config on this device and yields a row for each; the last record is the `TuneResult`.
+
+    `memory` is a cap in GiB that emulates a smaller card, `thorough` tries everything, `compiled` the modes of
+    torch.compile as well. After `seconds` the best so far is taken.
+    """
+    if compiled and detect_device(loaded.config.speed.device).kind != "cuda":
+        raise HardwareError(
+            "torch.compile's modes are tried on CUDA only, and this is no such device", "leave --compile out"
+        )
+    with tempfile.TemporaryDirectory(prefix="flatout-tune-") as scratch:
+        data, described = practice_data(loaded.config, Path(scratch))
+        probe = Probe(loaded, data.model_dump(), memory)
+        try:
+            yield from _Tuning(loaded, probe, described, seconds, progress).run(thorough, compiled)
+        finally:
+            probe.close()
+
+
+class _Tuning:
+    """One call of `tune`: its clock, its rows, its trials."""
+
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        probe: Probe,
+        data: str,
+        seconds: float | None,
+        progress: Callable[[TuneProgress], None],
+    ) -> None:
+        self.loaded, self.probe, self.data, self.progress = loaded, probe, data, progress
+        self.began = time.monotonic()
+        self.seconds = seconds
+        self.budget = SECONDS if seconds is None else seconds
+        self.rows: dict[Candidate, TuneRow] = {}
+        self.trials: dict[Candidate, Trial] = {}
+        self.ended = "everything worth trying was tried"
+        self.usable: int | None = None
+
+    def run(self, thorough: bool, compiled: bool) -> Generator[TuneRow | TuneResult]:
+        probe = self.probe
+        self._say("building the model")
+        space = self._space()
+        smallest = dataclasses.replace(
+            space.candidate(1, space.checkpointings[-1], space.losses[0], space.loss_chunks[-1]),
+            optimizer_offload=space.optimizer_offload or self._may_offload(),
+        )
+        try:
+            probe.open(smallest)
+        except HardwareError as error:
+            if "a step needs about" not in error.message:
+                raise
+            raise HardwareError(
+                f"even one sequence with everything recomputed and offloaded does not fit: {error.message}",
+                "take a smaller model or model.context",
+            ) from error
+        if self.seconds is None and thorough:
+            self.budget = EXHAUSTIVE_SECONDS
+        elif self.seconds is None and (compiled or space.compile != "off"):
+            self.budget = COMPILED_SECONDS
+        capacity = probe.capacity()
+        method = exhaustive if thorough else quick
+        found = Trials(Memory(probe.estimate, capacity))
+        self.usable = found.memory.usable if probe.device.kind == "cuda" else None
+        yield from self._drive(method(space, found), found)
+        if found.best() is None and not space.optimizer_offload and self._may_offload():
+            # Nothing fits with the moments on the card: keep them in the host's memory.
+            yield from self._drive(method(dataclasses.replace(space, optimizer_offload=True), found), found)
+        best = found.best()
+        if compiled and best is not None:
+            for mode in [mode for mode in COMPILE_MODES if mode != space.compile]:
+                other = dataclasses.replace(space, kernels="torch", compile=mode, losses=("plain", "fused"))
+                yield from self._drive(around(other, found, best.candidate), found)
+        yield self._result(capacity)
+
+    def _may_offload(self) -> bool:
+        """Moments in 8 bits were asked for, and stay on the card: offloaded ones would be in fp32."""
+        return self.probe.device.kind == "cuda" and self.probe.config.speed.optimizer_state == "fp32"
+
+    def _space(self) -> Space:
+        probe = self.probe
+        asked = probe.config.speed
+        speed = probe.resolve(probe.config)
+        paths = ["plain"] if speed.compile != "off" else ["fused", "chunked", "plain"]
+        losses = [speed.execution.loss, *(loss for loss in paths if loss != speed.execution.loss)]
+        checkpointings: tuple[str, ...] = ("none", "selective", "full")
+        if probe.device.kind != "cuda":  # there memory is not what limits, and both only cost time
+            losses, checkpointings = losses[:1], (speed.execution.checkpointing,)
+        if speed.execution.activation_offload:  # asked for because nothing else fits
+            checkpointings = (speed.execution.checkpointing,)
+        chunks = (asked.loss_chunk, SMALL_CHUNK) if asked.loss_chunk > SMALL_CHUNK else (asked.loss_chunk,)
+        return Space(
+            micro_batches=divisors(probe.sequences),
+            checkpointings=checkpointings,
+            losses=tuple(losses),
+            loss_chunks=chunks if probe.device.kind == "cuda" else chunks[:1],
+            kernels=speed.execution.kernels,
+            compile=speed.compile,
+            optimizer_offload=speed.optimizer_offload,
+            context=probe.config.model.context,
+        )
+
+    def _drive(self, search: Search, found: Trials) -> Generator[TuneRow]:
+        """Runs a search to its end, or to the end of the time."""
+        try:
+            candidate = next(search)
+            while True:
+                if time.monotonic() - self.began > SEARCHING * self.budget and found.best() is not None:
+                    self.ended = f"the {self.budget:.0f} seconds were over; --seconds gives more"
+                    search.close()
+                    return
+                trial = self._try(candidate)
+                yield self.rows[candidate]
+                candidate = search.send(trial)
+        except StopIteration:
+            return
+
+    def _try(self, candidate: Candidate) -> Trial:
+        self._say(_text(candidate))
+        began = time.monotonic()
+        trial, timing, graphs = self.probe.attempt(candidate)
+        if trial.status == "fits" and self.usable is not None and (trial.peak_bytes or 0) > self.usable:
+            trial = dataclasses.replace(trial, status="over", reason="it runs, but leaves no margin")
+        self.trials[candidate] = trial
+        self.rows[candidate] = TuneRow(
+            number=len(self.rows) + 1,
+            status=trial.status,
+            reason=trial.reason,
+            accumulation=self.probe.sequences // candidate.micro_batch,
+            cuda_graphs=graphs,
+            tokens_per_second=trial.tokens_per_second,
+            milliseconds=None if timing is None else 1000 * timing.seconds,
+            peak_bytes=trial.peak_bytes,
+            estimate_bytes=self.probe.estimate(candidate),
+            seconds=time.monotonic() - began,
+            **dataclasses.asdict(candidate),
+        )
+        return trial
+
+    def _result(self, capacity: int | None) -> TuneResult:
+        """The choice, confirmed by whole steps where there is time; what fails then is out, and the next one is it."""
+        probe = self.probe
+        while True:
+            chosen = choose(self.trials.values())
+            if chosen is None:
+                raise ResourceError(
+                    f"nothing that was tried fits {probe.device.name}"
+                    + ("" if capacity is None else f" with {capacity / 2**30:.1f} GiB"),
+                    "take a smaller model or model.context, or set speed.optimizer_state=8bit",
+                )
+            candidate, row = chosen.candidate, self.rows[chosen.candidate]
+            self._say(f"confirming {_text(candidate)}")
+            left = self.budget - (time.monotonic() - self.began)
+            timing = probe.confirm(candidate, max(2.0, min(20.0, left)))
+            if not isinstance(timing, str):
+                break
+            self.trials[candidate] = dataclasses.replace(chosen, status="out_of_memory", reason=timing)
+        if timing is not None:
+            row = dataclasses.replace(
+                row,
+                tokens_per_second=probe.config.train.batch_tokens / timing.seconds,
+                milliseconds=1000 * timing.seconds,
+                peak_bytes=None if row.peak_bytes is None else max(row.peak_bytes, timing.peak_bytes or 0),
+            )
+        settings = words_of(candidate, self.loaded)
+        return TuneResult(
+            chosen=row,
+            words=tuple(
+                f"{path}={value if isinstance(value, str) else format_value(value)}" for path, value in settings.items()
+            ),
+            fragment=fragment_of(self.loaded, settings, row, probe.device.name, capacity),
+            device=probe.device.name,
+            capacity_bytes=capacity,
+            batch_tokens=probe.config.train.batch_tokens,
+            data=self.data,
+            tried=len(self.rows),
+            ended=self.ended,
+            confirmed=timing is not None,
+            seconds=time.monotonic() - self.began,
+            flatout=flatout.__version__,
+            torch=torch.__version__,
+        )
+
+    def _say(self, text: str) -> None:
+        seconds = time.monotonic() - self.began
+        self.progress(TuneProgress(number=len(self.rows) + 1, text=text, seconds=seconds, budget=self.budget))
+
+
+def _text(candidate: Candidate) -> str:
+    parts = [f"micro-batch {candidate.micro_batch}", f"checkpointing {candidate.checkpointing}"]
+    parts += [f"loss {candidate.loss}", f"kernels {candidate.kernels}"]
+    parts += [f"compile {candidate.compile}"] if candidate.compile != "off" else []
+    parts += ["optimizer on the host"] if candidate.optimizer_offload else []
+    return ", ".join(parts)
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, number + 1) if number % size == 0)

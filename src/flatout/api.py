@@ -7,7 +7,15 @@ import dataclasses
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from flatout.config.load import LoadedConfig, Source, load_config, load_stored, resolve_from_mapping, show
+from flatout.config.load import (
+    LoadedConfig,
+    Source,
+    format_value,
+    load_config,
+    load_stored,
+    resolve_from_mapping,
+    show,
+)
 from flatout.config.schema import RunConfig
 from flatout.data.loader import evaluation_batches
 from flatout.data.pack import Progress
@@ -143,10 +151,10 @@ def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
                 continue
             if section == "model" and name != "dropout":
                 raise CheckpointError(
-                    f"the checkpoint has model.{name} {before}, the config says {after}",
+                    f"the checkpoint has model.{name} {format_value(before)}, the config says {format_value(after)}",
                     "a trained model keeps its shape; start a new run to change it",
                 )
-            changed.append(f"{section}.{name} was {before}, is now {after}")
+            changed.append(f"{section}.{name} was {format_value(before)}, is now {format_value(after)}")
     return changed
 
 
@@ -408,11 +416,16 @@ def tune(
 
 
 def _with_sources(config: Config) -> LoadedConfig:
-    """A config made in Python counts as written by the user in every field."""
+    """A config made in Python counts as written by the user in every field that was set."""
     if isinstance(config, LoadedConfig):
         return config
-    paths = (f"{section}.{name}" for section, values in config.model_dump().items() for name in values)
-    return LoadedConfig(config, {path: Source("file", "config") for path in paths})
+    set_or_not = {True: Source("file", "config"), False: Source("default", "default")}
+    sources = {
+        f"{section}.{name}": set_or_not[name in getattr(config, section).model_fields_set]
+        for section, values in config.model_dump().items()
+        for name in values
+    }
+    return LoadedConfig(config, sources)
 
 
 def _plain(config: Config) -> RunConfig:

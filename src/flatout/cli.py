@@ -71,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _forget_output()
         return 141
     except OSError as error:
+        if "No usable temporary directory" in str(error):  # ours, or torch's when its compiler is imported
+            print("error: no folder for temporary files can be written", file=sys.stderr)
+            print("hint: free some space, or set TMPDIR to a folder with some", file=sys.stderr)
+            return 5
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         _forget_output()

@@ -1,30 +1,106 @@
 """The verb bench: words in, `flatout.api.bench` called, a table, rows and a picture out.
 
-Contract: as in `flatout.cli`. Rows are on disk as soon as they are measured; Ctrl-C ends with the table, the rows and
-the picture of what was measured so far. The exit code is 4 when a rung's losses were wrong or a rung broke.
+Contract: as in `flatout.cli`. Mistakes in the words, unknown rungs and a folder that cannot be written answer before
+anything is built. Rows are on disk as soon as they are measured; Ctrl-C and SIGTERM end with the table, the rows and
+the picture of what was measured so far. The exit code is 4 when a rung's losses were wrong or a rung broke, 2 when this
+machine can have none of the rungs that were named.
 """
 
+import argparse
+import contextlib
+import os
+import signal
 import sys
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flatout.errors import UsageError
-from flatout.words import Parser, add_config, load, number_between
+from flatout.errors import HardwareError, ResourceError, UsageError
+from flatout.files import disk_errors, write_whole
+from flatout.words import Parser, add_config, load, number_between, quoted
 
 if TYPE_CHECKING:
     from flatout.records import BenchRow
 
 GROUPS = ("ladder", "without", "extra")
-PICTURE = "bench.png"
+ROWS, PICTURE = "bench.jsonl", "bench.png"
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which is to end a ladder as Ctrl-C does."""
 
 
 def bench(words: list[str]) -> int:
-    parser = Parser(
-        "bench",
+    parsed = _parser().parse_words(words)
+    names = None if parsed.rungs is None else [name.strip() for name in parsed.rungs.split(",") if name.strip()]
+    if names is not None and (not names or parsed.only is not None):
+        raise UsageError("--rungs needs names, and goes without --only", "for example --rungs bf16,compile")
+    if parsed.go_on and parsed.out is None:
+        raise UsageError("--go-on needs the folder of the rows", "name it with --out FOLDER")
+    from flatout.tuning.rungs import check_asked
+
+    loaded = load(parsed)
+    check_asked(loaded, names)
+    folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
+    _check_folder(folder, "" if parsed.out == "" else str(folder))
+    from flatout import api
+    from flatout.observe.bench_table import BenchReader
+    from flatout.observe.sinks import read_bench
+    from flatout.records import record_to_json
+
+    reader = BenchReader()
+    written = folder / ROWS
+    rows: list[BenchRow] = read_bench(written) if parsed.go_on and written.exists() else []
+    before = len(rows)
+    stopped: KeyboardInterrupt | None = None
+    try:
+        with _terminated_like_interrupted():
+            for row in api.bench(
+                loaded,
+                steps=parsed.steps,
+                parity_steps=parsed.parity_steps,
+                batch_tokens=parsed.batch_tokens,
+                rungs=names,
+                only=parsed.only,
+                folder=folder,
+                go_on=parsed.go_on,
+                notice=reader.notice,
+                progress=reader.progress,
+            ):
+                rows.append(row)
+                reader.row(row)
+                if parsed.json:
+                    print(record_to_json(row), flush=True)
+    except KeyboardInterrupt as signalled:
+        stopped = signalled
+    finally:
+        reader.close()
+    bad = any(row.status in ("red", "failed") for row in rows[before:])
+    _finish(rows, folder, quiet=parsed.json, went_on=before > 0)
+    if stopped is not None:
+        kept = f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if rows else "nothing was measured yet"
+        print(f"{'terminated' if isinstance(stopped, Terminated) else 'interrupted'}; {kept}", file=sys.stderr)
+        return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
+    _check_something_was_had(names, rows)
+    return 4 if bad else 0
+
+
+def _parser() -> Parser:
+    from flatout.tuning.rungs import every_name  # which needs no torch
+
+    about = (
         "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
-        "full set, then the rest. A rung whose losses are not the reference's prints no speed.",
+        "full set, then the rest. A rung whose losses are not the reference's prints no speed."
     )
+    parser = Parser("bench", _filled(about))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the names below are not to be broken at hyphens
     add_config(parser)
+    settings = (
+        f"{parser.epilog} The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries."
+    )
+    listing = f"rungs (docs/bench.md tells what each one is):\n{_filled(', '.join(every_name()), '  ')}"
+    parser.epilog = f"{_filled(settings)}\n\n{listing}"
     parser.add_argument(
         "--steps", type=number_between(int, 3, 10_000), default=12, help="most steps to time per rung; default 12"
     )
@@ -39,80 +115,108 @@ def bench(words: list[str]) -> int:
         type=number_between(int, 1, 2**40),
         help="tokens per step; default: the config's, at most 64 sequences",
     )
-    parser.add_argument("--rungs", metavar="A,B,C", help="only these rungs, and what they are compared with")
+    parser.add_argument(
+        "--rungs", metavar="A,B,C", help="only these rungs, and what they are compared with; the names are below"
+    )
     parser.add_argument("--only", choices=GROUPS, help="only this part of the ladder")
     parser.add_argument(
-        "--out", metavar="FOLDER", help=f"where bench.jsonl and {PICTURE} go; default: bench/NAME, numbered when taken"
+        "--out", metavar="FOLDER", help=f"where {ROWS} and {PICTURE} go; default: bench/NAME, numbered when taken"
     )
     parser.add_argument(
         "--go-on", action="store_true", help="measure what is missing in the rows that --out holds already"
     )
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
-    parsed = parser.parse_words(words)
-    names = None if parsed.rungs is None else [name.strip() for name in parsed.rungs.split(",") if name.strip()]
-    if names is not None and (not names or parsed.only is not None):
-        raise UsageError("--rungs needs names, and goes without --only", "for example --rungs bf16,compile")
-    loaded = load(parsed)
-    if parsed.go_on and parsed.out is None:
-        raise UsageError("--go-on needs the folder of the rows", "name it with --out FOLDER")
-    folder = Path(parsed.out) if parsed.out is not None else _free_folder(loaded.config.output.name)
-    from flatout import api
-    from flatout.observe.bench_table import BenchReader
-    from flatout.observe.sinks import read_bench
-    from flatout.records import record_to_json
-
-    reader = BenchReader()
-    written = folder / "bench.jsonl"
-    rows: list[BenchRow] = read_bench(written) if parsed.go_on and written.exists() else []
-    before = len(rows)
-    interrupted = False
-    try:
-        for row in api.bench(
-            loaded,
-            steps=parsed.steps,
-            parity_steps=parsed.parity_steps,
-            batch_tokens=parsed.batch_tokens,
-            rungs=names,
-            only=parsed.only,
-            folder=folder,
-            go_on=parsed.go_on,
-            notice=reader.notice,
-            progress=reader.progress,
-        ):
-            rows.append(row)
-            reader.row(row)
-            if parsed.json:
-                print(record_to_json(row), flush=True)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        reader.close()
-    _finish(sorted(rows, key=lambda row: row.place), folder, quiet=parsed.json)
-    if interrupted:
-        print(f"interrupted; {len(rows)} rungs are in {folder}, --go-on measures the others", file=sys.stderr)
-        return 130
-    return 4 if any(row.status in ("red", "failed") for row in rows[before:]) else 0
+    return parser
 
 
-def _finish(rows: "list[BenchRow]", folder: Path, *, quiet: bool) -> None:
-    """The table and the picture of what was measured."""
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 78, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _finish(rows: "list[BenchRow]", folder: Path, *, quiet: bool, went_on: bool) -> None:
+    """The table and the picture of what was measured, each gain over what is known by now."""
     if not rows:
         return
     from flatout.observe.bench_picture import draw_bench
     from flatout.observe.bench_table import print_bench
+    from flatout.records import record_to_json
     from flatout.tuning.claims import TOTALS
+    from flatout.tuning.ladder import with_gains
 
+    by_name = {row.rung: row for row in rows}
+    complete = [with_gains(row, by_name) for row in rows]
+    if went_on and complete != rows:
+        with disk_errors(str(folder / ROWS), safe="; the rows that are there are whole"):
+            write_whole(folder / ROWS, "".join(f"{record_to_json(row)}\n" for row in complete).encode("utf-8"))
+    complete.sort(key=lambda row: row.place)
     if not quiet:
-        print_bench(rows, [f"{claim.text} ({', '.join(claim.rows)})" for claim in TOTALS])
-    draw_bench(rows, folder / PICTURE)
-    print(f"wrote {folder / 'bench.jsonl'} and {folder / PICTURE}", file=sys.stderr if quiet else sys.stdout)
+        print_bench(complete, [claim.text for claim in TOTALS])
+    made = [folder / ROWS]
+    if any(row.status != "absent" for row in complete):
+        try:
+            draw_bench(complete, folder / PICTURE)
+        except ResourceError as error:
+            raise ResourceError(error.message, f"{error.hint}; the rows are kept, and --go-on draws them") from error
+        made.append(folder / PICTURE)
+    print(f"wrote {' and '.join(str(path) for path in made)}", file=sys.stderr if quiet else sys.stdout)
+
+
+def _check_something_was_had(names: Sequence[str] | None, rows: "Sequence[BenchRow]") -> None:
+    asked = [row for row in rows if row.rung in (names or ())]
+    if asked and len(asked) == len(set(names or ())) and all(row.status == "absent" for row in asked):
+        why = f"this machine cannot have {', '.join(row.rung for row in asked)}"
+        why += f" ({asked[0].reason})" if len(asked) == 1 else ""
+        raise HardwareError(f"nothing was measured: {why}", "without --rungs, all that this machine has is measured")
+
+
+@contextlib.contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    def handle(_number: int, _frame: object) -> None:
+        raise Terminated
+
+    before: Any = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _rungs(count: int) -> str:
+    return "1 rung is" if count == 1 else f"{count} rungs are"
 
 
 def _free_folder(name: str) -> Path:
     """bench/NAME, or the first bench/NAME-2, bench/NAME-3 ... that holds no rows."""
     first = Path("bench") / name
     number, folder = 1, first
-    while (folder / "bench.jsonl").exists():
+    while (folder / ROWS).exists():
         number += 1
         folder = first.with_name(f"{name}-{number}")
     return folder
+
+
+def _check_folder(folder: Path, written: str) -> None:
+    """Tries whether a folder can be made and written, and leaves nothing behind."""
+    if not written:
+        raise UsageError("--out needs a folder", "for example --out rows")
+    missing: list[Path] = []
+    with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
+        while not os.path.lexists(folder):
+            missing.append(folder)
+            folder = folder.parent
+        if not folder.is_dir():
+            raise UsageError(f"--out {quoted(written)}: {str(folder)!r} is not a folder", "name another one with --out")
+        made: list[Path] = []
+        try:
+            for path in reversed(missing):
+                path.mkdir()
+                made.append(path)
+                folder = path
+            probe = folder / f".flatout-{os.getpid()}"
+            try:
+                probe.write_bytes(b"?")
+            finally:
+                probe.unlink(missing_ok=True)
+        finally:
+            for path in reversed(made):
+                path.rmdir()

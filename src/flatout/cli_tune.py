@@ -1,21 +1,29 @@
 """The verb tune: words in, `flatout.api.tune` called, a table and a config file out.
 
-Contract: as in `flatout.cli`. An existing file is written over only if `tune` itself has written it; that is asked
-before anything is measured. Ctrl-C shows what was measured so far and writes nothing.
+Contract: as in `flatout.cli`. An existing file is written over only if `tune` itself has written it and nobody has
+edited it since; that, and whether a file can be made there, is asked before anything is measured. What was found is
+shown even where it cannot be written in the end. Ctrl-C and SIGTERM show what was measured so far and write nothing.
 """
 
+import argparse
+import os
+import shlex
+import signal
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-from flatout.errors import UsageError
+from flatout.errors import ResourceError, UsageError, UserError
 from flatout.files import disk_errors
 from flatout.words import Parser, add_config, load, number_between
 
 if TYPE_CHECKING:
     from flatout.records import TuneResult, TuneRow
 
-FIRST_LINE = "# Found by `flatout tune`"
+_TEMPORARY = ".flatout-tune-"
 
 
 def tune(words: list[str]) -> int:
@@ -49,56 +57,113 @@ def tune(words: list[str]) -> int:
     reader = TuneReader()
     rows: list[TuneRow] = []
     result: TuneResult | None = None
-    interrupted = False
+    stopped: int | None = None
     try:
-        for record in api.tune(
-            loaded,
-            memory=parsed.memory,
-            exhaustive=parsed.exhaustive,
-            compile=parsed.compile,
-            seconds=parsed.seconds,
-            progress=reader.progress,
-        ):
-            if parsed.json:
-                print(record_to_json(record), flush=True)
-            if isinstance(record, TuneResult):
-                result = record
-            else:
-                rows.append(record)
-    except KeyboardInterrupt:
-        interrupted = True
+        with _sigterm_as_interrupt():
+            for record in api.tune(
+                loaded,
+                memory=parsed.memory,
+                exhaustive=parsed.exhaustive,
+                compile=parsed.compile,
+                seconds=parsed.seconds,
+                progress=reader.progress,
+            ):
+                if parsed.json:
+                    print(record_to_json(record), flush=True)
+                if isinstance(record, TuneResult):
+                    result = record
+                else:
+                    rows.append(record)
+    except KeyboardInterrupt as stop:
+        stopped = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
     finally:
         reader.close()
-    if result is not None and out is not None:
-        with disk_errors(str(out), safe=""):
-            out.write_text(result.fragment, encoding="utf-8")
+    failure = None if result is None or out is None else _write(out, result.fragment)
     if not parsed.json:
         reader.table(rows, result)
         if result is not None:
-            _print_choice(result, out, parsed.config, parsed.overrides)
-    if interrupted:
+            _print_choice(result, None if failure else out, parsed)
+    if failure is not None:
+        raise failure
+    if stopped is not None:
         print("interrupted", file=sys.stderr)
-        return 130
+        return 128 + stopped
     return 0
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM, which ends a search as Ctrl-C does."""
+
+
+@contextmanager
+def _sigterm_as_interrupt() -> Iterator[None]:
+    def stop(_number: int, _frame: object) -> NoReturn:
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _writable(path: Path) -> Path:
-    if path.is_dir() or path.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"--out {str(path)!r} is not the name of a YAML file", "for example --out tuned.yaml")
-    if not path.parent.is_dir():
-        raise UsageError(f"the folder of --out {str(path)!r} does not exist", "create it first")
-    if path.exists():
-        with disk_errors(str(path), safe=""), path.open(encoding="utf-8", errors="replace") as file:
-            ours = file.readline().startswith(FIRST_LINE)
-        if not ours:
-            raise UsageError(f"--out {str(path)!r} exists and was not written by `flatout tune`", "name another file")
+    """The path, if what is found can be written there; leaves nothing behind."""
+    with disk_errors(str(path), safe=", or name another file with --out"):
+        if path.suffix not in (".yaml", ".yml") or (path.exists() and not path.is_file()):
+            raise UsageError(f"--out {str(path)!r} is not the name of a YAML file", "for example --out tuned.yaml")
+        if not path.parent.is_dir():
+            raise UsageError(f"the folder of --out {str(path)!r} does not exist", "create it first")
+        _refuse_if_edited(path)
+        if path.exists():
+            path.open("ab").close()  # a file that may not be written is not replaced either
+        handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=_TEMPORARY)
+        os.close(handle)
+        os.unlink(name)
     return path
 
 
-def _print_choice(result: "TuneResult", out: Path | None, config: str | None, overrides: list[str]) -> None:
+def _refuse_if_edited(path: Path) -> None:
+    from flatout.tuning.fragment import is_unchanged
+
+    if not path.exists():
+        return
+    with disk_errors(str(path), safe=""):
+        unchanged = is_unchanged(path.read_text(encoding="utf-8", errors="replace"))
+    if unchanged is None:
+        raise UsageError(f"--out {str(path)!r} exists and was not written by `flatout tune`", "name another file")
+    if not unchanged:
+        raise UsageError(
+            f"--out {str(path)!r} was edited after `flatout tune` wrote it", "name another file, or remove that one"
+        )
+
+
+def _write(path: Path, text: str) -> UserError | None:
+    """Writes the whole file or nothing; why it could not, which is told after the result is shown."""
+    target = path.resolve()  # where a link points to
+    temporary = target.with_name(f"{_TEMPORARY}{os.getpid()}")
+    try:
+        _refuse_if_edited(path)  # while it was measured
+        with disk_errors(str(path), safe="; what was found is printed above"):
+            try:
+                temporary.write_text(text, encoding="utf-8")
+                os.replace(temporary, target)
+            finally:
+                temporary.unlink(missing_ok=True)
+    except UserError as error:
+        return ResourceError(error.message, error.hint)
+    return None
+
+
+def _print_choice(result: "TuneResult", out: Path | None, parsed: argparse.Namespace) -> None:
+    from flatout.tuning.fragment import train_words
+
     if out is not None:
-        print(f"wrote {out}; train with: flatout train {out}")
+        print(f"wrote {out}; train with: flatout train {shlex.quote(str(out))}")
         return
     print(result.fragment, end="")
-    words = " ".join(["flatout train", *([config] if config else []), *overrides, *result.words])
-    print(f"\ntrain with: {words}\nor write it to a file with --out FILE")
+    words = [*([parsed.config] if parsed.config else []), *train_words(parsed.overrides, result.words)]
+    words += ["--hardware", parsed.hardware] if parsed.hardware else []
+    print(f"\ntrain with: flatout train {shlex.join(words)}")
+    if parsed.out is None:
+        print("or write it to a file with --out FILE")

@@ -46,6 +46,17 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """Puts a file in place of another one: readers see the old bytes or the new ones, also when writing fails."""
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 @contextmanager
 def disk_errors(what: str, *, safe: str = CHECKPOINTS_ARE_SAFE) -> Iterator[None]:
     """Turns a full, read-only or failing disk into an error that says what to do, and what is `safe` all the same."""

@@ -142,7 +142,11 @@ def number_between(kind: type, low: float, high: float) -> Callable[[str], Any]:
             value = None
         if value is None or not low <= value <= high:
             name = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{quoted(text)} is not {name} from {low:g} to {high:g}")
+            raise argparse.ArgumentTypeError(f"{quoted(text)} is not {name} from {_limit(low)} to {_limit(high)}")
         return value
 
     return parse
+
+
+def _limit(value: float) -> str:
+    return f"{int(value):,}" if float(value).is_integer() else str(value)

@@ -1,11 +1,14 @@
 """`flatout bench` from its words to its files."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import flatout
 from flatout.cli import main
@@ -73,6 +76,24 @@ def test_ctrl_c_keeps_what_was_measured(
     assert "2 rungs are in rows" in capsys.readouterr().err
 
 
+def test_sigterm_keeps_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    honest = ladder.borrowed_run
+
+    def until_fused(loaded: LoadedConfig) -> object:
+        if loaded.config.speed.fused_qkv:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return honest(loaded)
+
+    monkeypatch.setattr(ladder, "borrowed_run", until_fused)
+    assert main([*QUICK, "--only", "ladder", "--out", "rows"]) == 143
+    assert [row["rung"] for row in rows_in(tmp_path / "rows")] == ["baseline"]
+    assert (tmp_path / "rows" / "bench.png").exists()
+    assert "terminated; 1 rung is in rows" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 def test_a_red_rung_ends_with_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ladder, "parity_losses", lambda _run, steps: [0.0] * steps)
     assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 4
@@ -88,6 +109,11 @@ def test_a_red_rung_ends_with_an_exit_code(tmp_path: Path, monkeypatch: pytest.M
         (["--steps", "0"], "--steps"),
         (["--batch-tokens", "100"], "multiple of model.context"),
         (["--ladder"], "unknown option"),
+        (["--rungs", "sdpa", "speed.kernels=triton"], "the ladder sets speed.kernels itself"),
+        (["--rungs", "without-triton"], "this cpu device has no rung 'without-triton'"),
+        (["--out", ""], "--out needs a folder"),
+        (["--out", __file__], "is not a folder"),
+        (["--out", f"{__file__}/deeper/still"], "is not a folder"),
     ],
 )
 def test_mistakes_are_two_lines(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -96,6 +122,30 @@ def test_mistakes_are_two_lines(words: list[str], message: str, capsys: pytest.C
     assert len(errors) == 2
     assert message in errors[0]
     assert not list(Path().iterdir())  # a mistake leaves no folder that the next try would stumble over
+
+
+def test_a_folder_that_cannot_be_made_answers_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refused(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+    monkeypatch.setattr(flatout.api, "bench", lambda *_, **__: pytest.fail("it went on"))
+    assert main([*QUICK, "--out", "rows"]) == 5
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert "to the folder rows: Permission denied" in errors[0]
+    assert "--out" in errors[1]
+
+
+def test_what_the_machine_lacks_makes_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*QUICK, "--rungs", "triton", "--out", "rows"]) == 2
+    said = capsys.readouterr()
+    assert "error: nothing was measured: " in said.err
+    assert "CUDA" in said.err
+    assert "bench.png" not in said.out
+    assert [path.name for path in (tmp_path / "rows").iterdir()] == ["bench.jsonl"]
 
 
 def test_rows_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -123,6 +173,28 @@ def test_going_on_measures_what_is_missing(tmp_path: Path, capsys: pytest.Captur
     assert main([*QUICK, "--go-on"]) == 2
 
 
+def test_going_on_fills_in_the_gains_that_were_missing(tmp_path: Path):
+    assert main([*QUICK, "--rungs", "sdpa", "--out", "rows"]) == 0
+    before = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
+    assert before["fused-qkv"]["gain"] is before["sdpa"]["factor"] is None
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 0
+    after = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
+    base, step = after["baseline"]["milliseconds"], after["fused-qkv"]["milliseconds"]
+    assert after["fused-qkv"]["gain"] == pytest.approx(base / step)  # pyright: ignore
+    assert after["sdpa"]["factor"] == pytest.approx(base / after["sdpa"]["milliseconds"])  # pyright: ignore
+    assert after["sdpa"]["gain"] == before["sdpa"]["gain"]
+
+
+def test_going_on_needs_the_same_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 0
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--go-on"]) == 2
+    assert "99 threads" in capsys.readouterr().err
+    assert len(rows_in(tmp_path / "rows")) == 1
+
+
 def test_from_python_without_files(tmp_path: Path):
     config = flatout.load_config("shakespeare-char", TINY)
     rows = list(flatout.bench(config.config, steps=3, parity_steps=3, rungs=["gc-collect"]))
@@ -133,12 +205,18 @@ def test_from_python_without_files(tmp_path: Path):
     assert not any(tmp_path.iterdir())
 
 
-def test_help_needs_no_torch():
+@pytest.mark.parametrize("words", [["--help"], ["--rungs", "nope"], ["--rungs", "sdpa", "speed.kernels=triton"]])
+def test_help_and_wrong_rungs_need_no_torch(words: list[str]):
     code = (
-        "import sys; from flatout.cli import main; main(['bench', '--help']); "
+        f"import sys; from flatout.cli import main; main(['bench', *{words}]); "
         "sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if "sdpa" not in words:  # help and an unknown name both list the rungs
+        for name in ("baseline", "without-triton", "checkpointing-selective", "full-again"):
+            assert name in done.stdout + done.stderr
+        assert "did you mean" not in done.stderr
 
 
 @pytest.mark.gpu

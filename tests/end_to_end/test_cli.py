@@ -176,6 +176,18 @@ def test_a_second_interrupt_quits_at_once(tiny_words):
     assert time.monotonic() - began < 5, "it did not wait for the slow save"
 
 
+def test_nowhere_to_put_temporary_files(monkeypatch, capsys):
+    def nowhere(*_):
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setitem(cli.VERBS, "train", nowhere)
+    assert cli.main(["train"]) == 5
+    assert capsys.readouterr().err.splitlines() == [
+        "error: no folder for temporary files can be written",
+        "hint: free some space, or set TMPDIR to a folder with some",
+    ]
+
+
 def test_a_full_disk_keeps_the_last_good_checkpoint(tiny_words):
     first = flatout("train", *tiny_words, "train.steps=4", "checkpoint.every=2", "checkpoint.best=false")
     assert first.returncode == 0, first.stderr

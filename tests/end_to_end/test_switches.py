@@ -1,5 +1,7 @@
 """Speed switches in whole runs on a CPU: the losses stay, and what really ran is told."""
 
+import io
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ import flatout
 from flatout.engine.compiling import compile_counts
 from flatout.engine.setup import setup_run
 from flatout.errors import HardwareError
+from flatout.observe.console import TerminalReader
 from flatout.records import NoticeRecord, RunInfo, StepRecord
 from tests.end_to_end.test_resume import stop_after
 
@@ -73,6 +76,23 @@ def test_the_run_says_which_attention_kernel_sdpa_takes(tiny):
     assert isinstance(info, RunInfo)
     answers = {f.name: f for f in info.features}
     assert answers["attention"].used in ("sdpa (flash)", "sdpa (math)")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["speed.loss=plain", "speed.loss_chunk=64"], ["loss_chunk 64 became none: the plain loss takes all tokens"]),
+        (["speed.loader=device", "speed.workers=3"], ["workers 3 became 0: tokens already live on the device"]),
+        (["speed.loss=chunked", "speed.loss_chunk=64", "speed.loader=host", "speed.workers=3"], []),
+        (["speed.loss=plain", "speed.loader=device"], []),
+    ],
+)
+def test_a_number_that_does_nothing_is_told_of(tiny, words, told):
+    stream = io.StringIO()
+    TerminalReader(10, stream).show(next(iter(flatout.train(tiny("train.steps=1", *words)))))
+    notes = [line for line in stream.getvalue().splitlines() if line.startswith("note: speed.")]
+    assert len(notes) == len(told)
+    assert all(expected in note for expected, note in zip(told, notes, strict=True))
 
 
 @pytest.mark.parametrize(

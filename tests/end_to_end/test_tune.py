@@ -1,8 +1,13 @@
 """`flatout tune` from outside: what it finds, what it writes, and that it leaves nothing behind."""
 
 import dataclasses
+import errno
 import json
+import os
 import random
+import shlex
+import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,13 +19,15 @@ import flatout
 from flatout import api
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
+from flatout.config.schema import RunConfig
 from flatout.device import detect_device
 from flatout.engine.features import resolve_speed
-from flatout.errors import HardwareError, ResourceError
+from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.model.gpt import GPT
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
 from flatout.tuning import probe, tuner
 from flatout.tuning.search import Candidate, Trial
+from flatout.words import Parser, add_config, load
 
 BATCH = "train.batch_tokens=192"  # 12 sequences of 16 tokens
 
@@ -30,7 +37,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "TIMED_SECONDS", 0.005)
 
 
-def run(loaded: LoadedConfig, **settings) -> tuple[list[TuneRow], TuneResult]:
+def run(loaded: LoadedConfig | RunConfig, **settings) -> tuple[list[TuneRow], TuneResult]:
     *rows, result = list(api.tune(loaded, **settings))
     assert isinstance(result, TuneResult)
     assert all(isinstance(row, TuneRow) for row in rows)
@@ -81,7 +88,7 @@ def test_exhaustive_tries_every_divisor(tiny):
 
 
 def test_the_fragment_is_the_config_that_was_tuned(tiny, tmp_path: Path):
-    loaded = tiny(BATCH, "speed.accumulation=2", "train.seed=5", "optim.learning_rate=1e-2")
+    loaded = tiny(BATCH, "speed.loss_chunk=4096", "train.seed=5", "optim.learning_rate=1e-2")
     _, result = run(loaded)
     path = tmp_path / "tuned.yaml"
     path.write_text(result.fragment, encoding="utf-8")
@@ -172,6 +179,38 @@ def test_it_needs_no_prepared_data(tiny, tmp_path: Path):
     _, result = run(tiny(BATCH, "data.source=null", "data.folder=nowhere", "data.tokenizer=bytes"))
     assert "random tokens" in result.data
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_what_was_written_is_kept(tiny):
+    rows, result = run(tiny(BATCH, "speed.micro_batch=4", "speed.checkpointing=full", "speed.loss=chunked"))
+    assert {(row.checkpointing, row.loss) for row in rows} == {("full", "chunked")}
+    assert max(row.micro_batch for row in rows) == 4
+    assert "kept as written: micro_batch at most 4, checkpointing full, loss chunked" in result.ended
+
+
+@pytest.mark.parametrize("word", ["speed.kernels=triton", "speed.optimizer_offload=true", "speed.cuda_graphs=on"])
+def test_what_the_device_lacks_is_refused_as_in_training(tiny, word: str):
+    loaded = tiny(BATCH, word)
+    with pytest.raises(HardwareError) as tuning:
+        run(loaded)
+    with pytest.raises(HardwareError) as training:
+        list(flatout.train(loaded))
+    assert (tuning.value.message, tuning.value.hint) == (training.value.message, training.value.hint)
+
+
+def test_accumulation_is_not_for_the_user_to_choose(tiny):
+    with pytest.raises(ConfigError, match="tune chooses micro-batch and accumulation") as caught:
+        run(tiny(BATCH, "speed.accumulation=2"))
+    assert "leave it out" in caught.value.hint
+    run(tiny(BATCH, "speed.accumulation=null"), seconds=0.001)
+
+
+def test_a_config_made_in_python_is_free_where_nothing_was_set(tiny):
+    values = tiny(BATCH).config.model_dump()
+    values["speed"] = {"device": "cpu", "checkpointing": "full"}
+    rows, result = run(RunConfig.model_validate(values), seconds=0.001)
+    assert rows[0].checkpointing == "full"
+    assert result.ended.endswith("kept as written: checkpointing full")
 
 
 # --- a card that is not here ------------------------------------------------------------------------------------------
@@ -270,6 +309,22 @@ def test_compiling_is_tried_only_when_asked_for_and_taken_only_when_faster(tiny)
     assert sum(row.compile != "off" for row in rows) == 2 * len(tuner.COMPILE_MODES), "one look for each loss"
 
 
+def test_on_a_card_too_what_was_written_is_kept(tiny):
+    written = {"checkpointing": "selective", "loss": "plain", "loss_chunk": 4096, "optimizer_offload": "false"}
+    loaded = tiny(BATCH, *(f"speed.{name}={value}" for name, value in written.items()))
+    rows, result = run_on(FakeCard(loaded, capacity=10_000, fixed=1000), loaded)
+    assert {(row.checkpointing, row.loss, row.loss_chunk) for row in rows} == {("selective", "plain", 4096)}
+    assert "loss_chunk: 4096" in result.fragment
+    with pytest.raises(ResourceError):  # nothing fits, and the moments stay where they were told to
+        run_on(FakeCard(loaded, capacity=1000, fixed=1200), loaded)
+
+
+@pytest.mark.parametrize("word", ["speed.compile=off", "speed.kernels=triton"])
+def test_compiling_and_a_word_against_it_are_refused(tiny, word: str):
+    with pytest.raises(UsageError, match="--compile tries"):
+        run(tiny(BATCH, word), compile=True)
+
+
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +369,100 @@ def test_a_file_of_somebody_else_is_not_written_over(words, tmp_path: Path, caps
         assert message in captured.err
         assert captured.err.count("\n") == 2, "an error and a hint, before anything is measured"
     assert (tmp_path / "mine.yaml").read_text(encoding="utf-8") == "preset: gpt2-124m\n"
+
+
+def printed_words(out: str) -> list[str]:
+    line = next(line for line in out.splitlines() if line.startswith("train with: "))
+    words = shlex.split(line.removeprefix("train with: "))
+    assert words[:2] == ["flatout", "train"]
+    return words[2:]
+
+
+def test_the_printed_command_runs(words, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "mine.yaml").write_text("preset: shakespeare-char\nspeed: {accumulation: 2}\n", encoding="utf-8")
+    mine = ["speed.accumulation=null", "speed.micro_batch=4", "speed.micro_batch=2", "speed.loss=auto",
+            "eval.sample_prompt=to be"]  # fmt: skip
+    assert main(["tune", "mine.yaml", *words[1:], *mine, "--hardware", "8gb"]) == 0
+    printed = printed_words(capsys.readouterr().out)
+    paths = [word.partition("=")[0] for word in printed if "=" in word]
+    assert len(paths) == len(set(paths))
+    parser = Parser("train", "")
+    add_config(parser)
+    loaded = load(parser.parse_words(printed))
+    assert loaded.config.speed.micro_batch in (1, 2)
+    assert loaded.config.speed.accumulation is None
+    assert loaded.config.eval.sample_prompt == "to be"
+    assert main(["train", *printed]) == 0
+
+
+def test_a_place_that_cannot_be_written_is_told_at_once(
+    words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def full(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    assert main([*words, "--out", "tuned.yaml"]) == 5
+    captured = capsys.readouterr()
+    assert "could not write tuned.yaml" in captured.err
+    assert captured.err.count("\n") == 2, "nothing was measured"
+    assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_what_cannot_be_written_in_the_end_is_shown(
+    words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real = Path.write_text
+
+    def full(self: Path, text: str, *more, **settings):
+        if not text.startswith("# Found by"):
+            return real(self, text, *more, **settings)
+        real(self, "", *more, **settings)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert main([*words, "--out", "tuned.yaml"]) == 5
+    captured = capsys.readouterr()
+    assert "tokens/s" in captured.out
+    assert "\nspeed:\n" in captured.out
+    assert "speed.micro_batch=" in " ".join(printed_words(captured.out))
+    assert "could not write tuned.yaml: No space left on device" in captured.err
+    assert {path.name for path in tmp_path.iterdir()} - set(before) <= {"data"}, "no empty file is left"
+
+
+def test_an_edited_file_is_not_written_over(words, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "tuned.yaml"
+    assert main([*words, "--out", "tuned.yaml"]) == 0
+    edited = path.read_text(encoding="utf-8") + "# mine\n"
+    path.write_text(edited, encoding="utf-8")
+    capsys.readouterr()
+    assert main([*words, "--out", "tuned.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert "was edited after" in captured.err
+    assert captured.err.count("\n") == 2
+    assert path.read_text(encoding="utf-8") == edited
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_shows_what_was_tried(
+    words, number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real, before = api.tune, signal.getsignal(signal.SIGTERM)
+
+    def stopped(*more, **settings):
+        for record in real(*more, **settings):
+            yield record
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(api, "tune", stopped)
+    assert main([*words, "--out", "tuned.yaml"]) == code
+    captured = capsys.readouterr()
+    assert "tokens/s" in captured.out
+    assert "chose" not in captured.out
+    assert captured.err.endswith("interrupted\n")
+    assert not (tmp_path / "tuned.yaml").exists()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

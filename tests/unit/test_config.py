@@ -1,5 +1,6 @@
 """Layers, sources, presets, overlays and the words of config errors."""
 
+import argparse
 import json
 import re
 import subprocess
@@ -42,6 +43,7 @@ from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory
 from flatout.model.execution import Execution
+from flatout.words import number_between
 
 PRESETS = [preset.name for preset in list_presets()]
 OVERLAYS = [overlay.name for overlay in list_hardware()]
@@ -92,11 +94,11 @@ def test_every_leaf_says_what_it_allows() -> None:
     ("path", "words"),
     [
         ("data.source", "items are text that is not empty or {path, weight, field, format, document_start}, or null"),
-        ("clean.languages", "whose items are text of the form ^[a-z]{2,3}$, or null"),
+        ("clean.languages", "whose items are a code of two or three small letters, such as en, or null"),
         ("data.format", "one of text, jsonl, json, csv, tsv, parquet, warc, smiles, tokens, or null"),
         ("data.streaming", "true or false"),
         ("data.field", "text that is not empty"),
-        ("train.tokens", "a whole number at least 1 and at most 1099511627776, or null"),
+        ("train.tokens", "a whole number at least 1 and at most 1,099,511,627,776, or null"),
     ],
 )
 def test_what_fields_allow_in_words(path: str, words: str) -> None:
@@ -345,7 +347,7 @@ def test_refused_lists(override: str, message: str, hint: str) -> None:
         ("data.text_column=a", "data.text_column is not a known key", "did you mean data.field?"),
         ("sample_packing=true", "sample_packing is not a known key", "did you mean data.packing?"),
         ("clean.languages=en", "clean.languages is 'en', but it must be a list", "Put brackets around it"),
-        ("clean.languages=[en, EN]", "clean.languages[1] is 'EN', but it does not have", "such as [en, de]"),
+        ("clean.languages=[en, EN]", "clean.languages[1] is 'EN', but it must be a code of two", "such as [en, de]"),
         ("data.field=''", "data.field is '', but it must not be empty", "Allowed: text that is not empty."),
         ("data.tokenizer=[a]", "data.tokenizer: '[a]' is not a single value", "quotes"),
         ("data.format=jsnl", "data.format is 'jsnl', but it must be one of text, jsonl", "Did you mean jsonl?"),
@@ -366,7 +368,7 @@ def test_refused_lists(override: str, message: str, hint: str) -> None:
         ("model.bias=null", "model.bias is null, but it must be true or false", "Allowed: true or false."),
         ("model.norm=rmsnrom", "it must be one of rmsnorm, layernorm", "Did you mean rmsnorm?"),
         ("output.name=12", "output.name is 12, but it must be text", "double quotes"),
-        ("output.name=a b", "output.name is 'a b', but it does not have the required form", "text of the form"),
+        ("output.name=a b", "output.name is 'a b', but it must be up to 100 letters, digits", "Name of the run"),
         ("train.tokens=1.5", "train.tokens is 1.5, but it must be a whole number", "or null."),
         (f"train.seed={'9' * 6000}", "more than 100 digits", "smaller"),
     ],
@@ -431,7 +433,7 @@ def test_a_conflict_names_both_sides(tmp_path: Path) -> None:
     assert error.message == (
         f"model: width 100 is not a multiple of heads 7 (model.width from {path}:3, model.heads from command line)"
     )
-    assert error.hint == "set model.width or model.heads accordingly"
+    assert error.hint == "set model.width=98, or model.heads to a divisor of 100"
 
 
 def test_a_conflict_with_a_preset_names_it() -> None:
@@ -564,6 +566,43 @@ def test_explain_has_a_row_for_every_field() -> None:
     assert [row.path for row in rows] == list(field_facts())
     row = next(row for row in rows if row.path == "train.seed")
     assert (row.value, row.source, row.description) == (5, "command line", field_facts()["train.seed"].description)
+
+
+def test_explain_lists_the_words_of_a_choice() -> None:
+    said = {row.path: row.description for row in explain(load_config())}
+    assert said["speed.precision"].endswith(" One of auto, fp32, tf32, bf16, fp16.")
+    assert said["speed.fp8"].endswith(" Any of qkv, out, up, down, head.")
+    assert said["train.steps"] == field_facts()["train.steps"].description
+
+
+def test_no_pattern_is_shown_to_a_user() -> None:
+    for path in field_facts():
+        assert "^" not in allowed_values(path), path
+    assert refused(overrides=["speed.device=tpu"]).message.endswith("it must be auto, cpu, mps, cuda or cuda:N")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        (["train.batch_tokens=100", "model.context=32"], "set train.batch_tokens=96, or model.context to a divisor of"),
+        (["model.context=16", "train.batch_tokens=192", "speed.accumulation=7"], "to a divisor of 12;"),
+        (
+            ["model.context=16", "train.batch_tokens=192", "speed.accumulation=3", "speed.micro_batch=3"],
+            "micro_batch=4",
+        ),
+        (["model.heads=7", "model.width=105"], "set model.width=112, or model.positions=learned"),
+        (["train.steps=1", "train.epochs=1"], "keep one of train.steps, train.epochs and train.tokens"),
+    ],
+)
+def test_the_hint_of_a_conflict_says_what_would_do(overrides: list[str], hint: str) -> None:
+    assert hint in refused(overrides=overrides).hint
+
+
+def test_limits_of_options_are_written_out() -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="from 1 to 1,099,511,627,776"):
+        number_between(int, 1, 2**40)("0")
+    with pytest.raises(argparse.ArgumentTypeError, match=r"from 0\.1 to 10,000"):
+        number_between(float, 0.1, 10_000)("0")
 
 
 def test_schema_describes_files() -> None:

@@ -2,10 +2,12 @@
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import io
 import json
 import math
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,8 @@ from flatout.engine.features import Probes, resolve_speed
 from flatout.engine.setup import Run, setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.observe.bench_picture import draw_bench
-from flatout.observe.bench_table import print_bench, total_lines
-from flatout.records import BenchRow, bench_row_from_json, record_to_json
+from flatout.observe.bench_table import BenchReader, print_bench, total_lines
+from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
 from flatout.tuning import ladder, plan
 from flatout.tuning.claims import CLAIMS, TOTALS, claim_of
 from flatout.tuning.measure import Steps, borrowed_run, measure, parity_losses
@@ -31,15 +33,18 @@ from flatout.tuning.plan import make_plan
 from flatout.tuning.practice_data import practice_data, write_random
 from flatout.tuning.rungs import (
     BASELINE,
+    OWN_SWITCHES,
     TOLERANCES,
     Rung,
     all_rungs,
     as_words,
     choose,
+    every_name,
     linked,
     settings_of,
     tolerance_of,
 )
+from flatout.tuning.tuner import tune
 
 Tiny = Callable[..., LoadedConfig]
 CUDA = all_rungs(kind="cuda", micro_batch=64, attention="cudnn")
@@ -118,6 +123,41 @@ def test_every_claim_belongs_to_a_rung_and_names_its_rows():
         assert (claim.low is None) == (claim.high is None)
         assert claim.low is None or claim.high is None or claim.low <= claim.high
     assert claim_of("without-bf16") is CLAIMS["bf16"]
+
+
+def test_every_name_covers_every_device():
+    for kind in ("cuda", "mps", "cpu"):
+        for attention in ("sdpa", "flash", "cudnn"):
+            names = {rung.name for rung in all_rungs(kind=kind, micro_batch=4, attention=attention)}
+            assert names <= set(every_name())
+    assert "full" in every_name()
+
+
+@pytest.mark.parametrize("path", OWN_SWITCHES)
+def test_a_switch_that_the_ladder_sets_is_refused_as_a_word(path: str, tiny: Tiny):
+    with pytest.raises(UsageError) as error:
+        climb(tiny(f"{path}={BASELINE[path]}"), "sdpa")
+    assert f"sets {path} itself" in error.value.message
+    assert "--rungs NAME" in error.value.hint
+
+
+def test_other_speed_words_stay_allowed(tiny: Tiny):
+    rows = climb(tiny("train.batch_tokens=256", "speed.micro_batch=4", "speed.loss_chunk=64"), "micro-batch")
+    assert rows["micro-batch"].micro_batch == 4
+    assert "speed.micro_batch=4" in rows["micro-batch"].config_words
+
+
+def test_switches_of_a_file_are_told_not_refused(tiny: Tiny, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(
+        "preset: shakespeare-char\nspeed: {attention: reference, kernels: auto, device: cpu}\n", encoding="utf-8"
+    )
+    said: list[str] = []
+    loaded = load_config(tmp_path / "mine.yaml", ["model.layers=1", "model.width=32", "model.heads=2"])
+    made = make_plan(loaded, tmp_path / "scratch", 3, 4, None, said.append)
+    told = [line for line in said if "sets its switches itself" in line]
+    assert len(told) == 1
+    assert told[0].endswith("does not use speed.attention=reference")  # auto is the default: nothing is lost
+    assert not any("attention" in word for word in made.config_words)
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -266,6 +306,49 @@ def test_a_switch_without_memory_is_not_carried_up(tiny: Tiny, monkeypatch: pyte
     assert "not in the full set" in rows["without-sdpa"].reason
 
 
+def test_gains_come_when_the_other_side_does():
+    rows = {
+        "baseline": row("baseline", milliseconds=90.0, mean_milliseconds=100.0),
+        "sdpa": row("sdpa", against="baseline", milliseconds=45.0, gain=None, factor=None),
+        "gc-collect": row("gc-collect", group="extra", against="sdpa", words=("gc-collect",), mean_milliseconds=50.0),
+        "without-sdpa": row("without-sdpa", group="without", against="sdpa", milliseconds=60.0),
+        "red": row("red", status="red", **NO_SPEED),
+    }
+    alone = ladder.with_gains(rows["sdpa"], {"sdpa": rows["sdpa"]})
+    assert alone.gain is alone.factor is None
+    found = {name: ladder.with_gains(one, rows) for name, one in rows.items()}
+    assert found["sdpa"].gain == found["sdpa"].factor == 2.0
+    assert found["gc-collect"].factor == 2.0  # of means, because a median does not see it
+    assert found["without-sdpa"].gain == pytest.approx(60 / 45)
+    assert found["red"] == rows["red"]
+
+
+def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    loaded = tiny()
+    made = make_plan(loaded, tmp_path / "one", 3, 4, None, lambda _: None)
+    assert "1 thread" in made.machine
+    rows = list(climb(loaded, "baseline").values())
+    assert rows[0].device == made.machine
+    plan.check_same(made, rows)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    other = dataclasses.replace(made, machine=plan.machine_of(made.device))
+    with pytest.raises(UsageError, match="7 threads"):
+        plan.check_same(other, rows)
+    more = dataclasses.replace(made, config_words=(*made.config_words, "optim.beta2=0.9"))
+    with pytest.raises(UsageError, match=r"the settings none, now it is optim\.beta2=0\.9"):
+        plan.check_same(more, rows)
+
+
+def test_other_steps_than_before_are_told(tiny: Tiny):
+    earlier = list(climb(tiny(), "baseline", steps=4).values())
+    said: list[str] = []
+    climb(tiny(), "baseline", steps=3, earlier=earlier, notice=said.append)
+    assert any("timed for 4 steps, now it is 3" in line for line in said)
+    said.clear()
+    climb(tiny(), "baseline", steps=4, earlier=earlier, notice=said.append)
+    assert not any("timed for" in line for line in said)
+
+
 # --- what it is measured on -------------------------------------------------------------------------------------------
 
 
@@ -277,6 +360,17 @@ def test_a_config_without_data_gets_random_tokens_and_says_so(tiny: Tiny, tmp_pa
     assert "random tokens" in rows["baseline"].data
     assert any("random tokens" in line for line in said)
     assert not any(tmp_path.iterdir())  # nothing of it stays, and nothing was prepared
+
+
+def test_no_folder_for_temporary_files_is_an_error_of_the_user(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
+    def nowhere(*_: object, **__: object) -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", nowhere)
+    for verb in (lambda: climb(tiny(), "baseline"), lambda: list(tune(tiny()))):
+        with pytest.raises(ResourceError) as error:
+            verb()
+        assert "TMPDIR" in error.value.hint
 
 
 def test_random_tokens_are_in_the_vocabulary_and_uneven(tmp_path: Path, tiny: Tiny):
@@ -388,6 +482,26 @@ def test_the_table_shows_speeds_of_green_rungs_only():
     assert "2-5x (001-25)" in text
 
 
+def test_gains_of_noisy_rungs_are_marked():
+    rows = [row("baseline", gain=None, spread=0.4), row("sdpa", against="baseline"), row("loss", against="sdpa")]
+    text = table(rows)
+    cells = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert "~1.50x" in cells["sdpa"]  # what it is over lay far apart
+    assert "1.50x" in cells["loss"]
+    assert "spread above 25%" in text
+    assert "~" not in table([row("sdpa")])
+
+
+def test_lines_in_a_log_are_whole_and_one_rung_is_one(capsys: pytest.CaptureFixture[str]):
+    reader = BenchReader()
+    reader.notice("words " * 40)
+    reader.progress(BenchProgress(0, 1, "reference", "reference"))
+    reader.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert "that the rung is held against" in lines[1]
+
+
 def test_a_total_needs_both_ends():
     assert total_lines([row("compile")]) == []
     assert "3.0 times" in total_lines([row("baseline", factor=1.0), row("compile", factor=3.0)])[0]
@@ -415,6 +529,26 @@ def test_pictures_have_known_forms(tmp_path: Path):
         draw_bench([row("a")], tmp_path / "one.bmp")
     with pytest.raises(ResourceError):
         draw_bench([row("a")], tmp_path / "nowhere" / "one.png")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EACCES])
+def test_a_picture_that_cannot_be_written_leaves_the_old_one(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    draw_bench([row("a")], tmp_path / "one.png")
+    good = (tmp_path / "one.png").read_bytes()
+
+    def torn(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise OSError(number, "what the system says")
+
+    monkeypatch.setattr(Path, "write_bytes", torn)
+    with pytest.raises(ResourceError, match="what the system says") as error:
+        draw_bench([row("b")], tmp_path / "one.png")
+    assert ("writable" if number == errno.EACCES else "free some space") in error.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["one.png"]
+    assert (tmp_path / "one.png").read_bytes() == good
 
 
 def test_a_row_is_one_json_line():

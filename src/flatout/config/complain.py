@@ -186,9 +186,15 @@ _WANTED = {
 }
 _RULES = {
     "finite_number": "it must be a finite number",
-    "string_pattern_mismatch": "it does not have the required form",
     "string_too_short": "it must not be empty",
     "too_short": "it must not be empty",
+}
+# The patterns of the schema in words; a pattern is for machines.
+_FORMS = {
+    r"^(auto|cpu|mps|cuda|cuda:\d{1,3})$": "auto, cpu, mps, cuda or cuda:N",
+    r"^[a-z]{2,3}$": "a code of two or three small letters, such as en",
+    r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$": "up to 100 letters, digits, dots, dashes and underscores, none of the last "
+    "three in front",
 }
 _UNKNOWN_KEYS = ("extra_forbidden", "invalid_key")
 _RANGE_RULES = {
@@ -230,6 +236,16 @@ def section_paths() -> tuple[str, ...]:
 def allowed_values(path: str) -> str:
     """What a field takes, in words: `a whole number at least 1 and at most 1000`."""
     return _allowed(_spot_at(path.split(".")).described)
+
+
+def choices(path: str) -> str:
+    """The words that a field is chosen from, as a sentence; nothing for a field that is no choice."""
+    options = _options(_spot_at(path.split(".")).described)
+    for how, described in (("One of", options), ("Any of", [option.get("items", {}) for option in options])):
+        found = [format_value(value) for option in described for value in option.get("enum", [])]
+        if found:
+            return f"{how} {', '.join(found)}."
+    return ""
 
 
 def with_whole_numbers(annotation: Any, value: Any) -> Any:
@@ -324,13 +340,15 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
         in_item = spot.field != path
         return _unknown_in_item(spot, where) if in_item else unknown_key(path, where)
     if kind == "value_error":
-        return _explain_conflict(path, str(context.get("error", error["msg"])), origins, fallback)
+        conflict = context.get("error")
+        hint = getattr(conflict, "hint", "change one of the values it names")
+        return _explain_conflict(path, str(conflict or error["msg"]), hint, origins, fallback)
     if kind == "missing":
         return ConfigError(f"{where}: {path} is missing", _help(spot))
     if kind in _RANGE_RULES:
         name, words = _RANGE_RULES[kind]
         rule = f"{words} {_number(context[name])}"
-    elif kind == "literal_error":
+    elif kind in ("literal_error", "string_pattern_mismatch"):
         rule = f"it must be {_allowed(spot.described)}"
     elif path in section_paths():
         rule = "it must be a section with fields of its own"
@@ -340,7 +358,9 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
         rule = _RULES.get(kind, f"it was refused: {error['msg']}")
     what = f"{path} is {shorten(error['input'])}" if path else f"the config is {shorten(error['input'])}"
     # A list of choices is long, and the rule has given it.
-    hint = _help(spot, allowed=kind != "literal_error") + _advice(kind, spot, error["input"])
+    hint = _help(spot, allowed=kind not in ("literal_error", "string_pattern_mismatch")) + _advice(
+        kind, spot, error["input"]
+    )
     return ConfigError(f"{where}: {what}, but {printable(rule)}", hint)
 
 
@@ -397,7 +417,7 @@ def _unknown_in_item(spot: _Spot, where: str) -> ConfigError:
     return ConfigError(f"{where}: {parent}.{shorten_path(name)} is not a known key", hint)
 
 
-def _explain_conflict(path: str, text: str, origins: Mapping[str, str], fallback: str) -> ConfigError:
+def _explain_conflict(path: str, text: str, hint: str, origins: Mapping[str, str], fallback: str) -> ConfigError:
     """A check across fields: keeps the schema's sentence and finds the fields it speaks of, to say who wrote them."""
     words = {word.strip(".") for word in re.findall(r"[\w.]+", text)}
     below = f"{path}." if path else ""
@@ -406,7 +426,6 @@ def _explain_conflict(path: str, text: str, origins: Mapping[str, str], fallback
     where = f" ({', '.join(written)})" if written else ""
     head = "" if written else f"{fallback}: "
     head += f"{path}: " if path else ""
-    hint = f"set {_either(named)} accordingly" if named else "change one of the values it names"
     return ConfigError(f"{head}{printable(text)}{where}", hint)
 
 
@@ -471,7 +490,7 @@ def _allowed_by(described: Mapping[str, Any]) -> str:
         return noun + (" " + " and ".join(limits) if limits else "")
     if kind == "string":
         if "pattern" in described:
-            return f"text of the form {described['pattern']}"
+            return _FORMS.get(described["pattern"], f"text of the form {described['pattern']}")
         return "text that is not empty" if described.get("minLength") else "text"
     if kind == "array":
         what = "a list that is not empty and" if described.get("minItems") else "a list"
@@ -500,11 +519,9 @@ def _close_matches(word: str, known: list[str], cutoff: float) -> list[str]:
 
 
 def _number(value: float) -> str:
-    return str(int(value)) if float(value).is_integer() and abs(value) < 2**64 else str(value)
-
-
-def _either(paths: list[str]) -> str:
-    return paths[0] if len(paths) == 1 else f"{', '.join(paths[:-1])} or {paths[-1]}"
+    if not float(value).is_integer() or abs(value) >= 2**64:
+        return str(value)
+    return f"{int(value):,}" if abs(value) >= 10_000 else str(int(value))
 
 
 def _item_annotation(annotation: Any) -> Any:

@@ -30,6 +30,7 @@ from flatout.config.catalogue import (
     shipped_path,
 )
 from flatout.config.complain import (
+    choices,
     field_facts,
     nearest_paths,
     section_class,
@@ -190,10 +191,10 @@ def resolve_from_mapping(values: Mapping[str, Any], where: str = "stored config"
 
 
 def explain(loaded: LoadedConfig) -> list[ExplainRow]:
-    """Every field with its value, where that came from, and its sentence, in the schema's order."""
+    """Every field with its value, where that came from, its sentence and its choices, in the schema's order."""
     values = loaded.config.model_dump()
     return [
-        ExplainRow(path, _at(values, path), loaded.sources[path].where, fact.description)
+        ExplainRow(path, _at(values, path), loaded.sources[path].where, f"{fact.description} {choices(path)}".rstrip())
         for path, fact in field_facts().items()
     ]
 

@@ -8,12 +8,26 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from flatout.config.yaml_loader import format_value
+
 Positive = Annotated[int, Field(ge=1, le=2**40)]
 Natural = Annotated[int, Field(ge=0, le=2**40)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Name = Annotated[str, Field(min_length=1)]
 Switch = Literal["auto", "on", "off"]
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
+
+
+class Conflict(ValueError):
+    """Values that do not go together; `hint` says what would."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def _multiple_near(number: int, of: int) -> int:
+    return max(1, round(number / of)) * of
 
 
 class Section(BaseModel):
@@ -102,17 +116,30 @@ class ModelConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} is not a multiple of heads {self.heads}")
+            near = _multiple_near(self.width, self.heads * (2 if self.positions == "rope" else 1))
+            raise Conflict(
+                f"width {self.width} is not a multiple of heads {self.heads}",
+                f"set model.width={near}, or model.heads to a divisor of {self.width}",
+            )
         if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+            raise Conflict(
+                f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}",
+                f"set model.kv_heads to a divisor of {self.heads}, or to null for as many as heads",
+            )
         if self.positions == "rope" and (self.width // self.heads) % 2:
-            raise ValueError(f"rotary positions need an even head size, not {self.width // self.heads}")
+            raise Conflict(
+                f"rotary positions need an even head size (width over heads), not {self.width // self.heads}",
+                f"set model.width={_multiple_near(self.width, 2 * self.heads)}, or model.positions=learned",
+            )
         if self.family == "gpt2":
             for name, fixed in FAMILY_DEFAULTS["gpt2"].items():
                 if getattr(self, name) != fixed:
-                    raise ValueError(f"family gpt2 fixes {name} to {fixed}; use family gpt for {getattr(self, name)}")
+                    raise Conflict(
+                        f"family gpt2 fixes {name} to {format_value(fixed)}, not {format_value(getattr(self, name))}",
+                        f"leave model.{name} out, or set model.family=gpt",
+                    )
         if self.init_from is not None and self.family != "gpt2":
-            raise ValueError("init_from loads GPT-2 weights and needs family gpt2")
+            raise Conflict("init_from loads GPT-2 weights and needs family gpt2", "set model.family=gpt2")
         return self
 
 
@@ -203,7 +230,10 @@ class CleanConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.max_characters is not None and self.min_characters > self.max_characters:
-            raise ValueError(f"min_characters {self.min_characters} is above max_characters {self.max_characters}")
+            raise Conflict(
+                f"min_characters {self.min_characters} is above max_characters {self.max_characters}",
+                f"set clean.min_characters to at most {self.max_characters}, or clean.max_characters higher",
+            )
         return self
 
 
@@ -259,7 +289,10 @@ class TrainConfig(Section):
     def _check(self) -> Self:
         given = [name for name in ("steps", "epochs", "tokens") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"give exactly one of steps, epochs, tokens, not {' and '.join(given) or 'none'}")
+            raise Conflict(
+                f"give exactly one of steps, epochs, tokens, not {' and '.join(given) or 'none'}",
+                "keep one of train.steps, train.epochs and train.tokens, such as train.steps=1000",
+            )
         return self
 
 
@@ -423,20 +456,36 @@ class RunConfig(Section):
     def _check(self) -> Self:
         context, batch = self.model.context, self.train.batch_tokens
         if self.data.streaming and (self.data.source is None or self.train.epochs is not None):
-            raise ValueError("data.streaming needs data.source, and a length in train.steps or train.tokens")
+            raise Conflict(
+                "data.streaming needs data.source, and a length in train.steps or train.tokens",
+                "name files in data.source and set train.steps, or leave data.streaming out",
+            )
         if self.data.streaming and (self.data.packing != "concat" or self.data.stride is not None):
-            raise ValueError("data.streaming goes with data.packing concat and no data.stride")
+            raise Conflict(
+                "data.streaming goes with data.packing concat and no data.stride",
+                "set data.packing=concat and data.stride=null, or data.streaming=false",
+            )
         if self.data.packing == "best_fit" and self.data.stride is not None:
-            raise ValueError("data.packing best_fit fits whole documents and takes no data.stride")
+            raise Conflict(
+                "data.packing best_fit fits whole documents and takes no data.stride",
+                "set data.stride=null, or data.packing=concat",
+            )
         if batch % context:
-            raise ValueError(f"train.batch_tokens {batch} is not a multiple of model.context {context}")
+            raise Conflict(
+                f"train.batch_tokens {batch} is not a multiple of model.context {context}",
+                f"set train.batch_tokens={_multiple_near(batch, context)}, or model.context to a divisor of {batch}",
+            )
         sequences, count = batch // context, self.speed.accumulation
         if count is not None and sequences % count:
-            raise ValueError(f"a batch of {sequences} sequences does not split into speed.accumulation {count}")
+            raise Conflict(
+                f"a batch of {sequences} sequences does not split into speed.accumulation {count}",
+                f"set speed.accumulation to a divisor of {sequences}; the batch is train.batch_tokens / model.context",
+            )
         if count is not None and self.speed.micro_batch is not None and count * self.speed.micro_batch != sequences:
-            raise ValueError(
+            raise Conflict(
                 f"speed.micro_batch {self.speed.micro_batch} times speed.accumulation {count} "
-                f"is not the batch of {sequences} sequences"
+                f"is not the batch of {sequences} sequences",
+                f"set speed.micro_batch={sequences // count}, or give only one of the two",
             )
         return self
 

@@ -124,7 +124,9 @@ def resolve_speed(
     fused_qkv = not switch_off("fused_qkv", asked.fused_qkv, one_product)
     compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, probes))
     loss = settle("loss", asked.loss, *_loss(asked.loss, device, kernels))
-    settle("loss_chunk", str(asked.loss_chunk), str(asked.loss_chunk))
+    why = "the plain loss takes all tokens at once" if loss == "plain" else ""
+    used_chunk = "none" if why else str(asked.loss_chunk)  # harmless, so it is told and not refused, as with workers
+    features.append(Feature(name="loss_chunk", asked=str(asked.loss_chunk), used=used_chunk, why=why))
     fused = settle("fused_optimizer", asked.fused_optimizer, *_fused(asked, device))
     offload = switch("optimizer_offload", asked.optimizer_offload, _no_offload(device))
     state = settle("optimizer_state", asked.optimizer_state, *_optimizer_state(asked.optimizer_state, device, offload))
@@ -206,7 +208,7 @@ def _kernels(asked: SpeedConfig, device: Device, model: ModelConfig, probes: Pro
 def kernels_missing(device: Device, model: ModelConfig, probes: Probes | None = None) -> str | None:
     """Why our Triton kernels cannot run this model here, or None."""
     if device.kind != "cuda":
-        return "they run on CUDA devices"
+        return "our kernels run on CUDA devices only"
     if not (probes or Probes()).triton():
         return "triton is not installed"
     if device.capability is not None and device.capability < (8, 0):

@@ -4,7 +4,7 @@ Idea: two panels share one list of rungs. The left one shows tokens per second, 
 axis, on which a factor of two up and one down are equally long; the claimed range is a pale bar behind the gain.
 
 Contract: any rows can be drawn, also none with a speed; a rung without one says why where its bar would be. Nothing
-overlaps, and the same rows give the same bytes.
+overlaps, and the same rows give the same bytes. A picture that cannot be written leaves the one that is there as it is.
 """
 
 import io
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.observe.bench_table import TITLES, headline, short_reason, total_lines
+from flatout.files import disk_errors, write_whole
+from flatout.observe.bench_table import TITLES, headline, rough_rungs, short_reason, total_lines
 from flatout.observe.console import printable
 from flatout.records import BenchRow
 
@@ -47,13 +48,12 @@ def draw_bench(rows: Sequence[BenchRow], path: str | Path) -> None:
         matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False})
         figure = _figure(rows)
         figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else {"Software": None})
-    try:
-        path.write_bytes(content.getvalue())
-    except OSError as error:
+    if not path.parent.is_dir():
         raise ResourceError(
-            f"could not write the picture {printable(str(path))}: {error.strerror}",
-            "name a file in a folder that is there and that you may write to",
-        ) from error
+            f"could not write the picture {printable(str(path))}: its folder is not there", "create the folder first"
+        )
+    with disk_errors(f"the picture {printable(str(path))}", safe=""):
+        write_whole(path, content.getvalue())
 
 
 def _figure(rows: Sequence[BenchRow]) -> "Figure":
@@ -112,6 +112,7 @@ def _draw_speeds(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
 
 def _draw_gains(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
     rows = [row for row in lines if not isinstance(row, str)]
+    rough = rough_rungs(rows)
     gains = [row.gain for row in rows if row.gain is not None]
     claims = [limit for row in rows for limit in (row.claim_low, row.claim_high) if limit is not None and _drawn(row)]
     low, high = min([0.75, *gains, *claims]), max([2.0, *gains, *claims])
@@ -141,7 +142,8 @@ def _draw_gains(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
         # In columns at the panel's right edge, where no bar can run into them.
         beside = axes.get_yaxis_transform()
         if row.gain is not None:
-            words, colour = f"{row.gain:.2f}\u00d7", _INK if row.gain >= 0.995 else _RED
+            words = f"{'~' if row.rung in rough else ''}{row.gain:.2f}\u00d7"
+            colour = _INK if row.gain >= 0.995 else _RED
             axes.text(
                 1.14, place, words, size=8, weight="bold", color=colour, va="center", ha="right", transform=beside
             )

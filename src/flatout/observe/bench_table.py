@@ -21,6 +21,8 @@ TITLES = {
 }
 _STYLES = {"green": "green", "red": "bold red", "out_of_memory": "yellow", "failed": "bold red", "absent": "dim"}
 _WORDS = {"out_of_memory": "no memory"}
+ROUGH = 0.25  # a spread from which on a gain is marked: its steps lie too far apart to say much
+CLAIMS_PAGE = "docs/from-the-guides.md"
 _NARROWEST = 132  # columns where nobody watches: a file has no right margin
 
 
@@ -33,13 +35,14 @@ class BenchReader:
         self.place = BenchProgress(0, 0, "", "")
 
     def notice(self, message: str) -> None:
-        self.console.print(Text(printable(message), "dim"))
+        self.console.print(Text(printable(message), "dim"), soft_wrap=True)
 
     def progress(self, place: BenchProgress) -> None:
         self.place = place
         words = f"{place.rung}: {place.phase}"
         if place.phase == "reference":
-            words = f"the reference that all {place.total} rungs are held against"
+            held = "the rung is" if place.total == 1 else f"all {place.total} rungs are"
+            words = f"the reference that {held} held against"
         line = f"{_number(place)} {words}"
         if not self.console.is_terminal:
             if place.phase != "timing":  # one line a rung is enough in a file
@@ -79,14 +82,15 @@ def print_bench(rows: Sequence[BenchRow], promised: Sequence[str] = (), console:
     console = console or _Console(highlight=False, file=sys.stdout)
     if not console.is_terminal:
         console.width = max(console.width, _NARROWEST)
-    console.print(Text(printable(headline(rows)), "bold"))
+    console.print(Text(printable(headline(rows)), "bold"), soft_wrap=True)
     measured = [row for row in rows if row.status != "absent"]
+    rough = rough_rungs(rows)
     for group, title in TITLES.items():
         part = [row for row in measured if row.group == group]
         if part:
             console.print("")
             console.print(Text(title))
-            console.print(_table(part, with_mfu=any(row.mfu is not None for row in measured)))
+            console.print(_table(part, rough, with_mfu=any(row.mfu is not None for row in measured)))
             for row in part:
                 if row.reason:
                     console.print(Text(f"  {row.rung}: {short_reason(row, 200)}", "dim"), soft_wrap=True)
@@ -97,8 +101,15 @@ def print_bench(rows: Sequence[BenchRow], promised: Sequence[str] = (), console:
         for row in missing:
             console.print(Text(printable(f"  {row.rung:<24}{row.reason}"), "dim"), soft_wrap=True)
     console.print("")
-    for line in (*total_lines(rows), *(f"the guides promise {words}" for words in promised)):
-        console.print(Text(line))
+    lines = total_lines(rows)
+    if rough:
+        lines.append(
+            f"~ one side of this gain has a spread above {ROUGH:.0%}: measure again on a machine that is idle otherwise"
+        )
+    if promised and measured:
+        lines.append(f"the guides promise {'; '.join(promised)} of everything together ({CLAIMS_PAGE})")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
 
 
 def headline(rows: Sequence[BenchRow]) -> str:
@@ -109,6 +120,12 @@ def headline(rows: Sequence[BenchRow]) -> str:
         f"{first.config}: {size}, {first.batch_tokens:,} tokens a step; {first.device}, "
         f"torch {first.torch}, flatout {first.flatout}{commit}"
     )
+
+
+def rough_rungs(rows: Sequence[BenchRow]) -> set[str]:
+    """The rungs whose gain hangs on steps that lay far apart, their own or those of the rung it is over."""
+    noisy = {row.rung for row in rows if row.spread is not None and row.spread > ROUGH}
+    return {row.rung for row in rows if row.gain is not None and (row.rung in noisy or row.against in noisy)}
 
 
 def total_lines(rows: Sequence[BenchRow]) -> list[str]:
@@ -139,7 +156,7 @@ def _speed(row: BenchRow) -> float:
     return row.tokens_per_second or 0.0
 
 
-def _table(rows: Sequence[BenchRow], *, with_mfu: bool) -> Table:
+def _table(rows: Sequence[BenchRow], rough: set[str], *, with_mfu: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("rung", overflow="fold")
     columns = [
@@ -169,7 +186,7 @@ def _table(rows: Sequence[BenchRow], *, with_mfu: bool) -> Table:
                 *([_or_dash(row.mfu, "{:.1%}")] if with_mfu else []),
                 _or_dash(None if row.peak_bytes is None else row.peak_bytes / 2**30, "{:.2f}"),
                 _or_dash(row.compile_seconds or None, "{:.1f}"),
-                _or_dash(row.gain, "{:.2f}x"),
+                ("~" if row.rung in rough else "") + _or_dash(row.gain, "{:.2f}x"),
                 _or_dash(row.factor, "{:.2f}x"),
             ]
         table.add_row(row.rung, status, *cells, row.claim)

@@ -13,11 +13,13 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
+from flatout.config.schema import SpeedConfig
 from flatout.records import (
     CheckpointRecord,
     EndRecord,
     EpochRecord,
     EvalRecord,
+    Feature,
     NoticeRecord,
     Record,
     RunInfo,
@@ -171,7 +173,7 @@ def _banner(info: RunInfo) -> list[str]:
     training = "streamed training text" if info.train_tokens is None else f"{info.train_tokens:,} training"
     shown = [f for f in info.features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
-    fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and f.name in _TOLD]
+    fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
     return [
         f"flatout {info.flatout}: {info.family}, {size} parameters, on {info.device} (torch {info.torch})",
         f"data: {training} and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab:,} ids)",
@@ -196,6 +198,13 @@ _QUIET = {
     "memory_limit": ("null",),
 }
 _TOLD = (*_SHOWN, *_QUIET, "expandable_segments")
+_TOLD_IF_CHANGED = ("loss_chunk", "workers")  # numbers that wait for their use: told only where somebody set them
+
+
+def _is_told(feature: Feature) -> bool:
+    if feature.name in _TOLD_IF_CHANGED:
+        return feature.asked != str(SpeedConfig.model_fields[feature.name].default)
+    return feature.name in _TOLD
 
 
 def _ending(record: EndRecord) -> list[str]:

@@ -98,6 +98,6 @@ def _sentence(result: TuneResult) -> str:
     return (
         f"chose micro-batch {row.micro_batch} x {row.accumulation}, checkpointing {row.checkpointing}, "
         f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({how}){memory}, "
-        f"on {result.device}; {result.tried} trials in "
+        f"on {result.device}; {result.tried} {'trial' if result.tried == 1 else 'trials'} in "
         f"{human_seconds(result.seconds)} on {result.data}; {result.ended}"
     )

@@ -1,15 +1,18 @@
 """What was found, as a config file: a preset, what the user had written beyond it, and the tuned switches.
 
 A plain file is enough: `flatout train FILE` trains what was tuned. A cap that emulated a smaller card is not in it.
+The first line ends with a checksum of all the others, so that a file edited since can be told from one that was not.
 """
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig, format_value
 from flatout.records import TuneRow
 from flatout.tuning.search import Candidate
 
-# The switches that tune turns; what a user has written for them is where it starts from, not a rule.
+# The switches that tune turns; what a preset says of them is where it starts from, what the user wrote is a rule.
 TUNED = (
     "speed.micro_batch",
     "speed.accumulation",
@@ -21,6 +24,25 @@ TUNED = (
     "speed.optimizer_offload",
 )
 FIRST_LINE = "# Found by `flatout tune`"
+_CHECKSUM = " Checksum of the rest: "
+
+
+def written_paths(loaded: LoadedConfig) -> set[str]:
+    """The fields that the user wrote, in a file or on the command line."""
+    return {path for path, source in loaded.sources.items() if source.kind in ("file", "override")}
+
+
+def kept_settings(loaded: LoadedConfig) -> dict[str, Any]:
+    """What the user wrote of the switches that tune turns, by name; auto and null leave the choice to tune."""
+    names = [path.removeprefix("speed.") for path in TUNED if path in written_paths(loaded)]
+    values = {name: getattr(loaded.config.speed, name) for name in names}
+    return {name: value for name, value in values.items() if value not in ("auto", None)}
+
+
+def train_words(overrides: Sequence[str], tuned: Sequence[str]) -> list[str]:
+    """The words of a command line that trains with what was found: tuned words stand in for the user's own."""
+    words = {word.partition("=")[0].strip(): word for word in overrides}
+    return list((words | {word.partition("=")[0]: word for word in tuned}).values())
 
 
 def words_of(candidate: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
@@ -50,15 +72,33 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
         section, _, name = path.partition(".")
         # A layer's null that silences an alternative below it (train.tokens beside train.steps) follows by itself.
         silenced = source.where.endswith(")") and values[section][name] is None
-        if path not in TUNED and source.kind in ("hardware", "file", "override") and not silenced:
+        if (
+            path not in (*settings, "speed.accumulation")
+            and source.kind in ("hardware", "file", "override")
+            and not silenced
+        ):
             sections.setdefault(section, {})[name] = format_value(values[section][name])
     for path, value in settings.items():
         section, _, name = path.partition(".")
         sections.setdefault(section, {})[name] = format_value(value)
-    lines = [*_comments(row, device, capacity), *([] if preset is None else [f"preset: {preset}"])]
+    first, *comments = _comments(row, device, capacity)
+    lines = [*comments, *([] if preset is None else [f"preset: {preset}"])]
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {value}" for name, value in fields.items())]
-    return "\n".join(lines) + "\n"
+    body = "\n".join(lines) + "\n"
+    return f"{first}{_CHECKSUM}{_checksum(body)}\n{body}"
+
+
+def is_unchanged(text: str) -> bool | None:
+    """Whether the text of a file is as `fragment_of` made it; None for a file that is not from here at all."""
+    first, _, body = text.partition("\n")
+    if not first.startswith(FIRST_LINE):
+        return None
+    return first.rstrip().endswith(f"{_CHECKSUM}{_checksum(body)}")
+
+
+def _checksum(body: str) -> str:
+    return hashlib.sha256(body.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def _comments(row: TuneRow, device: str, capacity: int | None) -> list[str]:

@@ -17,9 +17,7 @@ import dataclasses
 import gc
 import math
 import statistics
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
@@ -33,6 +31,7 @@ from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
 from flatout.tuning.measure import Measurement, Steps, borrowed_run, parity_losses, summary_of
 from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, resolved
+from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.rungs import (
     COMPILED,
     FULL,
@@ -42,8 +41,9 @@ from flatout.tuning.rungs import (
     all_rungs,
     as_words,
     asked_for,
+    check_asked,
+    check_here,
     choose,
-    known_names,
     linked,
     settings_of,
     tolerance_of,
@@ -84,14 +84,23 @@ def bench(
     rung is compared with is measured too. The gate takes `parity_steps` steps, the clock at most `steps`. Rungs in
     `earlier` were measured before, with the same config on the same machine, and stand for themselves.
     """
-    with tempfile.TemporaryDirectory(prefix="flatout-bench-") as scratch:
-        plan = make_plan(loaded, Path(scratch), steps, parity_steps, batch_tokens, notice)
+    check_asked(loaded, names)
+    with scratch_folder("flatout-bench-") as scratch:
+        plan = make_plan(loaded, scratch, steps, parity_steps, batch_tokens, notice)
+        check_same(plan, earlier)
+        other = sorted({row.steps for row in earlier if _other_steps(row, steps)})
+        if other:
+            told = " and ".join(str(count) for count in other)
+            notice(
+                f"rungs that are there were timed for {told} steps, now it is {steps}: fewer steps are a rougher figure"
+            )
         listed = all_rungs(
             kind=plan.device.kind,
             micro_batch=micro_batch_of(plan.config)[0],
             attention=resolved(plan, {"speed.compile": "off"}).execution.attention,
         )
-        asked = None if names is None else known_names(names, listed)
+        asked = None if names is None else list(names)
+        check_here(asked or (), listed, plan.device.kind)
         absent = absences(plan, [rung for rung in listed if rung.group == "ladder"])
         if asked is not None and FULL in asked:
             asked = [*asked, top_of([rung for rung in listed if rung.name not in absent])]
@@ -103,7 +112,6 @@ def bench(
         known = {row.rung: row for row in earlier}
         rungs = [rung for rung in choose(present, names=asked, only=only) if rung.name not in known]
         places = {rung.name: place for place, rung in enumerate(listed)}
-        check_same(plan, earlier)
         if rungs:
             progress(BenchProgress(0, len(rungs), "reference", "reference"))
         reference = reference_losses(plan, notice) if rungs else []
@@ -142,13 +150,12 @@ def _climb(
 ) -> Generator[BenchRow]:
     chosen = {rung.name for rung in rungs}
     climbed: list[Rung] = []  # the rungs of the ladder whose switches are on
-    speeds: dict[str, tuple[float, float]] = {}
+    timed: dict[str, BenchRow] = {}
     number = 0
     for rung in present:
         row = known.get(rung.name)
         if row is not None:
-            if row.milliseconds is not None and row.mean_milliseconds is not None:
-                speeds[rung.name] = row.milliseconds, row.mean_milliseconds
+            timed |= {rung.name: row} if row.milliseconds is not None else {}
             words = dict(word.split("=", 1) for word in row.words if "=" in word)  # its micro-batch may have shrunk
             carried_up = rung.group == "ladder" and row.status == "green"
             climbed += [dataclasses.replace(rung, words=words)] if carried_up else []
@@ -169,23 +176,42 @@ def _climb(
         rung, outcome = _measured(plan, rung, climbed, reference, tell)
         # The rung below may have turned out red: the one that is really stood on counts.
         ladder = rung.group == "ladder"
-        against = rung.against if not ladder and rung.against in speeds else climbed[-1].name if climbed else None
-        if outcome.status == "green" and outcome.measured is not None:
-            speeds[rung.name] = outcome.measured.milliseconds, outcome.measured.mean_milliseconds
+        against = rung.against if not ladder and rung.against in timed else climbed[-1].name if climbed else None
+        if outcome.status == "green":
             climbed += [rung] if ladder else []
         settings = settings_of(rung, climbed)
         row = row_of(plan, dataclasses.replace(rung, against=against), settings, outcome)
-        yield _with_gains(row, rung, speeds)
+        timed |= {rung.name: row} if row.milliseconds is not None else {}
+        yield with_gains(row, timed)
 
 
-def _with_gains(row: BenchRow, rung: Rung, speeds: Mapping[str, tuple[float, float]]) -> BenchRow:
-    own, other, base = (speeds.get(name or "") for name in (row.rung, row.against, "baseline"))
+def with_gains(row: BenchRow, rows: Mapping[str, BenchRow]) -> BenchRow:
+    """The row with its gain and factor, as far as what they are over is among `rows`, by name."""
+
+    def milliseconds(name: str | None) -> float | None:
+        other = rows.get(name or "")
+        if other is None:
+            return None
+        return other.mean_milliseconds if _periodic(row) else other.milliseconds
+
+    own, other, base = (milliseconds(name) for name in (row.rung, row.against, "baseline"))
     if own is None:
         return row
-    which = 1 if rung.trick in PERIODIC else 0
-    gain = None if other is None else other[which] / own[which]
+    gain = None if other is None else other / own
     gain = 1 / gain if gain is not None and row.group == "without" else gain
-    return dataclasses.replace(row, gain=gain, factor=None if base is None else base[which] / own[which])
+    return dataclasses.replace(row, gain=gain, factor=None if base is None else base / own)
+
+
+def _periodic(row: BenchRow) -> bool:
+    return any(word in PERIODIC for word in row.words)
+
+
+def _other_steps(row: BenchRow, steps: int) -> bool:
+    """Whether a row was timed for more or fewer steps than are asked for now, and not only because it is slow."""
+    if row.milliseconds is None or _periodic(row):
+        return False
+    seconds = row.steps * row.milliseconds / 1000
+    return row.steps > steps or (row.steps < steps and seconds < TIMED_SECONDS / 2)
 
 
 def _measured(
@@ -306,7 +332,7 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         batch_tokens=plan.config.train.batch_tokens,
         micro_batch=None if speed is None else speed.micro_batch,
         accumulation=None if speed is None else speed.accumulation,
-        device=plan.device.name,
+        device=plan.machine,
         flatout=flatout.__version__,
         torch=torch.__version__,
         commit=plan.commit,

@@ -5,6 +5,7 @@ values count as a preset's, so that a device answers with a reason instead of an
 """
 
 import dataclasses
+import platform
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,15 +13,15 @@ from pathlib import Path
 import torch
 
 import flatout
-from flatout.config.load import LoadedConfig, Source, load_stored
-from flatout.config.schema import RunConfig
+from flatout.config.load import LoadedConfig, Source, format_value, load_stored
+from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed
 from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.records import BenchRow
 from flatout.tuning.practice_data import practice_data
-from flatout.tuning.rungs import BASELINE, Rung, as_words, settings_of
+from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, as_words, settings_of
 from flatout.tuning.tricks import PERIOD, tricks_for
 
 MOST_SEQUENCES = 64  # of a step, unless told otherwise: the naive baseline takes seconds for them on any card
@@ -34,6 +35,7 @@ class Plan:
 
     config: RunConfig
     device: Device
+    machine: str
     corpus_bytes: int
     data: str
     vocab: int
@@ -55,10 +57,16 @@ def make_plan(
     config = loaded.config
     data, described = practice_data(config, scratch)
     notice(f"data: {described}")
+    unused = [f"{path}={_written(config, path)}" for path in OWN_SWITCHES if _sets(loaded, path)]
+    if unused:
+        notice(f"the ladder sets its switches itself; of the config it does not use {', '.join(unused)}")
     context = config.model.context
     tokens = batch_tokens or config.train.batch_tokens
     if tokens % context:
-        raise ConfigError(f"a batch of {tokens} tokens is not a multiple of model.context {context}", "choose another")
+        raise ConfigError(
+            f"a batch of {tokens} tokens is not a multiple of model.context {context}",
+            f"set --batch-tokens to a multiple of it, such as {max(1, tokens // context) * context}",
+        )
     written = batch_tokens is not None or loaded.sources["train.batch_tokens"].kind == "override"
     if tokens > MOST_SEQUENCES * context and not written:
         tokens = MOST_SEQUENCES * context
@@ -76,37 +84,66 @@ def make_plan(
     return Plan(
         config=fitted,
         device=device,
+        machine=machine_of(device),
         corpus_bytes=dataset.train.tokens * dataset.train.dtype.itemsize,
         data=described,
         vocab=config.model.vocab or dataset.tokenizer.vocab,
         steps=steps,
         parity_steps=parity_steps,
         config_words=tuple(
-            f"{path}={getattr(getattr(config, path.partition('.')[0]), path.partition('.')[2])}"
+            f"{path}={_written(config, path)}"
             for path, source in loaded.sources.items()
-            if source.kind in ("file", "override") and not path.startswith("output.")
+            if source.kind in ("file", "override") and not path.startswith("output.") and path not in OWN_SWITCHES
         ),
         commit=commit_of(Path(flatout.__file__).parent),
     )
 
 
+def _written(config: RunConfig, path: str) -> str:
+    section, _, name = path.partition(".")
+    return format_value(getattr(getattr(config, section), name))
+
+
+def _sets(loaded: LoadedConfig, path: str) -> bool:
+    """Whether a file or preset gives this switch another value than it has anyway."""
+    name = path.removeprefix("speed.")
+    default = SpeedConfig.model_fields[name].default
+    return loaded.sources[path].kind != "default" and getattr(loaded.config.speed, name) != default
+
+
+def machine_of(device: Device) -> str:
+    """The device by a name that tells it from others; a CPU by its model and by how many threads torch uses."""
+    if device.kind != "cpu":
+        return device.name
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # only Linux has it
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    threads = torch.get_num_threads()
+    model = models[0] if models else platform.processor() or platform.machine()
+    return f"cpu ({model}, {threads} {'thread' if threads == 1 else 'threads'})"
+
+
 def check_same(plan: Plan, earlier: Sequence[BenchRow]) -> None:
     """Refuses to go on with rows of another config, machine or code: their speeds would not compare."""
-    facts: dict[str, object] = {
-        "config": plan.config.output.name,
-        "config_words": plan.config_words,
-        "batch_tokens": plan.config.train.batch_tokens,
-        "parity_steps": plan.parity_steps,
-        "device": plan.device.name,
-        "torch": torch.__version__,
-        "flatout": flatout.__version__,
-        "commit": plan.commit,
+    facts: dict[str, tuple[str, object]] = {
+        "config": ("the config", plan.config.output.name),
+        "batch_tokens": ("train.batch_tokens", plan.config.train.batch_tokens),
+        "parity_steps": ("--parity-steps", plan.parity_steps),
+        "device": ("the device", plan.machine),
+        "torch": ("torch", torch.__version__),
+        "flatout": ("flatout", flatout.__version__),
+        "commit": ("the commit", plan.commit),
     }
     for row in earlier:
-        for name, now in facts.items():
-            if getattr(row, name) != now:
+        pairs = [(words, getattr(row, name), now) for name, (words, now) in facts.items()]
+        before, now = set(row.config_words), set(plan.config_words)
+        told = [", ".join(sorted(part)) or "none" for part in (before - now, now - before)]
+        for words, was, is_now in [*pairs, ("the settings", *told)]:
+            if was != is_now:
                 raise UsageError(
-                    f"the rows there were measured with {name} {getattr(row, name)}, now it is {now}",
+                    f"the rows there were measured with {words} {was or 'unknown'}, now it is {is_now or 'unknown'}",
                     "name a new folder for this ladder",
                 )
 

@@ -8,8 +8,11 @@ the embedding's gradient than text is.
 Contract: the user's folders are read and never written. What is made lies in a folder that the caller throws away.
 """
 
+import contextlib
 import hashlib
 import json
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +23,25 @@ from flatout.data.pack import pack_corpus
 from flatout.data.plan import request_of
 from flatout.data.prepare import data_folder
 from flatout.data.tokenizer import ByteTokenizer, Ids, Tokenizer, load_tokenizer, token_dtype
+from flatout.errors import ResourceError
+from flatout.files import disk_errors
 
 TRAIN_TOKENS = 2**22
 VAL_TOKENS = 2**14
 _DOCUMENT = 1024  # tokens
+_MORE_SPACE = "free some space, or set TMPDIR to a folder with some"
 _SMALL_BYTES = 2**24  # a text up to this size is prepared in a second or two
+
+
+@contextlib.contextmanager
+def scratch_folder(prefix: str) -> Iterator[Path]:
+    """A folder for what has to be made, gone at the end of the block."""
+    try:
+        made = tempfile.TemporaryDirectory(prefix=prefix)
+    except OSError as error:
+        raise ResourceError("no folder for temporary files can be written", _MORE_SPACE) from error
+    with made as name:
+        yield Path(name)
 
 
 def practice_data(config: RunConfig, scratch: Path) -> tuple[DataConfig, str]:
@@ -36,13 +53,17 @@ def practice_data(config: RunConfig, scratch: Path) -> tuple[DataConfig, str]:
             return _prepared(data, folder), f"the prepared data in {folder}"
     if isinstance(data.source, str) and not data.streaming and _small(data.source):
         folder = scratch / "text"
-        pack_corpus(request_of(data, config.clean), folder)
+        try:
+            pack_corpus(request_of(data, config.clean), folder)
+        except ResourceError as error:  # its hint is to go on later, but this folder is thrown away
+            raise ResourceError(error.message, _MORE_SPACE) from error
         return _prepared(data, folder), data.source
     tokenizer = _tokenizer_of(data)
     vocab = min(config.model.vocab or tokenizer.vocab, tokenizer.vocab)
     windows = (TRAIN_TOKENS - 1) // config.model.context
     tokens = TRAIN_TOKENS if windows >= 64 else 64 * config.model.context + 1
-    folder = write_random(scratch / "random", tokenizer, vocab=vocab, train_tokens=tokens, seed=config.train.seed)
+    with disk_errors(f"random tokens to {scratch}", safe=", or set TMPDIR to a folder with some"):
+        folder = write_random(scratch / "random", tokenizer, vocab=vocab, train_tokens=tokens, seed=config.train.seed)
     return _prepared(data, folder), f"random tokens of a vocabulary of {vocab:,}, because the config's data is not here"
 
 

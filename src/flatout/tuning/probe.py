@@ -24,7 +24,7 @@ from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.setup import Run, memory_of, with_speed
 from flatout.errors import HardwareError, ResourceError
-from flatout.tuning.fragment import TUNED
+from flatout.tuning.fragment import TUNED, kept_settings, written_paths
 from flatout.tuning.measure import Steps, borrowed_run, free_memory
 from flatout.tuning.search import Candidate, Trial
 
@@ -48,8 +48,9 @@ class Probe:
         words += [] if memory is None else [f"speed.memory_limit={memory!r}"]
         values = {**loaded.config.model_dump(), "data": data}
         self.config = load_stored(values, words, where="tune").config
-        kinds = {path: source.kind for path, source in loaded.sources.items()}
-        self.written = {path for path, kind in kinds.items() if kind in ("file", "override") and path not in TUNED}
+        self.kept = kept_settings(loaded)
+        # What a candidate cannot have is an answer; what the user wrote and cannot have is an error, told by `check`.
+        self.written = written_paths(loaded) - set(TUNED)
         self.device = limit_memory(detect_device(self.config.speed.device), self.config.speed.memory_limit)
         if memory is not None and self.device.kind != "cuda":
             raise HardwareError(
@@ -62,6 +63,11 @@ class Probe:
         self.vocab = 0
         self.corpus_bytes = 0
         self.update_seconds: dict[bool, float] = {}  # by whether the optimizer is offloaded
+
+    def check(self, *, streamed: bool) -> None:
+        """Refuses what the user wrote and this device cannot have, as a training run would."""
+        written = {*self.written, *(f"speed.{name}" for name in self.kept)}
+        resolve_speed(self.config, self.device, None if streamed else 0, lambda path: path in written)
 
     def open(self, candidate: Candidate) -> None:
         """Builds the model for a way of compiling; everything else about a candidate can change later."""

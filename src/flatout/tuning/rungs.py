@@ -15,9 +15,12 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from flatout.errors import UsageError
+
+if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
 
 Group = Literal["ladder", "without", "extra"]
 GROUPS: tuple[Group, ...] = ("ladder", "without", "extra")
@@ -56,6 +59,9 @@ REFERENCE: dict[str, str] = {**BASELINE, "speed.micro_batch": "8"}
 # 8bit  the moments are rounded, so the updates are; the loss itself is exact.
 # fp8  4 bits in a product of the chosen layers.
 TOLERANCES: dict[str, float] = {"fp32": 0.002, "tf32": 0.02, "bf16": 0.02, "fp16": 0.02, "8bit": 0.02, "fp8": 0.05}
+
+# What the ladder sets by itself. The micro-batch of a config is not lost: the rung micro-batch takes it.
+OWN_SWITCHES = tuple(path for path in BASELINE if path != "speed.micro_batch")
 
 COMPILED = "without-triton"  # the full set on torch's operations, compiled
 FULL = "full"
@@ -224,15 +230,32 @@ def asked_for(rung: Rung, *, names: Sequence[str] | None, only: str | None) -> b
     return rung.name in names if names is not None else only in (None, rung.group)
 
 
-def known_names(names: Sequence[str], rungs: Sequence[Rung]) -> list[str]:
-    """The names as they were written, `full` as the ladder's top; one that no rung has is an error."""
-    listed = [rung.name for rung in rungs]
-    for name in names:
-        if name not in listed and name != FULL:
-            near = difflib.get_close_matches(name, listed, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"the rungs are {', '.join([*listed, FULL])}"
+def every_name() -> list[str]:
+    """The names that rungs have on any device, and `full`, the top of whatever ladder there is."""
+    return [*(rung.name for rung in all_rungs(kind="cuda", micro_batch=1, attention="sdpa")), FULL]
+
+
+def check_asked(loaded: "LoadedConfig", names: Sequence[str] | None) -> None:
+    """Refuses what no ladder can do, before anything is read or built: unknown rungs, and switches as words."""
+    for name in names or ():
+        if name not in every_name():
+            near = difflib.get_close_matches(name, every_name(), n=1, cutoff=0.7)
+            hint = f"did you mean {near[0]}?" if near else f"the rungs are {', '.join(every_name())}"
             raise UsageError(f"there is no rung {name!r}", hint)
-    return list(names)
+    written = [path for path in OWN_SWITCHES if loaded.sources[path].kind == "override"]
+    if written:
+        raise UsageError(
+            f"the ladder sets {', '.join(written)} itself, rung by rung",
+            "leave it out, or choose rungs with --rungs NAME",
+        )
+
+
+def check_here(names: Sequence[str], rungs: Sequence[Rung], kind: str) -> None:
+    """Refuses names that have a meaning on other kinds of device only."""
+    listed = [*(rung.name for rung in rungs), FULL]
+    for name in names:
+        if name not in listed:
+            raise UsageError(f"the ladder of this {kind} device has no rung {name!r}", f"it has {', '.join(listed)}")
 
 
 def top_of(rungs: Iterable[Rung]) -> str:

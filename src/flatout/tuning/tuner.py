@@ -5,20 +5,18 @@ things: the config's own kernels first, moments on the host where nothing fits, 
 """
 
 import dataclasses
-import tempfile
 import time
 from collections.abc import Callable, Generator
-from pathlib import Path
 
 import torch
 
 import flatout
 from flatout.config.load import LoadedConfig, format_value
 from flatout.device import detect_device
-from flatout.errors import HardwareError, ResourceError
+from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.records import TuneProgress, TuneResult, TuneRow
-from flatout.tuning.fragment import fragment_of, words_of
-from flatout.tuning.practice_data import practice_data
+from flatout.tuning.fragment import fragment_of, kept_settings, words_of
+from flatout.tuning.practice_data import practice_data, scratch_folder
 from flatout.tuning.probe import Probe
 from flatout.tuning.search import Candidate, Memory, Search, Space, Trial, Trials, around, choose, exhaustive, quick
 
@@ -40,19 +38,37 @@ def tune(
     """Tries settings for a config on this device and yields a row for each; the last record is the `TuneResult`.
 
     `memory` is a cap in GiB that emulates a smaller card, `thorough` tries everything, `compiled` the modes of
-    torch.compile as well. After `seconds` the best so far is taken.
+    torch.compile as well. After `seconds` the best so far is taken. A switch that the user wrote stays as written.
     """
+    _refuse_contradictions(loaded, compiled)
     if compiled and detect_device(loaded.config.speed.device).kind != "cuda":
         raise HardwareError(
             "torch.compile's modes are tried on CUDA only, and this is no such device", "leave --compile out"
         )
-    with tempfile.TemporaryDirectory(prefix="flatout-tune-") as scratch:
-        data, described = practice_data(loaded.config, Path(scratch))
+    with scratch_folder("flatout-tune-") as scratch:
+        data, described = practice_data(loaded.config, scratch)
         probe = Probe(loaded, data.model_dump(), memory)
+        probe.check(streamed=loaded.config.data.streaming)
         try:
             yield from _Tuning(loaded, probe, described, seconds, progress).run(thorough, compiled)
         finally:
             probe.close()
+
+
+def _refuse_contradictions(loaded: LoadedConfig, compiled: bool) -> None:
+    kept = kept_settings(loaded)
+    if "accumulation" in kept:
+        raise ConfigError(
+            f"{loaded.sources['speed.accumulation'].where}: speed.accumulation is {kept['accumulation']}, "
+            "but tune chooses micro-batch and accumulation itself",
+            "leave it out, or take it back with speed.accumulation=null",
+        )
+    for name in ("compile", "kernels"):
+        if compiled and name in kept and (name, kept[name]) != ("kernels", "torch"):
+            raise UsageError(
+                f"speed.{name} is {kept[name]}, and --compile tries torch.compile's modes with torch's kernels",
+                f"leave out --compile or speed.{name}",
+            )
 
 
 class _Tuning:
@@ -107,12 +123,15 @@ class _Tuning:
         best = found.best()
         if compiled and best is not None:
             for mode in [mode for mode in COMPILE_MODES if mode != space.compile]:
-                other = dataclasses.replace(space, kernels="torch", compile=mode, losses=("plain", "fused"))
+                losses = (probe.kept["loss"],) if "loss" in probe.kept else ("plain", "fused")
+                other = dataclasses.replace(space, kernels="torch", compile=mode, losses=losses)
                 yield from self._drive(around(other, found, best.candidate), found)
         yield self._result(capacity)
 
     def _may_offload(self) -> bool:
         """Moments in 8 bits were asked for, and stay on the card: offloaded ones would be in fp32."""
+        if "optimizer_offload" in self.probe.kept:
+            return False
         return self.probe.device.kind == "cuda" and self.probe.config.speed.optimizer_state == "fp32"
 
     def _space(self) -> Space:
@@ -127,8 +146,12 @@ class _Tuning:
         if speed.execution.activation_offload:  # asked for because nothing else fits
             checkpointings = (speed.execution.checkpointing,)
         chunks = (asked.loss_chunk, SMALL_CHUNK) if asked.loss_chunk > SMALL_CHUNK else (asked.loss_chunk,)
+        losses = [asked.loss] if "loss" in probe.kept else losses
+        checkpointings = (asked.checkpointing,) if "checkpointing" in probe.kept else checkpointings
+        chunks = chunks[:1] if "loss_chunk" in probe.kept else chunks
+        most = probe.kept.get("micro_batch", probe.sequences)
         return Space(
-            micro_batches=divisors(probe.sequences),
+            micro_batches=tuple(size for size in divisors(probe.sequences) if size <= most),
             checkpointings=checkpointings,
             losses=tuple(losses),
             loss_chunks=chunks if probe.device.kind == "cuda" else chunks[:1],
@@ -212,7 +235,7 @@ class _Tuning:
             batch_tokens=probe.config.train.batch_tokens,
             data=self.data,
             tried=len(self.rows),
-            ended=self.ended,
+            ended=self.ended + _kept(probe),
             confirmed=timing is not None,
             seconds=time.monotonic() - self.began,
             flatout=flatout.__version__,
@@ -230,6 +253,11 @@ def _text(candidate: Candidate) -> str:
     parts += [f"compile {candidate.compile}"] if candidate.compile != "off" else []
     parts += ["optimizer on the host"] if candidate.optimizer_offload else []
     return ", ".join(parts)
+
+
+def _kept(probe: Probe) -> str:
+    words = [f"{name} {'at most ' if name == 'micro_batch' else ''}{format_value(v)}" for name, v in probe.kept.items()]
+    return f"; kept as written: {', '.join(words)}" if words else ""
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -21,21 +21,16 @@ from flatout.ops.kernels.heads import project_heads
 from flatout.ops.kernels.linear import linear
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
 from flatout.ops.reference import IGNORED, fp8_linear_reference, fp8_rounded
-from tests.parity.checking import DEVICES, GuardedMemory, draw
+from tests.parity.checking import DEVICES, draw
 
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.parametrize("device", DEVICES)]
+pytestmark = [
+    pytest.mark.usefixtures("guarded_memory"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.parametrize("device", DEVICES),
+]
 
 FP32, BF16 = torch.float32, torch.bfloat16
 KINDS = [fp8.E4M3, fp8.E5M2]
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch):
-    guarded = GuardedMemory()
-    monkeypatch.setattr(torch, "empty", guarded.make)
-    monkeypatch.setattr(torch, "empty_like", guarded.make_like)
-    yield guarded
-    guarded.check()
 
 
 def near(mine: Tensor, theirs: Tensor, relative: float) -> None:

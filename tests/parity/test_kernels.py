@@ -22,22 +22,25 @@ from flatout.ops.kernels.norm import add_norm
 from flatout.ops.kernels.rotary import prepare_heads
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
 from flatout.ops.reference import IGNORED
-from tests.parity.checking import DEVICES, GuardedMemory, assert_near, compare, draw, rounded, shapes_and_types, strided
+from tests.parity.checking import (
+    DEVICES,
+    assert_near,
+    compare,
+    draw,
+    rounded,
+    shapes_and_types,
+    strided,
+)
 
 # The interpreter computes masked lanes too, and numpy tells of every infinity in them.
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.parametrize("device", DEVICES)]
+pytestmark = [
+    pytest.mark.usefixtures("guarded_memory"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.parametrize("device", DEVICES),
+]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 EPS = 1e-5
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch):
-    guarded = GuardedMemory()
-    monkeypatch.setattr(torch, "empty", guarded.make)
-    monkeypatch.setattr(torch, "empty_like", guarded.make_like)
-    yield guarded
-    guarded.check()
 
 
 # --- norm and residual addition ---------------------------------------------------------------------------------

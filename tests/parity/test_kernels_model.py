@@ -9,20 +9,15 @@ from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
 from flatout.model.gpt import build_model
 from flatout.ops.reference import IGNORED
-from tests.parity.checking import DEVICES, GuardedMemory, assert_near
+from tests.parity.checking import DEVICES, assert_near
 
-pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.parametrize("device", DEVICES)]
+pytestmark = [
+    pytest.mark.usefixtures("guarded_memory"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.parametrize("device", DEVICES),
+]
 
 VOCAB, CONTEXT = 29, 6
-
-
-@pytest.fixture(autouse=True)
-def memory(monkeypatch):
-    guarded = GuardedMemory()
-    monkeypatch.setattr(torch, "empty", guarded.make)
-    monkeypatch.setattr(torch, "empty_like", guarded.make_like)
-    yield guarded
-    guarded.check()
 
 
 def run(device: str, execution: Execution, *, bf16: bool = False, length: int = CONTEXT, **model):

@@ -106,11 +106,6 @@ def resolve_speed(
         used = wanted and reason is None
         return settle(name, _word(wanted), _word(used), "" if used == wanted else reason or "") == "true"
 
-    def switch_off(name: str, wanted: bool, reason: str | None) -> bool:
-        """Whether something that is on by default is off; `reason` says why it cannot be."""
-        used = wanted or reason is not None
-        return settle(name, _word(wanted), _word(used), "" if used == wanted else reason or "") == "false"
-
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
     kernels = settle("kernels", asked.kernels, *_kernels(asked, device, model, probes))
@@ -120,10 +115,10 @@ def resolve_speed(
     fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model))
     attention, why = _attention(asked.attention, device, precision, config, probes)
     settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, config, probes))
-    one_product = "our kernels take one product" if kernels == "triton" else None
-    fused_qkv = not switch_off("fused_qkv", asked.fused_qkv, one_product)
+    why = "our kernels take one product" if kernels == "triton" and not asked.fused_qkv else ""
+    fused_qkv = settle("fused_qkv", _word(asked.fused_qkv), _word(asked.fused_qkv or bool(why)), why) == "true"
     compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, probes))
-    loss = settle("loss", asked.loss, *_loss(asked.loss, device, kernels))
+    loss = settle("loss", asked.loss, *_loss(asked.loss, kernels))
     why = "the plain loss takes all tokens at once" if loss == "plain" else ""
     used_chunk = "none" if why else str(asked.loss_chunk)  # harmless, so it is told and not refused, as with workers
     features.append(Feature(name="loss_chunk", asked=str(asked.loss_chunk), used=used_chunk, why=why))
@@ -196,7 +191,7 @@ def _words(values: Sequence[str]) -> str:
 def _kernels(asked: SpeedConfig, device: Device, model: ModelConfig, probes: Probes) -> tuple[str, str]:
     if asked.kernels == "torch":
         return "torch", ""
-    reason = kernels_missing(device, model, probes)
+    reason = _kernels_missing(device, model, probes)
     if reason is None and asked.kernels == "auto":
         if asked.compile not in ("auto", "off"):
             reason = "compile was asked for"
@@ -205,11 +200,11 @@ def _kernels(asked: SpeedConfig, device: Device, model: ModelConfig, probes: Pro
     return ("triton", "") if reason is None else ("torch", reason)
 
 
-def kernels_missing(device: Device, model: ModelConfig, probes: Probes | None = None) -> str | None:
+def _kernels_missing(device: Device, model: ModelConfig, probes: Probes) -> str | None:
     """Why our Triton kernels cannot run this model here, or None."""
     if device.kind != "cuda":
         return "our kernels run on CUDA devices only"
-    if not (probes or Probes()).triton():
+    if not probes.triton():
         return "triton is not installed"
     if device.capability is not None and device.capability < (8, 0):
         return f"{device.name} is older than Ampere"
@@ -247,7 +242,7 @@ def _fp8(asked: SpeedConfig, device: Device, kernels: str, model: ModelConfig) -
         return "[]", f"{device.name} has no 8-bit matrix units"
     if kernels == "torch":
         return "[]", "kernels is torch"
-    loss = _loss(asked.loss, device, kernels)[0]
+    loss = _loss(asked.loss, kernels)[0]
     if "head" in asked.fp8 and loss != "fused":
         return "[]", f"the head in 8 bits needs the fused loss, and loss is {loss}"
     groups, hidden = model.kv_heads or model.heads, mlp_width_of(model)
@@ -306,7 +301,7 @@ def _product_type(precision: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
-def _loss(asked: str, device: Device, kernels: str) -> tuple[str, str]:
+def _loss(asked: str, kernels: str) -> tuple[str, str]:
     if asked != "auto":
         return asked, ""
     return ("fused" if kernels == "triton" else "plain"), ""

@@ -7,16 +7,14 @@ Contract: any rows can be drawn, also none with a speed; a rung without one says
 overlaps, and the same rows give the same bytes. A picture that cannot be written leaves the one that is there as it is.
 """
 
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.errors import DataError, ResourceError, UsageError
-from flatout.files import disk_errors, write_whole
 from flatout.observe.bench_table import TITLES, headline, rough_rungs, short_reason, total_lines
 from flatout.observe.console import printable
+from flatout.observe.picture import write_picture
 from flatout.records import BenchRow
 
 if TYPE_CHECKING:
@@ -34,26 +32,7 @@ _HEIGHT = 0.66  # of a bar, in rows
 
 def draw_bench(rows: Sequence[BenchRow], path: str | Path) -> None:
     """Write the picture of a ladder to `path`, as PNG or SVG by its suffix; rungs the device lacks are left out."""
-    path = Path(path)
-    form = path.suffix.lower().removeprefix(".")
-    if form not in ("png", "svg"):
-        raise UsageError(f"a picture cannot be written as {printable(path.name)!r}", "name a .png or .svg file")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise DataError("a picture needs the package matplotlib", "pip install matplotlib") from error
-    content = io.BytesIO()
-    with matplotlib.rc_context():  # without the user's own style, and without a date or random names
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False})
-        figure = _figure(rows)
-        figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else {"Software": None})
-    if not path.parent.is_dir():
-        raise ResourceError(
-            f"could not write the picture {printable(str(path))}: its folder is not there", "create the folder first"
-        )
-    with disk_errors(f"the picture {printable(str(path))}", safe=""):
-        write_whole(path, content.getvalue())
+    write_picture(path, lambda: _figure(rows))
 
 
 def _figure(rows: Sequence[BenchRow]) -> "Figure":

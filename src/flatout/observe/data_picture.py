@@ -10,7 +10,6 @@ Trap: bins of whole numbers cannot have equal widths on a logarithmic axis where
 would show steps that are not in the data. A bin that is wider than the others is drawn lower: areas can be compared.
 """
 
-import io
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -23,8 +22,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout.errors import DataError, ResourceError, UsageError
 from flatout.observe.console import _Console, human_bytes, human_count, printable
+from flatout.observe.picture import write_picture
 from flatout.records import DataSummary, TokenCount
 
 if TYPE_CHECKING:
@@ -49,29 +48,7 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 def draw_data(summary: DataSummary, path: str | Path) -> None:
     """Write the picture of a dataset to `path`, as PNG or SVG by its suffix."""
-    path = Path(path)
-    form = path.suffix.lower().removeprefix(".")
-    if form not in ("png", "svg"):
-        raise UsageError(f"a picture cannot be written as {printable(path.name)!r}", "name a .png or .svg file")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise DataError("a picture needs the package matplotlib", "pip install matplotlib") from error
-    content = io.BytesIO()
-    # Without the user's own style, and without a date or random names: one summary, one picture.
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False})
-        figure = _figure(summary)
-        figure.savefig(content, format=form, metadata={"Date": None} if form == "svg" else {"Software": None})
-    try:
-        path.write_bytes(content.getvalue())
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ResourceError(
-            f"could not write the picture {printable(str(path))}: {reason}",
-            "name a file in a folder that is there and that you may write to",
-        ) from error
+    write_picture(path, lambda: _figure(summary))
 
 
 def _figure(summary: DataSummary) -> "Figure":

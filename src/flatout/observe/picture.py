@@ -1,0 +1,37 @@
+"""Pictures to disk: PNG or SVG by the file's name, the same bytes for the same figure, and whole or not at all."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatout.errors import DataError, ResourceError, UsageError
+from flatout.files import disk_errors, write_whole
+from flatout.observe.console import printable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_picture(path: str | Path, draw: Callable[[], "Figure"]) -> None:
+    """Writes what `draw` makes, without the user's own style, a date or random names in it."""
+    path = Path(path)
+    shown = printable(str(path))
+    form = path.suffix.lower().removeprefix(".")
+    if form not in ("png", "svg"):
+        raise UsageError(f"a picture cannot be written as {printable(path.name)!r}", "name a .png or .svg file")
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise DataError("a picture needs the package matplotlib", "pip install matplotlib") from error
+    content = io.BytesIO()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False})
+        draw().savefig(content, format=form, metadata={"Date": None} if form == "svg" else {"Software": None})
+    if "\0" in str(path) or not path.parent.is_dir():
+        raise ResourceError(
+            f"could not write the picture {shown}: there is no such folder", "name a folder that is there"
+        )
+    with disk_errors(f"the picture {shown}", safe=""):
+        write_whole(path, content.getvalue())

@@ -51,7 +51,6 @@ def main() -> None:
             "batch_tokens": info.batch_tokens,
             "val_losses": [round(record.loss, 5) for record in records if isinstance(record, EvalRecord)],
             "last_100_mean": round(statistics.fmean(record.loss for record in steps[-100:]), 5),
-            "tokens_per_second": round(info.batch_tokens / statistics.median(r.seconds for r in steps[10:])),
         }
         print(json.dumps(row), flush=True)
 

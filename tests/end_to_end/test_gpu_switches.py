@@ -248,7 +248,7 @@ def test_activation_offload_learns_the_same_with_less_memory(kernels, checkpoint
         gc.collect()
         torch.cuda.empty_cache()
         words = [*WIDE, *kernels, f"speed.checkpointing={checkpointing}", f"speed.activation_offload={offload}"]
-        records = train(*words, "speed.precision=bf16", "speed.loss=fused", f"output.folder={offload}")
+        records = train(*words, "speed.precision=bf16", "speed.loss=fused", f"output.folder=offload-{offload}")
         results[offload] = losses(records)
         peaks[offload] = max(r.memory_bytes or 0 for r in records if isinstance(r, StepRecord))
     assert results["true"] == pytest.approx(results["false"], abs=2e-2)

@@ -164,7 +164,9 @@ class EightBitAdamW(OurAdamW):
         skip = zero if skip is None else skip.to(device, torch.float32).reshape(())
         divisor = one if divisor is None else divisor.to(device, torch.float32).reshape(())
         steps = [self.state[p]["step"] for p in chosen]
-        torch._foreach_add_(steps, (1 - skip).to(steps[0].device))  # pyright: ignore[reportPrivateImportUsage]
+        advance = (1 - skip).to(steps[0].device)
+        # A list, because torch asks the host for the value of a single tensor.
+        torch._foreach_add_(steps, [advance] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
         beta1, beta2 = group["betas"]
         count = steps[0].to(device, torch.float64)  # all parameters are updated together, so they share a count
         rate = group["lr"]

@@ -4,7 +4,8 @@ A small model's kernels are shorter than the time the host needs to launch them.
 
 Contract: a replay runs the very kernels that were recorded, so its numbers equal those of the step without graphs. Its
 inputs are copied to fixed places; gradients are added in place to tensors that stay (`TrainStep.keep_gradients`); the
-loss scale and the weights are read where they lie. Another shape, or gradients that were dropped, mean a new recording.
+loss scale and the weights are read where they lie, and so are copies of weights in narrower types, which `prepare`
+keeps fresh. Another shape, gradients that were dropped, or another answer of `prepare` mean a new recording.
 A recording that fails is told once, and the step goes on without it.
 Traps:
 - Casts that autocast has cached would be recorded as constants, and replays would train yesterday's weights: the cache
@@ -13,7 +14,7 @@ Traps:
 - A graph's memory is its own: evaluation cannot use it, so a run with graphs holds more.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import torch
 from torch import Tensor, nn
@@ -54,8 +55,17 @@ class Recorder:
 class MicroBatchGraph:
     """Takes the place of `TrainStep.forward_backward`."""
 
-    def __init__(self, plain: MicroBatch, model: nn.Module, news: News, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        plain: MicroBatch,
+        model: nn.Module,
+        news: News,
+        recorder: Recorder,
+        prepare: Callable[[], Hashable] = lambda: None,
+    ) -> None:
+        """`prepare` is called before every micro-batch and says what a recording depends on besides shapes."""
         self.plain = plain
+        self.prepare = prepare
         self.model = model
         self.news = news
         self.recorder = recorder
@@ -65,6 +75,7 @@ class MicroBatchGraph:
     def reset(self) -> None:
         """Forgets the recording and gives its memory back."""
         self.shape: torch.Size | None = None
+        self.prepared: Hashable = None
         self.calls = 0
         self.replay: Replay | None = None
         self.inputs: tuple[Tensor, Tensor, Tensor] | None = None
@@ -75,9 +86,11 @@ class MicroBatchGraph:
         values = (tokens_BT, targets_BT, labelled)
         if self.failed:
             return self.plain(*values)
-        if self.shape != tokens_BT.shape or (self.replay is not None and not self._same_gradients()):
+        prepared = self.prepare()
+        another = self.shape != tokens_BT.shape or self.prepared != prepared
+        if another or (self.replay is not None and not self._same_gradients()):
             self.reset()
-            self.shape = tokens_BT.shape
+            self.shape, self.prepared = tokens_BT.shape, prepared
         if self.replay is None and self.calls < WARM_UPS:
             self.calls += 1
             return self.recorder.warm_up(lambda: self.plain(*values))

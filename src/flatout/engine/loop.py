@@ -288,7 +288,7 @@ def _save(
 
 def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None) -> Checkpoint:
     """The whole state of a run at a step boundary; `position` is where a stream goes on from there."""
-    tensors = {**run.random.tensors(), "updates": run.step.updates}
+    tensors = {**run.random.tensors(), **run.model.narrow.tensors(), "updates": run.step.updates}
     if run.step.loss_scale is not None:
         tensors |= {"scale": run.step.loss_scale.scale, "good_updates": run.step.loss_scale.good_updates}
     state: dict[str, Any] = {
@@ -316,6 +316,9 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
         run.news.add(message)
     run.step.updates.copy_(checkpoint.run["updates"])
     run.random.assign(checkpoint.run)
+    message = run.model.narrow.assign(checkpoint.run)
+    if message is not None:
+        run.news.add(message)
     if run.step.loss_scale is not None and "scale" in checkpoint.run:
         run.step.loss_scale.scale.copy_(checkpoint.run["scale"])
         run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])

@@ -282,14 +282,16 @@ def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int, news: N
         label_smoothing=config.train.label_smoothing,
         loss_scale=LossScale.start(device) if speed.precision == "fp16" else None,
         keep_gradients=speed.cuda_graphs or graphs_of_its_own(speed.compile, our_graphs=speed.cuda_graphs),
+        after_update=model.narrow.settle,
         scope=lambda: device_scope(speed, config.train.deterministic),
     )
     graph = None
     if speed.cuda_graphs:
-        graph = MicroBatchGraph(step.forward_backward, model, news, Recorder(device))
+        graph = MicroBatchGraph(step.forward_backward, model, news, Recorder(device), model.prepare)
         step.run_micro_batch = graph
 
     def rebuild() -> None:
+        model.narrow.drop()
         if graph is not None:
             graph.reset()
         if speed.compile != "off":

@@ -87,9 +87,13 @@ class TrainStep:
         label_smoothing: float = 0.0,
         loss_scale: LossScale | None = None,
         keep_gradients: bool = False,
+        after_update: Callable[[], None] = lambda: None,
         scope: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need."""
+        """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need.
+
+        `after_update` follows every update, also one that was turned into nothing.
+        """
         first = next(model.parameters())
         self.model = model
         self.optimizer = optimizer
@@ -98,6 +102,7 @@ class TrainStep:
         self.label_smoothing = label_smoothing
         self.loss_scale = loss_scale
         self.keep_gradients = keep_gradients
+        self.after_update = after_update
         self.scope = scope
         self.run_micro_batch = self.forward_backward  # engine/graphs.py puts a recording of it here
         self.rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
@@ -164,6 +169,7 @@ class TrainStep:
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self.updates.add_(finite)
+        self.after_update()
         self.updating = False
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return report

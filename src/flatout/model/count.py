@@ -103,15 +103,16 @@ def _optimizer_bytes(parameters: int, state: str, offload: bool) -> int:
 
 
 def _narrow_bytes(config: ModelConfig, parameters: int, *, half: bool, execution: Execution) -> int:
-    """Half-precision copies of weights: autocast's live through the step, our kernels' until a block's backward."""
-    if not half:
-        return 0
+    """Copies of weights in narrower types: they live through the step, but those in half precision of our kernels
+    only until a block's backward where everything is computed again. 8-bit copies come with a transpose."""
     if execution.kernels == "torch":
-        return 2 * parameters
+        return 2 * parameters if half else 0
     width, (up, hidden) = config.width, _mlp_widths(config)
     columns = (config.heads + 2 * (config.kv_heads or config.heads)) * (width // config.heads)
-    block = 2 * width * (columns + width + up + hidden)
-    return block * (1 if execution.checkpointing == "full" else config.layers)
+    sizes = {"qkv": width * columns, "out": width * width, "up": width * up, "down": width * hidden}
+    eight = sum(size for name, size in sizes.items() if name in execution.fp8)
+    wide = sum(sizes.values()) - eight if half else 0
+    return 2 * eight * config.layers + 2 * wide * (1 if execution.checkpointing == "full" else config.layers)
 
 
 def _kept_and_again(config: ModelConfig, block: int, *, half: bool, execution: Execution) -> tuple[int, int]:

@@ -9,7 +9,7 @@ Shape legend: B batch, T positions, W width, V vocabulary.
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from flatout.config.schema import ModelConfig
 from flatout.model.activations import ActivationOffload, recomputed
 from flatout.model.execution import Execution
-from flatout.model.layers import Block, Cache, LayerCache, LayerNorm, RMSNorm, Rotary, build_norm
+from flatout.model.layers import Block, Cache, LayerCache, LayerNorm, RMSNorm, Rotary, build_norm, product_type
+from flatout.model.narrow import ModelNarrow, gradient_slot
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
 
 
@@ -37,10 +38,12 @@ class GPT(nn.Module):
         self.norm = build_norm(config, config.width)
         self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
         self.offload = ActivationOffload(self)
+        self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
 
     def use(self, execution: Execution) -> None:
         """Carries on in another way; the weights stay. Code compiled or recorded before must not be used again."""
         self.execution = execution
+        self.narrow.use(execution)
         for block in self.blocks:
             assert isinstance(block, Block)
             block.use(execution)
@@ -106,12 +109,17 @@ class GPT(nn.Module):
         positions_TW = None if self.positions is None else self.positions.weight[: tokens_BT.shape[1]]
         stream = torch.bfloat16 if self.execution.residual == "bf16" else table_VW.dtype
         x_BTW = embed(tokens_BT, table_VW, positions_TW, stream)
-        branch_BTW, bias_W = None, None
-        for block in self.blocks:
+        branch_BTW, bias_W, slot = None, None, None
+        all_narrow = self.narrow.begin(product_type(table_VW), recording=self.training and torch.is_grad_enabled())
+        for block, narrow in zip(self.blocks, all_narrow, strict=True):
             assert isinstance(block, Block)
-            x_BTW, branch_BTW = self._recomputed(block.fused, x_BTW, branch_BTW, bias_W, self.rotary)
-            bias_W = block.mlp.out.bias
-        return self.norm.after_adding(x_BTW, branch_BTW, bias_W)[1]
+            x_BTW, branch_BTW = self._recomputed(block.fused, x_BTW, branch_BTW, bias_W, self.rotary, narrow, slot)
+            bias_W, slot = block.mlp.out.bias, gradient_slot(narrow.down)
+        return self.norm.after_adding(x_BTW, branch_BTW, bias_W, None, slot)[1]
+
+    def prepare(self) -> Hashable:
+        """What must be done before a recorded pass is replayed; another answer means another recording."""
+        return self.narrow.prepare(product_type(self.embedding.weight)) if self.execution.kernels == "triton" else None
 
     def _recomputed(self, function: Callable[..., Any], *values: Any) -> Any:
         """A block, with what it keeps for backward as the switches say. Our kernels are selective by themselves."""

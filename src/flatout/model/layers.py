@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
+from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
 from flatout.ops.attention import causal_attention
+from flatout.ops.scales import Slot
 
 NORM_EPS = 1e-5
 
@@ -23,12 +25,20 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), NORM_EPS)
 
-    def after_adding(self, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + branch + branch_bias, its norm), by our kernel."""
+    def after_adding(
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        branch_bias: Tensor | None,
+        slot: Slot | None = None,
+        branch_slot: Slot | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(x + branch + branch_bias, its norm), by our kernel; the slots get the norm and the branch's gradient."""
         from flatout.ops.kernels.norm import add_norm
 
+        how = {"eps": NORM_EPS, "dtype": product_type(x), "slot": slot, "branch_slot": branch_slot}
         weight = self.weight
-        return add_norm(x, branch, branch_bias, weight, None, centred=False, eps=NORM_EPS, dtype=product_type(x))
+        return add_norm(x, branch, branch_bias, weight, None, centred=False, **how)
 
 
 class LayerNorm(nn.Module):
@@ -40,12 +50,20 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, NORM_EPS)
 
-    def after_adding(self, x: Tensor, branch: Tensor | None, branch_bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + branch + branch_bias, its norm), by our kernel."""
+    def after_adding(
+        self,
+        x: Tensor,
+        branch: Tensor | None,
+        branch_bias: Tensor | None,
+        slot: Slot | None = None,
+        branch_slot: Slot | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(x + branch + branch_bias, its norm), by our kernel; the slots get the norm and the branch's gradient."""
         from flatout.ops.kernels.norm import add_norm
 
+        how = {"eps": NORM_EPS, "dtype": product_type(x), "slot": slot, "branch_slot": branch_slot}
         weight, bias = self.weight, self.bias
-        return add_norm(x, branch, branch_bias, weight, bias, centred=True, eps=NORM_EPS, dtype=product_type(x))
+        return add_norm(x, branch, branch_bias, weight, bias, centred=True, **how)
 
 
 def product_type(x: Tensor) -> torch.dtype:
@@ -139,22 +157,22 @@ class Attention(nn.Module):
         y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=self.execution.attention, dropout=dropout)
         return self.out(y_BHTD.transpose(1, 2).reshape(batch, positions, width))
 
-    def fused(self, h_BTW: Tensor, rotary: Rotary | None) -> Tensor:
+    def fused(self, h_BTW: Tensor, rotary: Rotary | None, narrow: NarrowBlock) -> Tensor:
         """The same in our kernels, up to the output's bias, which the residual addition brings along."""
         from flatout.ops.kernels.heads import project_heads
         from flatout.ops.kernels.linear import linear
         from flatout.ops.kernels.rotary import prepare_heads
 
         weight, bias = self.qkv.weight, self.qkv.bias
-        fp8, tuned = self.execution.fp8, self.execution.products == "tuned"
+        tuned = self.execution.products == "tuned"
         q_BHTD, k_BGTD, v_BGTD = project_heads(
-            h_BTW, weight, bias, heads=self.heads, groups=self.groups, fp8="qkv" in fp8, tuned=tuned
+            h_BTW, weight, bias, heads=self.heads, groups=self.groups, narrow=narrow.qkv, tuned=tuned
         )
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
         table = None if rotary is None else (rotary.cos_TD, rotary.sin_TD)
         q_BHTD, k_BGTD = prepare_heads(q_BHTD, k_BGTD, *(norms or (None, None)), *(table or (None, None)), NORM_EPS)
         y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=self.execution.attention)
-        return linear(y_BHTD.transpose(1, 2).reshape(h_BTW.shape), self.out.weight, fp8="out" in fp8, tuned=tuned)
+        return linear(y_BHTD.transpose(1, 2).reshape(h_BTW.shape), self.out.weight, narrow=narrow.out, tuned=tuned)
 
     def _project(self, x_BTW: Tensor) -> tuple[Tensor, ...]:
         sizes = [count * self.size for count in (self.heads, self.groups, self.groups)]
@@ -201,20 +219,29 @@ class MLP(nn.Module):
             h = F.gelu(h, approximate="tanh")
         return self.out(h)
 
-    def fused(self, h_BTW: Tensor, execution: Execution) -> Tensor:
+    def fused(self, h_BTW: Tensor, execution: Execution, narrow: NarrowBlock) -> Tensor:
         """The same in our kernels, up to the output's bias, which the residual addition brings along."""
         from flatout.ops.kernels.activation import activated_linear, linear_gelu
         from flatout.ops.kernels.linear import linear
 
-        fp8, tuned = execution.fp8, execution.products == "tuned"
+        tuned = execution.products == "tuned"
         keep = execution.checkpointing != "selective"
         up, bias, active = self.up.weight, self.up.bias, None
-        if tuned and self.kind == "gelu" and bias is not None and "up" not in fp8:
-            pre, active = linear_gelu(h_BTW, up, bias)
+        slot = gradient_slot(narrow.up)
+        if tuned and self.kind == "gelu" and bias is not None and slot is None:
+            pre, active = linear_gelu(h_BTW, up, bias, narrow.up)
         else:
-            pre = linear(h_BTW, up, fp8="up" in fp8, tuned=tuned)
+            pre = linear(h_BTW, up, narrow=narrow.up, tuned=tuned)
         return activated_linear(
-            pre, bias, self.out.weight, kind=self.kind, keep=keep, fp8="down" in fp8, tuned=tuned, active=active
+            pre,
+            bias,
+            self.out.weight,
+            kind=self.kind,
+            keep=keep,
+            narrow=narrow.down,
+            slot=slot,
+            tuned=tuned,
+            active=active,
         )
 
 
@@ -241,11 +268,26 @@ class Block(nn.Module):
         branch = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return x_BTW + (branch if self.mlp_scale is None else branch * self.mlp_scale)
 
+    def linears(self) -> dict[str, nn.Linear]:
+        """The linear layers by their names in `speed.fp8`."""
+        return {"qkv": self.attention.qkv, "out": self.attention.out, "up": self.mlp.up, "down": self.mlp.out}
+
     def fused(
-        self, x_BTW: Tensor, branch_BTW: Tensor | None, bias_W: Tensor | None, rotary: Rotary | None
+        self,
+        x_BTW: Tensor,
+        branch_BTW: Tensor | None,
+        bias_W: Tensor | None,
+        rotary: Rotary | None,
+        narrow: NarrowBlock,
+        slot: Slot | None,
     ) -> tuple[Tensor, Tensor]:
-        """The same in our kernels. Takes the branch that the block before has not added yet, and leaves its own."""
-        x_BTW, h_BTW = self.attention_norm.after_adding(x_BTW, branch_BTW, bias_W)
-        branch_BTW = self.attention.fused(h_BTW, rotary)
-        x_BTW, h_BTW = self.mlp_norm.after_adding(x_BTW, branch_BTW, self.attention.out.bias)
-        return x_BTW, self.mlp.fused(h_BTW, self.attention.execution)
+        """The same in our kernels. Takes the branch that the block before has not added yet, and leaves its own.
+
+        `slot` gets the gradient of that branch.
+        """
+        x_BTW, h_BTW = self.attention_norm.after_adding(x_BTW, branch_BTW, bias_W, input_slot(narrow.qkv), slot)
+        branch_BTW = self.attention.fused(h_BTW, rotary, narrow)
+        x_BTW, h_BTW = self.mlp_norm.after_adding(
+            x_BTW, branch_BTW, self.attention.out.bias, input_slot(narrow.up), gradient_slot(narrow.out)
+        )
+        return x_BTW, self.mlp.fused(h_BTW, self.attention.execution, narrow)

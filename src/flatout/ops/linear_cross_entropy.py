@@ -131,13 +131,11 @@ class _NarrowHead:
 
         self.fp8 = fp8
         self.hidden = fp8.quantise(hidden_NW, fp8.E4M3)
-        self.weight = fp8.narrow_weight(weight_PW, backward=learning)
+        self.weight = fp8.quantise(weight_PW, fp8.E4M3, turned=learning)
         self.gradient_unit = torch.full((), 1.0 / fp8.GRADIENT_SCALE, device=hidden_NW.device)
 
     def logits(self, part: slice, dtype: torch.dtype) -> Tensor:
         hidden_NW, weight_PW = self.hidden.values_RC, self.weight.values_RC
-        assert hidden_NW is not None
-        assert weight_PW is not None
         units = self.hidden.unit, self.weight.unit
         return self.fp8.narrow_product(hidden_NW[part], units[0], weight_PW, units[1], dtype, fast=True)
 

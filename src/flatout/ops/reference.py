@@ -63,27 +63,33 @@ def linear_cross_entropy_reference(
     return total
 
 
-def fp8_rounded(x: Tensor, kind: torch.dtype) -> Tensor:
-    """x as an 8-bit type holds it, with one scale that puts the largest magnitude at the type's largest."""
-    highest = x.abs().max().float()
-    scale = torch.finfo(kind).max / highest if highest > 0 else torch.ones_like(highest)
-    return ((x.float() * scale).to(kind).float() / scale).to(x.dtype)
+def fp8_rounded(x: Tensor, kind: torch.dtype, scale: float | None = None) -> Tensor:
+    """x as an 8-bit type holds it, with one scale: a given one, beyond whose range values are clamped, or that which
+    puts the largest magnitude at the type's largest."""
+    top = torch.finfo(kind).max
+    if scale is None:
+        highest = float(x.abs().max())
+        scale = top / highest if highest > 0 else 1.0
+    return ((x.float() * scale).clamp(-top, top).to(kind).float() / scale).to(x.dtype)
 
 
 class _Fp8LinearReference(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight):
+    def forward(ctx, x, weight, x_scale, dy_scale):
         weight_8 = fp8_rounded(weight, torch.float8_e4m3fn)
         ctx.save_for_backward(x, weight_8)
-        return fp8_rounded(x, torch.float8_e4m3fn) @ weight_8.T
+        ctx.dy_scale = dy_scale
+        return fp8_rounded(x, torch.float8_e4m3fn, x_scale) @ weight_8.T
 
     @staticmethod
     def backward(ctx, dy):  # pyright: ignore
         x, weight_8 = ctx.saved_tensors
-        dx = fp8_rounded(dy, torch.float8_e5m2) @ weight_8
-        return dx, dy.flatten(0, -2).T @ x.flatten(0, -2)
+        dx = fp8_rounded(dy, torch.float8_e4m3fn, ctx.dy_scale) @ weight_8
+        return dx, dy.flatten(0, -2).T @ x.flatten(0, -2), None, None
 
 
-def fp8_linear_reference(x: Tensor, weight_MK: Tensor) -> Tensor:
+def fp8_linear_reference(
+    x: Tensor, weight_MK: Tensor, x_scale: float | None = None, dy_scale: float | None = None
+) -> Tensor:
     """x @ weight.T with 8-bit operands forward and towards x; the gradient of the weights is exact."""
-    return _Fp8LinearReference.apply(x, weight_MK)  # pyright: ignore
+    return _Fp8LinearReference.apply(x, weight_MK, x_scale, dy_scale)  # pyright: ignore

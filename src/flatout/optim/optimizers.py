@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from flatout.config.schema import OptimConfig
 from flatout.errors import CheckpointError
@@ -31,7 +32,7 @@ def build_optimizer(
     ]
     rate = torch.tensor(config.learning_rate, device=parameters[0].device) if fused else config.learning_rate
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else torch.optim.AdamW
-    return kind(
+    optimizer = kind(
         [group for group in groups if group["params"]],
         lr=rate,
         betas=(config.beta1, config.beta2),
@@ -39,6 +40,11 @@ def build_optimizer(
         fused=fused,
         foreach=None if fused else False,
     )
+    if kind is not HostAdamW:
+        # torch's fused kernels and ours write weights without moving their versions, by which copies of weights in
+        # narrower types are kept fresh. The host's optimizer does it by copying, and keeps book of it.
+        optimizer.register_step_post_hook(lambda *_: increment_version(parameters))
+    return optimizer
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:

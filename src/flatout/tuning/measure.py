@@ -175,6 +175,7 @@ def release(run: Run) -> None:
     """Takes weights, gradients and moments away from a run, which is of no use afterwards."""
     run.step.run_micro_batch = run.step.forward_backward  # a recorded graph keeps its memory
     run.step.optimizer.state.clear()
+    run.model.narrow.forget()
     for parameter in run.model.parameters():
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

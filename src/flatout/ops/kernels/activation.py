@@ -3,7 +3,7 @@
     g = act(pre + bias)          gelu (tanh form), relu², or silu(gate)·value with pre = [gate, value]
 
 Backward gives the gradient of `pre`, the column sums that are the bias's gradient, and g itself again when it was not
-kept: all in one pass.
+kept: all in one pass. For 8-bit products g and the gradient of `pre` get 8-bit copies in that pass (ops/scales.py).
 
 Shape legend: N rows (tokens), M hidden size, C columns of pre (M, or 2M for swiglu).
 """
@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.cublaslt import multiply, multiply_gelu
+from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import fold, multiprocessors
-from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient
+from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient, wide_weight
+from flatout.ops.scales import NarrowLinear, Slot
 
 GELU, RELU2, SWIGLU = 0, 1, 2
 KINDS = {"gelu": GELU, "relu2": RELU2, "swiglu": SWIGLU}
@@ -29,8 +31,9 @@ def _tanh(x):
 
 @triton.jit
 def _forward(
-    pre_ptr, bias_ptr, out_ptr, rows, hidden, columns, HAS_BIAS: tl.constexpr, KIND: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    pre_ptr, bias_ptr, out_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, hidden, columns,
+    HAS_BIAS: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,20 +53,28 @@ def _forward(
             value += tl.load(bias_ptr + hidden + column, inside, 0.0).to(tl.float32)[None, :]
         y = x * tl.sigmoid(x) * value
     out = row.to(tl.int64)[:, None] * hidden + column[None, :]
-    tl.store(out_ptr + out, y.to(out_ptr.dtype.element_ty), mask)
+    stored = y.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out, stored, mask)
+    if NARROW:
+        store_narrow(narrow_ptr, out, stored, tl.load(scale_ptr), top, mask)
+    if RECORD:
+        record(seen_ptr, tl.where(mask, tl.abs(stored.to(tl.float32)), 0.0))
 
 
 @triton.jit
 def _backward(
-    dout_ptr, pre_ptr, bias_ptr, dpre_ptr, out_ptr, sums_ptr, rows, hidden, columns, share,
-    HAS_BIAS: tl.constexpr, ADDED: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dout_ptr, pre_ptr, bias_ptr, dpre_ptr, out_ptr, sums_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, hidden,
+    columns, share,
+    HAS_BIAS: tl.constexpr, ADDED: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr, NARROW: tl.constexpr,
+    RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < hidden
     first_sum = tl.zeros((ROWS, BLOCK), tl.float32)  # rows are added up once, at the end
     second_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    scale = tl.load(scale_ptr) if NARROW else 1.0
+    highest = tl.zeros((ROWS, BLOCK), tl.float32)
     first_bias = tl.zeros((1, BLOCK), tl.float32)
     second_bias = tl.zeros((1, BLOCK), tl.float32)
     if HAS_BIAS and not ADDED:
@@ -92,14 +103,26 @@ def _backward(
             y = x * s * value
             dvalue = dy * x * s
             dx = dy * value * s * (1.0 + x * (1.0 - s))
-            tl.store(dpre_ptr + place + hidden, dvalue.to(dpre_ptr.dtype.element_ty), mask)
+            second = dvalue.to(dpre_ptr.dtype.element_ty)
+            tl.store(dpre_ptr + place + hidden, second, mask)
+            if NARROW:
+                store_narrow(narrow_ptr, place + hidden, second, scale, top, mask)
+            if RECORD:
+                highest = tl.maximum(highest, tl.where(mask, tl.abs(second.to(tl.float32)), 0.0))
             if HAS_BIAS:
                 second_sum += tl.where(mask, dvalue, 0.0)
-        tl.store(dpre_ptr + place, dx.to(dpre_ptr.dtype.element_ty), mask)
+        first = dx.to(dpre_ptr.dtype.element_ty)
+        tl.store(dpre_ptr + place, first, mask)
+        if NARROW:
+            store_narrow(narrow_ptr, place, first, scale, top, mask)
+        if RECORD:
+            highest = tl.maximum(highest, tl.where(mask, tl.abs(first.to(tl.float32)), 0.0))
         if AGAIN:
             tl.store(out_ptr + out, y.to(out_ptr.dtype.element_ty), mask)
         if HAS_BIAS:
             first_sum += tl.where(mask, dx, 0.0)
+    if RECORD:
+        record(seen_ptr, highest)
     if HAS_BIAS:
         tl.store(sums_ptr + program.to(tl.int64) * columns + column, tl.sum(first_sum, 0), inside)
         if KIND == 2:
@@ -116,21 +139,34 @@ def _sizes(pre: Tensor, kind: int) -> tuple[int, int, int]:
     return pre.numel() // columns, columns // 2 if kind == SWIGLU else columns, columns
 
 
-def activate(pre: Tensor, bias: Tensor | None, kind: int) -> Tensor:
+def activate(pre: Tensor, bias: Tensor | None, kind: int, slot: Slot | None = None) -> Tensor:
+    """act(pre + bias); `slot` gets it in 8 bits too."""
     rows, hidden, columns = _sizes(pre, kind)
     out = torch.empty((*pre.shape[:-1], hidden), dtype=pre.dtype, device=pre.device)
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(hidden, _BLOCK))
+    rounding = rounding_of(slot, out.shape, out.device)
     _forward[grid](
-        pre, bias, out, rows, hidden, columns, HAS_BIAS=bias is not None, KIND=kind, ROWS=_ROWS, BLOCK=_BLOCK,
-        num_warps=_WARPS,
+        pre, bias, out, *rounding.pointers, rows, hidden, columns, HAS_BIAS=bias is not None, KIND=kind,
+        NARROW=rounding.narrow, RECORD=rounding.record, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
+    rounding.hand_over(out)
     return out
 
 
 def activate_backward(
-    dout: Tensor, pre: Tensor, bias: Tensor | None, kind: int, *, again: bool, added: bool = False
+    dout: Tensor,
+    pre: Tensor,
+    bias: Tensor | None,
+    kind: int,
+    *,
+    again: bool,
+    added: bool = False,
+    slot: Slot | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(gradient of pre, gradient of bias, the activation itself if asked for `again`); `added`: pre has its bias."""
+    """(gradient of pre, gradient of bias, the activation itself if asked for `again`); `added`: pre has its bias.
+
+    `slot` gets the gradient of pre in 8 bits too.
+    """
     rows, hidden, columns = _sizes(pre, kind)
     dpre = torch.empty_like(pre)
     out = torch.empty_like(dout) if again else None
@@ -139,37 +175,43 @@ def activate_backward(
     programs = max(1, min(triton.cdiv(rows, _ROWS_BACK), wanted))
     share = triton.cdiv(triton.cdiv(rows, programs), _ROWS_BACK) * _ROWS_BACK
     sums = None if bias is None else torch.empty(programs, columns, dtype=torch.float32, device=pre.device)
+    rounding = rounding_of(slot, dpre.shape, dpre.device)
     _backward[(programs, strips)](
-        dout, pre, bias, dpre, out, sums, rows, hidden, columns, share, HAS_BIAS=bias is not None, ADDED=added,
-        KIND=kind, AGAIN=again, ROWS=_ROWS_BACK, BLOCK=_BLOCK_BACK, num_warps=_WARPS_BACK,
+        dout, pre, bias, dpre, out, sums, *rounding.pointers, rows, hidden, columns, share,
+        HAS_BIAS=bias is not None, ADDED=added, KIND=kind, AGAIN=again, NARROW=rounding.narrow,
+        RECORD=rounding.record, ROWS=_ROWS_BACK, BLOCK=_BLOCK_BACK, num_warps=_WARPS_BACK,
     )  # fmt: skip
+    rounding.hand_over(dpre)
     return dpre, None if sums is None else fold(sums), out
 
 
 class _ActivatedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, pre, bias, weight, kind, keep, fp8, tuned, active):
+    def forward(ctx, pre, bias, weight, kind, keep, narrow, slot, tuned, active):
         pre = pre.contiguous()
         ctx.added = active is not None
-        active = activate(pre, bias, kind) if active is None else active
-        y, narrow, unit = forward_product(active, weight, None, fp8=fp8, tuned=tuned)
-        ctx.save_for_backward(pre, bias, narrow, unit, active if keep else None)
-        ctx.kind = kind
+        if active is None:
+            active = activate(pre, bias, kind, None if narrow is None else narrow.x)
+        y, made = forward_product(active, weight, None, narrow=narrow, tuned=tuned)
+        ctx.save_for_backward(pre, bias, made, active if keep else None)
+        ctx.kind, ctx.narrow, ctx.slot = kind, narrow, slot
         ctx.weight, ctx.tuned = weight, tuned
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        pre, bias, narrow, unit, active = ctx.saved_tensors
+        pre, bias, made, active = ctx.saved_tensors
         dy = dy.contiguous()
-        dactive = input_gradient(dy, narrow, unit, tuned=ctx.tuned)
-        dpre, dbias, again = activate_backward(dactive, pre, bias, ctx.kind, again=active is None, added=ctx.added)
+        dactive = input_gradient(dy, made, ctx.narrow, tuned=ctx.tuned)
+        dpre, dbias, again = activate_backward(
+            dactive, pre, bias, ctx.kind, again=active is None, added=ctx.added, slot=ctx.slot
+        )
         del dactive
         dweight = None
         if ctx.needs_input_grad[2]:
             dweight = weight_gradient(dy, active if again is None else again, ctx.weight, tuned=ctx.tuned)
-        return dpre, dbias, dweight, None, None, None, None, None
+        return dpre, dbias, dweight, *([None] * 6)
 
 
 def activated_linear(
@@ -179,31 +221,34 @@ def activated_linear(
     *,
     kind: str,
     keep: bool,
-    fp8: bool = False,
+    narrow: NarrowLinear | None = None,
+    slot: Slot | None = None,
     tuned: bool = False,
     active: Tensor | None = None,
 ) -> Tensor:
     """act(pre + bias) @ weight.T. `keep` holds the activation for backward; without it backward computes it again.
 
     `active` is the activation where the product before has made it already; `pre` has the bias in it then.
+    `slot` gets the gradient of pre in 8 bits too.
     """
-    return _ActivatedLinear.apply(pre, bias, weight, KINDS[kind], keep, fp8, tuned, active)  # pyright: ignore
+    return _ActivatedLinear.apply(pre, bias, weight, KINDS[kind], keep, narrow, slot, tuned, active)  # pyright: ignore
 
 
 class _LinearGelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
-        narrow, narrow_bias = weight.to(x.dtype), bias.to(x.dtype)
+    def forward(ctx, x, weight, bias, narrow):
+        wide, made = wide_weight(weight, x.dtype, narrow)
+        narrow_bias = bias.to(x.dtype)
         flat = x.reshape(-1, x.shape[-1])
 
         def in_two_passes() -> Tensor:
-            return activate(multiply(flat, narrow.t()), bias, GELU)
+            return activate(multiply(flat, wide.t()), bias, GELU)
 
         with torch.autocast(x.device.type, enabled=False):
-            made = multiply_gelu(flat, narrow.t(), narrow_bias, in_two_passes)
-            pre, active = made if made is not None else (multiply(flat, narrow.t()), None)
-        ctx.save_for_backward(x, narrow)
-        ctx.weight = weight
+            both = multiply_gelu(flat, wide.t(), narrow_bias, in_two_passes)
+            pre, active = both if both is not None else (multiply(flat, wide.t()), None)
+        ctx.save_for_backward(x, made)
+        ctx.weight, ctx.narrow = weight, narrow
         shape = (*x.shape[:-1], weight.shape[0])
         if active is None:
             return pre.view(shape), None
@@ -214,16 +259,18 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dpre, _):
-        x, narrow = ctx.saved_tensors
+        x, made = ctx.saved_tensors
         dpre = dpre.contiguous()
-        dx = input_gradient(dpre, narrow, None, tuned=True) if ctx.needs_input_grad[0] else None
+        dx = input_gradient(dpre, made, ctx.narrow, tuned=True) if ctx.needs_input_grad[0] else None
         dweight = weight_gradient(dpre, x, ctx.weight, tuned=True) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None
+        return dx, dweight, None, None
 
 
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor | None]:
+def linear_gelu(
+    x: Tensor, weight: Tensor, bias: Tensor, narrow: NarrowLinear | None = None
+) -> tuple[Tensor, Tensor | None]:
     """x @ weight.T, and gelu of it where the product can take it along; that is the `active` of `activated_linear`.
 
     With it the bias is in the product, without it is not. Its gradient is the other function's business.
     """
-    return _LinearGelu.apply(x, weight, bias)  # pyright: ignore
+    return _LinearGelu.apply(x, weight, bias, narrow)  # pyright: ignore

@@ -1,21 +1,33 @@
 """Matrix products of 8-bit floats: twice the rate of bf16 where the chip has them, for three or two bits of mantissa.
 
-    y  = (x₈ · u_x) @ (w₈ · u_w).T          x and w as E4M3, one scale per tensor, found anew for every call
-    dx = (dy₈ · u_dy) @ (w₈ · u_w)          dy as E5M2: gradients span more powers of two than E4M3 holds
-    dw = dy.T @ x                           in bf16 unless asked for: here errors add up over thousands of tokens
+    y  = (x₈ · u_x) @ (w₈ · u_w).T          x and w as E4M3, one scale per tensor
+    dx = (dy₈ · u_dy) @ (w₈ · u_w)          dy as E4M3 too
+    dw = dy.T @ x                           in bf16: here errors add up over thousands of tokens
 
-The largest magnitude never visits the host: a first kernel leaves partial maxima, and the kernel that rounds reduces
-them itself. The unit multiplies every 8-bit value back to its size, inside the matrix product.
+x and dy have delayed scales (ops/scales.py), and the kernels that write them round them in the same pass:
+`store_narrow` and `record` are that part of such a kernel, `rounding_of` its arguments. Who wants the 8-bit values asks
+`narrow_values`; for a tensor that no kernel of ours wrote it takes one pass. What is rounded is the value as it is
+stored in the wide type, so both ways give the same bits. Weights have a scale of their own moment (`quantise`).
+
+E4M3 for gradients: it has a bit more than E5M2, and its reach of 2^17 from the largest value to the smallest is enough
+where the scale follows them. For gradients of a small model in training that halves the error, of the whole and of
+single tokens; for the whole of gradients with far heavier tails it is smaller too; all of it even with a scale that is
+three binary orders off (`test_gradients_are_better_off_in_e4m3`). What E4M3 loses are tokens thousands of times
+smaller than the largest, which add nothing to the sum. `GRADIENT` in ops/scales.py is the one place to change it.
+
+The unit multiplies every 8-bit value back to its size, inside the matrix product.
 
 The traps. The matrix unit wants both operands dense along the summed axis, so backward needs the transpose of the
-weights in memory. Sizes must be multiples of 16. Nothing is clamped: a
-value of exactly the maximum rounds to the maximum, and a NaN or an infinity must come out as NaN, so that training
-notices. On a CPU torch rounds instead of our kernels (Triton's interpreter drops carries when it makes 8-bit floats).
+weights in memory. Sizes must be multiples of 16. Values beyond the range of a delayed scale become the largest finite
+one, but a NaN or an infinity must come out as NaN, so that training notices: the conversion in hardware would make an
+infinity finite. On a CPU torch rounds instead of our kernels (Triton's interpreter drops carries when it makes 8-bit
+floats): there kernels write fp32 that only wants rounding.
 
 Shape legend: N rows (tokens), K columns of x, M columns of y, R and C rows and columns of any matrix.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -23,17 +35,17 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.ops.kernels.launch import multiprocessors
+from flatout.ops.scales import E4M3, E5M2, SMALLEST, Slot
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+__all__ = ["E4M3", "E5M2"]
 MULTIPLE = 16  # of every size of an 8-bit product
-SMALLEST = 1e-30  # a tensor below this is nothing, and its scale would overflow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Narrow:
-    """A matrix of 8-bit floats, as it is and transposed, as far as asked for. `unit` is what a stored 1.0 is worth."""
+    """A matrix of 8-bit floats, and its transpose if asked for. `unit` is what a stored 1.0 is worth."""
 
-    values_RC: Tensor | None
+    values_RC: Tensor
     turned_CR: Tensor | None
     unit: Tensor
 
@@ -82,25 +94,117 @@ def _launch(x_RC: Tensor, values_RC: Tensor, unit: Tensor, top: float) -> None:
     )
 
 
-def quantise(x_RC: Tensor, kind: torch.dtype, *, values: bool = True, turned: bool = False) -> Narrow:
-    """x in 8 bits with one scale for the whole tensor, chosen so that its largest magnitude is the type's largest."""
+def quantise(x_RC: Tensor, kind: torch.dtype, *, turned: bool = False, into: Narrow | None = None) -> Narrow:
+    """x in 8 bits with one scale for the whole tensor, chosen so that its largest magnitude is the type's largest.
+
+    `into` takes the result where it lies.
+    """
     x_RC = x_RC.contiguous()
+    if into is None:
+        values_RC = torch.empty_like(x_RC, dtype=kind)
+        turned_CR = torch.empty(x_RC.shape[::-1], dtype=kind, device=x_RC.device) if turned else None
+        into = Narrow(values_RC=values_RC, turned_CR=turned_CR, unit=torch.empty((), device=x_RC.device))
     top = torch.finfo(kind).max
-    if x_RC.device.type != "cuda":
+    if x_RC.device.type == "cuda":
+        _launch(x_RC, into.values_RC, into.unit, top)
+    else:
         highest = x_RC.abs().max().float()
         scale = torch.where(highest > SMALLEST, top / highest, 1.0)
-        rounded_RC = (x_RC.float() * scale).to(kind)
-        return Narrow(
-            values_RC=rounded_RC if values else None,
-            turned_CR=rounded_RC.t().contiguous() if turned else None,
-            unit=1.0 / scale,
-        )
-    values_RC = torch.empty_like(x_RC, dtype=kind)
-    unit = torch.empty((), dtype=torch.float32, device=x_RC.device)
-    _launch(x_RC, values_RC, unit, top)
-    # torch turns it: what Triton 3.6 made of a tile of 8-bit values turned round was wrong on an H200.
-    turned_CR = values_RC.view(torch.uint8).t().contiguous().view(kind) if turned else None
-    return Narrow(values_RC=values_RC if values else None, turned_CR=turned_CR, unit=unit)
+        into.values_RC.copy_((x_RC.float() * scale).to(kind))
+        into.unit.copy_(1.0 / scale)
+    if into.turned_CR is not None:
+        # torch turns it: what Triton 3.6 made of a tile of 8-bit values turned round was wrong on an H200.
+        into.turned_CR.view(torch.uint8).copy_(into.values_RC.view(torch.uint8).t())
+    return into
+
+
+# --- delayed scales, inside the kernels that write the tensor ---------------------------------------------------------
+
+
+@triton.jit
+def store_narrow(narrow_ptr, place, stored, scale, top, mask):
+    """Stores a tile in 8 bits: scaled, within the type's range, and NaN for what is not finite."""
+    x = stored.to(tl.float32)
+    x = tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x * scale, -top), top), float("nan"))
+    # Eight at once, as half-precision values are: for sixteen the tile would have to change hands in shared memory.
+    places = tl.max_contiguous(narrow_ptr + place, (1, 8))
+    tl.store(places, x.to(narrow_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def record(seen_ptr, highest):
+    """Leaves the largest of a tile of magnitudes. As bits they order as they do as numbers, with NaN above all.
+
+    Thousands of programs do this at one address, so each looks first: after a moment hardly any has more to tell.
+    """
+    bits = tl.max(highest.to(tl.int32, bitcast=True))
+    tl.atomic_max(seen_ptr, bits, mask=bits > tl.load(seen_ptr), sem="relaxed")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """The second output of a kernel: its arguments, and what becomes of it."""
+
+    slot: Slot | None
+    room: Tensor | None
+    narrow: bool  # the kernel writes 8-bit values
+    record: bool  # the kernel records the largest magnitude
+
+    @property
+    def pointers(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, float]:
+        """8-bit values, scale, record, and the largest value of the type."""
+        slot = self.slot
+        return (None, None, None, 1.0) if slot is None else (self.room, slot.scale, slot.seen, slot.top)
+
+    def values(self) -> Tensor | None:
+        """The 8-bit values, once the kernel has been launched."""
+        if self.slot is None or self.room is None:
+            return None
+        return self.room if self.room.dtype == self.slot.kind else self.room.to(self.slot.kind)
+
+    def hand_over(self, wide: Tensor) -> None:
+        if self.slot is not None:
+            self.slot.hand_over(wide, self.values())
+
+
+def rounding_of(slot: Slot | None, shape: Sequence[int], device: torch.device) -> Rounding:
+    if slot is None:
+        return Rounding(slot=None, room=None, narrow=False, record=False)
+    kind = slot.kind if device.type == "cuda" else torch.float32
+    room = torch.empty(shape, dtype=kind, device=device) if slot.rounding else None
+    return Rounding(slot=slot, room=room, narrow=slot.rounding, record=slot.recording)
+
+
+@triton.jit
+def _round_delayed(
+    x_ptr, narrow_ptr, scale_ptr, seen_ptr, top, count, NARROW: tl.constexpr, RECORD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = row[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(x_ptr + place, place < count, 0.0)
+    if NARROW:
+        store_narrow(narrow_ptr, place, x, tl.load(scale_ptr), top, place < count)
+    if RECORD:
+        record(seen_ptr, tl.abs(x.to(tl.float32)))
+
+
+def narrow_values(slot: Slot, wide: Tensor) -> Tensor | None:
+    """`wide` in 8 bits with the slot's scale; None while scales are measured. Recorded either way.
+
+    They are there already where a kernel of ours wrote `wide`; else they take a pass over it.
+    """
+    found, values = slot.take(wide)
+    if found or not (slot.rounding or slot.recording):
+        return values
+    wide = wide.contiguous()
+    rounding = rounding_of(slot, wide.shape, wide.device)
+    rows, block = 8, 512
+    _round_delayed[(triton.cdiv(wide.numel(), rows * block),)](
+        wide, *rounding.pointers, wide.numel(), NARROW=rounding.narrow, RECORD=rounding.record, ROWS=rows, BLOCK=block,
+        num_warps=8,
+    )  # fmt: skip
+    return rounding.values()
 
 
 def narrow_product(
@@ -132,39 +236,6 @@ def narrow_product(
     scaled_product = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     y_NM = scaled_product(a_NK, b_MK.t(), a_unit, b_unit, bias=bias, out_dtype=dtype, use_fast_accum=fast, **given)
     return y_NM if bias_M is None or inside else y_NM.add_(bias_M)
-
-
-# A linear layer in three steps, for the operations that have one inside: the weights, the product, the way back.
-
-
-def narrow_weight(weight_MK: Tensor, *, backward: bool) -> Narrow:
-    return quantise(weight_MK, E4M3, turned=backward)
-
-
-def narrow_forward(x: Tensor, weight: Narrow, bias_M: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias over the last axis, in x's type."""
-    assert weight.values_RC is not None
-    x_8 = quantise(x.reshape(-1, x.shape[-1]), E4M3)
-    assert x_8.values_RC is not None
-    y_NM = narrow_product(x_8.values_RC, x_8.unit, weight.values_RC, weight.unit, x.dtype, bias_M=bias_M, fast=True)
-    return y_NM.view(*x.shape[:-1], y_NM.shape[1])
-
-
-def narrow_backward(dy: Tensor, turned_KM: Tensor, unit: Tensor, kind: torch.dtype = E5M2) -> Tensor:
-    """dy @ weight over the last axis, in dy's type, from the transposed weights that forward left."""
-    dy_8 = quantise(dy.reshape(-1, dy.shape[-1]), kind)
-    assert dy_8.values_RC is not None
-    dx_NK = narrow_product(dy_8.values_RC, dy_8.unit, turned_KM, unit, dy.dtype)
-    return dx_NK.view(*dy.shape[:-1], dx_NK.shape[1])
-
-
-def narrow_weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dy.T @ x summed over all rows, from 8-bit operands. The number of rows must be a multiple of 16."""
-    dy_8 = quantise(dy.reshape(-1, dy.shape[-1]), E5M2, values=False, turned=True)
-    x_8 = quantise(x.reshape(-1, x.shape[-1]), E4M3, values=False, turned=True)
-    assert dy_8.turned_CR is not None
-    assert x_8.turned_CR is not None
-    return narrow_product(dy_8.turned_CR, dy_8.unit, x_8.turned_CR, x_8.unit, dtype)
 
 
 # The head: softmax gradients lie between -1 and 1 by their nature, so their scale is known before they are. E4M3 is

@@ -1,7 +1,7 @@
 """Queries, keys and values from one product, as views of its result; their gradients packed for one product back.
 
 Attention hands back three gradients in layouts of its own. One pass writes them side by side and sums the columns,
-which are the gradient of the bias.
+which are the gradient of the bias; for 8-bit products it writes them in 8 bits too (ops/scales.py).
 
 Shape legend: B batch, T positions, H query heads, G key/value heads, D head size, W width, C = (H + 2G)·D columns.
 """
@@ -12,35 +12,51 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import fold, multiprocessors
 from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient
+from flatout.ops.scales import NarrowLinear, Slot
 
 
 @triton.jit
 def _pack(
-    part_ptr, packed_ptr, sums_ptr, rows, positions, part_columns, columns, first, share, stride_b, stride_h, stride_t,
-    SIZE: tl.constexpr, HAS_SUMS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    part_ptr, packed_ptr, sums_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, positions, part_columns, columns, first,
+    share, stride_b, stride_h, stride_t,
+    SIZE: tl.constexpr, HAS_SUMS: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < part_columns
     source = (column // SIZE) * stride_h + column % SIZE
     total = tl.zeros((ROWS, BLOCK), tl.float32)  # rows are added up once, at the end
+    scale = tl.load(scale_ptr) if NARROW else 1.0
+    highest = tl.zeros((ROWS, BLOCK), tl.float32)
     end = tl.minimum(program * share + share, rows)
     for start in range(program * share, end, ROWS):
         row = start + tl.arange(0, ROWS)
         mask = (row < end)[:, None] & inside[None, :]
         origin = (row // positions).to(tl.int64) * stride_b + (row % positions).to(tl.int64) * stride_t
         value = tl.load(part_ptr + origin[:, None] + source[None, :], mask, 0.0)
-        tl.store(packed_ptr + row.to(tl.int64)[:, None] * columns + first + column[None, :], value, mask)
+        place = row.to(tl.int64)[:, None] * columns + first + column[None, :]
+        tl.store(packed_ptr + place, value, mask)
+        if NARROW:
+            store_narrow(narrow_ptr, place, value, scale, top, mask)
+        if RECORD:
+            highest = tl.maximum(highest, tl.abs(value.to(tl.float32)))
         if HAS_SUMS:
             total += value.to(tl.float32)
+    if RECORD:
+        record(seen_ptr, highest)
     if HAS_SUMS:
         tl.store(sums_ptr + program.to(tl.int64) * columns + first + column, tl.sum(total, 0), inside)
 
 
-def pack_heads(parts: list[Tensor], *, sums: bool) -> tuple[Tensor, Tensor | None]:
-    """[B, heads, T, D] gradients side by side as [B·T, C], and their column sums when asked for."""
+def pack_heads(parts: list[Tensor], *, sums: bool, slot: Slot | None = None) -> tuple[Tensor, Tensor | None]:
+    """[B, heads, T, D] gradients side by side as [B·T, C], and their column sums when asked for.
+
+    `slot` gets the packed gradients in 8 bits too.
+    """
     batch, _, positions, size = parts[0].shape
     rows, columns = batch * positions, sum(part.shape[1] for part in parts) * size
     device = parts[0].device
@@ -50,26 +66,29 @@ def pack_heads(parts: list[Tensor], *, sums: bool) -> tuple[Tensor, Tensor | Non
     programs = max(1, min(triton.cdiv(rows, at_once), triton.cdiv(24 * multiprocessors(device), strips)))
     share = triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
     partial = torch.empty(programs, columns, dtype=torch.float32, device=device) if sums else None
+    rounding = rounding_of(slot, packed.shape, device)
     first = 0
     for part in parts:
         if part.stride(3) != 1:
             part = part.contiguous()
         width = part.shape[1] * size
         _pack[(programs, triton.cdiv(width, block))](
-            part, packed, partial, rows, positions, width, columns, first, share, part.stride(0), part.stride(1),
-            part.stride(2), SIZE=size, HAS_SUMS=sums, ROWS=at_once, BLOCK=block, num_warps=4,
+            part, packed, partial, *rounding.pointers, rows, positions, width, columns, first, share, part.stride(0),
+            part.stride(1), part.stride(2), SIZE=size, HAS_SUMS=sums, NARROW=rounding.narrow, RECORD=rounding.record,
+            ROWS=at_once, BLOCK=block, num_warps=4,
         )  # fmt: skip
         first += width
+    rounding.hand_over(packed)
     return packed, None if partial is None else fold(partial)
 
 
 class _ProjectHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, bias, heads, groups, fp8, tuned):
+    def forward(ctx, h, weight, bias, heads, groups, narrow, tuned):
         batch, positions, _ = h.shape
-        packed, narrow, unit = forward_product(h, weight, bias, fp8=fp8, tuned=tuned)
-        ctx.save_for_backward(h, narrow, unit)
-        ctx.weight, ctx.has_bias, ctx.tuned = weight, bias is not None, tuned
+        packed, made = forward_product(h, weight, bias, narrow=narrow, tuned=tuned)
+        ctx.save_for_backward(h, made)
+        ctx.weight, ctx.narrow, ctx.has_bias, ctx.tuned = weight, narrow, bias is not None, tuned
         size = weight.shape[0] // (heads + 2 * groups)
         all_heads = packed.view(batch, positions, heads + 2 * groups, size).transpose(1, 2)
         return all_heads[:, :heads], all_heads[:, heads : heads + groups], all_heads[:, heads + groups :]
@@ -77,9 +96,10 @@ class _ProjectHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
-        h, narrow, unit = ctx.saved_tensors
-        packed, dbias = pack_heads([dq, dk, dv], sums=ctx.has_bias)
-        dh = input_gradient(packed, narrow, unit, tuned=ctx.tuned).view(h.shape) if ctx.needs_input_grad[0] else None
+        h, made = ctx.saved_tensors
+        narrow = ctx.narrow
+        packed, dbias = pack_heads([dq, dk, dv], sums=ctx.has_bias, slot=None if narrow is None else narrow.dy)
+        dh = input_gradient(packed, made, narrow, tuned=ctx.tuned).view(h.shape) if ctx.needs_input_grad[0] else None
         dweight = weight_gradient(packed, h, ctx.weight, tuned=ctx.tuned) if ctx.needs_input_grad[1] else None
         return dh, dweight, dbias, None, None, None, None
 
@@ -91,8 +111,8 @@ def project_heads(
     *,
     heads: int,
     groups: int,
-    fp8: bool = False,
+    narrow: NarrowLinear | None = None,
     tuned: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, H, T, D], keys and values [B, G, T, D], as views of one product."""
-    return _ProjectHeads.apply(h_BTW, weight_CW, bias_C, heads, groups, fp8, tuned)  # pyright: ignore
+    return _ProjectHeads.apply(h_BTW, weight_CW, bias_C, heads, groups, narrow, tuned)  # pyright: ignore

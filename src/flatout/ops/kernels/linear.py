@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.cublaslt import by_torch, multiply
-from flatout.ops.kernels.fp8 import narrow_backward, narrow_forward, narrow_weight, narrow_weight_gradient
+from flatout.ops.kernels.fp8 import narrow_product, narrow_values
+from flatout.ops.scales import NarrowLinear
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, tuned: bool) -> Tensor:
@@ -45,48 +46,70 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, tuned: bool) -> Te
         return None if adding else into
 
 
+def wide_weight(weight: Tensor, dtype: torch.dtype, narrow: NarrowLinear | None) -> tuple[Tensor, Tensor | None]:
+    """The weight in `dtype`, and what was made for that: None where a copy that stays is at hand."""
+    if narrow is not None and narrow.copy.unit is None and narrow.copy.values_MK.dtype == dtype:
+        return narrow.copy.values_MK, None
+    made = weight.to(dtype)
+    return made, made
+
+
 def forward_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, fp8: bool, tuned: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x @ weight.T + bias in x's type, and what `input_gradient` wants to know: the narrow weights and their unit."""
-    if fp8:
-        weight_8 = narrow_weight(weight, backward=True)
-        return narrow_forward(x, weight_8, bias), weight_8.turned_CR, weight_8.unit
-    narrow = weight.to(x.dtype)
-    return product(x, narrow.t(), None if bias is None else bias.to(x.dtype), tuned=tuned), narrow, None
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, narrow: NarrowLinear | None, tuned: bool
+) -> tuple[Tensor, Tensor | None]:
+    """x @ weight.T + bias in x's type, and what `input_gradient` wants besides `narrow`: a copy made for this call."""
+    if narrow is not None and narrow.x is not None:
+        x_8 = narrow_values(narrow.x, x)
+        if x_8 is not None:
+            copy, unit = narrow.copy, narrow.copy.unit
+            assert unit is not None, "a layer with slots has weights of 8 bits"
+            flat = x_8.view(-1, x.shape[-1])
+            y = narrow_product(flat, narrow.x.unit, copy.values_MK, unit, x.dtype, bias_M=bias, fast=True)
+            return y.view(*x.shape[:-1], y.shape[1]), None
+    wide, made = wide_weight(weight, x.dtype, narrow)
+    return product(x, wide.t(), None if bias is None else bias.to(x.dtype), tuned=tuned), made
 
 
-def input_gradient(dy: Tensor, narrow: Tensor, unit: Tensor | None, *, tuned: bool) -> Tensor:
-    """dy @ weight. A unit marks weights of 8 bits, which lie transposed."""
-    return product(dy, narrow, tuned=tuned) if unit is None else narrow_backward(dy, narrow, unit)
+def input_gradient(dy: Tensor, made: Tensor | None, narrow: NarrowLinear | None, *, tuned: bool) -> Tensor:
+    """dy @ weight in dy's type, from what `forward_product` left."""
+    if narrow is not None:
+        narrow.check()
+        if narrow.dy is not None:
+            dy_8 = narrow_values(narrow.dy, dy)
+            if dy_8 is not None:
+                turned_KM, unit = narrow.copy.turned_KM, narrow.copy.unit
+                assert turned_KM is not None, "8-bit products have a transpose of their own for backward"
+                assert unit is not None
+                dx = narrow_product(dy_8.view(-1, dy.shape[-1]), narrow.dy.unit, turned_KM, unit, dy.dtype)
+                return dx.view(*dy.shape[:-1], dx.shape[1])
+    if made is None:
+        assert narrow is not None, "forward leaves a copy where there is none that stays"
+        made = narrow.copy.values_MK
+    return product(dy, made, tuned=tuned)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, fp8, dw, tuned):
-        y, narrow, unit = forward_product(x, weight, None, fp8=fp8, tuned=tuned)
-        ctx.save_for_backward(x, narrow, unit)
-        ctx.weight, ctx.narrow_gradient, ctx.tuned = weight, fp8 and dw == "fp8", tuned
+    def forward(ctx, x, weight, narrow, tuned):
+        y, made = forward_product(x, weight, None, narrow=narrow, tuned=tuned)
+        ctx.save_for_backward(x, made)
+        ctx.weight, ctx.narrow, ctx.tuned = weight, narrow, tuned
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, narrow, unit = ctx.saved_tensors
+        x, made = ctx.saved_tensors
         dy = dy.contiguous()
-        dx = input_gradient(dy, narrow, unit, tuned=ctx.tuned) if ctx.needs_input_grad[0] else None
-        dweight = None
-        if ctx.needs_input_grad[1] and ctx.narrow_gradient:
-            dweight = narrow_weight_gradient(dy, x, ctx.weight.dtype)
-        elif ctx.needs_input_grad[1]:
-            dweight = weight_gradient(dy, x, ctx.weight, tuned=ctx.tuned)
-        return dx, dweight, None, None, None
+        dx = input_gradient(dy, made, ctx.narrow, tuned=ctx.tuned) if ctx.needs_input_grad[0] else None
+        dweight = weight_gradient(dy, x, ctx.weight, tuned=ctx.tuned) if ctx.needs_input_grad[1] else None
+        return dx, dweight, None, None
 
 
-def linear(x: Tensor, weight: Tensor, *, fp8: bool = False, dw: str = "bf16", tuned: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, narrow: NarrowLinear | None = None, tuned: bool = False) -> Tensor:
     """x @ weight.T in x's type. There is no bias: the kernel that reads the result next adds it.
 
-    `fp8` takes 8-bit operands forward and towards x; `dw` says whether the weights' gradient does too.
+    `narrow` has copies of the weight in narrower types, and slots where products towards y and x are in 8 bits.
     `tuned` products come from the fastest of cuBLASLt's kernels.
     """
-    return _Linear.apply(x, weight, fp8, dw, tuned)  # pyright: ignore
+    return _Linear.apply(x, weight, narrow, tuned)  # pyright: ignore

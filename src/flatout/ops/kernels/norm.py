@@ -5,6 +5,7 @@
 
 A block does nothing else to its residual stream, so the branch's bias and all column sums of backward (the gradients
 of that bias and of the norm's own weights) ride along in the same pass. Statistics are in fp32, of the stored x_new.
+So do 8-bit copies of h and of the branch's gradient, for 8-bit products (ops/scales.py).
 
 Shape legend: N rows (tokens), W width, P programs that each sum the columns of their share of rows.
 """
@@ -15,14 +16,17 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import columns_of, fold, programs_for
+from flatout.ops.scales import Slot
 
 
 @triton.jit
 def _forward(
-    x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, x_new_ptr, h_ptr, mean_ptr, rstd_ptr, rows, width, eps,
+    x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, x_new_ptr, h_ptr, mean_ptr, rstd_ptr,
+    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, eps,
     HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -46,15 +50,20 @@ def _forward(
     h = x * rstd[:, None] * tl.load(weight_ptr + column, inside, 0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         h += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
-    tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask)
+    stored_h = h.to(h_ptr.dtype.element_ty)
+    tl.store(h_ptr + place, stored_h, mask)
+    if NARROW:
+        store_narrow(narrow_ptr, place, stored_h, tl.load(scale_ptr), top, mask)
+    if RECORD:
+        record(seen_ptr, tl.where(mask, tl.abs(stored_h.to(tl.float32)), 0.0))
 
 
 @triton.jit
 def _backward(
-    dx_new_ptr, dh_ptr, x_new_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr, sums_ptr, rows, width,
-    share,
+    dx_new_ptr, dh_ptr, x_new_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr, sums_ptr,
+    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, share,
     HAS_DX: tl.constexpr, OWN_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CENTRED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -64,6 +73,8 @@ def _backward(
     weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     branch_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    scale = tl.load(scale_ptr) if NARROW else 1.0
+    highest = tl.zeros((ROWS,), tl.float32)  # by row: a fourth array of this width would not fit into registers
     for start in range(program * share, tl.minimum(program * share + share, rows), ROWS):
         row = start + tl.arange(0, ROWS)
         alive = row < tl.minimum(program * share + share, rows)
@@ -88,8 +99,16 @@ def _backward(
         tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask)
         if OWN_BRANCH:
             tl.store(dbranch_ptr + place, dx.to(dbranch_ptr.dtype.element_ty), mask)
+        if NARROW or RECORD:  # of the branch's gradient, which is stored in dbranch's type in either case
+            stored = dx.to(dbranch_ptr.dtype.element_ty)
+            if NARROW:
+                store_narrow(narrow_ptr, place, stored, scale, top, mask)
+            if RECORD:
+                highest = tl.maximum(highest, tl.max(tl.where(mask, tl.abs(stored.to(tl.float32)), 0.0), 1))
         if HAS_BRANCH_BIAS:
             branch_sum += tl.where(mask, dx, 0.0)
+    if RECORD:
+        record(seen_ptr, highest)
     place = program.to(tl.int64) * 3 * width + column
     tl.store(sums_ptr + place, tl.sum(weight_sum, 0), inside)
     if HAS_BIAS:
@@ -100,7 +119,7 @@ def _backward(
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, branch, branch_bias, weight, bias, centred, eps, dtype):
+    def forward(ctx, x, branch, branch_bias, weight, bias, centred, eps, dtype, slot, branch_slot):
         x = x.contiguous()
         width = x.shape[-1]
         rows = x.numel() // width
@@ -110,15 +129,19 @@ class _AddNorm(torch.autograd.Function):
         mean = torch.empty(rows if centred else 0, dtype=torch.float32, device=x.device)
         rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
         block, at_once, warps = columns_of(width)
+        rounding = rounding_of(slot, h.shape, h.device)
         _forward[(triton.cdiv(rows, at_once),)](
-            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, rows, width, eps,
+            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, *rounding.pointers, rows, width, eps,
             HAS_BRANCH=branch is not None, HAS_BRANCH_BIAS=branch_bias is not None, HAS_BIAS=bias is not None,
-            CENTRED=centred, ROWS=at_once, BLOCK=block, num_warps=warps,
+            CENTRED=centred, NARROW=rounding.narrow, RECORD=rounding.record, ROWS=at_once, BLOCK=block,
+            num_warps=warps,
         )  # fmt: skip
+        rounding.hand_over(h)
         ctx.save_for_backward(x_new, weight, mean, rstd)
         ctx.centred, ctx.has_bias = centred, bias is not None
         ctx.branch_dtype = None if branch is None else branch.dtype
         ctx.branch_bias = branch_bias is not None
+        ctx.branch_slot = None if branch is None else branch_slot
         ctx.set_materialize_grads(False)
         return x_new.view_as(x_new) if branch is None else x_new, h
 
@@ -131,7 +154,7 @@ class _AddNorm(torch.autograd.Function):
         if dh is None:  # nobody used the normalised values
             dbranch = None if ctx.branch_dtype is None or dx_new is None else dx_new.to(ctx.branch_dtype)
             dbranch_bias = dx_new.sum(tuple(range(dx_new.ndim - 1))) if ctx.branch_bias and dx_new is not None else None
-            return dx_new, dbranch, dbranch_bias, None, None, None, None, None
+            return dx_new, dbranch, dbranch_bias, *([None] * 7)
         dh = dh.contiguous()
         dx_new = None if dx_new is None else dx_new.contiguous()
         dx = torch.empty_like(x_new)
@@ -142,11 +165,14 @@ class _AddNorm(torch.autograd.Function):
         programs = programs_for(rows, at_once, x_new.device)
         share = triton.cdiv(rows, programs)
         sums = torch.empty(programs, 3, width, dtype=torch.float32, device=dx.device)
+        rounding = rounding_of(ctx.branch_slot, dx.shape, dx.device)
         _backward[(programs,)](
-            dx_new, dh, x_new, weight, mean, rstd, dx, dbranch, sums, rows, width, share,
+            dx_new, dh, x_new, weight, mean, rstd, dx, dbranch, sums, *rounding.pointers, rows, width, share,
             HAS_DX=dx_new is not None, OWN_BRANCH=own, HAS_BRANCH_BIAS=ctx.branch_bias, HAS_BIAS=ctx.has_bias,
-            CENTRED=ctx.centred, ROWS=at_once, BLOCK=block, num_warps=warps,
+            CENTRED=ctx.centred, NARROW=rounding.narrow, RECORD=rounding.record, ROWS=at_once, BLOCK=block,
+            num_warps=warps,
         )  # fmt: skip
+        rounding.hand_over(dbranch)
         totals = fold(sums)
         return (
             dx,
@@ -154,9 +180,7 @@ class _AddNorm(torch.autograd.Function):
             totals[2] if ctx.branch_bias else None,
             totals[0].to(weight.dtype),
             totals[1] if ctx.has_bias else None,
-            None,
-            None,
-            None,
+            *([None] * 5),
         )
 
 
@@ -170,6 +194,12 @@ def add_norm(
     centred: bool,
     eps: float,
     dtype: torch.dtype,
+    slot: Slot | None = None,
+    branch_slot: Slot | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x + branch + branch_bias, its norm in `dtype`). `centred` is LayerNorm, otherwise RMSNorm."""
-    return _AddNorm.apply(x, branch, branch_bias, weight, bias, centred, eps, dtype)  # pyright: ignore
+    """(x + branch + branch_bias, its norm in `dtype`). `centred` is LayerNorm, otherwise RMSNorm.
+
+    `slot` gets the norm in 8 bits too, `branch_slot` the gradient of the branch.
+    """
+    how = (centred, eps, dtype, slot, branch_slot)
+    return _AddNorm.apply(x, branch, branch_bias, weight, bias, *how)  # pyright: ignore

@@ -1,0 +1,172 @@
+"""What a model keeps in narrower types than its weights: copies of weights for products, and scales of 8-bit tensors.
+
+Idea: weights change once per optimizer step and are read by every micro-batch, so they are rounded once per step. A
+copy is made again when its weight has another version or lies elsewhere. It stays where it is, so that a recorded
+micro-batch (engine/graphs.py) finds today's values in the place where it looks.
+
+Contract: `begin` comes before every pass, `prepare` before a replay, `settle` after every update. Copies are never
+stale as long as whoever writes into a weight moves its version. torch does so for every operation in place but one:
+its fused optimizers. `optim.build_optimizer` does it for them, and for kernels of ours that write weights.
+Trap: bf16 copies live through the step. With full checkpointing or offloaded activations they are made by each layer
+as it goes instead: who asked for those has no memory to spare. 8-bit copies are too dear to make for that.
+"""
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flatout.model.execution import Execution
+from flatout.ops.scales import ACTIVATION, E4M3, GRADIENT, NarrowLinear, Scales, Slot, WeightCopy
+
+LAYERS = ("qkv", "out", "up", "down")  # of a block; two slots each, for input and gradient
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NarrowBlock:
+    """The linear layers of one block. None: the layer has nothing narrow that stays."""
+
+    qkv: NarrowLinear | None = None
+    out: NarrowLinear | None = None
+    up: NarrowLinear | None = None
+    down: NarrowLinear | None = None
+
+
+def input_slot(layer: NarrowLinear | None) -> Slot | None:
+    return None if layer is None else layer.x
+
+
+def gradient_slot(layer: NarrowLinear | None) -> Slot | None:
+    return None if layer is None else layer.dy
+
+
+class NarrowWeights:
+    """Copies of weights, each as fresh as its weight."""
+
+    def __init__(self) -> None:
+        self.copies: dict[Tensor, WeightCopy] = {}
+        self.made_from: dict[Tensor, tuple[int, int]] = {}
+        self.allocations = 0
+
+    def copy_of(self, weight: Tensor, dtype: torch.dtype) -> WeightCopy:
+        """The weight in `dtype`, made again if it has changed. E4M3 comes with a scale and a transpose."""
+        copy = self.copies.get(weight)
+        if copy is None or copy.values_MK.dtype != dtype or copy.values_MK.device != weight.device:
+            copy = self.copies[weight] = self._allocate(weight, dtype)
+            self.made_from.pop(weight, None)
+        state = (weight._version, weight.data_ptr())
+        if self.made_from.get(weight) != state:
+            self._fill(copy, weight.detach())
+            self.made_from[weight] = state
+        return copy
+
+    def _allocate(self, weight: Tensor, dtype: torch.dtype) -> WeightCopy:
+        self.allocations += 1
+        (rows, columns), device = weight.shape, weight.device
+        with torch.inference_mode(False):  # a copy first made for sampling must still be writable in training
+            values_MK = torch.empty(rows, columns, dtype=dtype, device=device)
+            if dtype != E4M3:
+                return WeightCopy(values_MK)
+            turned_KM = torch.empty(columns, rows, dtype=dtype, device=device)
+            return WeightCopy(values_MK, turned_KM, torch.empty((), device=device))
+
+    @torch.no_grad()
+    def _fill(self, copy: WeightCopy, weight: Tensor) -> None:
+        with torch.inference_mode(False):
+            if copy.unit is None:
+                copy.values_MK.copy_(weight)
+            else:
+                from flatout.ops.kernels.fp8 import Narrow, quantise
+
+                quantise(weight, E4M3, into=Narrow(values_RC=copy.values_MK, turned_CR=copy.turned_KM, unit=copy.unit))
+        copy.generation += 1
+
+
+class ModelNarrow:
+    """All of it for one model, as its switches ask for."""
+
+    def __init__(self, blocks: Sequence[Mapping[str, nn.Linear]], execution: Execution) -> None:
+        """`blocks` has the linear layers of every block by their names in LAYERS."""
+        self.blocks = blocks
+        self.beginnings = 0
+        self.use(execution)
+
+    def use(self, execution: Execution) -> None:
+        """Starts anew for other switches."""
+        self.execution = execution
+        self.rounded = [name for name in LAYERS if name in execution.fp8 and execution.kernels == "triton"]
+        self.forget()
+
+    def forget(self) -> None:
+        """Gives all memory back; what is needed again is made again, and scales are measured anew."""
+        self.beginnings += 1
+        self.weights = NarrowWeights()
+        self.ready: list[NarrowBlock] = []
+        self.ready_for: Hashable = None
+        self._scales: Scales | None = None
+
+    @property
+    def scales(self) -> Scales | None:
+        """The slots, made when first asked for: the model has been moved to its device by then."""
+        device = self.blocks[0]["qkv"].weight.device
+        if self.rounded and (self._scales is None or self._scales.scale_S.device != device):
+            pair = {name: (ACTIVATION, GRADIENT) if name in self.rounded else (None, None) for name in LAYERS}
+            # Every layer has its place whether it is used or not, so a checkpoint fits runs with other layers chosen.
+            self._scales = Scales([kind for _ in self.blocks for name in LAYERS for kind in pair[name]], device)
+        return self._scales
+
+    def begin(self, dtype: torch.dtype, *, recording: bool) -> list[NarrowBlock]:
+        """Everything fresh for a pass whose products are in `dtype`; `recording` is for passes of training."""
+        scales = self.scales
+        if scales is not None:
+            scales.recording = recording
+            scales.drop()
+        weights = [layer.weight for block in self.blocks for layer in block.values()]
+        state = (dtype, *((weight._version, weight.data_ptr()) for weight in weights))
+        if self.ready_for != state:
+            how = self.execution
+            staying = how.checkpointing != "full" and not how.activation_offload
+            self.ready = [
+                NarrowBlock(
+                    **{name: self._layer(index, name, layer.weight, dtype, staying) for name, layer in block.items()}
+                )
+                for index, block in enumerate(self.blocks)
+            ]
+            self.ready_for = state
+        return self.ready
+
+    def _layer(self, block: int, name: str, weight: Tensor, dtype: torch.dtype, staying: bool) -> NarrowLinear | None:
+        if name in self.rounded:
+            scales = self.scales
+            assert scales is not None
+            first = 2 * (block * len(LAYERS) + LAYERS.index(name))
+            copy = self.weights.copy_of(weight, E4M3)
+            x, dy = scales.slots[first : first + 2]
+            return NarrowLinear(copy=copy, generation=copy.generation, x=x, dy=dy)
+        if staying and weight.dtype != dtype:
+            copy = self.weights.copy_of(weight, dtype)
+            return NarrowLinear(copy=copy, generation=copy.generation)
+        return None
+
+    def prepare(self, dtype: torch.dtype) -> Hashable:
+        """Makes what a recorded pass reads fresh. Another answer than before means: the recording is of no use."""
+        self.begin(dtype, recording=True)
+        return (self.scales is not None and self.scales.rounding, self.weights.allocations, self.beginnings)
+
+    def settle(self) -> None:
+        """After an update: the next step's scales."""
+        if self.scales is not None:
+            self.scales.settle()
+
+    def drop(self) -> None:
+        """After a pass that failed: lets go of what it left on its way."""
+        if self._scales is not None:
+            self._scales.drop()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.scales is None else self.scales.tensors()
+
+    def assign(self, tensors: Mapping[str, Tensor]) -> str | None:
+        """Takes over what a checkpoint has of `tensors`; what there is to tell of it."""
+        return None if self.scales is None else self.scales.assign(tensors)

@@ -83,12 +83,12 @@ class Scales:
         saved_S = tensors.get("fp8.scales")
         if saved_S is None:
             return "the checkpoint has no 8-bit scales: they are measured anew in the first step"
-        used_S = self.used_S.cpu()
+        saved_S, seen_S, used_S = saved_S.cpu(), tensors["fp8.seen"].cpu(), self.used_S.cpu()
         rounding, measured_steps = tensors["fp8.state"].tolist()
         if saved_S.shape != used_S.shape or (rounding and not bool((saved_S > 0)[used_S].all())):
             return "the checkpoint's 8-bit scales are those of other layers: they are measured anew in the first step"
         self._set(torch.where(used_S, saved_S, 0.0).to(self.scale_S.device))
-        self.seen_S.copy_(torch.where(used_S, tensors["fp8.seen"], 0))
+        self.seen_S.copy_(torch.where(used_S, seen_S, 0))
         self.rounding, self.measured_steps = bool(rounding), measured_steps
         return None
 

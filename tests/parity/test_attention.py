@@ -125,6 +125,52 @@ def test_backends_of_a_gpu_work_under_the_compiler(backend):
         torch.testing.assert_close(mine, other, rtol=5e-2, atol=5e-2)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("positions_first", [False, True])
+def test_the_gradient_has_the_layout_of_the_result(compiled, positions_first):
+    seen = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx, dx):
+            seen.append(dx.stride())
+            return dx
+
+    x = torch.randn(2, 3, 5, 4)
+    x = (x.transpose(1, 2).contiguous().transpose(1, 2) if positions_first else x).requires_grad_()
+    for turned in (False, True):
+        function = module._SameLayout.apply
+        if compiled:
+            torch._dynamo.reset()
+            function = torch.compile(function, fullgraph=True, backend="aot_eager")
+        y = function(Spy.apply(x))
+        weight = torch.randn(2, 5, 3, 4).transpose(1, 2) if turned else torch.randn(2, 3, 5, 4)
+        (dx,) = torch.autograd.grad((y * weight).sum(), x)
+        assert torch.equal(dx, weight)
+    assert seen == [x.stride()] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["sdpa", "cudnn"])
+@pytest.mark.parametrize("positions_first", [False, True])
+def test_gradients_are_right_in_whatever_layout_they_come(backend, positions_first):
+    """In one process, one after the other: torch 2.11 by itself gets the second wrong with cuDNN."""
+    q, k, v = heads(4, positions=192, device="cuda", dtype=torch.bfloat16, size=64)
+    if not positions_first:
+        q, k, v = (x.detach().contiguous().requires_grad_() for x in (q, k, v))
+    wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(attention_reference(*wide).square().sum(), wide)
+    for order in (lambda y: y, lambda y: y.transpose(1, 2).flatten(2), lambda y: y.flatten(2)):
+        y = causal_attention(q, k, v, backend=backend)
+        ours = torch.autograd.grad(order(y).float().square().sum(), (q, k, v))
+        for mine, other in zip(ours, expected, strict=True):
+            assert (mine.double() - other).abs().max() < 0.1
+
+
 @pytest.mark.gpu
 def test_sdpa_picks_a_fused_kernel_on_a_gpu():
     shapes = itertools.product([torch.bfloat16, torch.float16], [12, 4])

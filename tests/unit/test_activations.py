@@ -114,3 +114,20 @@ def test_at_most_two_tensors_wait_on_the_device_and_one_saved_twice_moves_once()
     assert torch.equal(offload._unpack(moved[-1]), tensors[-1]), "its second user"
     gapped = torch.arange(64.0).view(4, 4, 4).transpose(0, 1)[:, :2]
     assert torch.equal(offload._unpack(offload._pack(gapped)), gapped)
+
+
+def test_nothing_is_fetched_that_nobody_will_use(monkeypatch):
+    """Tensors saved by one operation come back in the order they went: the first is done when the second comes."""
+    offload = ActivationOffload(build_model(ModelConfig(layers=1, width=32, heads=2, context=8), VOCAB), least_bytes=1)
+    offload.hooks()
+    moved = [offload._pack(torch.full((4, 4), float(i))) for i in range(6)]
+    fetched = []
+    real = offload._copy
+    monkeypatch.setattr(
+        offload, "_copy", lambda target, source: (fetched.append(float(source[0, 0])), real(target, source))[1]
+    )
+    for first in (4, 2, 0):
+        assert float(offload._unpack(moved[first])[0, 0]) == first
+        assert float(offload._unpack(moved[first + 1])[0, 0]) == first + 1
+    assert sorted(fetched) == sorted(set(fetched))
+    assert all(m.device is None for m in moved)

@@ -7,7 +7,10 @@ attention, which cost time, and computes norms, activations and additions again,
 stream of their own, two tensors at a time: while one leaves, the next is computed; while one is used, the two before it
 arrive. A tensor stays on the device until its copy has left, so device memory never holds more than those two.
 Left where they are: small tensors, parameters, and casts of parameters, which stay in memory anyway.
-Trap: a saved tensor may be a view with gaps. Its copy has the same order of axes and no gaps.
+Traps:
+- A saved tensor may be a view with gaps. Its copy has the same order of axes and no gaps.
+- What is fetched must be used: memory that is given back while a copy into it is on its way would be overwritten in
+  the hands of its next owner. So nothing is fetched ahead whose users are all served.
 """
 
 import collections
@@ -83,6 +86,8 @@ class ActivationOffload:
             self.device = first.device
             self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             self.parameters = frozenset(p.untyped_storage().data_ptr() for p in self.model.parameters())
+        if self.stream is not None:  # a pass that was cut short may have left copies on their way
+            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Moved":
@@ -120,7 +125,8 @@ class ActivationOffload:
             before = None if before.previous is None else before.previous()
             if before is None:
                 break
-            self._fetch(before)
+            if before.users > 0:
+                self._fetch(before)
         return tensor
 
     def _fetch(self, moved: _Moved) -> None:

@@ -8,8 +8,12 @@
 
 Contract: forced kernels serve training and evaluation, where queries and keys are the same positions. Decoding (a
 cache, or inference mode) has shapes that some of them refuse, so it always goes through sdpa.
-Trap: a forced kernel is chosen by process-wide flags at the moment of the forward call. They are set inside this
-function and put back, because checkpointing calls it again during backward, outside of any scope of ours.
+Traps:
+- A forced kernel is chosen by process-wide flags at the moment of the forward call. They are set inside this function
+  and put back, because checkpointing calls it again during backward, outside of any scope of ours.
+- torch keeps cuDNN's plan for the backward pass by the layout of queries, keys and values, not by that of the result's
+  gradient. Of two layouts in one process the second gets wrong gradients and no word about it (seen with torch 2.11).
+  So the gradient always goes in with the layout of the result.
 
 Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, D head size.
 """
@@ -65,7 +69,7 @@ def _torch_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: fl
     # Only is_causal reaches the fast kernels; an explicit mask would rule them out, so it is kept for the one case
     # that needs it: several new tokens after a filled cache.
     mask = None if queries in (1, keys) else causal_mask(queries, keys, q_BHTD.device)
-    return F.scaled_dot_product_attention(
+    y_BHTD = F.scaled_dot_product_attention(
         q_BHTD,
         k_BGSD,
         v_BGSD,
@@ -74,6 +78,22 @@ def _torch_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: fl
         is_causal=mask is None and queries > 1,
         enable_gqa=q_BHTD.shape[1] != k_BGSD.shape[1],
     )
+    return _SameLayout.apply(y_BHTD) if y_BHTD.is_cuda and y_BHTD.requires_grad else y_BHTD  # pyright: ignore
+
+
+class _SameLayout(torch.autograd.Function):
+    """Nothing, but the gradient comes with the axes of the result in their order in memory."""
+
+    @staticmethod
+    def forward(ctx, y_BHTD):
+        ctx.positions_first = y_BHTD.transpose(1, 2).is_contiguous()
+        return y_BHTD.view_as(y_BHTD)
+
+    @staticmethod
+    def backward(ctx, dy_BHTD):  # pyright: ignore
+        if ctx.positions_first:
+            return dy_BHTD.transpose(1, 2).contiguous().transpose(1, 2)
+        return dy_BHTD.contiguous()
 
 
 def _decoding(q_BHTD: Tensor, k_BGSD: Tensor) -> bool:

@@ -46,6 +46,7 @@ OURS: dict[str, tuple[str, list[str], int]] = {
     "350m-fp8-head": ("gpt2-350m", ["speed.micro_batch=64", "speed.fp8=[head]"], 8),
     "350m-fp8-all": ("gpt2-350m", ["speed.micro_batch=64", "speed.fp8=[qkv, out, up, down, head]"], 8),
     "124m-fp8-all": ("gpt2-124m", ["speed.fp8=[qkv, out, up, down, head]"], 12),
+    "124m-fp8-all-128": ("gpt2-124m", ["speed.micro_batch=128", "speed.fp8=[qkv, out, up, down, head]"], 12),
     "1300m": ("gpt2-350m", LARGE, 8),
     "1300m-fp8-all": ("gpt2-350m", [*LARGE, "speed.fp8=[qkv, out, up, down, head]"], 8),
     "gpt-124m": ("gpt-124m", [], 12),

@@ -1,5 +1,7 @@
 """Every fast path against its plain reference: outputs and gradients, odd shapes."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -97,3 +99,21 @@ def test_rms_norm():
     with torch.no_grad():
         norm.weight.copy_(draw(10, seed=1))
     assert_same(norm(x), rms_norm_reference(x, norm.weight, 1e-5), [x, norm.weight])
+
+
+@pytest.mark.parametrize("path", ["plain", "chunked", "fused"])
+def test_every_path_keeps_its_gradients_under_the_compiler(path):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 6, generator=generator, requires_grad=True) for n in (20, 11))
+    targets = torch.randint(0, 11, (20,), generator=generator)
+
+    def loss(hidden, weight):
+        return linear_cross_entropy(hidden, weight, targets, path=path, chunk=8, pad_vocab=8) / 20
+
+    torch._dynamo.reset()
+    with warnings.catch_warnings(action="ignore"):  # torch 2.11's compiler warns about its own ways
+        total = torch.compile(loss, backend="aot_eager", fullgraph=True)(hidden, weight)
+    ours = torch.autograd.grad(total, (hidden, weight))
+    theirs = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)

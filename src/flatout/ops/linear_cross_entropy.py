@@ -94,7 +94,8 @@ class _FusedLoss(torch.autograd.Function):
                 logits_CP = _multiply(hidden_CW, weight_PW.t(), tuned) if head is None else head.logits(part, narrow)
                 narrow_CP = None if head is None or dhidden_NW is None else head.room_for_gradient(logits_CP)
                 losses_C = _rows_loss(logits_CP, targets_N[part], vocab, label_smoothing, learning, kernels, narrow_CP)
-                total += losses_C.sum(dtype=exact)
+                # Not in place: torch 2.11's compiler would lose the gradient of a result that was written into.
+                total = total + losses_C.sum(dtype=exact)
                 if dhidden_NW is None:
                     continue
                 if head is None:
@@ -103,24 +104,24 @@ class _FusedLoss(torch.autograd.Function):
                     head.input_gradient(logits_CP, narrow_CP, out=dhidden_NW[part])
                 dweight_PW = _add_product(dweight_PW, logits_CP.t(), hidden_CW, exact, tuned)
                 del logits_CP
-        ctx.save_for_backward(dhidden_NW, None if dweight_PW is None else dweight_PW[:vocab])
-        ctx.hidden_dtype, ctx.weight_dtype, ctx.kernels = hidden_NW.dtype, weight_VW.dtype, kernels
+        ctx.save_for_backward(dhidden_NW, dweight_PW)
+        ctx.hidden_dtype, ctx.weight_dtype, ctx.vocab, ctx.kernels = hidden_NW.dtype, weight_VW.dtype, vocab, kernels
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal):
-        dhidden_NW, dweight_VW = ctx.saved_tensors
-        # Both were made here and are used once, so they are scaled where they stand.
+        dhidden_NW, dweight_PW = ctx.saved_tensors
+        # Both were made here and are used once, so they are scaled where they stand; a compiler sees to that itself.
         if ctx.kernels == "triton":
             from flatout.ops.kernels.launch import scale_in_place as scaled
         else:
-            scaled = torch.Tensor.mul_
+            scaled = torch.mul if torch.compiler.is_compiling() else torch.Tensor.mul_
         return (
             scaled(dhidden_NW, dtotal).to(ctx.hidden_dtype),
-            scaled(dweight_VW, dtotal).to(ctx.weight_dtype),
-            None, None, None, None, None, None, None,
-        )  # fmt: skip
+            scaled(dweight_PW, dtotal)[: ctx.vocab].to(ctx.weight_dtype),
+            *([None] * 7),
+        )
 
 
 class _NarrowHead:

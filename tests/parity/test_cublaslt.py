@@ -63,47 +63,25 @@ def test_small_and_odd_products_go_to_torch():
     assert cublaslt._product.cache_info().currsize == before
 
 
-def slow() -> None:
-    torch.cuda._sleep(2_000_000)  # about a millisecond
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gelu_and_its_slope_in_the_product(dtype):
-    """Forward and backward of an MLP's inner half, against float64."""
+def test_gelu_in_the_product(dtype):
     rows, inner, columns = 2048, 1024, 1536
     x, w = torch.randn(rows, inner, device="cuda", dtype=dtype), torch.randn(columns, inner, device="cuda", dtype=dtype)
     w, bias = w / inner**0.5, torch.randn(columns, device="cuda", dtype=dtype)
+    expected = x.double() @ w.double().t() + bias.double()
     for _ in range(2):  # the first call tries kernels, the second uses the one chosen
-        both = cublaslt.multiply_gelu(x, w.t(), bias, slow)
+        both = cublaslt.multiply_gelu(x, w.t(), bias, lambda: torch.cuda._sleep(2_000_000))
         if both is None:
             pytest.skip("this card's library has no gelu in its products")
         pre, active = both
-        expected = x.double() @ w.double().t() + bias.double()
         torch.testing.assert_close(pre.double(), expected, rtol=1e-2, atol=1e-2)
         torch.testing.assert_close(active.double(), F.gelu(expected, approximate="tanh"), rtol=1e-2, atol=2e-2)
-    dy, down = torch.randn(rows, inner, device="cuda", dtype=dtype), w[:, :].t().contiguous()
-    wide = pre.double().requires_grad_()
-    dactive = dy.double() @ down.double()
-    (expected,) = torch.autograd.grad(F.gelu(wide, approximate="tanh"), wide, dactive)
-    for _ in range(2):
-        both = cublaslt.multiply_by_gelu_slope(dy, down, pre, slow)
-        if both is None:
-            pytest.skip("this card's library has no slope of gelu in its products")
-        dpre, sums = both
-        torch.testing.assert_close(dpre.double(), expected, rtol=1e-2, atol=2e-2)
-        assert sums.dtype == torch.float32
-        error = (sums.double() - expected.sum(0)).norm() / expected.sum(0).norm()
-        assert error < 4e-3, f"{error:.2g}"
 
 
 @pytest.mark.gpu
-def test_where_another_way_is_faster_it_is_left_to_that():
-    x = torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16)
-    w, bias = torch.randn(1024, 2048, device="cuda", dtype=torch.bfloat16), torch.randn(2048, device="cuda").bfloat16()
+def test_gelu_is_left_alone_where_another_way_is_faster():
+    x, w = (torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bias = torch.randn(2048, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
-        assert cublaslt.multiply_gelu(x, w, bias, lambda: None) is None
-        assert (
-            cublaslt.multiply_by_gelu_slope(x, w, torch.randn(2048, 2048, device="cuda").bfloat16(), lambda: None)
-            is None
-        )
+        assert cublaslt.multiply_gelu(x, w.t(), bias, lambda: None) is None

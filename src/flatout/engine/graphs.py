@@ -14,6 +14,7 @@ Traps:
 - A graph's memory is its own: evaluation cannot use it, so a run with graphs holds more.
 """
 
+import functools
 from collections.abc import Callable, Hashable
 
 import torch
@@ -32,7 +33,7 @@ class Recorder:
     """How the device records. A class of its own, so that the logic around it can be tested without a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
+        self.stream = _stream(device)
 
     def warm_up(self, function: Callable[[], Tensor]) -> Tensor:
         """Runs on the stream that will record, as torch asks for."""
@@ -50,6 +51,12 @@ class Recorder:
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             result = function()
         return graph.replay, result
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings: cuBLAS keeps a workspace of 32 MiB for every stream that it has ever seen."""
+    return torch.cuda.Stream(device)
 
 
 class MicroBatchGraph:

@@ -14,16 +14,10 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.kernels.cublaslt import multiply, multiply_by_gelu_slope, multiply_gelu
+from flatout.ops.kernels.cublaslt import multiply, multiply_gelu
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import fold, multiprocessors
-from flatout.ops.kernels.linear import (
-    forward_product,
-    input_gradient,
-    weight_gradient,
-    weight_of_backward,
-    wide_weight,
-)
+from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient, wide_weight
 from flatout.ops.scales import NarrowLinear, Slot
 
 GELU, RELU2, SWIGLU = 0, 1, 2
@@ -209,20 +203,11 @@ class _ActivatedLinear(torch.autograd.Function):
     def backward(ctx, dy):
         pre, bias, made, active = ctx.saved_tensors
         dy = dy.contiguous()
-
-        def in_two_passes() -> tuple[Tensor, Tensor | None, Tensor | None]:
-            dactive = input_gradient(dy, made, ctx.narrow, tuned=ctx.tuned)
-            return activate_backward(
-                dactive, pre, bias, ctx.kind, again=active is None, added=ctx.added, slot=ctx.slot
-            )  # fmt: skip
-
-        both = None
-        if ctx.added and active is not None and ctx.slot is None and (ctx.narrow is None or ctx.narrow.dy is None):
-            weight = weight_of_backward(made, ctx.narrow)
-            flat, inputs = dy.reshape(-1, dy.shape[-1]), pre.view(-1, pre.shape[-1])
-            with torch.autocast(dy.device.type, enabled=False):
-                both = multiply_by_gelu_slope(flat, weight, inputs, in_two_passes)
-        dpre, dbias, again = in_two_passes() if both is None else (both[0].view_as(pre), both[1], None)
+        dactive = input_gradient(dy, made, ctx.narrow, tuned=ctx.tuned)
+        dpre, dbias, again = activate_backward(
+            dactive, pre, bias, ctx.kind, again=active is None, added=ctx.added, slot=ctx.slot
+        )
+        del dactive
         dweight = None
         if ctx.needs_input_grad[2]:
             dweight = weight_gradient(dy, active if again is None else again, ctx.weight, tuned=ctx.tuned)
@@ -269,6 +254,7 @@ class _LinearGelu(torch.autograd.Function):
             return pre.view(shape), None
         active = active.view(shape)
         ctx.mark_non_differentiable(active)
+        ctx.set_materialize_grads(False)  # or backward would be sent zeros for it, as large as itself
         return pre.view(shape), active
 
     @staticmethod

@@ -2,8 +2,8 @@
 
 torch takes the first kernel that the library suggests. The library suggests several, and on an H200 the best of them
 was up to 28% faster than the first. So the first product of each shape tries them all, torch's way too, on its real
-operands, and the fastest does the rest. A product can also take the tanh form of gelu of what it writes, or multiply by
-its derivative, which saves a pass over memory; `multiply_gelu` and `multiply_by_gelu_slope` do so where it is faster.
+operands, and the fastest does the rest. It can also take the tanh form of gelu of what it writes, which saves a pass
+over memory; `multiply_gelu` does so where it is the faster way.
 
 The library is the one that torch has loaded, called through ctypes. Contract: a product with fp32 sums, rounded once.
 Which kernel wins can differ from run to run, so deterministic runs do not come here.
@@ -17,19 +17,16 @@ Shape legend: M rows, K inner size, N columns of the result.
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.ops.kernels.launch import column_sums
-
 _COMPUTE_FP32 = 68
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _VECTOR, _INPUT, _INPUT_STRIDE, _VECTOR_TYPE = 3, 4, 7, 8, 11, 12, 26
-# What a product does to its result. gelu writes its own input as well, slope reads it, and sums are those of columns.
-_EPILOGUES = {"plain": 1, "bias": 4, "gelu": 164, "slope": 192, "slope and sums": 208}
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS, _INPUT, _INPUT_STRIDE, _BIAS_TYPE = 3, 4, 7, 8, 11, 12, 26
+_PLAIN, _WITH_BIAS, _GELU_WITH_BIAS = 1, 4, 164  # epilogues; the last writes its input as well
 _WORKSPACE_BYTES = 32 * 2**20
 _CANDIDATES = 32
 _BURST_MILLISECONDS = 6.0
@@ -95,9 +92,10 @@ class _Shape:
     b_transposed: bool
     dtype: torch.dtype
     out_dtype: torch.dtype
-    epilogue: str
+    bias: bool
     add: bool
     device: int
+    gelu: bool = False
 
 
 class _Product:
@@ -110,12 +108,12 @@ class _Product:
         # Transposed twice: the library's A is our b, seen in columns.
         self._set(_TRANSPOSE_A, ctypes.c_int32(shape.b_transposed))
         self._set(_TRANSPOSE_B, ctypes.c_int32(shape.a_transposed))
-        self._set(_EPILOGUE, ctypes.c_uint32(_EPILOGUES[shape.epilogue]))
-        if shape.epilogue in ("bias", "gelu", "slope and sums"):
-            vector = torch.float32 if shape.epilogue == "slope and sums" else shape.dtype
-            self._set(_VECTOR_TYPE, ctypes.c_int32(_TYPES[vector]))
-            self._set(_VECTOR, ctypes.c_void_p(256))  # the search for kernels looks at its alignment only
-        if shape.epilogue in ("gelu", "slope", "slope and sums"):
+        epilogue = _GELU_WITH_BIAS if shape.gelu else _WITH_BIAS if shape.bias else _PLAIN
+        self._set(_EPILOGUE, ctypes.c_uint32(epilogue))
+        if shape.bias:
+            self._set(_BIAS_TYPE, ctypes.c_int32(_TYPES[shape.dtype]))
+            self._set(_BIAS, ctypes.c_void_p(256))  # the search for kernels looks at its alignment only
+        if shape.gelu:
             self._set(_INPUT, ctypes.c_void_p(256))
             self._set(_INPUT_STRIDE, ctypes.c_int64(shape.columns))
         rows, inner, columns = shape.rows, shape.inner, shape.columns
@@ -124,7 +122,7 @@ class _Product:
         self.out = _layout(shape.out_dtype, columns, rows)
         self.kernels = self._find()
         self.launch: Callable[..., None] | None = None
-        self.milliseconds = float("inf")
+        self.worth = True  # whether gelu in the epilogue is the faster way
 
     def _set(self, attribute: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
@@ -148,19 +146,34 @@ class _Product:
         if self.launch is None:
             # What is already in `out` must survive the trials when the product adds to it.
             target = torch.empty_like(out) if self.shape.add else out
-            self.choose(a, b, target, bias, other_ways=[functools.partial(by_torch, add=self.shape.add)])
-        assert self.launch is not None
+            ways = [functools.partial(self._by_library, kernel) for kernel in self.kernels]
+            ways.append(functools.partial(by_torch, add=self.shape.add))
+            self.launch, _ = _fastest(ways, a, b, target, bias)
         self.launch(a, b, out, bias)
 
-    def choose(self, *arguments: Tensor | None, other_ways: Sequence[Callable[..., None]] = ()) -> None:
-        ways = [functools.partial(self._by_library, kernel) for kernel in self.kernels]
-        self.launch, self.milliseconds = _fastest([*ways, *other_ways], *arguments)
+    def run_gelu(
+        self, a: Tensor, b: Tensor, bias: Tensor, other_way: Callable[[], Any]
+    ) -> tuple[Tensor, Tensor] | None:
+        """(sum, gelu of it), or None where `other_way` to both is faster."""
+        if not self.kernels or not self.worth:
+            return None
+        out = torch.empty(a.shape[0], b.shape[1], dtype=a.dtype, device=a.device)
+        inputs = torch.empty_like(out)
+        if self.launch is None:
+            ways = [functools.partial(self._by_library, kernel) for kernel in self.kernels]
+            self.launch, milliseconds = _fastest(ways, a, b, out, bias, inputs)
+            other = min(_milliseconds(other_way, (), _burst(milliseconds)) for _ in range(2))
+            self.worth = milliseconds < other
+            if not self.worth:
+                return None
+        self.launch(a, b, out, bias, inputs)
+        return inputs, out
 
     def _by_library(
-        self, kernel: _Kernel, a: Tensor, b: Tensor, out: Tensor, vector: Tensor | None, inputs: Tensor | None = None
+        self, kernel: _Kernel, a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, inputs: Tensor | None = None
     ) -> None:
-        if vector is not None:
-            self._set(_VECTOR, ctypes.c_void_p(vector.data_ptr()))
+        if bias is not None:
+            self._set(_BIAS, ctypes.c_void_p(bias.data_ptr()))
         if inputs is not None:
             self._set(_INPUT, ctypes.c_void_p(inputs.data_ptr()))
         pointer, device = ctypes.c_void_p, self.shape.device
@@ -245,8 +258,7 @@ def multiply(
     """a @ b + bias of half-precision CUDA matrices; into `out`, which may be of a wider type, or added to it."""
     if out is None:
         out = torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=a_MK.dtype, device=a_MK.device)
-    epilogue = "plain" if bias_N is None else "bias"
-    shape = _shape_of(a_MK, b_KN, epilogue=epilogue, out_dtype=out.dtype, add=add)
+    shape = _shape_of(a_MK, b_KN, bias=bias_N is not None, out_dtype=out.dtype, add=add)
     if shape is None:
         by_torch(a_MK, b_KN, out, bias_N, add=add)
     else:
@@ -258,73 +270,13 @@ def multiply_gelu(
     a_MK: Tensor, b_KN: Tensor, bias_N: Tensor, other_way: Callable[[], Any]
 ) -> tuple[Tensor, Tensor] | None:
     """(a @ b + bias, gelu of it) by one kernel, or None where there is none or `other_way` to the same is faster."""
-    shape = _shape_of(a_MK, b_KN, epilogue="gelu", out_dtype=a_MK.dtype)
-    way = None if shape is None else _gelu(shape)
-    if way is None or way.lost:
-        return None
-    out_MN = torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=a_MK.dtype, device=a_MK.device)
-    sum_MN = torch.empty_like(out_MN)
-    return (sum_MN, out_MN) if way.run(other_way, a_MK, b_KN, out_MN, bias_N, sum_MN) else None
+    shape = _shape_of(a_MK, b_KN, bias=True, out_dtype=a_MK.dtype, gelu=True)
+    return None if shape is None else _product(shape).run_gelu(a_MK, b_KN, bias_N, other_way)
 
 
-def multiply_by_gelu_slope(
-    a_MK: Tensor, b_KN: Tensor, inputs_MN: Tensor, other_way: Callable[[], Any]
-) -> tuple[Tensor, Tensor] | None:
-    """((a @ b) · gelu'(inputs), its column sums in fp32), or None where `other_way` to the same is faster."""
-    shape = _shape_of(a_MK, b_KN, epilogue="slope and sums", out_dtype=a_MK.dtype)
-    way = None if shape is None else _gelu(shape)
-    if way is None or way.lost:
-        return None
-    out_MN = torch.empty_like(inputs_MN)
-    sums_N = torch.empty(b_KN.shape[1], dtype=torch.float32, device=a_MK.device)
-    return (out_MN, sums_N) if way.run(other_way, a_MK, b_KN, out_MN, sums_N, inputs_MN) else None
-
-
-class _Gelu:
-    """One shape of a product with gelu in it: whether it pays, and how it is done."""
-
-    def __init__(self, shape: _Shape) -> None:
-        self.ways: list[tuple[_Product, Callable[..., None]]] = []
-        for epilogue in ("slope and sums", "slope") if shape.epilogue == "slope and sums" else (shape.epilogue,):
-            product = _product(dataclasses.replace(shape, epilogue=epilogue))
-            if product.kernels:
-                self.ways.append((product, _with_sums_of_ours if epilogue == "slope" else _as_it_is))
-        self.lost = not self.ways
-
-    def run(self, other_way: Callable[[], Any], *arguments: Tensor) -> bool:
-        """Does it and says so, or says that the other way is faster. The first call tries every way."""
-        if self.ways[0][0].launch is None:
-            times = []
-            for product, whole in self.ways:
-                product.choose(*arguments)
-                assert product.launch is not None
-                count = _burst(product.milliseconds)
-                times.append(min(_milliseconds(whole, (product, *arguments), count) for _ in range(2)))
-            other = min(_milliseconds(other_way, (), _burst(min(times))) for _ in range(2))
-            self.ways = [self.ways[times.index(min(times))]]
-            self.lost = other <= min(times)
-        if not self.lost:
-            product, whole = self.ways[0]
-            whole(product, *arguments)
-        return not self.lost
-
-
-def _as_it_is(product: _Product, *arguments: Tensor) -> None:
-    assert product.launch is not None
-    product.launch(*arguments)
-
-
-def _with_sums_of_ours(product: _Product, a: Tensor, b: Tensor, out: Tensor, sums: Tensor, inputs: Tensor) -> None:
-    """For cards whose library multiplies by the slope but does not sum up in fp32."""
-    assert product.launch is not None
-    product.launch(a, b, out, None, inputs)
-    column_sums(out, sums)
-
-
-_gelu = functools.cache(_Gelu)
-
-
-def _shape_of(a_MK: Tensor, b_KN: Tensor, *, epilogue: str, out_dtype: torch.dtype, add: bool = False) -> _Shape | None:
+def _shape_of(
+    a_MK: Tensor, b_KN: Tensor, *, bias: bool, out_dtype: torch.dtype, add: bool = False, gelu: bool = False
+) -> _Shape | None:
     """What the library must know of a product; None for one that is left to torch."""
     (rows, inner), columns = a_MK.shape, b_KN.shape[1]
     a_transposed, b_transposed = _transposed(a_MK), _transposed(b_KN)
@@ -338,7 +290,8 @@ def _shape_of(a_MK: Tensor, b_KN: Tensor, *, epilogue: str, out_dtype: torch.dty
         b_transposed=b_transposed,
         dtype=a_MK.dtype,
         out_dtype=out_dtype,
-        epilogue=epilogue,
+        bias=bias,
         add=add,
         device=a_MK.get_device(),
+        gelu=gelu,
     )

@@ -42,41 +42,13 @@ def _fold(partial_ptr, total_ptr, programs, columns, ROWS: tl.constexpr, BLOCK: 
     tl.store(total_ptr + column, tl.sum(total, 0), inside)
 
 
-def fold(partial: Tensor, total: Tensor | None = None) -> Tensor:
+def fold(partial: Tensor) -> Tensor:
     """partial.sum(0) of fp32 sums that programs left behind; torch's own sum is slow at such shapes."""
     programs, *shape = partial.shape
     columns = partial.numel() // programs
-    total = torch.empty(shape, dtype=torch.float32, device=partial.device) if total is None else total
+    total = torch.empty(shape, dtype=torch.float32, device=partial.device)
     _fold[(triton.cdiv(columns, 32),)](partial, total, programs, columns, ROWS=64, BLOCK=32, num_warps=4)
     return total
-
-
-@triton.jit
-def _sum_columns(x_ptr, partial_ptr, rows, columns, share, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    program = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < columns
-    total = tl.zeros((ROWS, BLOCK), tl.float32)
-    end = tl.minimum(program * share + share, rows)
-    for start in range(program * share, end, ROWS):
-        row = start + tl.arange(0, ROWS)
-        mask = (row < end)[:, None] & inside[None, :]
-        total += tl.load(x_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], mask, 0.0).to(tl.float32)
-    tl.store(partial_ptr + program.to(tl.int64) * columns + column, tl.sum(total, 0), inside)
-
-
-def column_sums(x_NC: Tensor, into_C: Tensor) -> None:
-    """Sums of the columns of a contiguous matrix, in fp32."""
-    rows, columns = x_NC.shape
-    at_once, block = 4, 512
-    strips = triton.cdiv(columns, block)
-    programs = max(1, min(triton.cdiv(rows, at_once), triton.cdiv(16 * multiprocessors(x_NC.device), strips)))
-    share = triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
-    partial = torch.empty(programs, columns, dtype=torch.float32, device=x_NC.device)
-    _sum_columns[(programs, strips)](
-        x_NC, partial, rows, columns, share, ROWS=at_once, BLOCK=block, num_warps=4
-    )  # fmt: skip
-    fold(partial, into_C)
 
 
 @triton.jit

@@ -82,16 +82,10 @@ def input_gradient(dy: Tensor, made: Tensor | None, narrow: NarrowLinear | None,
                 assert unit is not None
                 dx = narrow_product(dy_8.view(-1, dy.shape[-1]), narrow.dy.unit, turned_KM, unit, dy.dtype)
                 return dx.view(*dy.shape[:-1], dx.shape[1])
-    return product(dy, weight_of_backward(made, narrow), tuned=tuned)
-
-
-def weight_of_backward(made: Tensor | None, narrow: NarrowLinear | None) -> Tensor:
-    """The weight as `forward_product` had it, where its products are not in 8 bits."""
-    if made is not None:
-        return made
-    assert narrow is not None, "forward leaves a copy where there is none that stays"
-    narrow.check()
-    return narrow.copy.values_MK
+    if made is None:
+        assert narrow is not None, "forward leaves a copy where there is none that stays"
+        made = narrow.copy.values_MK
+    return product(dy, made, tuned=tuned)
 
 
 class _Linear(torch.autograd.Function):

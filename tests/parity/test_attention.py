@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatout.ops import attention as module
-from flatout.ops.attention import attention_failure, causal_attention, fa3_missing, picked_kernel
+from flatout.ops.attention import attention_failure, causal_attention, fa3_missing, fa4_missing, picked_kernel
 from flatout.ops.reference import attention_reference
 
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ def test_a_forced_kernel_leaves_torchs_flags_as_they_were():
     assert [getattr(torch.backends.cuda, name)() for name in names] == before, "also after an error"
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "flex", "fa3", "efficient"])
+@pytest.mark.parametrize("backend", ["cudnn", "flex", "fa3", "fa4", "efficient"])
 def test_decoding_never_meets_a_forced_kernel(backend):
     """A cache makes fewer queries than keys, and inference mode is decoding: both must work where the kernel cannot."""
     q, k, v = (x.detach() for x in heads(2))
@@ -84,7 +84,20 @@ def test_the_probe_says_why_not():
     assert "cudnn" in (attention_failure("cudnn", CPU, torch.float32, **shape) or "")
     assert "efficient" in (attention_failure("efficient", CPU, torch.float32, **shape) or "")
     assert attention_failure("fa3", CPU, torch.float32, **shape) == "flash_attn_3 is not installed" == fa3_missing()
+    if fa4_missing() is not None:
+        assert attention_failure("fa4", CPU, torch.float32, **shape) == "flash-attn-4 is not installed"
     assert attention_failure("flex", CPU, torch.float32, dropout=0.1, **shape) == "FlexAttention has no dropout"
+
+
+def test_fa4_is_called_with_positions_before_heads(monkeypatch):
+    def stand_in(q_BTHD, k_BSGD, v_BSGD, *, causal):
+        assert causal
+        return attention_reference(*(x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGD))).transpose(1, 2), None
+
+    monkeypatch.setattr(module, "_fa4_function", lambda: stand_in)
+    compare("fa4", 2, 1e-5)
+    with pytest.raises(ValueError, match="no dropout"):
+        causal_attention(*heads(2), backend="fa4", dropout=0.1)
 
 
 def test_the_probe_notices_a_wrong_result(monkeypatch):
@@ -103,8 +116,10 @@ def test_what_sdpa_picks_has_a_name():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("backend", ["sdpa", "flash", "cudnn", "efficient", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "flash", "cudnn", "efficient", "flex", "fa4"])
 def test_backends_of_a_gpu_equal_the_reference(backend, groups):
+    if backend == "fa4" and fa4_missing() is not None:
+        pytest.skip("flash-attn-4 is not installed")
     torch._dynamo.reset()
     shape = {"heads": 4, "groups": groups, "size": 64, "context": 256}
     assert attention_failure(backend, torch.device("cuda"), torch.bfloat16, **shape) is None

@@ -117,7 +117,7 @@ def resolve_speed(
     settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, config, probes))
     why = "our kernels take one product" if kernels == "triton" and not asked.fused_qkv else ""
     fused_qkv = settle("fused_qkv", _word(asked.fused_qkv), _word(asked.fused_qkv or bool(why)), why) == "true"
-    compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, probes))
+    compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, attention, probes))
     loss = settle("loss", asked.loss, *_loss(asked.loss, kernels))
     why = "the plain loss takes all tokens at once" if loss == "plain" else ""
     used_chunk = "none" if why else str(asked.loss_chunk)  # harmless, so it is told and not refused, as with workers
@@ -262,8 +262,9 @@ def _attention(asked: str, device: Device, precision: str, config: RunConfig, pr
     if asked == "auto" and not (hopper and precision in ("bf16", "fp16")):
         return "sdpa", ""
     wanted = "cudnn" if asked == "auto" else asked
-    if wanted == "cudnn" and config.train.deterministic:
-        return "sdpa", "cuDNN's backward is not deterministic, and train.deterministic is set"
+    owner = {"cudnn": "cuDNN", "fa4": "FlashAttention-4"}.get(wanted)
+    if owner is not None and config.train.deterministic:
+        return "sdpa", f"{owner}'s backward is not deterministic, and train.deterministic is set"
     reason = probes.attention(
         wanted,
         device.torch_device,
@@ -368,7 +369,7 @@ def _precision(asked: str, device: Device) -> tuple[str, str]:
     return "fp32", f"a CPU has no {asked} products"
 
 
-def _compile(asked: SpeedConfig, device: Device, kernels: str, probes: Probes) -> tuple[str, str]:
+def _compile(asked: SpeedConfig, device: Device, kernels: str, attention: str, probes: Probes) -> tuple[str, str]:
     wanted = asked.compile
     if wanted == "off":
         return "off", ""
@@ -378,6 +379,8 @@ def _compile(asked: SpeedConfig, device: Device, kernels: str, probes: Probes) -
         return "off", "the Triton kernels leave it nothing to fuse"
     if wanted == "auto" and asked.activation_offload:
         return "off", "activation_offload was asked for"
+    if attention == "fa4":
+        return "off", "it cannot look into FlashAttention-4"
     if device.kind == "cuda":
         if not probes.triton():
             return "off", "triton is not installed"

@@ -5,6 +5,7 @@
     flash, cudnn, efficient     exactly that kernel of torch's, or an error
     flex        torch's FlexAttention, compiled, with a causal block mask
     fa3         torch's flash entry with FlashAttention-3 of the package flash_attn_3 behind it
+    fa4         FlashAttention-4 of the package flash-attn-4, which compiles its kernels on first use
 
 Contract: forced kernels serve training and evaluation, where queries and keys are the same positions. Decoding (a
 cache, or inference mode) has shapes that some of them refuse, so it always goes through sdpa.
@@ -21,6 +22,7 @@ Shape legend: B batch, T query positions, S key positions, H query heads, G key/
 import contextlib
 import functools
 import importlib.util
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -56,6 +58,8 @@ def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backend:
         return _torch_attention(q_BHTD, k_BGSD, v_BGSD, dropout)
     if backend == "flex":
         return _flex(q_BHTD, k_BGSD, v_BGSD, dropout)
+    if backend == "fa4":
+        return _fa4(q_BHTD, k_BGSD, v_BGSD, dropout)
     if backend == "efficient":  # it knows no groups: each head gets a copy of its group's keys and values
         repeats = q_BHTD.shape[1] // k_BGSD.shape[1]
         if repeats > 1:
@@ -169,6 +173,31 @@ def fa3_missing() -> str | None:
     return None if importlib.util.find_spec("flash_attn_interface") else "flash_attn_3 is not installed"
 
 
+# --- FlashAttention-4 -------------------------------------------------------------------------------------------------
+
+
+def _fa4(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float) -> Tensor:
+    if dropout > 0.0:
+        raise ValueError("FlashAttention-4 has no dropout")
+    parts_BTHD = (x.transpose(1, 2) for x in (q_BHTD, k_BGSD, v_BGSD))
+    y_BTHD = _fa4_function()(*parts_BTHD, causal=True)[0]
+    return y_BTHD.transpose(1, 2)
+
+
+@functools.cache
+def _fa4_function() -> Callable[..., Any]:
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
+    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_func
+
+
+def fa4_missing() -> str | None:
+    """Why FlashAttention-4 is not at hand, or None."""
+    found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    return None if found else "flash-attn-4 is not installed"
+
+
 # --- FlexAttention ----------------------------------------------------------------------------------------------------
 
 
@@ -230,8 +259,10 @@ def attention_failure(
         return None
     if backend == "fa3" and (missing := fa3_missing()) is not None:
         return missing
-    if backend == "flex" and dropout > 0.0:
-        return "FlexAttention has no dropout"
+    if backend == "fa4" and (missing := fa4_missing()) is not None:
+        return missing
+    if backend in ("flex", "fa4") and dropout > 0.0:
+        return f"{'FlexAttention' if backend == 'flex' else 'FlashAttention-4'} has no dropout"
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -270,10 +301,14 @@ def _inputs(
 
 def _reason(backend: str, error: Exception, told: list[str]) -> str:
     """torch raises "No available kernel" and hides the reason among its warnings, beside those of other kernels."""
-    words = {"flash": "flash", "fa3": "flash", "cudnn": "cudnn", "efficient": "memory efficient", "flex": "flex"}
+    words = {"flash": "flash", "fa3": "flash", "cudnn": "cudnn", "efficient": "memory efficient"}
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         skipped = ("because", "not been runtime disabled", "runtime disabled")
-        reasons = [t for t in told if words[backend] in t.lower() and not any(word in t.lower() for word in skipped)]
+        reasons = [
+            t
+            for t in told
+            if words.get(backend, backend) in t.lower() and not any(word in t.lower() for word in skipped)
+        ]
         reasons = reasons or [t for t in told if not any(word in t.lower() for word in skipped)]
         if reasons:
             return f"{backend} does not take it: {_first_sentence(reasons[0])}"

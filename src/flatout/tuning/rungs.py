@@ -188,7 +188,7 @@ def _extras(kind: str, attention: str) -> list[Rung]:
         "speed.cuda_graphs": "off",
     }
     modes = ["reduce-overhead", "max-autotune", "regional"] if kind == "cuda" else ["regional"]
-    backends = [name for name in ("flash", "cudnn", "efficient", "flex", "fa3") if name != attention]
+    backends = [name for name in ("flash", "cudnn", "efficient", "flex", "fa3", "fa4") if name != attention]
     return [
         extra("fp16", {"speed.precision": "fp16", "speed.residual": "fp32"}),
         extra("fp8-mlp", {"speed.fp8": "[up, down]"}),

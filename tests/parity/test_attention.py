@@ -7,7 +7,10 @@ import pytest
 import torch
 
 from flatout.ops import attention as module
-from flatout.ops.attention import attention_failure, causal_attention, fa3_missing, fa4_missing, picked_kernel
+from flatout.ops import flash_attention_4
+from flatout.ops.attention import attention_failure, causal_attention, fa3_missing, picked_kernel
+from flatout.ops.flash_attention_4 import fa4_missing
+from flatout.ops.packing import packed
 from flatout.ops.reference import attention_reference
 
 CPU = torch.device("cpu")
@@ -89,13 +92,40 @@ def test_the_probe_says_why_not():
     assert attention_failure("flex", CPU, torch.float32, dropout=0.1, **shape) == "FlexAttention has no dropout"
 
 
-def test_fa4_is_called_with_positions_before_heads(monkeypatch):
-    def stand_in(q_BTHD, k_BSGD, v_BSGD, *, causal):
-        assert causal
-        return attention_reference(*(x.transpose(1, 2) for x in (q_BTHD, k_BSGD, v_BSGD))).transpose(1, 2), None
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_fa4_between_its_two_kernels(side_by_side, monkeypatch):
+    """Stand-ins for what runs on a GPU only: layouts, what is kept, and where gradients go."""
 
-    monkeypatch.setattr(module, "_fa4_function", lambda: stand_in)
-    compare("fa4", 2, 1e-5)
+    def forward(q_BTHD, k_BTGD, v_BTGD, *, causal, return_lse):
+        assert causal
+        assert return_lse
+        y = attention_reference(*(x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))).transpose(1, 2)
+        return y.contiguous(), torch.zeros(2, 4, 33), None, None, None
+
+    def backward(q_BTHD, k_BTGD, v_BTGD, y_BTHD, dy_BTHD, lse_BHT, *, causal, **into):
+        assert dy_BTHD.is_contiguous()
+        parts = [x.detach().requires_grad_() for x in (q_BTHD, k_BTGD, v_BTGD)]
+        with torch.enable_grad():
+            y = attention_reference(*(x.transpose(1, 2) for x in parts)).transpose(1, 2)
+        gradients = torch.autograd.grad(y, parts, dy_BTHD)
+        if side_by_side:
+            return [into[name].copy_(x) for name, x in zip(("dq", "dk", "dv"), gradients, strict=True)]
+        assert not into
+        return gradients
+
+    monkeypatch.setattr(flash_attention_4, "_kernels", lambda: (forward, backward))
+    if side_by_side:
+        whole = torch.randn(2, 33, 8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        results = {}
+        for backend in ("fa4", "reference"):
+            q, k, v = (part.transpose(1, 2) for part in whole.split([4, 2, 2], dim=2))
+            y = causal_attention(q, k, v, backend=backend)
+            results[backend] = (y, *torch.autograd.grad(y.square().sum(), (q, k, v)))
+        for mine, other in zip(results["fa4"], results["reference"], strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
+        assert packed([x.transpose(1, 2) for x in results["fa4"][1:]]) is not None
+    else:
+        compare("fa4", 2, 1e-5)
     with pytest.raises(ValueError, match="no dropout"):
         causal_attention(*heads(2), backend="fa4", dropout=0.1)
 

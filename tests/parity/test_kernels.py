@@ -272,6 +272,19 @@ def test_pack_heads_keeps_every_bit(device):
     assert pack_heads(parts, sums=False)[1] is None
 
 
+@pytest.mark.parametrize("sums", [True, False])
+def test_pack_heads_finds_gradients_that_are_packed_already(sums, device):
+    whole = draw(2, 9, 8, 5, dtype=BF16, device=device).detach()
+    parts = [part.transpose(1, 2) for part in whole.split([4, 2, 2], dim=2)]
+    out, totals = pack_heads(parts, sums=sums)
+    assert out.data_ptr() == whole.data_ptr()
+    assert torch.equal(out, whole.view(18, 40))
+    if totals is not None:
+        assert_near(totals, out.double().sum(0), FP32, "sums")
+    apart = [parts[0], parts[2], parts[1]]
+    assert pack_heads(apart, sums=False)[0].data_ptr() != whole.data_ptr(), "in another order they are not"
+
+
 # --- norm and rotation of queries and keys ------------------------------------------------------------------------
 
 

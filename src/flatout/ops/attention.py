@@ -22,7 +22,6 @@ Shape legend: B batch, T query positions, S key positions, H query heads, G key/
 import contextlib
 import functools
 import importlib.util
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend
 
+from flatout.ops.flash_attention_4 import fa4_missing, flash_attention_4
 from flatout.ops.reference import attention_reference, causal_mask
 
 KERNELS = {
@@ -59,7 +59,9 @@ def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backend:
     if backend == "flex":
         return _flex(q_BHTD, k_BGSD, v_BGSD, dropout)
     if backend == "fa4":
-        return _fa4(q_BHTD, k_BGSD, v_BGSD, dropout)
+        if dropout > 0.0:
+            raise ValueError("FlashAttention-4 has no dropout")
+        return flash_attention_4(q_BHTD, k_BGSD, v_BGSD)
     if backend == "efficient":  # it knows no groups: each head gets a copy of its group's keys and values
         repeats = q_BHTD.shape[1] // k_BGSD.shape[1]
         if repeats > 1:
@@ -171,31 +173,6 @@ def fa3_missing() -> str | None:
     if known is None or "FA3" not in known():
         return f"torch {torch.__version__} cannot take in FlashAttention-3"
     return None if importlib.util.find_spec("flash_attn_interface") else "flash_attn_3 is not installed"
-
-
-# --- FlashAttention-4 -------------------------------------------------------------------------------------------------
-
-
-def _fa4(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float) -> Tensor:
-    if dropout > 0.0:
-        raise ValueError("FlashAttention-4 has no dropout")
-    parts_BTHD = (x.transpose(1, 2) for x in (q_BHTD, k_BGSD, v_BGSD))
-    y_BTHD = _fa4_function()(*parts_BTHD, causal=True)[0]
-    return y_BTHD.transpose(1, 2)
-
-
-@functools.cache
-def _fa4_function() -> Callable[..., Any]:
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
-    from flash_attn.cute import flash_attn_func  # pyright: ignore[reportMissingImports]
-
-    return flash_attn_func
-
-
-def fa4_missing() -> str | None:
-    """Why FlashAttention-4 is not at hand, or None."""
-    found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
-    return None if found else "flash-attn-4 is not installed"
 
 
 # --- FlexAttention ----------------------------------------------------------------------------------------------------

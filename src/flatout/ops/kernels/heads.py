@@ -1,7 +1,7 @@
 """Queries, keys and values from one product, as views of its result; their gradients packed for one product back.
 
-Attention hands back three gradients in layouts of its own. One pass writes them side by side and sums the columns,
-which are the gradient of the bias; for 8-bit products it writes them in 8 bits too (ops/scales.py).
+Attention hands back three gradients, in layouts of its own or packed already. One pass writes them side by side and
+sums the columns, which are the gradient of the bias; for 8-bit products it writes them in 8 bits too (ops/scales.py).
 
 Shape legend: B batch, T positions, H query heads, G key/value heads, D head size, W width, C = (H + 2G)·D columns.
 """
@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import fold, multiprocessors
 from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient
+from flatout.ops.packing import packed
 from flatout.ops.scales import NarrowLinear, Slot
 
 
@@ -22,8 +23,8 @@ from flatout.ops.scales import NarrowLinear, Slot
 def _pack(
     part_ptr, packed_ptr, sums_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, positions, part_columns, columns, first,
     share, stride_b, stride_h, stride_t,
-    SIZE: tl.constexpr, HAS_SUMS: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, COPY: tl.constexpr, HAS_SUMS: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -39,7 +40,8 @@ def _pack(
         origin = (row // positions).to(tl.int64) * stride_b + (row % positions).to(tl.int64) * stride_t
         value = tl.load(part_ptr + origin[:, None] + source[None, :], mask, 0.0)
         place = row.to(tl.int64)[:, None] * columns + first + column[None, :]
-        tl.store(packed_ptr + place, value, mask)
+        if COPY:
+            tl.store(packed_ptr + place, value, mask)
         if NARROW:
             store_narrow(narrow_ptr, place, value, scale, top, mask)
         if RECORD:
@@ -60,26 +62,30 @@ def pack_heads(parts: list[Tensor], *, sums: bool, slot: Slot | None = None) -> 
     batch, _, positions, size = parts[0].shape
     rows, columns = batch * positions, sum(part.shape[1] for part in parts) * size
     device = parts[0].device
-    packed = torch.empty(rows, columns, dtype=parts[0].dtype, device=device)
+    whole = packed([part.transpose(1, 2) for part in parts])
+    out = torch.empty(rows, columns, dtype=parts[0].dtype, device=device) if whole is None else whole
+    out = out.view(rows, columns)
+    if whole is not None and not sums and slot is None:
+        return out, None
     at_once, block = 2, 1024  # measured on an H200
     strips = triton.cdiv(columns, block)
     programs = max(1, min(triton.cdiv(rows, at_once), triton.cdiv(24 * multiprocessors(device), strips)))
     share = triton.cdiv(triton.cdiv(rows, programs), at_once) * at_once
     partial = torch.empty(programs, columns, dtype=torch.float32, device=device) if sums else None
-    rounding = rounding_of(slot, packed.shape, device)
+    rounding = rounding_of(slot, out.shape, device)
     first = 0
     for part in parts:
         if part.stride(3) != 1:
             part = part.contiguous()
         width = part.shape[1] * size
         _pack[(programs, triton.cdiv(width, block))](
-            part, packed, partial, *rounding.pointers, rows, positions, width, columns, first, share, part.stride(0),
-            part.stride(1), part.stride(2), SIZE=size, HAS_SUMS=sums, NARROW=rounding.narrow, RECORD=rounding.record,
-            ROWS=at_once, BLOCK=block, num_warps=4,
+            part, out, partial, *rounding.pointers, rows, positions, width, columns, first, share, part.stride(0),
+            part.stride(1), part.stride(2), SIZE=size, COPY=whole is None, HAS_SUMS=sums, NARROW=rounding.narrow,
+            RECORD=rounding.record, ROWS=at_once, BLOCK=block, num_warps=4,
         )  # fmt: skip
         first += width
-    rounding.hand_over(packed)
-    return packed, None if partial is None else fold(partial)
+    rounding.hand_over(out)
+    return out, None if partial is None else fold(partial)
 
 
 class _ProjectHeads(torch.autograd.Function):

@@ -1,0 +1,61 @@
+"""FlashAttention-4 of the package flash-attn-4, which compiles its kernels on first use and keeps them on disk.
+
+Queries, keys and values may be views of one buffer, as one product leaves them. Their gradients are then written into
+one buffer in the same places, so that whoever packs them for the product back (ops/kernels/heads.py) finds them packed.
+
+Trap: the package is young. The two functions used here are its inner ones, because only they take outputs.
+
+Shape legend: B batch, T positions, H query heads, G key/value heads, D head size.
+"""
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatout.ops.packing import packed
+
+
+def fa4_missing() -> str | None:
+    """Why it is not at hand, or None."""
+    found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
+    return None if found else "flash-attn-4 is not installed"
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(forward, backward)."""
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
+    from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
+
+    return interface._flash_attn_fwd, interface._flash_attn_bwd
+
+
+class _FlashAttention4(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q_BTHD, k_BTGD, v_BTGD):
+        y_BTHD, lse_BHT = _kernels()[0](q_BTHD, k_BTGD, v_BTGD, causal=True, return_lse=True)[:2]
+        ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT)
+        return y_BTHD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy_BTHD):
+        q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT = ctx.saved_tensors
+        parts, into = (q_BTHD, k_BTGD, v_BTGD), {}
+        whole = packed(parts)
+        if whole is not None:
+            gradients = torch.empty_like(whole).split([part.shape[2] for part in parts], dim=2)
+            into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+        return tuple(_kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, causal=True, **into)[:3])
+
+
+def flash_attention_4(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
+    """Causal attention over as many queries as keys."""
+    parts_BTHD = (x.transpose(1, 2) for x in (q_BHTD, k_BGTD, v_BGTD))
+    return _FlashAttention4.apply(*parts_BTHD).transpose(1, 2)  # pyright: ignore

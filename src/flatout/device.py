@@ -207,7 +207,8 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
             yield
     finally:
         torch.set_float32_matmul_precision(matmul)
-        torch.use_deterministic_algorithms(was_deterministic, warn_only=warn_only)
+        if deterministic:  # not else: the call imports torch's compiler, which takes seconds
+            torch.use_deterministic_algorithms(was_deterministic, warn_only=warn_only)
 
 
 def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:

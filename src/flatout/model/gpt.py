@@ -29,8 +29,8 @@ class GPT(nn.Module):
         self.config = config
         self.vocab = vocab
         self.execution = execution
-        self.embedding = nn.Embedding(vocab, config.width)
-        self.positions = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
+        self.embedding = _table(vocab, config.width)
+        self.positions = _table(config.context, config.width) if config.positions == "learned" else None
         rope = config.positions == "rope"
         self.rotary = Rotary(config.width // config.heads, config.context, config.rope_base) if rope else None
         self.dropout = nn.Dropout(config.dropout)
@@ -173,9 +173,14 @@ def build_model(config: ModelConfig, vocab: int, *, seed: int = 0, execution: Ex
     """A model on the CPU with weights drawn from `seed`. Built without memory first, so nothing is drawn twice."""
     with torch.device("meta"):
         model = GPT(config, vocab, execution or Execution())
-    model.to_empty(device="cpu")
+    model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype))  # torch's to_empty would import half of its compiler
     model.init_weights(seed)
     return model
+
+
+def _table(rows: int, width: int) -> nn.Embedding:
+    """An embedding whose weights `init_weights` draws. Drawing them without memory would import torch's compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def _autocasting(device: torch.device) -> bool:

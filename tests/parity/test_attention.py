@@ -135,6 +135,18 @@ def test_the_probe_notices_a_wrong_result(monkeypatch):
     real = module._torch_attention
     monkeypatch.setattr(module, "_torch_attention", lambda *values: real(*values) + 0.1)
     assert "away from the reference" in (attention_failure("flash", CPU, torch.float32, **shape) or "")
+
+    class Thrice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.view_as(y)
+
+        @staticmethod
+        def backward(ctx, dy):  # pyright: ignore
+            return 3.0 * dy
+
+    monkeypatch.setattr(module, "_torch_attention", lambda *values: Thrice.apply(real(*values)))
+    assert "in its gradient" in (attention_failure("flash", CPU, torch.float32, **shape) or "")
     monkeypatch.setattr(module, "_torch_attention", lambda *values: real(*values) * float("nan"))
     assert "not finite" in (attention_failure("flash", CPU, torch.float32, **shape) or "")
 

@@ -23,7 +23,7 @@ from flatout.ops.kernels.linear import linear
 from flatout.ops.kernels.norm import add_norm
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
 from flatout.ops.reference import IGNORED, fp8_linear_reference, fp8_rounded
-from flatout.ops.scales import NarrowLinear, Scales, Slot
+from flatout.ops.scales import E4M3, NarrowLinear, Scales, Slot
 from tests.parity.checking import DEVICES, draw
 
 pytestmark = [
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 FP32, BF16 = torch.float32, torch.bfloat16
-KINDS = [fp8.E4M3, fp8.E5M2]
+KINDS = [E4M3, torch.float8_e5m2]
 
 
 def near(mine: Tensor, theirs: Tensor, relative: float) -> None:
@@ -94,13 +94,13 @@ def test_rounding_kernels_with_fp32_in_place_of_8_bits(shape, dtype, device):
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_narrow_product_is_torchs_scaled_product(has_bias, device):
     a, b = draw(32, 64, device=device).detach(), draw(48, 64, device=device, seed=1).detach()
-    a_8, b_8 = fp8.quantise(a, fp8.E4M3), fp8.quantise(b, fp8.E4M3)
+    a_8, b_8 = fp8.quantise(a, E4M3), fp8.quantise(b, E4M3)
     bias = draw(48, device=device, seed=2).detach() if has_bias else None
     mine = fp8.narrow_product(a_8.values_RC, a_8.unit, b_8.values_RC, b_8.unit, BF16, bias_M=bias)
     scaled = torch.ops.aten._scaled_mm.default
     theirs = scaled(a_8.values_RC, b_8.values_RC.t(), a_8.unit, b_8.unit, out_dtype=BF16)
     near(mine, theirs.float() + (0.0 if bias is None else bias), 6e-3)
-    near(mine, fp8_rounded(a, fp8.E4M3) @ fp8_rounded(b, fp8.E4M3).t() + (0.0 if bias is None else bias), 6e-3)
+    near(mine, fp8_rounded(a, E4M3) @ fp8_rounded(b, E4M3).t() + (0.0 if bias is None else bias), 6e-3)
     out = torch.zeros(32, 48, dtype=BF16, device=device)
     fp8.narrow_product(a_8.values_RC, a_8.unit, b_8.values_RC, b_8.unit, BF16, out=out, bias_M=bias)
     assert torch.equal(out, mine)
@@ -109,7 +109,7 @@ def test_narrow_product_is_torchs_scaled_product(has_bias, device):
 # --- delayed scales ---------------------------------------------------------------------------------------------------
 
 
-def slots(device: str, *scales: float, recording: bool = True, kind: torch.dtype = fp8.E4M3) -> list[Slot]:
+def slots(device: str, *scales: float, recording: bool = True, kind: torch.dtype = E4M3) -> list[Slot]:
     table = Scales([kind] * len(scales), torch.device(device))
     table._set(torch.tensor(scales, device=device))
     table.rounding, table.recording = True, recording
@@ -182,7 +182,7 @@ def test_nothing_is_rounded_before_scales_are_known(device):
 def test_a_slot_gives_its_values_to_nobody_else(device):
     slot = slots(device, 1.0)[0]
     x, other = draw(4, 16, device=device).detach(), draw(4, 16, device=device, seed=1).detach()
-    values = torch.zeros(4, 16, device=device).to(fp8.E4M3)
+    values = torch.zeros(4, 16, device=device).to(E4M3)
     for wide in (other, x[:2], x.view(torch.int32)):
         slot.hand_over(x, values)
         assert slot.take(wide) == (False, None)
@@ -248,7 +248,7 @@ def test_packing_rounds_what_it_packs(batch, positions, heads, groups, size, dty
 
 
 def narrow_linear(weight: Tensor, x: Slot | None = None, dy: Slot | None = None) -> NarrowLinear:
-    copy = NarrowWeights().copy_of(weight, BF16 if x is None else fp8.E4M3)
+    copy = NarrowWeights().copy_of(weight, BF16 if x is None else E4M3)
     return NarrowLinear(copy=copy, generation=copy.generation, x=x, dy=dy)
 
 
@@ -375,7 +375,7 @@ def test_gradients_are_better_off_in_e4m3(off, device):
 def test_loss_kernel_writes_the_gradient_twice(vocab, smoothing, device):
     padded = F.pad(draw(7, vocab, device=device, scale=3.0).detach(), (0, -vocab % 16))
     targets = torch.tensor([0, 5, IGNORED, 100, 7, 50, IGNORED], device=device)
-    kinds = [(FP32, 0.0)] if device == "cpu" else [(FP32, 0.0), (fp8.E4M3, 0.07)]
+    kinds = [(FP32, 0.0)] if device == "cpu" else [(FP32, 0.0), (E4M3, 0.07)]
     for kind, rounding in kinds:
         gradient, narrow = padded.clone(), torch.empty(padded.shape, dtype=kind, device=device)
         options = {"vocab": vocab, "label_smoothing": smoothing, "gradient": True}
@@ -399,7 +399,7 @@ def test_head_and_loss(dtype, device):
         return loss, *torch.autograd.grad(loss, [hidden, weight])
 
     mine, plain = run(True), run(False)
-    logits = fp8_rounded(hidden.detach().float(), fp8.E4M3) @ fp8_rounded(weight.detach(), fp8.E4M3).t()
+    logits = fp8_rounded(hidden.detach().float(), E4M3) @ fp8_rounded(weight.detach(), E4M3).t()
     expected = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
     assert mine[0].item() == pytest.approx(expected.item(), rel=5e-3)
     assert mine[0].item() == pytest.approx(plain[0].item(), rel=2e-2)

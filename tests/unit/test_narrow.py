@@ -10,10 +10,11 @@ pytest.importorskip("triton")
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.model.execution import Execution
 from flatout.model.gpt import build_model
-from flatout.model.narrow import LAYERS, NarrowWeights, gradient_slot, input_slot
-from flatout.ops.scales import ACTIVATION, E4M3, E5M2, GRADIENT, MOST_MEASURED_STEPS, Scales
+from flatout.model.narrow import LAYERS, ModelNarrow, NarrowWeights, gradient_slot, input_slot
+from flatout.ops.scales import ACTIVATION, E4M3, GRADIENT, Scales
 from flatout.optim.optimizers import build_optimizer
 
+E5M2 = torch.float8_e5m2
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16
 
@@ -51,17 +52,30 @@ def test_a_scale_stays_where_nothing_finite_was_seen():
     assert scales.scale_S.tolist() == [16.0, 65536.0, 128.0, 0.0]
 
 
-def test_measuring_ends_even_if_a_slot_never_sees_anything():
+def test_measuring_goes_on_until_every_slot_has_seen_something():
+    """A scale out of the air would round small gradients to nothing."""
     scales = Scales([E4M3, E5M2], CPU)
-    for step in range(MOST_MEASURED_STEPS):
-        assert not scales.rounding, step
+    for step in range(6):
         record(scales, 1.0, 0.0)
         scales.settle()
-    assert scales.rounding
-    assert scales.scale_S.tolist() == [128.0, 1.0]
+        assert not scales.rounding, step
     record(scales, 1.0, 0.5)
     scales.settle()
+    assert scales.rounding
     assert scales.scale_S.tolist() == [128.0, 32768.0]
+
+
+@pytest.mark.parametrize("saved", [None, torch.ones(3), torch.tensor([4.0, 0.0])], ids=str)
+def test_saved_scales_that_do_not_cover_the_layers_are_told(saved):
+    scales = Scales([E4M3, E4M3], CPU)
+    record(scales, 1.0, 1.0)
+    scales.settle()
+    record(scales, 9.0, 9.0)
+    assert "measured anew" in (scales.assign({} if saved is None else {"fp8.scales": saved}) or "")
+    assert not scales.rounding
+    assert not scales.seen_S.any()
+    assert scales.assign({"fp8.scales": torch.tensor([4.0, 2.0])}) is None
+    assert scales.rounding
 
 
 def test_slots_look_into_the_table():
@@ -194,3 +208,22 @@ def test_other_switches_start_anew():
     model.use(Execution())
     assert model.narrow.scales is None
     assert model.prepare() is None
+
+
+def test_copies_of_replaced_weights_go():
+    layers = [{"qkv": torch.nn.Linear(4, 4, bias=False)}]
+    narrow = ModelNarrow(layers, Execution(kernels="triton"))
+    for _ in range(3):
+        narrow.begin(BF16, recording=True)
+        layers[0]["qkv"].load_state_dict({"weight": torch.randn(4, 4)}, assign=True)
+    narrow.begin(BF16, recording=True)
+    assert len(narrow.weights.copies) == len(narrow.weights.made_from) == 1
+
+
+def test_a_failed_pass_leaves_no_records():
+    narrow = ModelNarrow([{"qkv": torch.nn.Linear(4, 4, bias=False)}], Execution(kernels="triton", fp8=("qkv",)))
+    scales = narrow.scales
+    assert scales is not None
+    scales.seen_S.fill_(7)
+    narrow.drop()
+    assert not scales.seen_S.any()

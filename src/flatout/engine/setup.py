@@ -292,6 +292,7 @@ def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int, news: N
 
     def rebuild() -> None:
         model.narrow.drop()
+        model.offload.drop()
         if graph is not None:
             graph.reset()
         if speed.compile != "off":

@@ -86,9 +86,14 @@ class ActivationOffload:
             self.device = first.device
             self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
             self.parameters = frozenset(p.untyped_storage().data_ptr() for p in self.model.parameters())
-        if self.stream is not None:  # a pass that was cut short may have left copies on their way
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def drop(self) -> None:
+        """After a pass that failed: waits for copies on their way, and lets go of what they hold on the device."""
+        if self.stream is not None:
+            self.stream.synchronize()
+        self.leaving.clear()
+        self.last = None
 
     def _pack(self, tensor: Tensor) -> "Tensor | _Moved":
         if not self._worth_moving(tensor):

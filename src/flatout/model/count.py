@@ -6,8 +6,8 @@ causality. It is the convention of the figures others publish, so that utilisati
 
 Memory convention: bytes of torch's allocator at the peak of a step, which is either inside the loss (all blocks' kept
 values and the logits) or at the start of backward (all kept values and one block's gradients), whichever is more. What
-a library takes as workspace, some tens of megabytes, is not in it. Values that 8-bit products keep are not either:
-they replace wider ones, so that the estimate is an upper one there.
+a library takes as workspace, some tens of megabytes, is not in it. 8-bit copies of values are not either: a product
+takes them at once, and backward keeps the wide ones.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def _optimizer_bytes(parameters: int, state: str, offload: bool) -> int:
 
 def _narrow_bytes(config: ModelConfig, parameters: int, *, half: bool, execution: Execution) -> int:
     """Copies of weights in narrower types: they live through the step, but those in half precision of our kernels
-    only until a block's backward where everything is computed again. 8-bit copies come with a transpose."""
+    only for one product where memory is dear. 8-bit copies come with a transpose."""
     if execution.kernels == "torch":
         return 2 * parameters if half else 0
     width, (up, hidden) = config.width, _mlp_widths(config)
@@ -112,7 +112,8 @@ def _narrow_bytes(config: ModelConfig, parameters: int, *, half: bool, execution
     sizes = {"qkv": width * columns, "out": width * width, "up": width * up, "down": width * hidden}
     eight = sum(size for name, size in sizes.items() if name in execution.fp8)
     wide = sum(sizes.values()) - eight if half else 0
-    return 2 * eight * config.layers + 2 * wide * (1 if execution.checkpointing == "full" else config.layers)
+    staying = execution.checkpointing != "full" and not execution.activation_offload
+    return 2 * eight * config.layers + 2 * wide * (config.layers if staying else 1)
 
 
 def _kept_and_again(config: ModelConfig, block: int, *, half: bool, execution: Execution) -> tuple[int, int]:

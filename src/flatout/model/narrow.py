@@ -5,20 +5,21 @@ copy is made again when its weight has another version or lies elsewhere. It sta
 micro-batch (engine/graphs.py) finds today's values in the place where it looks.
 
 Contract: `begin` comes before every pass, `prepare` before a replay, `settle` after every update. Copies are never
-stale as long as whoever writes into a weight moves its version. torch does so for every operation in place but one:
-its fused optimizers. `optim.build_optimizer` does it for them, and for kernels of ours that write weights.
+stale as long as whoever writes into a weight moves its version, as torch's operations in place do. Its fused optimizers
+do not; `optim.build_optimizer` does it for them, and for kernels of ours that write weights. Who writes through
+`weight.data` must call `torch.autograd.graph.increment_version` too.
 Trap: bf16 copies live through the step. With full checkpointing or offloaded activations they are made by each layer
 as it goes instead: who asked for those has no memory to spare. 8-bit copies are too dear to make for that.
 """
 
 import dataclasses
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from flatout.model.execution import Execution
-from flatout.ops.scales import ACTIVATION, E4M3, GRADIENT, NarrowLinear, Scales, Slot, WeightCopy
+from flatout.ops.scales import ACTIVATION, E4M3, GRADIENT, NarrowLinear, Scales, Slot, WeightCopy, version_of
 
 LAYERS = ("qkv", "out", "up", "down")  # of a block; two slots each, for input and gradient
 
@@ -55,7 +56,7 @@ class NarrowWeights:
         if copy is None or copy.values_MK.dtype != dtype or copy.values_MK.device != weight.device:
             copy = self.copies[weight] = self._allocate(weight, dtype)
             self.made_from.pop(weight, None)
-        state = (weight._version, weight.data_ptr())
+        state = (version_of(weight), weight.data_ptr())
         if self.made_from.get(weight) != state:
             self._fill(copy, weight.detach())
             self.made_from[weight] = state
@@ -81,6 +82,12 @@ class NarrowWeights:
 
                 quantise(weight, E4M3, into=Narrow(values_RC=copy.values_MK, turned_CR=copy.turned_KM, unit=copy.unit))
         copy.generation += 1
+
+    def keep_only(self, weights: Iterable[Tensor]) -> None:
+        """Lets go of copies whose weights were replaced by others."""
+        for weight in set(self.copies).difference(weights):
+            del self.copies[weight]
+            self.made_from.pop(weight, None)
 
 
 class ModelNarrow:
@@ -123,7 +130,7 @@ class ModelNarrow:
             scales.recording = recording
             scales.drop()
         weights = [layer.weight for block in self.blocks for layer in block.values()]
-        state = (dtype, *((weight._version, weight.data_ptr()) for weight in weights))
+        state = (dtype, *((version_of(weight), weight.data_ptr()) for weight in weights))
         if self.ready_for != state:
             how = self.execution
             staying = how.checkpointing != "full" and not how.activation_offload
@@ -134,6 +141,7 @@ class ModelNarrow:
                 for index, block in enumerate(self.blocks)
             ]
             self.ready_for = state
+            self.weights.keep_only(weights)
         return self.ready
 
     def _layer(self, block: int, name: str, weight: Tensor, dtype: torch.dtype, staying: bool) -> NarrowLinear | None:
@@ -160,9 +168,10 @@ class ModelNarrow:
             self.scales.settle()
 
     def drop(self) -> None:
-        """After a pass that failed: lets go of what it left on its way."""
+        """After a pass that failed: lets go of what it left on its way, and of its records."""
         if self._scales is not None:
             self._scales.drop()
+            self._scales.forget_records()
 
     def tensors(self) -> dict[str, Tensor]:
         return {} if self.scales is None else self.scales.tensors()

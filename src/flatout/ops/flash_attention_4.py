@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from flatout.ops.packing import packed
 
 def fa4_missing() -> str | None:
     """Why it is not at hand, or None."""
-    found = importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute")
-    return None if found else "flash-attn-4 is not installed"
+    found = importlib.util.find_spec("flash_attn")  # not of flash_attn.cute, which would import FlashAttention-2
+    folders = [] if found is None else found.submodule_search_locations or []
+    return None if any((Path(folder) / "cute").is_dir() for folder in folders) else "flash-attn-4 is not installed"
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from flatout.ops.reference import IGNORED
+from flatout.ops.scales import E4M3
 
 
 def linear_cross_entropy(
@@ -131,8 +132,8 @@ class _NarrowHead:
         from flatout.ops.kernels import fp8
 
         self.fp8 = fp8
-        self.hidden = fp8.quantise(hidden_NW, fp8.E4M3)
-        self.weight = fp8.quantise(weight_PW, fp8.E4M3, turned=learning)
+        self.hidden = fp8.quantise(hidden_NW, E4M3)
+        self.weight = fp8.quantise(weight_PW, E4M3, turned=learning)
         self.gradient_unit = torch.full((), 1.0 / fp8.GRADIENT_SCALE, device=hidden_NW.device)
 
     def logits(self, part: slice, dtype: torch.dtype) -> Tensor:
@@ -142,7 +143,7 @@ class _NarrowHead:
 
     def room_for_gradient(self, logits_CP: Tensor) -> Tensor | None:
         """Where the loss kernel can write the 8-bit gradient beside the other one, if it can."""
-        return torch.empty_like(logits_CP, dtype=self.fp8.E4M3) if logits_CP.is_cuda else None
+        return torch.empty_like(logits_CP, dtype=E4M3) if logits_CP.is_cuda else None
 
     def input_gradient(self, dlogits_CP: Tensor, narrow_CP: Tensor | None, *, out: Tensor) -> None:
         narrow_CP = self.fp8.narrow_gradient(dlogits_CP) if narrow_CP is None else narrow_CP

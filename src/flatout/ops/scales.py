@@ -9,8 +9,10 @@ room for growth from one step to the next; what outgrows it is clamped for one s
 rounding, so a value is rounded once, and a scale that moves does so by whole binary orders only; a floating type
 loses nothing by it but reach at its small end. A slot that recorded nothing, or something that is not finite, stays.
 
-Before the first scale is known a slot is measured: its tensor is recorded and not rounded, and the product takes the
-wide values. That is the first step of a run; a few more where some slot saw nothing finite. Only then the host waits.
+Until every slot has a scale they are measured: tensors are recorded and not rounded, and products take the wide values.
+That is the first step of a run, and more where some slot saw nothing finite. Only then the host waits.
+
+Contract: a forward pass and its backward pass follow each other. An evaluation between them would end the recording.
 
 Trap: a slot also carries the 8-bit values from the kernel that made them to the product that wants them, which can be
 two steps of autograd. The product asks with the wide tensor in its hand and gets them only if they belong to it: the
@@ -25,20 +27,24 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-ACTIVATION, GRADIENT = E4M3, E4M3  # why not E5M2: ops/kernels/fp8.py
+E4M3 = torch.float8_e4m3fn
+ACTIVATION, GRADIENT = E4M3, E4M3  # why not E5M2 for gradients: ops/kernels/fp8.py
 SMALLEST = 1e-30  # a tensor below this is nothing, and its scale would overflow
-MOST_MEASURED_STEPS = 4  # then slots that never saw anything start at 1
 _POWER_OF_TWO = 0x7F800000  # the bits of a positive fp32 that are left when its mantissa goes
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written into; always 0 for tensors of inference mode, which nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Scales:
     """The slots of a model, as a few short tensors on its device."""
 
+    @torch.inference_mode(False)  # made for sampling, they must still be writable in training
     def __init__(self, kinds: Sequence[torch.dtype | None], device: torch.device) -> None:
         """One slot per entry; None is one that nobody uses."""
         tops = [0.0 if kind is None else torch.finfo(kind).max for kind in kinds]
-        self.kinds = tuple(kinds)
         self.half_top_S = torch.tensor(tops, device=device) / 2
         self.used_S = self.half_top_S > 0
         # Sixteen bytes apart: Triton compiles a kernel twice if some of its pointers are aligned so and some are not.
@@ -47,7 +53,6 @@ class Scales:
         self.seen_S = numbers_3S4[2, :, 0].view(torch.int32)  # the bits of an fp32 that is never negative
         self.rounding = False  # the scales are known: kernels round
         self.recording = False  # this pass is one of training: kernels record
-        self.measured_steps = 0
         self.slots = [None if kind is None else Slot(self, index, kind) for index, kind in enumerate(kinds)]
 
     @torch.no_grad()
@@ -59,12 +64,10 @@ class Scales:
         next_S = (ratio_S.view(torch.int32) & _POWER_OF_TWO).view(torch.float32)
         self._set(torch.where(usable_S, next_S, self.scale_S))
         self.seen_S.zero_()
-        if not self.rounding:
-            self.measured_steps += 1
-            self.rounding = bool((self.scale_S > 0)[self.used_S].all())
-            if self.measured_steps >= MOST_MEASURED_STEPS and not self.rounding:
-                self._set(torch.where(self.scale_S > 0, self.scale_S, 1.0))
-                self.rounding = True
+        self.rounding = self.rounding or self._all_known()
+
+    def _all_known(self) -> bool:
+        return bool((self.scale_S > 0)[self.used_S].all())
 
     def _set(self, scale_S: Tensor) -> None:
         self.scale_S.copy_(scale_S)
@@ -72,31 +75,29 @@ class Scales:
 
     def tensors(self) -> dict[str, Tensor]:
         """What goes into a checkpoint."""
-        state = torch.tensor([int(self.rounding), self.measured_steps])
-        return {"fp8.scales": self.scale_S, "fp8.seen": self.seen_S, "fp8.state": state}
+        return {"fp8.scales": self.scale_S}
 
     def assign(self, tensors: Mapping[str, Tensor]) -> str | None:
-        """Takes saved scales over, or starts anew and says why."""
-        self.seen_S.zero_()
-        self._set(torch.zeros_like(self.scale_S))
-        self.rounding, self.measured_steps = False, 0
+        """Takes saved scales over; what there is to tell of it."""
+        self.forget_records()
         saved_S = tensors.get("fp8.scales")
-        if saved_S is None:
-            return "the checkpoint has no 8-bit scales: they are measured anew in the first step"
-        saved_S, seen_S, used_S = saved_S.cpu(), tensors["fp8.seen"].cpu(), self.used_S.cpu()
-        rounding, measured_steps = tensors["fp8.state"].tolist()
-        if saved_S.shape != used_S.shape or (rounding and not bool((saved_S > 0)[used_S].all())):
-            return "the checkpoint's 8-bit scales are those of other layers: they are measured anew in the first step"
-        self._set(torch.where(used_S, saved_S, 0.0).to(self.scale_S.device))
-        self.seen_S.copy_(torch.where(used_S, seen_S, 0))
-        self.rounding, self.measured_steps = bool(rounding), measured_steps
-        return None
+        known = saved_S is not None and saved_S.shape == self.scale_S.shape
+        saved_S = saved_S.to(self.scale_S.device) if saved_S is not None and known else torch.zeros_like(self.scale_S)
+        self._set(torch.where(self.used_S, saved_S, 0.0))
+        self.rounding = self._all_known()
+        if self.rounding:
+            return None
+        return "the checkpoint has no 8-bit scales of these layers: they are measured anew in the first step"
 
     def drop(self) -> None:
         """Forgets 8-bit values that nobody came for, which a pass that failed has left behind."""
         for slot in self.slots:
             if slot is not None:
                 slot.wide = slot.values = None
+
+    def forget_records(self) -> None:
+        """For a step that begins anew."""
+        self.seen_S.zero_()
 
 
 class Slot:
@@ -122,7 +123,7 @@ class Slot:
 
     def hand_over(self, wide: Tensor, values: Tensor | None) -> None:
         """`wide` has been recorded, and rounded to `values` where scales are known."""
-        self.wide, self.values, self.version = wide, values, wide._version
+        self.wide, self.values, self.version = wide, values, version_of(wide)
 
     def take(self, wide: Tensor) -> tuple[bool, Tensor | None]:
         """(whether `wide` is what was handed over last, its 8-bit values), once."""
@@ -131,7 +132,7 @@ class Slot:
         same = (
             mine is not None
             and (mine.data_ptr(), mine.numel(), mine.dtype) == (wide.data_ptr(), wide.numel(), wide.dtype)
-            and wide._version == self.version
+            and version_of(wide) == self.version
             and wide.is_contiguous()
         )
         return (True, values) if same else (False, None)
@@ -158,8 +159,3 @@ class NarrowLinear:
     generation: int  # of the copy, in this pass
     x: Slot | None = None  # None: the layer's products are not in 8 bits
     dy: Slot | None = None
-
-    def check(self) -> None:
-        """Backward must meet the weights that forward had, as autograd demands of tensors it keeps itself."""
-        if self.copy.generation != self.generation:
-            raise RuntimeError("the weights were updated between this forward pass and its backward pass")

@@ -34,7 +34,7 @@ from flatout.device import peak_memory_bytes
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.setup import Run, out_of_memory, setup_run
 
-WARMUP = 3  # steps: compile, then autotuning's and the allocator's last surprises
+WARMUP = 4  # steps: compile, autotuning's last surprises, 8-bit scales, recording of graphs
 STEPS = 12
 
 

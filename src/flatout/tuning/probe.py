@@ -187,7 +187,8 @@ class Probe:
         """The time of a step with `count` micro-batches, from steps with fewer of them."""
         size, short = run.step.micro_batch, min(count, 2)
         with Steps(dataclasses.replace(run, sequences=short * size)) as steps:
-            steps.take(2 if short > 1 else 4)  # compiles, makes the moments, records graphs at the third micro-batch
+            # Compiles, makes the moments, records graphs at the third micro-batch; 8-bit scales are a step late.
+            steps.take((2 if short > 1 else 4) + (1 if run.speed.execution.fp8 else 0))
             held = self._held_by_graphs(run)
             first = _median_seconds(steps)
             peak = self._peak(held)

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from flatout.ops.kernels.cublaslt import multiply, multiply_gelu
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import fold, multiprocessors
-from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient, wide_weight
+from flatout.ops.kernels.linear import Weight
 from flatout.ops.scales import NarrowLinear, Slot
 
 GELU, RELU2, SWIGLU = 0, 1, 2
@@ -192,25 +192,23 @@ class _ActivatedLinear(torch.autograd.Function):
         ctx.added = active is not None
         if active is None:
             active = activate(pre, bias, kind, None if narrow is None else narrow.x)
-        y, made = forward_product(active, weight, None, narrow=narrow, tuned=tuned)
-        ctx.save_for_backward(pre, bias, made, active if keep else None)
-        ctx.kind, ctx.narrow, ctx.slot = kind, narrow, slot
-        ctx.weight, ctx.tuned = weight, tuned
-        return y
+        ctx.save_for_backward(pre, bias, active if keep else None)
+        ctx.kind, ctx.slot, ctx.weight, ctx.tuned = kind, slot, Weight(weight, narrow), tuned
+        return ctx.weight.forward(active, tuned=tuned)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        pre, bias, made, active = ctx.saved_tensors
+        pre, bias, active = ctx.saved_tensors
         dy = dy.contiguous()
-        dactive = input_gradient(dy, made, ctx.narrow, tuned=ctx.tuned)
+        dactive = ctx.weight.input_gradient(dy, tuned=ctx.tuned)
         dpre, dbias, again = activate_backward(
             dactive, pre, bias, ctx.kind, again=active is None, added=ctx.added, slot=ctx.slot
         )
         del dactive
         dweight = None
         if ctx.needs_input_grad[2]:
-            dweight = weight_gradient(dy, active if again is None else again, ctx.weight, tuned=ctx.tuned)
+            dweight = ctx.weight.gradient(dy, active if again is None else again, tuned=ctx.tuned)
         return dpre, dbias, dweight, *([None] * 6)
 
 
@@ -237,8 +235,9 @@ def activated_linear(
 class _LinearGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, narrow):
-        wide, made = wide_weight(weight, x.dtype, narrow)
-        narrow_bias = bias.to(x.dtype)
+        ctx.save_for_backward(x)
+        ctx.weight = Weight(weight, narrow)
+        wide, narrow_bias = ctx.weight.wide(x.dtype), bias.to(x.dtype)
         flat = x.reshape(-1, x.shape[-1])
 
         def in_two_passes() -> Tensor:
@@ -247,8 +246,6 @@ class _LinearGelu(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             both = multiply_gelu(flat, wide.t(), narrow_bias, in_two_passes)
             pre, active = both if both is not None else (multiply(flat, wide.t()), None)
-        ctx.save_for_backward(x, made)
-        ctx.weight, ctx.narrow = weight, narrow
         shape = (*x.shape[:-1], weight.shape[0])
         if active is None:
             return pre.view(shape), None
@@ -260,10 +257,10 @@ class _LinearGelu(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dpre, _):
-        x, made = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         dpre = dpre.contiguous()
-        dx = input_gradient(dpre, made, ctx.narrow, tuned=True) if ctx.needs_input_grad[0] else None
-        dweight = weight_gradient(dpre, x, ctx.weight, tuned=True) if ctx.needs_input_grad[1] else None
+        dx = ctx.weight.input_gradient(dpre, tuned=True) if ctx.needs_input_grad[0] else None
+        dweight = ctx.weight.gradient(dpre, x, tuned=True) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None
 
 

@@ -1,4 +1,4 @@
-"""Matrix products of 8-bit floats: twice the rate of bf16 where the chip has them, for three or two bits of mantissa.
+"""Matrix products of 8-bit floats: twice the rate of bf16 where the chip has them, for three bits of mantissa.
 
     y  = (x₈ · u_x) @ (w₈ · u_w).T          x and w as E4M3, one scale per tensor
     dx = (dy₈ · u_dy) @ (w₈ · u_w)          dy as E4M3 too
@@ -35,9 +35,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flatout.ops.kernels.launch import multiprocessors
-from flatout.ops.scales import E4M3, E5M2, SMALLEST, Slot
+from flatout.ops.scales import E4M3, SMALLEST, Slot
 
-__all__ = ["E4M3", "E5M2"]
 MULTIPLE = 16  # of every size of an 8-bit product
 
 
@@ -133,7 +132,7 @@ def store_narrow(narrow_ptr, place, stored, scale, top, mask):
 
 @triton.jit
 def record(seen_ptr, highest):
-    """Leaves the largest of a tile of magnitudes. As bits they order as they do as numbers, with NaN above all.
+    """Leaves the largest of a tile of magnitudes. As bits they order as they do as numbers, NaN above infinity.
 
     Thousands of programs do this at one address, so each looks first: after a moment hardly any has more to tell.
     """

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import fold, multiprocessors
-from flatout.ops.kernels.linear import forward_product, input_gradient, weight_gradient
+from flatout.ops.kernels.linear import Weight
 from flatout.ops.packing import packed
 from flatout.ops.scales import NarrowLinear, Slot
 
@@ -92,9 +92,9 @@ class _ProjectHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, bias, heads, groups, narrow, tuned):
         batch, positions, _ = h.shape
-        packed, made = forward_product(h, weight, bias, narrow=narrow, tuned=tuned)
-        ctx.save_for_backward(h, made)
-        ctx.weight, ctx.narrow, ctx.has_bias, ctx.tuned = weight, narrow, bias is not None, tuned
+        ctx.save_for_backward(h)
+        ctx.weight, ctx.has_bias, ctx.tuned = Weight(weight, narrow), bias is not None, tuned
+        packed = ctx.weight.forward(h, bias, tuned=tuned)
         size = weight.shape[0] // (heads + 2 * groups)
         all_heads = packed.view(batch, positions, heads + 2 * groups, size).transpose(1, 2)
         return all_heads[:, :heads], all_heads[:, heads : heads + groups], all_heads[:, heads + groups :]
@@ -102,11 +102,11 @@ class _ProjectHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dq, dk, dv):
-        h, made = ctx.saved_tensors
-        narrow = ctx.narrow
+        (h,) = ctx.saved_tensors
+        narrow = ctx.weight.narrow
         packed, dbias = pack_heads([dq, dk, dv], sums=ctx.has_bias, slot=None if narrow is None else narrow.dy)
-        dh = input_gradient(packed, made, narrow, tuned=ctx.tuned).view(h.shape) if ctx.needs_input_grad[0] else None
-        dweight = weight_gradient(packed, h, ctx.weight, tuned=ctx.tuned) if ctx.needs_input_grad[1] else None
+        dh = ctx.weight.input_gradient(packed, tuned=ctx.tuned).view(h.shape) if ctx.needs_input_grad[0] else None
+        dweight = ctx.weight.gradient(packed, h, tuned=ctx.tuned) if ctx.needs_input_grad[1] else None
         return dh, dweight, dbias, None, None, None, None
 
 

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.kernels.cublaslt import by_torch, multiply
 from flatout.ops.kernels.fp8 import narrow_product, narrow_values
-from flatout.ops.scales import NarrowLinear
+from flatout.ops.scales import NarrowLinear, version_of
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, tuned: bool) -> Tensor:
@@ -46,35 +46,43 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, tuned: bool) -> Te
         return None if adding else into
 
 
-def wide_weight(weight: Tensor, dtype: torch.dtype, narrow: NarrowLinear | None) -> tuple[Tensor, Tensor | None]:
-    """The weight in `dtype`, and what was made for that: None where a copy that stays is at hand."""
-    if narrow is not None and narrow.copy.unit is None and narrow.copy.values_MK.dtype == dtype:
-        return narrow.copy.values_MK, None
-    made = weight.to(dtype)
-    return made, made
+class Weight:
+    """A weight in one pass: what its products take, and that it stays the same between forward and backward.
 
+    A copy in a narrower type that is made for a product goes with it; backward makes another one. Kept, it would weigh
+    as much as the copies of all layers do.
+    """
 
-def forward_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, narrow: NarrowLinear | None, tuned: bool
-) -> tuple[Tensor, Tensor | None]:
-    """x @ weight.T + bias in x's type, and what `input_gradient` wants besides `narrow`: a copy made for this call."""
-    if narrow is not None and narrow.x is not None:
-        x_8 = narrow_values(narrow.x, x)
-        if x_8 is not None:
-            copy, unit = narrow.copy, narrow.copy.unit
-            assert unit is not None, "a layer with slots has weights of 8 bits"
-            flat = x_8.view(-1, x.shape[-1])
-            y = narrow_product(flat, narrow.x.unit, copy.values_MK, unit, x.dtype, bias_M=bias, fast=True)
-            return y.view(*x.shape[:-1], y.shape[1]), None
-    wide, made = wide_weight(weight, x.dtype, narrow)
-    return product(x, wide.t(), None if bias is None else bias.to(x.dtype), tuned=tuned), made
+    def __init__(self, weight: Tensor, narrow: NarrowLinear | None) -> None:
+        self.weight, self.narrow = weight, narrow
+        self.version = version_of(weight)
 
+    def wide(self, dtype: torch.dtype) -> Tensor:
+        """In the type of the product, for which a copy may be at hand."""
+        if self.narrow is not None and self.narrow.copy.unit is None and self.narrow.copy.values_MK.dtype == dtype:
+            return self.narrow.copy.values_MK
+        return self.weight.to(dtype)
 
-def input_gradient(dy: Tensor, made: Tensor | None, narrow: NarrowLinear | None, *, tuned: bool) -> Tensor:
-    """dy @ weight in dy's type, from what `forward_product` left."""
-    if narrow is not None:
-        narrow.check()
-        if narrow.dy is not None:
+    def forward(self, x: Tensor, bias: Tensor | None = None, *, tuned: bool) -> Tensor:
+        """x @ weight.T + bias in x's type."""
+        narrow = self.narrow
+        if narrow is not None and narrow.x is not None:
+            x_8 = narrow_values(narrow.x, x)
+            if x_8 is not None:
+                copy, unit = narrow.copy, narrow.copy.unit
+                assert unit is not None, "a layer with slots has weights of 8 bits"
+                flat = x_8.view(-1, x.shape[-1])
+                y = narrow_product(flat, narrow.x.unit, copy.values_MK, unit, x.dtype, bias_M=bias, fast=True)
+                return y.view(*x.shape[:-1], y.shape[1])
+        return product(x, self.wide(x.dtype).t(), None if bias is None else bias.to(x.dtype), tuned=tuned)
+
+    def input_gradient(self, dy: Tensor, *, tuned: bool) -> Tensor:
+        """dy @ weight in dy's type."""
+        narrow = self.narrow
+        remade = narrow is not None and narrow.copy.generation != narrow.generation
+        if remade or version_of(self.weight) != self.version:
+            raise RuntimeError("the weights were updated between this forward pass and its backward pass")
+        if narrow is not None and narrow.dy is not None:
             dy_8 = narrow_values(narrow.dy, dy)
             if dy_8 is not None:
                 turned_KM, unit = narrow.copy.turned_KM, narrow.copy.unit
@@ -82,27 +90,26 @@ def input_gradient(dy: Tensor, made: Tensor | None, narrow: NarrowLinear | None,
                 assert unit is not None
                 dx = narrow_product(dy_8.view(-1, dy.shape[-1]), narrow.dy.unit, turned_KM, unit, dy.dtype)
                 return dx.view(*dy.shape[:-1], dx.shape[1])
-    if made is None:
-        assert narrow is not None, "forward leaves a copy where there is none that stays"
-        made = narrow.copy.values_MK
-    return product(dy, made, tuned=tuned)
+        return product(dy, self.wide(dy.dtype), tuned=tuned)
+
+    def gradient(self, dy: Tensor, x: Tensor, *, tuned: bool) -> Tensor | None:
+        return weight_gradient(dy, x, self.weight, tuned=tuned)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, narrow, tuned):
-        y, made = forward_product(x, weight, None, narrow=narrow, tuned=tuned)
-        ctx.save_for_backward(x, made)
-        ctx.weight, ctx.narrow, ctx.tuned = weight, narrow, tuned
-        return y
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.tuned = Weight(weight, narrow), tuned
+        return ctx.weight.forward(x, tuned=tuned)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, made = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         dy = dy.contiguous()
-        dx = input_gradient(dy, made, ctx.narrow, tuned=ctx.tuned) if ctx.needs_input_grad[0] else None
-        dweight = weight_gradient(dy, x, ctx.weight, tuned=ctx.tuned) if ctx.needs_input_grad[1] else None
+        dx = ctx.weight.input_gradient(dy, tuned=ctx.tuned) if ctx.needs_input_grad[0] else None
+        dweight = ctx.weight.gradient(dy, x, tuned=ctx.tuned) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None
 
 

@@ -39,7 +39,7 @@ from flatout.engine.run_folder import (
     set_later_aside,
 )
 from flatout.engine.setup import Run, check_disk, out_of_memory, setup_run
-from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.files import disk_errors
 from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
@@ -101,6 +101,11 @@ def train(
         resumed = None if point is None else read_checkpoint(point, verified=True)
         run = setup_run(config if resumed is None else _without_init(config), progress)
         if resumed is not None:
+            if run.steps < resumed.step:
+                raise ConfigError(
+                    f"the run is at step {resumed.step:,} already, and train.steps makes {run.steps:,}",
+                    f"set train.steps above {resumed.step}, or start a new run without --resume",
+                )
             messages += check_same_run(run, resumed)
             if point is not None and resume != "auto":
                 set_later_aside(folder, point, messages.append)

@@ -96,7 +96,8 @@ def _dispatch(words: list[str]) -> int:
         return 0
     verb, rest = words[0], words[1:]
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.6)
+        near = [f"config {verb}"] if verb in CONFIG_ACTIONS else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
         raise UsageError(f"unknown verb {quoted(verb)}", hint)
     try:

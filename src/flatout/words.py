@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flatout.errors import UsageError
+from flatout.errors import HardwareError, UsageError
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -85,12 +85,17 @@ def load(words: argparse.Namespace) -> "LoadedConfig":
     return load_config(words.config, words.overrides, hardware=hardware)
 
 
-def _hardware_here() -> str | None:
+def _hardware_here() -> str:
     from flatout.config.load import hardware_for
     from flatout.device import detect_device
 
-    memory = detect_device().memory_bytes
-    return None if memory is None else hardware_for(memory)
+    device = detect_device()
+    if device.kind == "cpu" or device.memory_bytes is None:
+        raise HardwareError(
+            f"--hardware auto looks for a GPU, and this is {device.name}",
+            "leave it out, or name an overlay: `flatout config presets` lists them",
+        )
+    return hardware_for(device.memory_bytes)
 
 
 def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str | None, list[str]]:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from flatout import cli
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
@@ -91,8 +92,28 @@ def test_suggestions():
         (["train", "--grad-clip", "1"], "optim.clip=..."),
         (["train", "gradient_clip=1"], "optim.clip"),
         (["train", "model.d_model=64"], "model.width"),
+        (["explain"], "flatout config explain"),
+        (["speed"], "flatout --help"),
+        (["train", "speed.flash=true"], "speed.attention"),
+        (["train", "speed.tf32=true"], "speed.precision"),
+        (["train", "speed.precision=float32"], "Did you mean fp32"),
+        (["train", "speed.precision=fp8"], "speed.fp8"),
+        (["train", "speed.fused_optimizer=yes"], "Did you mean on"),
+        (["train", "speed.fp8=off"], "Write [] for none"),
+        (["train", "speed.fp8=null"], "Write [] for none"),
+        (["train", "speed.fp8=up"], "Put brackets around it"),
+        (["train", "speed.fp8"], "speed.fp8=VALUE"),
+        (["train", "speed.fp8=[qkv,", "foo]"], "quotes"),
+        (["train", "data.source=nowhere.txt"], "the folder you are in"),
     ]:
         assert suggestion in flatout(*words).stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")
+def test_hardware_auto_needs_a_gpu():
+    done = flatout("config", "show", "gpt2-124m", "--hardware", "auto")
+    assert_two_lines(done.returncode, done.stderr)
+    assert "looks for a GPU" in done.stderr
 
 
 def run_bad_commands(capsys: pytest.CaptureFixture[str], folder: Path, seed: int, count: int) -> None:

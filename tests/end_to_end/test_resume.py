@@ -11,7 +11,7 @@ import flatout
 from flatout.config.load import LoadedConfig
 from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from flatout.engine.run_folder import read_best
-from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, NoticeRecord, RunInfo, StepRecord
 
@@ -118,6 +118,14 @@ def test_a_longer_run_goes_on_from_a_finished_one(tiny):
     assert [r.step for r in records if isinstance(r, StepRecord)] == [4, 5, 6]
     told = [r.message for r in records if isinstance(r, NoticeRecord)]
     assert {"train.steps was 3, is now 6", "speed.micro_batch was null, is now 2"} <= set(told)
+
+
+def test_a_run_cannot_be_resumed_to_fewer_steps_than_it_has(tiny):
+    list(flatout.train(tiny("train.steps=6", "output.folder=run")))
+    before = Path("run/config.yaml").read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"at step 6 already, and train\.steps makes 4"):
+        list(flatout.train(tiny("train.steps=4", "output.folder=run"), resume="auto"))
+    assert Path("run/config.yaml").read_text(encoding="utf-8") == before
 
 
 def test_a_path_resumes_with_the_stored_config(tiny):

@@ -82,6 +82,7 @@ def test_the_run_says_which_attention_kernel_sdpa_takes(tiny):
     ("words", "told"),
     [
         (["speed.loss=plain", "speed.loss_chunk=64"], ["loss_chunk 64 became none: the plain loss takes all tokens"]),
+        (["speed.micro_batch=3"], ["micro_batch 3 became 2: the largest divisor of the batch"]),
         (["speed.loader=device", "speed.workers=3"], ["workers 3 became 0: tokens already live on the device"]),
         (["speed.loss=chunked", "speed.loss_chunk=64", "speed.loader=host", "speed.workers=3"], []),
         (["speed.loss=plain", "speed.loader=device"], []),

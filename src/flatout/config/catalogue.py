@@ -90,6 +90,10 @@ def shipped_path(kind: ShippedKind, name: str, where: str) -> Path:
         meant = f"did you mean {' or '.join(close)}? " if close else ""
         listed = "`flatout config presets` lists the presets; a file's name ends in .yaml"
         hint = meant + (listed if kind == "preset" else f"the overlays are {', '.join(names)}")
+        if kind == "preset" and re.fullmatch(r"[a-z_]+\.[a-z0-9_]+", name):
+            hint = f"a setting is written with its value, {name}=VALUE; {listed}"
+        elif kind == "preset" and name.endswith(("]", "}", ",")):
+            hint = f"a setting with blanks in it needs quotes around all of it; {listed}"
         noun = "preset" if kind == "preset" else "hardware overlay"
         raise ConfigError(f"{where}: there is no {noun} {shorten_path(name)}", hint)
     return _shipped_folder(kind) / f"{name}.yaml"

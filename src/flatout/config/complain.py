@@ -66,7 +66,10 @@ class _Spot:
 # Words other trainers use, so that a config written from habit gets a useful answer.
 _ELSEWHERE_CALLED = {
     "accum_steps": "speed.accumulation",
+    "amp": "speed.precision",
+    "attn_implementation": "speed.attention",
     "batch_size": "train.batch_tokens",
+    "bf16": "speed.precision",
     "block_list": "clean.blocked_urls",
     "block_size": "model.context",
     "blocklist": "clean.blocked_urls",
@@ -94,6 +97,10 @@ _ELSEWHERE_CALLED = {
     "exact_dedup": "clean.exact_duplicates",
     "file_format": "data.format",
     "file_type": "data.format",
+    "flash": "speed.attention",
+    "flash_attention": "speed.attention",
+    "flash_attn": "speed.attention",
+    "fp16": "speed.precision",
     "fuzzy_dedup": "clean.near_duplicates",
     "grad_accum_steps": "speed.accumulation",
     "grad_clip": "optim.clip",
@@ -146,7 +153,9 @@ _ELSEWHERE_CALLED = {
     "tokenizer_name": "data.tokenizer",
     "tokenizer_path": "data.tokenizer",
     "tokenizer_type": "data.tokenizer",
+    "tf32": "speed.precision",
     "tokens_per_shard": "data.shard_tokens",
+    "torch_compile": "speed.compile",
     "train_data": "data.source",
     "train_file": "data.source",
     "train_files": "data.source",
@@ -162,6 +171,17 @@ _ELSEWHERE_CALLED = {
     "validation_split_percentage": "data.val_fraction",
     "vocab_size": "model.vocab",
     "warmup_iters": "optim.warmup_steps",
+}
+
+_VALUE_ELSEWHERE_CALLED = {
+    "bfloat16": "bf16",
+    "false": "off",
+    "float16": "fp16",
+    "float32": "fp32",
+    "half": "fp16",
+    "no": "off",
+    "true": "on",
+    "yes": "on",
 }
 
 _ITEM_ELSEWHERE_CALLED = {
@@ -450,10 +470,17 @@ def _advice(kind: str, spot: _Spot, value: object) -> str:
         return " Put it in double quotes to make it text."
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and looks_like_value(value):
         return " Remove the quotes: a value in quotes is text."
-    if any("items" in option for option in options) and isinstance(value, str | dict):
-        return " Put brackets around it to make it a list."
+    if any("items" in option for option in options):
+        if value in (None, False) or (isinstance(value, str) and value.lower() in ("off", "none", "no", "false", "")):
+            return " Write [] for none."
+        if isinstance(value, str | dict):
+            return " Put brackets around it to make it a list."
     if kind == "literal_error" and isinstance(value, str):
         choices = [str(choice) for option in options for choice in option.get("enum", [])]
+        if value.lower() == "fp8" and spot.path == "speed.precision":
+            return " Products in 8 bits have a switch of their own, speed.fp8."
+        if _VALUE_ELSEWHERE_CALLED.get(value.lower()) in choices:
+            return f" Did you mean {_VALUE_ELSEWHERE_CALLED[value.lower()]}?"
         close = _close_matches(value[:100].lower(), choices, 0.6)
         return f" Did you mean {close[0]}?" if close else ""
     return ""

@@ -289,7 +289,10 @@ def _missing_hint(source: str) -> str:
     except (OSError, ValueError):
         beside = []
     close = difflib.get_close_matches(source, [SHAKESPEARE, *beside], n=1, cutoff=0.75)
-    return f"did you mean {shown(close[0])}? Give {_CHOICES}" if close else f"give {_CHOICES}"
+    if close:
+        return f"did you mean {shown(close[0])}? Give {_CHOICES}"
+    here = "" if os.path.isabs(source) else "; a path is taken from the folder you are in"
+    return f"give {_CHOICES}{here}"
 
 
 def _type(name: str) -> str:

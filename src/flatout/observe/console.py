@@ -197,7 +197,7 @@ _QUIET = {
     "activation_offload": ("false",),
     "memory_limit": ("null",),
 }
-_TOLD = (*_SHOWN, *_QUIET, "expandable_segments")
+_TOLD = (*_SHOWN, *_QUIET, "expandable_segments", "micro_batch")
 _TOLD_IF_CHANGED = ("loss_chunk", "workers")  # numbers that wait for their use: told only where somebody set them
 
 

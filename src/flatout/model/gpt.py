@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from flatout.config.schema import ModelConfig
 from flatout.model.activations import ActivationOffload, recomputed
 from flatout.model.execution import Execution
-from flatout.model.layers import Block, Cache, LayerCache, LayerNorm, RMSNorm, Rotary, build_norm, product_type
+from flatout.model.layers import Block, Cache, LayerCache, Norm, Rotary, build_norm, product_type
 from flatout.model.narrow import ModelNarrow, gradient_slot
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
 
@@ -158,9 +158,9 @@ class GPT(nn.Module):
                     module.bias.zero_()
             elif isinstance(module, nn.Embedding):
                 module.weight.normal_(0.0, 0.02, generator=generator)
-            elif isinstance(module, RMSNorm | LayerNorm):
+            elif isinstance(module, Norm):
                 module.weight.fill_(1.0)
-                if isinstance(module, LayerNorm) and module.bias is not None:
+                if module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, Rotary):
                 module.fill()

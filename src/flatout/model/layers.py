@@ -17,39 +17,16 @@ from flatout.ops.scales import Slot
 NORM_EPS = 1e-5
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+class Norm(nn.Module):
+    """What both norms share: the path through our kernel, which adds a branch to the residual stream first."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), NORM_EPS)
+    centred: bool
 
-    def after_adding(
-        self,
-        x: Tensor,
-        branch: Tensor | None,
-        branch_bias: Tensor | None,
-        slot: Slot | None = None,
-        branch_slot: Slot | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """(x + branch + branch_bias, its norm), by our kernel; the slots get the norm and the branch's gradient."""
-        from flatout.ops.kernels.norm import add_norm
-
-        how = {"eps": NORM_EPS, "dtype": product_type(x), "slot": slot, "branch_slot": branch_slot}
-        weight = self.weight
-        return add_norm(x, branch, branch_bias, weight, None, centred=False, **how)
-
-
-class LayerNorm(nn.Module):
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, NORM_EPS)
-
     def after_adding(
         self,
         x: Tensor,
@@ -61,9 +38,26 @@ class LayerNorm(nn.Module):
         """(x + branch + branch_bias, its norm), by our kernel; the slots get the norm and the branch's gradient."""
         from flatout.ops.kernels.norm import add_norm
 
-        how = {"eps": NORM_EPS, "dtype": product_type(x), "slot": slot, "branch_slot": branch_slot}
-        weight, bias = self.weight, self.bias
-        return add_norm(x, branch, branch_bias, weight, bias, centred=True, **how)
+        how = {"centred": self.centred, "eps": NORM_EPS, "dtype": product_type(x)}
+        values = (x, branch, branch_bias, self.weight, self.bias)
+        return add_norm(*values, **how, slot=slot, branch_slot=branch_slot)
+
+
+class RMSNorm(Norm):
+    centred = False
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), NORM_EPS)
+
+
+class LayerNorm(Norm):
+    centred = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, NORM_EPS)
 
 
 def product_type(x: Tensor) -> torch.dtype:
@@ -74,7 +68,7 @@ def product_type(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def build_norm(config: ModelConfig, width: int) -> RMSNorm | LayerNorm:
+def build_norm(config: ModelConfig, width: int) -> Norm:
     return RMSNorm(width) if config.norm == "rmsnorm" else LayerNorm(width, config.bias)
 
 

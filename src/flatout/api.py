@@ -45,7 +45,8 @@ from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
 from flatout.model.weights import assign_weights, export_huggingface, from_huggingface
-from flatout.observe.sinks import MetricsFile, read_bench
+from flatout.observe.bench_rows import read_bench
+from flatout.observe.sinks import MetricsFile
 from flatout.records import (
     BenchProgress,
     BenchRow,
@@ -381,7 +382,7 @@ def bench(
         batch_tokens=batch_tokens,
         names=rungs,
         only=only,
-        earlier=[] if path is None or not path.exists() else read_bench(path),
+        earlier=[] if path is None or not path.exists() else read_bench(path, notice),
         notice=notice,
         progress=progress,
     )

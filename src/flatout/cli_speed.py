@@ -3,18 +3,18 @@
 Contract: as in `flatout.cli`. Mistakes in the words, unknown rungs and a folder that cannot be written answer before
 anything is built. Rows are on disk as soon as they are measured; Ctrl-C and SIGTERM end with the table, the rows and
 the picture of what was measured so far. The exit code is 4 when a rung's losses were wrong or a rung broke, 2 when this
-machine can have none of the rungs that were named.
+machine can have none of the rungs that were named; that leaves no file. A picture that is not of this ladder is never
+written over.
 """
 
 import argparse
 import contextlib
 import os
-import signal
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flatout.errors import HardwareError, ResourceError, UsageError
 from flatout.files import disk_errors, write_whole
@@ -27,15 +27,15 @@ GROUPS = ("ladder", "without", "extra")
 ROWS, PICTURE = "bench.jsonl", "bench.png"
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM, which is to end a ladder as Ctrl-C does."""
-
-
 def bench(words: list[str]) -> int:
     parsed = _parser().parse_words(words)
     names = None if parsed.rungs is None else [name.strip() for name in parsed.rungs.split(",") if name.strip()]
-    if names is not None and (not names or parsed.only is not None):
-        raise UsageError("--rungs needs names, and goes without --only", "for example --rungs bf16,compile")
+    if names is not None and not names:
+        raise UsageError("--rungs needs names of rungs", "for example --rungs bf16,compile")
+    if names is not None and parsed.only is not None:
+        raise UsageError(
+            "--rungs goes without --only: the one names rungs, the other a part of the ladder", "leave one of them out"
+        )
     if parsed.go_on and parsed.out is None:
         raise UsageError("--go-on needs the folder of the rows", "name it with --out FOLDER")
     from flatout.tuning.rungs import check_asked
@@ -43,19 +43,21 @@ def bench(words: list[str]) -> int:
     loaded = load(parsed)
     check_asked(loaded, names)
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
-    _check_folder(folder, "" if parsed.out == "" else str(folder))
-    from flatout import api
+    missing = _check_folder(folder, "" if parsed.out == "" else str(folder))
     from flatout.observe.bench_table import BenchReader
-    from flatout.observe.sinks import read_bench
-    from flatout.records import record_to_json
 
     reader = BenchReader()
-    written = folder / ROWS
-    rows: list[BenchRow] = read_bench(written) if parsed.go_on and written.exists() else []
+    fresh = not (folder / ROWS).exists()
+    rows: list[BenchRow] = _earlier_rows(folder, reader.notice) if parsed.go_on else []
+    _check_picture(folder, rows, going_on=parsed.go_on)
+    from flatout import api
+    from flatout.records import record_to_json
+    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+
     before = len(rows)
     stopped: KeyboardInterrupt | None = None
     try:
-        with _terminated_like_interrupted():
+        with terminated_like_interrupted():
             for row in api.bench(
                 loaded,
                 steps=parsed.steps,
@@ -77,11 +79,19 @@ def bench(words: list[str]) -> int:
     finally:
         reader.close()
     bad = any(row.status in ("red", "failed") for row in rows[before:])
-    _finish(rows, folder, quiet=parsed.json, went_on=before > 0)
+    measured = any(row.status != "absent" for row in rows)
+    # A signal may have come between a row's way to the disk and its way to us: then the file stays in any case.
+    empty = fresh and stopped is None and not measured
+    if empty:
+        _leave_nothing(folder, missing)
+    ladder = _ladder_names(loaded.config.speed.device) if rows else []
+    _finish(rows, folder, ladder, quiet=parsed.json, went_on=before > 0, empty=empty)
     if stopped is not None:
-        kept = f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if rows else "nothing was measured yet"
-        print(f"{'terminated' if isinstance(stopped, Terminated) else 'interrupted'}; {kept}", file=sys.stderr)
-        return 128 + (signal.SIGTERM if isinstance(stopped, Terminated) else signal.SIGINT)
+        kept = (
+            f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if measured else "nothing was measured yet"
+        )
+        print(f"{word_of(stopped)}; {kept}", file=sys.stderr)
+        return exit_code_of(stopped)
     _check_something_was_had(names, rows)
     return 4 if bad else 0
 
@@ -133,7 +143,47 @@ def _filled(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 78, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _finish(rows: "list[BenchRow]", folder: Path, *, quiet: bool, went_on: bool) -> None:
+def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow]":
+    """What is there to go on from; that there is nothing is told."""
+    from flatout.observe.bench_rows import read_bench
+
+    rows = read_bench(folder / ROWS, notice) if (folder / ROWS).exists() else []
+    if not rows:
+        notice(f"there is nothing to go on from in {folder}: the ladder starts at its beginning")
+    return rows
+
+
+def _check_picture(folder: Path, rows: "Sequence[BenchRow]", *, going_on: bool) -> None:
+    """Refuses a folder with a picture that is not of the ladder whose rows lie beside it."""
+    if (folder / ROWS).exists() and not going_on:
+        return  # its rows are refused anyway, and in better words
+    if os.path.lexists(folder / PICTURE) and all(row.status == "absent" for row in rows):
+        raise UsageError(
+            f"{folder / PICTURE} is there, and no measured rows beside it: it is not of this ladder",
+            "name another folder with --out, or move the picture away",
+        )
+
+
+def _ladder_names(device: str) -> list[str]:
+    """The ladder of this kind of device, bottom to top, also what this very one cannot have."""
+    from flatout.device import detect_device
+    from flatout.tuning.rungs import all_rungs
+
+    listed = all_rungs(kind=detect_device(device).kind, micro_batch=1, attention="sdpa")
+    return [rung.name for rung in listed if rung.group == "ladder"]
+
+
+def _leave_nothing(folder: Path, made: Sequence[Path]) -> None:
+    """Rows without a measurement would only block the folder: they go, and so do the folders made for them."""
+    with contextlib.suppress(OSError):  # somebody put something there meanwhile: that stays
+        (folder / ROWS).unlink(missing_ok=True)
+        for path in made:
+            path.rmdir()
+
+
+def _finish(
+    rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, went_on: bool, empty: bool
+) -> None:
     """The table and the picture of what was measured, each gain over what is known by now."""
     if not rows:
         return
@@ -150,11 +200,13 @@ def _finish(rows: "list[BenchRow]", folder: Path, *, quiet: bool, went_on: bool)
             write_whole(folder / ROWS, "".join(f"{record_to_json(row)}\n" for row in complete).encode("utf-8"))
     complete.sort(key=lambda row: row.place)
     if not quiet:
-        print_bench(complete, [claim.text for claim in TOTALS])
+        print_bench(complete, [claim.text for claim in TOTALS], ladder=ladder)
+    if empty:
+        return
     made = [folder / ROWS]
     if any(row.status != "absent" for row in complete):
         try:
-            draw_bench(complete, folder / PICTURE)
+            draw_bench(complete, folder / PICTURE, ladder)
         except ResourceError as error:
             raise ResourceError(error.message, f"{error.hint}; the rows are kept, and --go-on draws them") from error
         made.append(folder / PICTURE)
@@ -169,34 +221,22 @@ def _check_something_was_had(names: Sequence[str] | None, rows: "Sequence[BenchR
         raise HardwareError(f"nothing was measured: {why}", "without --rungs, all that this machine has is measured")
 
 
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    def handle(_number: int, _frame: object) -> None:
-        raise Terminated
-
-    before: Any = signal.signal(signal.SIGTERM, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _rungs(count: int) -> str:
     return "1 rung is" if count == 1 else f"{count} rungs are"
 
 
 def _free_folder(name: str) -> Path:
-    """bench/NAME, or the first bench/NAME-2, bench/NAME-3 ... that holds no rows."""
+    """bench/NAME, or the first bench/NAME-2, bench/NAME-3 ... that holds neither rows nor a picture."""
     first = Path("bench") / name
     number, folder = 1, first
-    while (folder / ROWS).exists():
+    while any(os.path.lexists(folder / made) for made in (ROWS, PICTURE)):
         number += 1
         folder = first.with_name(f"{name}-{number}")
     return folder
 
 
-def _check_folder(folder: Path, written: str) -> None:
-    """Tries whether a folder can be made and written, and leaves nothing behind."""
+def _check_folder(folder: Path, written: str) -> list[Path]:
+    """Tries whether a folder can be made and written, leaves nothing behind, and says what has to be made for it."""
     if not written:
         raise UsageError("--out needs a folder", "for example --out rows")
     missing: list[Path] = []
@@ -220,3 +260,4 @@ def _check_folder(folder: Path, written: str) -> None:
         finally:
             for path in reversed(made):
                 path.rmdir()
+    return missing

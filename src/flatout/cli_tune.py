@@ -2,19 +2,17 @@
 
 Contract: as in `flatout.cli`. An existing file is written over only if `tune` itself has written it and nobody has
 edited it since; that, and whether a file can be made there, is asked before anything is measured. What was found is
-shown even where it cannot be written in the end. Ctrl-C and SIGTERM show what was measured so far and write nothing.
+shown even where it cannot be written in the end. Ctrl-C and SIGTERM show what was measured so far and write nothing;
+once the file is there the work is done, and a signal does not make it a failure.
 """
 
 import argparse
 import os
 import shlex
-import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from flatout.errors import ResourceError, UsageError, UserError
 from flatout.files import disk_errors
@@ -53,58 +51,49 @@ def tune(words: list[str]) -> int:
     from flatout import api
     from flatout.observe.tune_table import TuneReader
     from flatout.records import TuneResult, record_to_json
+    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
     reader = TuneReader()
     rows: list[TuneRow] = []
     result: TuneResult | None = None
-    stopped: int | None = None
+    failure: UserError | None = None
+    shown = parsed.json
     try:
-        with _sigterm_as_interrupt():
-            for record in api.tune(
-                loaded,
-                memory=parsed.memory,
-                exhaustive=parsed.exhaustive,
-                compile=parsed.compile,
-                seconds=parsed.seconds,
-                progress=reader.progress,
-            ):
-                if parsed.json:
-                    print(record_to_json(record), flush=True)
-                if isinstance(record, TuneResult):
-                    result = record
-                else:
-                    rows.append(record)
-    except KeyboardInterrupt as stop:
-        stopped = signal.SIGTERM if isinstance(stop, _Terminated) else signal.SIGINT
-    finally:
-        reader.close()
-    failure = None if result is None or out is None else _write(out, result.fragment)
-    if not parsed.json:
-        reader.table(rows, result)
-        if result is not None:
-            _print_choice(result, None if failure else out, parsed)
+        with terminated_like_interrupted():
+            try:
+                for record in api.tune(
+                    loaded,
+                    memory=parsed.memory,
+                    exhaustive=parsed.exhaustive,
+                    compile=parsed.compile,
+                    seconds=parsed.seconds,
+                    progress=reader.progress,
+                ):
+                    if parsed.json:
+                        print(record_to_json(record), flush=True)
+                    if isinstance(record, TuneResult):
+                        result = record
+                    else:
+                        rows.append(record)
+            finally:
+                reader.close()
+            assert result is not None, "the last record of a search"
+            failure = None if out is None else _write(out, result.fragment)
+            if not shown:
+                shown = True
+                reader.table(rows, result)
+                _print_choice(result, None if failure else out, parsed)
+    except KeyboardInterrupt as stopped:
+        if result is not None and out is not None and _holds(out, result.fragment):
+            print(f"{word_of(stopped)}; {out} was written before that, and is whole", file=sys.stderr)
+            return 0
+        if not shown:
+            reader.table(rows, None)
+        print(f"{word_of(stopped)}; nothing was written", file=sys.stderr)
+        return exit_code_of(stopped)
     if failure is not None:
         raise failure
-    if stopped is not None:
-        print("interrupted", file=sys.stderr)
-        return 128 + stopped
     return 0
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which ends a search as Ctrl-C does."""
-
-
-@contextmanager
-def _sigterm_as_interrupt() -> Iterator[None]:
-    def stop(_number: int, _frame: object) -> NoReturn:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _writable(path: Path) -> Path:
@@ -153,6 +142,14 @@ def _write(path: Path, text: str) -> UserError | None:
     except UserError as error:
         return ResourceError(error.message, error.hint)
     return None
+
+
+def _holds(path: Path, text: str) -> bool:
+    """Whether the file is there and whole; the file is asked, since a signal can come right after its writing."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace") == text
+    except OSError:
+        return False
 
 
 def _print_choice(result: "TuneResult", out: Path | None, parsed: argparse.Namespace) -> None:

@@ -73,7 +73,11 @@ def test_ctrl_c_keeps_what_was_measured(
     assert main([*QUICK, "--only", "ladder", "--out", "rows"]) == 130
     assert [row["rung"] for row in rows_in(tmp_path / "rows")] == ["baseline", "fused-qkv"]
     assert (tmp_path / "rows" / "bench.png").exists()
-    assert "2 rungs are in rows" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "2 rungs are in rows" in said.err
+    assert "from the baseline to fused-qkv, the last rung that was measured: " in said.out
+    assert "full set" not in said.out.partition("from the baseline")[0]
+    assert "to the full set" not in said.out
 
 
 def test_sigterm_keeps_what_was_measured(
@@ -104,8 +108,9 @@ def test_a_red_rung_ends_with_an_exit_code(tmp_path: Path, monkeypatch: pytest.M
     ("words", "message"),
     [
         (["--rungs", "compil"], "no rung 'compil'"),
-        (["--rungs", ","], "--rungs needs names"),
-        (["--rungs", "bf16", "--only", "extra"], "goes without --only"),
+        (["--rungs", ","], "--rungs needs names of rungs"),
+        (["--rungs", ""], "--rungs needs names of rungs"),
+        (["--rungs", "bf16", "--only", "extra"], "--rungs goes without --only"),
         (["--steps", "0"], "--steps"),
         (["--batch-tokens", "100"], "multiple of model.context"),
         (["--ladder"], "unknown option"),
@@ -139,13 +144,49 @@ def test_a_folder_that_cannot_be_made_answers_first(
     assert "--out" in errors[1]
 
 
-def test_what_the_machine_lacks_makes_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    assert main([*QUICK, "--rungs", "triton", "--out", "rows"]) == 2
+def test_what_the_machine_lacks_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*QUICK, "--rungs", "triton", "--out", "deep/rows"]) == 2
     said = capsys.readouterr()
     assert "error: nothing was measured: " in said.err
     assert "CUDA" in said.err
-    assert "bench.png" not in said.out
-    assert [path.name for path in (tmp_path / "rows").iterdir()] == ["bench.jsonl"]
+    assert "wrote" not in said.out
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine", encoding="utf-8")
+    assert main([*QUICK, "--rungs", "tf32,fp8-all", "--out", "mine"]) == 2
+    said = capsys.readouterr()
+    assert "cannot have tf32, fp8-all" in said.err
+    assert "not measured" in said.out, "the reasons are told"
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+
+
+def test_a_picture_of_somebody_else_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    picture = tmp_path / "rows" / "bench.png"
+    picture.parent.mkdir()
+    picture.write_text("mine", encoding="utf-8")
+    honest = flatout.api.bench
+    monkeypatch.setattr(flatout.api, "bench", lambda *_, **__: pytest.fail("it went on"))
+    for more in ([], ["--go-on"]):
+        assert main([*QUICK, "--rungs", "baseline", "--out", "rows", *more]) == 2
+        said = capsys.readouterr()
+        assert "error: rows/bench.png is there, and no measured rows beside it" in said.err
+    assert picture.read_text(encoding="utf-8") == "mine"
+    assert [path.name for path in picture.parent.iterdir()] == ["bench.png"]
+    picture.rename(tmp_path / "mine.png")
+    monkeypatch.setattr(flatout.api, "bench", honest)
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 0
+    assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--go-on"]) == 0, "its own picture it may draw anew"
+
+
+def test_the_folder_by_default_is_one_without_a_picture(tmp_path: Path):
+    picture = tmp_path / "bench" / "shakespeare-char" / "bench.png"
+    picture.parent.mkdir(parents=True)
+    picture.write_text("mine", encoding="utf-8")
+    assert main([*QUICK, "--rungs", "baseline"]) == 0
+    assert picture.read_text(encoding="utf-8") == "mine"
+    assert (tmp_path / "bench" / "shakespeare-char-2" / "bench.png").exists()
 
 
 def test_rows_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -162,15 +203,46 @@ def test_going_on_measures_what_is_missing(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert main([*QUICK, "--rungs", "sdpa,baseline", "--out", "rows", "--go-on"]) == 0
     said = capsys.readouterr()
+    assert "rows/bench.jsonl: line 2, the last one, was cut off" in said.err
     assert "[1/2] fused-qkv" in said.err
     assert "[2/2] sdpa" in said.err
     rows = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
     assert list(rows) == ["baseline", "fused-qkv", "sdpa"]
     assert rows["sdpa"]["factor"] == pytest.approx(rows["baseline"]["milliseconds"] / rows["sdpa"]["milliseconds"])  # pyright: ignore
-    assert "from the baseline to the full set" in said.out
+    assert "from the baseline to sdpa, the last rung that was measured" in said.out
     assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on", "--batch-tokens", "128"]) == 2
     assert "batch_tokens 64, now it is 128" in capsys.readouterr().err
     assert main([*QUICK, "--go-on"]) == 2
+
+
+def test_going_on_from_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 0
+    assert capsys.readouterr().err.count("there is nothing to go on from in rows: ") == 1
+    assert len(rows_in(tmp_path / "rows")) == 1
+
+
+def test_a_damaged_file_is_told_by_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main([*QUICK, "--rungs", "sdpa", "--out", "rows"]) == 0
+    path = tmp_path / "rows" / "bench.jsonl"
+    good = path.read_text(encoding="utf-8").splitlines()
+    cases = [
+        ([*good, good[0][:40]], " is damaged in line 3: ", "remove that line"),
+        ([good[0], "\ufffd" * 3, good[1]], " is damaged in line 2: ", "remove that line"),
+        ([*good, '{"type": "step"}'], ", line 3 is not a row of this version", "a new folder"),
+    ]
+    for lines, message, hint in cases:
+        text = "\n".join([*lines, ""])
+        path.write_text(text, encoding="utf-8")
+        capsys.readouterr()
+        assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 3
+        error, told = capsys.readouterr().err.splitlines()
+        assert f"rows/bench.jsonl{message}" in error
+        assert "line 1" not in error
+        assert hint in told
+        assert path.read_text(encoding="utf-8") == text
+    path.write_text("mine", encoding="utf-8")
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 3
+    assert path.read_text(encoding="utf-8") == "mine", "what is not a torn row is not cut off"
 
 
 def test_going_on_fills_in_the_gains_that_were_missing(tmp_path: Path):

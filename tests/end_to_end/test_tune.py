@@ -3,13 +3,14 @@
 import dataclasses
 import errno
 import gc
+import io
 import json
 import os
 import random
 import shlex
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from flatout.device import detect_device
 from flatout.engine.features import resolve_speed
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.model.gpt import GPT
+from flatout.observe.tune_table import TuneReader
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
 from flatout.tuning import probe, tuner
 from flatout.tuning.search import Candidate, Trial
@@ -84,8 +86,17 @@ def test_it_finds_a_micro_batch_keeps_the_batch_and_leaves_nothing_behind(tiny, 
 def test_exhaustive_tries_every_divisor(tiny):
     rows, result = run(tiny(BATCH), exhaustive=True)
     assert [row.micro_batch for row in rows] == [1, 2, 3, 4, 6, 12]
-    best = max(row.tokens_per_second or 0 for row in rows)
-    assert next(row.tokens_per_second for row in rows if row.number == result.chosen.number) == best
+    assert result.chosen.number in {row.number for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"),
+    [({}, 120.0), ({"exhaustive": True}, 3600.0), ({"exhaustive": True, "seconds": 50.0}, 50.0)],
+)
+def test_the_time_there_is_is_known_from_the_first_line_on(tiny, settings: dict, seconds: float):
+    heard: list[TuneProgress] = []
+    run(tiny(BATCH, "speed.micro_batch=1"), progress=heard.append, **settings)
+    assert {progress.budget for progress in heard} == {seconds}
 
 
 def test_the_fragment_is_the_config_that_was_tuned(tiny, tmp_path: Path):
@@ -227,6 +238,8 @@ class FakeCard(probe.Probe):
         self.device = dataclasses.replace(self.device, torch_device=card, name=name, memory_bytes=capacity)
         self.fixed, self.compiled = fixed, compiled
         self.opened: list[str] = []
+        self.confirmed: list[int] = []
+        self.whole: dict[int, float] = {}  # by micro-batch, the speed of whole steps over what shorter ones promise
 
     def open(self, candidate: Candidate) -> None:
         self.opened.append(candidate.compile)
@@ -257,11 +270,15 @@ class FakeCard(probe.Probe):
         return Trial(candidate=candidate, status="fits", tokens_per_second=rate, peak_bytes=peak), timing, False
 
     def confirm(self, candidate: Candidate, seconds: float):
-        return self.attempt(candidate)[1]
+        assert seconds > 0
+        self.confirmed.append(candidate.micro_batch)
+        timing = self.attempt(candidate)[1]
+        factor = self.whole.get(candidate.micro_batch, 1.0)
+        return None if timing is None else dataclasses.replace(timing, seconds=timing.seconds / factor)
 
 
 def run_on(card: FakeCard, loaded: LoadedConfig, **settings) -> tuple[list[TuneRow], TuneResult]:
-    tuning = tuner._Tuning(loaded, card, "made up", None, lambda _: None)
+    tuning = tuner._Tuning(loaded, card, "made up", settings.get("seconds"), lambda _: None)
     *rows, result = list(tuning.run(settings.get("thorough", False), settings.get("compiled", False)))
     assert isinstance(result, TuneResult)
     return rows, result  # pyright: ignore[reportReturnType]
@@ -318,6 +335,67 @@ def test_on_a_card_too_what_was_written_is_kept(tiny):
     assert "loss_chunk: 4096" in result.fragment
     with pytest.raises(ResourceError):  # nothing fits, and the moments stay where they were told to
         run_on(FakeCard(loaded, capacity=1000, fixed=1200), loaded)
+
+
+def one_way(tiny) -> LoadedConfig:
+    return tiny(BATCH, "speed.checkpointing=none", "speed.loss=fused")
+
+
+def test_a_choice_that_whole_steps_do_not_bear_out_gives_way(tiny):
+    loaded = one_way(tiny)
+    card = FakeCard(loaded, capacity=10_000, fixed=1000)
+    card.whole = {12: 0.6}
+    rows, result = run_on(card, loaded, thorough=True)
+    assert card.confirmed == [12, 6], "and 4 promises less than 6 has shown"
+    assert result.chosen.micro_batch == 6
+    assert result.confirmed
+    promised = {row.micro_batch: row.tokens_per_second or 0 for row in rows}
+    assert result.chosen.tokens_per_second == pytest.approx(promised[6])
+    assert f"micro-batch 12, checkpointing none, loss fused, kernels triton: {0.6 * promised[12]:,.0f}" in result.ended
+    assert f"{promised[6]:,.0f} tokens/s" in result.fragment
+    card.confirmed.clear()
+    card.whole = {12: 0.6, 6: 0.5, 4: 0.5}
+    _, result = run_on(card, loaded, thorough=True)
+    assert card.confirmed == [12, 6, 4], "three at most"
+    assert result.chosen.micro_batch == 12, "the best of those that were confirmed"
+
+
+def test_a_clear_choice_is_confirmed_alone(tiny):
+    loaded = one_way(tiny)
+    card = FakeCard(loaded, capacity=10_000, fixed=1000)
+    card.whole = {12: 1.0}
+    _, result = run_on(card, loaded)
+    assert card.confirmed == [12], "6 promises a seventh less"
+    assert "whole steps with" not in result.ended
+
+
+def test_without_time_only_the_choice_is_confirmed(tiny):
+    loaded = one_way(tiny)
+    card = FakeCard(loaded, capacity=10_000, fixed=1000)
+    card.whole = {12: 0.6}
+    _, result = run_on(card, loaded, seconds=1e-6)
+    assert card.confirmed == [12]
+    assert result.chosen.micro_batch == 12
+
+
+def test_the_table_shows_what_was_confirmed(tiny):
+    loaded = one_way(tiny)
+    card = FakeCard(loaded, capacity=10_000, fixed=1000)
+    card.whole = {12: 0.9, 6: 0.7, 4: 0.7}
+    rows, result = run_on(card, loaded)
+    stream = io.StringIO()
+    TuneReader(stream).table(rows, result)
+    *lines, sentence = stream.getvalue().splitlines()
+    starred = next(line for line in lines if line.startswith("*"))
+    promised = max(row.tokens_per_second or 0 for row in rows)
+    assert f" {0.9 * promised:,.0f} " in starred
+    assert f" {promised:,.0f} " not in starred
+    assert starred.rstrip().endswith("whole steps")
+    assert sentence.startswith("chose micro-batch 12 x 1")
+    assert (
+        f"{0.9 * promised:,.0f} tokens/s (of whole steps, where the search had {promised:,.0f}; the other" in sentence
+    )
+    assert sentence == sentence.rstrip(), "one line, however long"
 
 
 @pytest.mark.parametrize("word", ["speed.compile=off", "speed.kernels=triton"])
@@ -445,9 +523,26 @@ def test_an_edited_file_is_not_written_over(words, tmp_path: Path, capsys: pytes
     assert path.read_text(encoding="utf-8") == edited
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+SIGNALS = [(signal.SIGTERM, "terminated", 143), (signal.SIGINT, "interrupted", 130)]
+
+
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+@pytest.mark.parametrize(("number", "word", "code"), SIGNALS)
 def test_a_signal_shows_what_was_tried(
-    words, number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words,
+    number: int,
+    word: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     real, before = api.tune, signal.getsignal(signal.SIGTERM)
 
@@ -457,17 +552,56 @@ def test_a_signal_shows_what_was_tried(
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(api, "tune", stopped)
-    started_with = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    try:
-        assert main([*words, "--out", "tuned.yaml"]) == code
-    finally:
-        signal.signal(signal.SIGINT, started_with)
+    assert main([*words, "--out", "tuned.yaml"]) == code
     captured = capsys.readouterr()
     assert "tokens/s" in captured.out
     assert "chose" not in captured.out
-    assert captured.err.endswith("interrupted\n")
+    assert captured.err.endswith(f"{word}; nothing was written\n")
     assert not (tmp_path / "tuned.yaml").exists()
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+@pytest.mark.parametrize("place", ["replace", "table"])
+@pytest.mark.parametrize(("number", "word", "code"), SIGNALS)
+def test_a_signal_after_the_file_was_written_is_no_failure(
+    words, number: int, word: str, code: int, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    before, path = signal.getsignal(signal.SIGTERM), tmp_path / "tuned.yaml"
+    room: object = os if place == "replace" else TuneReader
+    real = getattr(room, place)
+
+    def signalled(*more, **settings):
+        real(*more, **settings)
+        if path.exists():
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(room, place, signalled)
+    assert main([*words, "--out", "tuned.yaml"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.endswith(f"{word}; tuned.yaml was written before that, and is whole\n")
+    assert load_config(path).config.train.batch_tokens == 64
+    assert [other.name for other in tmp_path.iterdir() if other.name.startswith(".flatout")] == []
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+@pytest.mark.parametrize(("number", "word", "code"), SIGNALS)
+def test_a_signal_between_the_choice_and_the_file_writes_nothing(
+    words, number: int, word: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+    real = api.tune
+
+    def stopped(*more, **settings):
+        yield from real(*more, **settings)
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(api, "tune", stopped)
+    assert main([*words, "--out", "tuned.yaml"]) == code
+    captured = capsys.readouterr()
+    assert "tokens/s" in captured.out
+    assert captured.err.endswith(f"{word}; nothing was written\n")
+    assert not (tmp_path / "tuned.yaml").exists()
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------

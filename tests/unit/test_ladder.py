@@ -23,6 +23,7 @@ from flatout.device import Device
 from flatout.engine.features import Probes, resolve_speed
 from flatout.engine.setup import Run, setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
+from flatout.observe import bench_picture
 from flatout.observe.bench_picture import draw_bench
 from flatout.observe.bench_table import BenchReader, print_bench, total_lines
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
@@ -456,9 +457,9 @@ NO_SPEED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def table(rows: list[BenchRow]) -> str:
+def table(rows: list[BenchRow], *names: str) -> str:
     console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
-    print_bench(rows, ["2-5x (001-25)"], console)
+    print_bench(rows, ["2-5x (001-25)"], console, names)
     return console.export_text()
 
 
@@ -469,7 +470,7 @@ def test_the_table_shows_speeds_of_green_rungs_only():
         row("fp16", group="extra", status="red", reason="the losses differ by 0.1, more than 0.02", **NO_SPEED),
         row("fp8", group="extra", status="absent", reason="no matrix units\x1b[2J", parity=None, **NO_SPEED),
     ]
-    text = table(rows)
+    text = table(rows, "baseline", "compile")
     line = next(line for line in text.splitlines() if line.startswith("fp16"))
     assert "red" in line
     assert line.split() == ["fp16", "red", "1.0e-06", *["-"] * 7, "1.1-1.5x"]
@@ -505,6 +506,28 @@ def test_lines_in_a_log_are_whole_and_one_rung_is_one(capsys: pytest.CaptureFixt
 def test_a_total_needs_both_ends():
     assert total_lines([row("compile")]) == []
     assert "3.0 times" in total_lines([row("baseline", factor=1.0), row("compile", factor=3.0)])[0]
+
+
+def test_the_full_set_is_named_only_when_its_rung_was_measured():
+    rows = [row("baseline", factor=1.0), row("sdpa", factor=0.8)]
+    names = ("baseline", "sdpa", "compile", "triton")
+    assert total_lines(rows, names)[0].startswith("from the baseline to sdpa, the last rung that was measured: 0.8 ")
+    assert "full set" not in table(rows, *names)
+    above = [row("compile", status="red", **NO_SPEED), row("triton", status="absent", **NO_SPEED)]
+    assert "sdpa" in total_lines([*rows, above[0]], names)[0], "triton may still come"
+    assert total_lines([*rows, *above], names)[0].startswith("from the baseline to the full set: 0.8 times")
+    assert "one switch at a time, up to the full set" in table([*rows, *above], *names)
+    beside = row("without-sdpa", group="without", against="sdpa")
+    assert total_lines([*rows, beside])[0].startswith("from the baseline to the full set"), "that is what it is out of"
+
+
+def test_the_picture_says_what_the_table_says():
+    rows = [row("baseline", factor=1.0), row("sdpa", factor=0.8)]
+    for names, words in ((("baseline", "sdpa", "compile"), "to sdpa, the last rung"), (("sdpa",), "to the full set")):
+        figure = bench_picture._figure(rows, names)
+        texts = [text.get_text() for part in (figure, *figure.axes) for text in part.texts]
+        assert any(words in text for text in texts)
+        assert ("one switch at a time" in texts) == ("compile" in names)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.observe.bench_table import TITLES, headline, rough_rungs, short_reason, total_lines
+from flatout.observe.bench_table import headline, rough_rungs, short_reason, titles, total_lines
 from flatout.observe.console import printable
 from flatout.observe.picture import write_picture
 from flatout.records import BenchRow
@@ -30,16 +30,19 @@ _SMALL = 9.0
 _HEIGHT = 0.66  # of a bar, in rows
 
 
-def draw_bench(rows: Sequence[BenchRow], path: str | Path) -> None:
-    """Write the picture of a ladder to `path`, as PNG or SVG by its suffix; rungs the device lacks are left out."""
-    write_picture(path, lambda: _figure(rows))
+def draw_bench(rows: Sequence[BenchRow], path: str | Path, ladder: Sequence[str] = ()) -> None:
+    """Write the picture of a ladder to `path`, as PNG or SVG by its suffix; rungs the device lacks are left out.
+
+    `ladder` names the rungs of this kind of device, so that it is known whether the full set was measured.
+    """
+    write_picture(path, lambda: _figure(rows, ladder))
 
 
-def _figure(rows: Sequence[BenchRow]) -> "Figure":
+def _figure(rows: Sequence[BenchRow], ladder: Sequence[str]) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lines = _lines(rows)
+    lines = _lines(rows, ladder)
     height = _TOP + _BOTTOM + _ROW * max(len(lines), 3)
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
     FigureCanvasAgg(figure)
@@ -54,16 +57,16 @@ def _figure(rows: Sequence[BenchRow]) -> "Figure":
     if rows:
         figure.text(0.012, 1 - 0.32 / height, "What each switch is worth", size=15, weight="bold", color=_INK)
         figure.text(0.012, 1 - 0.58 / height, printable(headline(rows)), size=_SMALL, color=_FAINT)
-        figure.text(0.012, 1 - 0.80 / height, "; ".join(total_lines(rows)), size=10.5, color=_INK)
+        figure.text(0.012, 1 - 0.80 / height, "; ".join(total_lines(rows, ladder)), size=10.5, color=_INK)
     _draw_speeds(speed, lines)
     _draw_gains(gain, lines)
     return figure
 
 
-def _lines(rows: Sequence[BenchRow]) -> list[BenchRow | str]:
+def _lines(rows: Sequence[BenchRow], ladder: Sequence[str]) -> list[BenchRow | str]:
     """What stands below each other: rungs, and a title before each group."""
     lines: list[BenchRow | str] = []
-    for group, title in TITLES.items():
+    for group, title in titles(rows, ladder).items():
         part = [row for row in rows if row.group == group and row.status != "absent"]
         lines += [title, *part] if part else []
     return lines

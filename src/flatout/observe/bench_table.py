@@ -15,7 +15,7 @@ from flatout.observe.console import _Console, human_count, printable
 from flatout.records import BenchProgress, BenchRow
 
 TITLES = {
-    "ladder": "one switch at a time, up to the full set",
+    "ladder": "one switch at a time",
     "without": "each one taken out of the full set (gain: what it is worth there)",
     "extra": "what the full set leaves out, each added to it alone",
 }
@@ -75,8 +75,13 @@ def _number(place: BenchProgress) -> str:
     return f"[{place.number}/{place.total}]"
 
 
-def print_bench(rows: Sequence[BenchRow], promised: Sequence[str] = (), console: RichConsole | None = None) -> None:
-    """The table of a ladder; `promised` are the totals that the guides claim, in words."""
+def print_bench(
+    rows: Sequence[BenchRow],
+    promised: Sequence[str] = (),
+    console: RichConsole | None = None,
+    ladder: Sequence[str] = (),
+) -> None:
+    """The table of a ladder; `promised` are the totals that the guides claim, in words, `ladder` is for `full_set`."""
     if not rows:
         return
     console = console or _Console(highlight=False, file=sys.stdout)
@@ -85,7 +90,7 @@ def print_bench(rows: Sequence[BenchRow], promised: Sequence[str] = (), console:
     console.print(Text(printable(headline(rows)), "bold"), soft_wrap=True)
     measured = [row for row in rows if row.status != "absent"]
     rough = rough_rungs(rows)
-    for group, title in TITLES.items():
+    for group, title in titles(rows, ladder).items():
         part = [row for row in measured if row.group == group]
         if part:
             console.print("")
@@ -101,7 +106,7 @@ def print_bench(rows: Sequence[BenchRow], promised: Sequence[str] = (), console:
         for row in missing:
             console.print(Text(printable(f"  {row.rung:<24}{row.reason}"), "dim"), soft_wrap=True)
     console.print("")
-    lines = total_lines(rows)
+    lines = total_lines(rows, ladder)
     if rough:
         lines.append(
             f"~ one side of this gain has a spread above {ROUGH:.0%}: measure again on a machine that is idle otherwise"
@@ -128,14 +133,39 @@ def rough_rungs(rows: Sequence[BenchRow]) -> set[str]:
     return {row.rung for row in rows if row.gain is not None and (row.rung in noisy or row.against in noisy)}
 
 
-def total_lines(rows: Sequence[BenchRow]) -> list[str]:
-    """The factor from the bottom of the ladder to its top, and to the fastest rung if that is another one."""
+def full_set(rows: Sequence[BenchRow], ladder: Sequence[str] = ()) -> str | None:
+    """The rung that is the full set; None where the top of the ladder was not measured, or nobody can tell.
+
+    `ladder` names the rungs of this kind of device, bottom to top. The last green one is the top if all above it were
+    tried, or cannot be had; or if others were measured against it, which is what the full set is there for.
+    """
+    green = [row.rung for row in rows if row.group == "ladder" and row.status == "green"]
+    if not green:
+        return None
+    last, told = green[-1], {row.rung for row in rows}
+    compared = any(row.group != "ladder" and row.gain is not None and row.against == last for row in rows)
+    tried = last in ladder and told.issuperset(ladder[ladder.index(last) :])
+    return last if compared or tried else None
+
+
+def titles(rows: Sequence[BenchRow], ladder: Sequence[str] = ()) -> dict[str, str]:
+    """What stands above each group of rungs."""
+    up = "" if full_set(rows, ladder) is None else ", up to the full set"
+    return {group: title + (up if group == "ladder" else "") for group, title in TITLES.items()}
+
+
+def total_lines(rows: Sequence[BenchRow], names: Sequence[str] = ()) -> list[str]:
+    """The factor from the bottom of the ladder to its top, and to the fastest rung if that is another one.
+
+    Where the top was not measured, the last rung that was is named instead; `names` is the ladder of `full_set`.
+    """
     ladder = [row for row in rows if row.group == "ladder" and row.status == "green"]
     lines: list[str] = []
     if len(ladder) > 1 and ladder[-1].factor is not None and ladder[0].rung == "baseline":
         top, base = ladder[-1], ladder[0]
+        end = "the full set" if full_set(rows, names) else f"{top.rung}, the last rung that was measured"
         lines.append(
-            f"from the baseline to the full set: {top.factor:.1f} times "
+            f"from the baseline to {end}: {top.factor:.1f} times "
             f"({base.tokens_per_second:,.0f} to {top.tokens_per_second:,.0f} tokens/s)"
         )
     fastest = max((row for row in rows if row.tokens_per_second is not None), key=_speed, default=None)

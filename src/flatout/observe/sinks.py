@@ -7,9 +7,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flatout.errors import DataError
 from flatout.files import disk_errors
-from flatout.records import BenchRow, Record, bench_row_from_json, record_to_json
+from flatout.records import Record, record_to_json
 
 
 class MetricsFile:
@@ -52,18 +51,6 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and "type" in row:
             rows.append(row)
     return rows
-
-
-def read_bench(path: Path) -> list[BenchRow]:
-    """The rows of a bench.jsonl; a last line that was being written when the process ended is cut off."""
-    whole, _, torn = path.read_bytes().rpartition(b"\n")
-    if torn:
-        with disk_errors(str(path), safe=""):
-            os.truncate(path, len(whole) + 1 if whole else 0)
-    try:
-        return [bench_row_from_json(line) for line in whole.decode("utf-8").splitlines()]
-    except ValueError as error:
-        raise DataError(f"{path} does not hold rows of this version: {error}", "name a new folder") from error
 
 
 def _step_of(row: dict[str, Any]) -> int:

@@ -13,6 +13,7 @@ from flatout.observe.console import human_seconds
 from flatout.records import TuneProgress, TuneResult, TuneRow
 
 _STATUS = {"fits": "", "over": "no margin", "out_of_memory": "out of memory", "absent": "not here"}
+FAR = 0.05  # from here on the search's figure and the confirmed one are told side by side
 
 
 class TuneReader:
@@ -42,10 +43,14 @@ class TuneReader:
             self.live = None
 
     def table(self, rows: Sequence[TuneRow], result: TuneResult | None) -> None:
-        """All rows, the fastest first, with the chosen one marked; then in a sentence what was chosen and why then."""
+        """All rows, the fastest first, with the chosen one marked; then in a sentence what was chosen and why then.
+
+        Order and share are by the search's figures, which are all of one kind. The chosen row shows what was confirmed.
+        """
         if not rows:
             return
         chosen = None if result is None else result.chosen.number
+        confirmed = result.chosen if result is not None and result.confirmed else None
         best = max((row.tokens_per_second or 0.0 for row in rows if row.status == "fits"), default=0.0)
         table = Table(box=None, header_style="bold", pad_edge=False)
         offloads = any(row.optimizer_offload for row in rows)
@@ -60,12 +65,13 @@ class TuneReader:
             cells += [row.loss if row.loss == "plain" else f"{row.loss} {row.loss_chunk}"]
             cells += [row.kernels, row.compile] if compiles else []
             cells += ["host" if row.optimizer_offload else "device"] if offloads else []
-            rate = row.tokens_per_second
-            cells += (
-                ["-", "-", "-"] if rate is None else [f"{rate:,.0f}", _share(rate, best), _number(row.milliseconds)]
-            )
-            cells += ["-" if row.peak_bytes is None else _gib(row.peak_bytes), _gib(row.estimate_bytes)]
+            figures = confirmed if confirmed is not None and row.number == chosen else row
+            rate = figures.tokens_per_second
+            share = _share(row.tokens_per_second or 0.0, best)
+            cells += ["-", "-", "-"] if rate is None else [f"{rate:,.0f}", share, _number(figures.milliseconds)]
+            cells += ["-" if figures.peak_bytes is None else _gib(figures.peak_bytes), _gib(row.estimate_bytes)]
             notes = [
+                "whole steps" if figures is confirmed else "",
                 _STATUS[row.status],
                 "graphs" if row.cuda_graphs else "",
                 row.reason if row.status == "absent" else "",
@@ -74,7 +80,8 @@ class TuneReader:
             table.add_row(*cells, style="bold" if row.number == chosen else "dim" if row.status != "fits" else "")
         self.output.print(table)
         if result is not None:
-            self.output.print(Text(_sentence(result)))
+            # Whoever shows it may break the line: breaks of ours would stay in files, and leave spaces at their ends.
+            self.output.print(Text(_sentence(result, rows)), soft_wrap=True)
 
 
 def _share(rate: float, best: float) -> str:
@@ -89,15 +96,25 @@ def _gib(value: int) -> str:
     return f"{value / 2**30:.2f}"
 
 
-def _sentence(result: TuneResult) -> str:
+def _sentence(result: TuneResult, rows: Sequence[TuneRow]) -> str:
     row = result.chosen
     memory = "" if result.capacity_bytes is None or row.peak_bytes is None else (
         f", {row.peak_bytes / 2**30:.2f} of {result.capacity_bytes / 2**30:.1f} GiB"
     )  # fmt: skip
-    how = "whole steps" if result.confirmed else "put together from shorter steps"
     return (
         f"chose micro-batch {row.micro_batch} x {row.accumulation}, checkpointing {row.checkpointing}, "
-        f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({how}){memory}, "
+        f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result, rows)}){memory}, "
         f"on {result.device}; {result.tried} {'trial' if result.tried == 1 else 'trials'} in "
         f"{human_seconds(result.seconds)} on {result.data}; {result.ended}"
     )
+
+
+def _how(result: TuneResult, rows: Sequence[TuneRow]) -> str:
+    """Where the figure of the chosen row comes from, and what the search had thought if that was far off."""
+    if not result.confirmed:
+        return "put together from shorter steps"
+    rate = result.chosen.tokens_per_second or 0.0
+    before = next((row.tokens_per_second or 0.0 for row in rows if row.number == result.chosen.number), rate)
+    far = abs(rate - before) > FAR * before
+    others = "; the other rows are the search's, put together from shorter steps" if len(rows) > 1 else ""
+    return f"of whole steps{f', where the search had {before:,.0f}' if far else ''}{others}"

@@ -22,6 +22,9 @@ from flatout.tuning.search import Candidate, Memory, Search, Space, Trial, Trial
 
 SECONDS, COMPILED_SECONDS, EXHAUSTIVE_SECONDS = 120.0, 1200.0, 3600.0
 SEARCHING = 0.8  # of the time; the rest is for confirming
+# The best confirmed speed must be so much above the search's figure of the next one, or that is confirmed as well.
+SURE = 1.05
+MOST_CONFIRMED = 3
 SMALL_CHUNK = 2048
 COMPILE_MODES = ("default", "regional", "max-autotune")
 
@@ -93,8 +96,10 @@ class _Tuning:
 
     def run(self, thorough: bool, compiled: bool) -> Generator[TuneRow | TuneResult]:
         probe = self.probe
-        self._say("building the model")
         space = self._space()
+        if self.seconds is None and (thorough or compiled or space.compile != "off"):
+            self.budget = EXHAUSTIVE_SECONDS if thorough else COMPILED_SECONDS
+        self._say("building the model")
         smallest = dataclasses.replace(
             space.candidate(1, space.checkpointings[-1], space.losses[0], space.loss_chunks[-1]),
             optimizer_offload=space.optimizer_offload or self._may_offload(),
@@ -108,10 +113,6 @@ class _Tuning:
                 f"even one sequence with everything recomputed and offloaded does not fit: {error.message}",
                 "take a smaller model or model.context",
             ) from error
-        if self.seconds is None and thorough:
-            self.budget = EXHAUSTIVE_SECONDS
-        elif self.seconds is None and (compiled or space.compile != "off"):
-            self.budget = COMPILED_SECONDS
         capacity = probe.capacity()
         method = exhaustive if thorough else quick
         found = Trials(Memory(probe.estimate, capacity))
@@ -198,31 +199,60 @@ class _Tuning:
         )
         return trial
 
-    def _result(self, capacity: int | None) -> TuneResult:
-        """The choice, confirmed by whole steps where there is time; what fails then is out, and the next one is it."""
-        probe = self.probe
-        while True:
-            chosen = choose(self.trials.values())
-            if chosen is None:
-                raise ResourceError(
-                    f"nothing that was tried fits {probe.device.name}"
-                    + ("" if capacity is None else f" with {capacity / 2**30:.1f} GiB"),
-                    "take a smaller model or model.context, or set speed.optimizer_state=8bit",
-                )
-            candidate, row = chosen.candidate, self.rows[chosen.candidate]
-            self._say(f"confirming {_text(candidate)}")
-            left = self.budget - (time.monotonic() - self.began)
-            timing = probe.confirm(candidate, max(2.0, min(20.0, left)))
-            if not isinstance(timing, str):
+    def _confirmed(self) -> dict[Candidate, TuneRow]:
+        """Rows by whole steps: of the choice, and of the next ones as long as they could be better and there is time.
+
+        What fails then is out, and the next one is the choice. Nothing where time is too short for whole steps.
+        """
+        found: dict[Candidate, TuneRow] = {}
+        tokens = self.probe.config.train.batch_tokens
+        slower = 1.0  # how much longer than the search had thought whole steps turned out to be
+        while len(found) < MOST_CONFIRMED:
+            trial = choose(trial for candidate, trial in self.trials.items() if candidate not in found)
+            if trial is None:
                 break
-            self.trials[candidate] = dataclasses.replace(chosen, status="out_of_memory", reason=timing)
-        if timing is not None:
-            row = dataclasses.replace(
+            candidate, row = trial.candidate, self.rows[trial.candidate]
+            left = self.budget - (time.monotonic() - self.began)
+            if found:
+                best = max(other.tokens_per_second or 0.0 for other in found.values())
+                # A confirmation is three steps at least, and where it compiles again, about what the trial took.
+                need = 3 * slower * tokens / max(trial.rate, 1e-9) + (row.seconds if candidate.compile != "off" else 0)
+                if best >= SURE * trial.rate or need > left:
+                    break
+            self._say(f"confirming {_text(candidate)}")
+            timing = self.probe.confirm(candidate, min(20.0, left) if found else max(2.0, min(20.0, left)))
+            if timing is None:
+                break
+            if isinstance(timing, str):
+                self.trials[candidate] = dataclasses.replace(trial, status="out_of_memory", reason=timing)
+                continue
+            slower = max(slower, timing.seconds * trial.rate / tokens)
+            found[candidate] = dataclasses.replace(
                 row,
-                tokens_per_second=probe.config.train.batch_tokens / timing.seconds,
+                tokens_per_second=tokens / timing.seconds,
                 milliseconds=1000 * timing.seconds,
                 peak_bytes=None if row.peak_bytes is None else max(row.peak_bytes, timing.peak_bytes or 0),
             )
+        return found
+
+    def _result(self, capacity: int | None) -> TuneResult:
+        """The choice: the best of those confirmed by whole steps, or of all where there was no time for that."""
+        probe, confirmed = self.probe, self._confirmed()
+        chosen = choose(
+            dataclasses.replace(self.trials[one], tokens_per_second=row.tokens_per_second, peak_bytes=row.peak_bytes)
+            for one, row in confirmed.items()
+        )
+        chosen = chosen or choose(self.trials.values())
+        if chosen is None:
+            raise ResourceError(
+                f"nothing that was tried fits {probe.device.name}"
+                + ("" if capacity is None else f" with {capacity / 2**30:.1f} GiB"),
+                "take a smaller model or model.context, or set speed.optimizer_state=8bit",
+            )
+        candidate = chosen.candidate
+        row = confirmed.get(candidate, self.rows[candidate])
+        others = [f"{_text(one)}: {confirmed[one].tokens_per_second:,.0f}" for one in confirmed if one != candidate]
+        beside = f"; tokens/s of whole steps with {'; with '.join(others)}" if others else ""
         settings = words_of(candidate, self.loaded)
         return TuneResult(
             chosen=row,
@@ -235,8 +265,8 @@ class _Tuning:
             batch_tokens=probe.config.train.batch_tokens,
             data=self.data,
             tried=len(self.rows),
-            ended=self.ended + _kept(probe),
-            confirmed=timing is not None,
+            ended=self.ended + beside + _kept(probe),
+            confirmed=candidate in confirmed,
             seconds=time.monotonic() - self.began,
             flatout=flatout.__version__,
             torch=torch.__version__,

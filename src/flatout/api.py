@@ -389,11 +389,15 @@ def bench(
     if path is None:
         yield from ladder
         return
+    waiting: list[BenchRow] = []
     for row in ladder:
-        with disk_errors(str(path), safe=""):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(record_to_json(row) + "\n")
+        waiting.append(row)
+        if row.status != "absent" or path.exists():  # rows without a measurement alone would only block the folder
+            with disk_errors(str(path), safe=""):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a", encoding="utf-8") as file:
+                    file.writelines(record_to_json(one) + "\n" for one in waiting)
+            waiting = []
         yield row
 
 

@@ -8,7 +8,6 @@ written over.
 """
 
 import argparse
-import contextlib
 import os
 import sys
 import textwrap
@@ -43,11 +42,10 @@ def bench(words: list[str]) -> int:
     loaded = load(parsed)
     check_asked(loaded, names)
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
-    missing = _check_folder(folder, "" if parsed.out == "" else str(folder))
+    _check_folder(folder, "" if parsed.out == "" else str(folder))
     from flatout.observe.bench_table import BenchReader
 
     reader = BenchReader()
-    fresh = not (folder / ROWS).exists()
     rows: list[BenchRow] = _earlier_rows(folder, reader.notice) if parsed.go_on else []
     _check_picture(folder, rows, going_on=parsed.go_on)
     from flatout import api
@@ -80,12 +78,8 @@ def bench(words: list[str]) -> int:
         reader.close()
     bad = any(row.status in ("red", "failed") for row in rows[before:])
     measured = any(row.status != "absent" for row in rows)
-    # A signal may have come between a row's way to the disk and its way to us: then the file stays in any case.
-    empty = fresh and stopped is None and not measured
-    if empty:
-        _leave_nothing(folder, missing)
     ladder = _ladder_names(loaded.config.speed.device) if rows else []
-    _finish(rows, folder, ladder, quiet=parsed.json, went_on=before > 0, empty=empty)
+    _finish(rows, folder, ladder, quiet=parsed.json, went_on=before > 0)
     if stopped is not None:
         kept = (
             f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if measured else "nothing was measured yet"
@@ -173,17 +167,7 @@ def _ladder_names(device: str) -> list[str]:
     return [rung.name for rung in listed if rung.group == "ladder"]
 
 
-def _leave_nothing(folder: Path, made: Sequence[Path]) -> None:
-    """Rows without a measurement would only block the folder: they go, and so do the folders made for them."""
-    with contextlib.suppress(OSError):  # somebody put something there meanwhile: that stays
-        (folder / ROWS).unlink(missing_ok=True)
-        for path in made:
-            path.rmdir()
-
-
-def _finish(
-    rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, went_on: bool, empty: bool
-) -> None:
+def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, went_on: bool) -> None:
     """The table and the picture of what was measured, each gain over what is known by now."""
     if not rows:
         return
@@ -201,7 +185,7 @@ def _finish(
     complete.sort(key=lambda row: row.place)
     if not quiet:
         print_bench(complete, [claim.text for claim in TOTALS], ladder=ladder)
-    if empty:
+    if not (folder / ROWS).exists():
         return
     made = [folder / ROWS]
     if any(row.status != "absent" for row in complete):
@@ -235,8 +219,8 @@ def _free_folder(name: str) -> Path:
     return folder
 
 
-def _check_folder(folder: Path, written: str) -> list[Path]:
-    """Tries whether a folder can be made and written, leaves nothing behind, and says what has to be made for it."""
+def _check_folder(folder: Path, written: str) -> None:
+    """Tries whether a folder can be made and written, and leaves nothing behind."""
     if not written:
         raise UsageError("--out needs a folder", "for example --out rows")
     missing: list[Path] = []
@@ -260,4 +244,3 @@ def _check_folder(folder: Path, written: str) -> list[Path]:
         finally:
             for path in reversed(made):
                 path.rmdir()
-    return missing

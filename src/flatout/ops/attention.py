@@ -12,9 +12,9 @@ cache, or inference mode) has shapes that some of them refuse, so it always goes
 Traps:
 - A forced kernel is chosen by process-wide flags at the moment of the forward call. They are set inside this function
   and put back, because checkpointing calls it again during backward, outside of any scope of ours.
-- torch keeps cuDNN's plan for the backward pass by the layout of queries, keys and values, not by that of the result's
-  gradient. Of two layouts in one process the second gets wrong gradients and no word about it (seen with torch 2.11).
-  So the gradient always goes in with the layout of the result.
+- torch seems to keep cuDNN's plan for the backward pass by the layout of queries, keys and values, not by that of the
+  result's gradient. Of two layouts in one process the second gets wrong gradients and no word about it (seen with torch
+  2.11). So the gradient always goes in with the layout of the result.
 
 Shape legend: B batch, T query positions, S key positions, H query heads, G key/value heads, D head size.
 """

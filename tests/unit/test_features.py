@@ -115,6 +115,17 @@ def test_deterministic_runs_avoid_cudnn():
     assert resolve(HOPPER, "train.deterministic=true", "speed.attention=flash").execution.attention == "flash"
 
 
+def test_flash_attention_4_is_not_compiled_and_not_deterministic():
+    assert used(resolve(HOPPER, "speed.attention=fa4"), "attention") == ("fa4", "")
+    speed = resolve(HOPPER, "speed.attention=fa4", "speed.kernels=torch")
+    assert used(speed, "compile") == ("off", "it cannot look into FlashAttention-4")
+    with pytest.raises(HardwareError, match="compile is default, but it cannot look into FlashAttention-4"):
+        resolve(HOPPER, "speed.attention=fa4", "speed.compile=default", written=True)
+    with pytest.raises(HardwareError, match="FlashAttention-4's backward is not deterministic"):
+        resolve(HOPPER, "speed.attention=fa4", "train.deterministic=true", written=True)
+    assert used(resolve(CPU, "speed.attention=fa4"), "attention")[0] == "sdpa"
+
+
 # --- kernels and compile ----------------------------------------------------------------------------------------------
 
 

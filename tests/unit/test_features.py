@@ -123,7 +123,7 @@ def test_flash_attention_4_is_not_compiled_and_not_deterministic():
         resolve(HOPPER, "speed.attention=fa4", "speed.compile=default", written=True)
     with pytest.raises(HardwareError, match="FlashAttention-4's backward is not deterministic"):
         resolve(HOPPER, "speed.attention=fa4", "train.deterministic=true", written=True)
-    assert used(resolve(CPU, "speed.attention=fa4"), "attention")[0] == "sdpa"
+    assert resolve(CPU, "speed.attention=fa4").execution.attention == "sdpa"
 
 
 # --- kernels and compile ----------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ class FakeCard(probe.Probe):
         self.opened.append(candidate.compile)
 
     def resolve(self, config):  # the tests' config is for a CPU; a card would take our kernels
-        speed = resolve_speed(config, detect_device("cpu"), 0, lambda _: False)
+        speed = resolve_speed(config, detect_device("cpu"), 0, lambda _: None)
         return dataclasses.replace(
             speed, execution=dataclasses.replace(speed.execution, kernels="triton", loss="fused"), compile="off"
         )

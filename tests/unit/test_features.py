@@ -35,7 +35,12 @@ def resolve(device: Device, *words: str, written: bool = False, using: Probes | 
     config = load_config("gpt2-124m", [*LARGE, "train.steps=1", "data.source=shakespeare", *words]).config
     names = {word.partition("=")[0] for word in words}
     return resolve_speed(
-        config, device, 10**6, lambda path: written and path in names, vocab=50257, probes=using or probes()
+        config,
+        device,
+        10**6,
+        lambda path: "mine.yaml:3" if written and path in names else None,
+        vocab=50257,
+        probes=using or probes(),
     )
 
 
@@ -113,6 +118,14 @@ def test_deterministic_runs_avoid_cudnn():
     with pytest.raises(HardwareError, match="not deterministic"):
         resolve(HOPPER, "train.deterministic=true", "speed.attention=cudnn", written=True)
     assert resolve(HOPPER, "train.deterministic=true", "speed.attention=flash").execution.attention == "flash"
+
+
+def test_what_the_user_wrote_and_cannot_have_is_refused_with_its_place():
+    with pytest.raises(HardwareError, match=r"^mine\.yaml:3: speed\.attention is cudnn, but only CUDA"):
+        resolve(CPU, "speed.attention=cudnn", written=True)
+    config = load_config("gpt2-124m", ["speed.attention=cudnn", "train.steps=1", "data.source=shakespeare"]).config
+    with pytest.raises(HardwareError, match=r"^speed\.attention is cudnn"):
+        resolve_speed(config, CPU, 10**6, lambda _: "", probes=probes())
 
 
 def test_flash_attention_4_is_not_compiled_and_not_deterministic():

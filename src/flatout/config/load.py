@@ -91,6 +91,11 @@ class Source:
     kind: SourceKind
     where: str
 
+    @property
+    def written(self) -> str | None:
+        """Where the user wrote it, in a file or on the command line; None where it comes with Flatout."""
+        return self.where if self.kind in ("file", "override") else None
+
 
 @dataclass(frozen=True)
 class LoadedConfig:

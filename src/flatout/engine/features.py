@@ -81,12 +81,14 @@ def resolve_speed(
     config: RunConfig,
     device: Device,
     corpus_bytes: int | None,
-    written: Callable[[str], bool],
+    written: Callable[[str], str | None],
     *,
     vocab: int | None = None,
     probes: Probes | None = None,
 ) -> Speed:
-    """`written(path)` tells whether the user wrote a field, in a file or on the command line.
+    """`written(path)` tells where the user wrote a field, as a file's line or the command line; "" if that is not known.
+
+    None is for what no user wrote.
 
     `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary.
     """
@@ -95,9 +97,11 @@ def resolve_speed(
     features: list[Feature] = []
 
     def settle(name: str, wanted: str, used: str, why: str = "", shown: str | None = None) -> str:
-        if why and wanted not in ("auto", used) and written(f"speed.{name}"):
+        where = written(f"speed.{name}")
+        if why and wanted not in ("auto", used) and where is not None:
             ways = [used] if SpeedConfig.model_fields[name].default != "auto" else ["auto", used]
-            raise HardwareError(f"speed.{name} is {wanted}, but {why}", f"set speed.{name}={', or '.join(ways)}")
+            place = f"{where}: " if where else ""
+            raise HardwareError(f"{place}speed.{name} is {wanted}, but {why}", f"set speed.{name}={', or '.join(ways)}")
         features.append(Feature(name=name, asked=wanted, used=shown or used, why=why))
         return used
 

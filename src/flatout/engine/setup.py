@@ -131,7 +131,7 @@ def stride_of(config: RunConfig) -> int:
 def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None) -> Run:
     """Builds a run with fresh weights. Resuming overwrites its state afterwards."""
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
-    sources = {} if isinstance(loaded, RunConfig) else {path: s.kind for path, s in loaded.sources.items()}
+    sources = {} if isinstance(loaded, RunConfig) else loaded.sources
     if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
@@ -149,7 +149,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         config,
         device,
         corpus_bytes,
-        lambda path: sources.get(path, "file") in ("file", "override"),
+        lambda path: sources[path].written if path in sources else "",
         vocab=vocab,
     )
     memory = memory_of(config, vocab, speed)

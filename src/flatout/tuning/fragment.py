@@ -27,9 +27,9 @@ FIRST_LINE = "# Found by `flatout tune`"
 _CHECKSUM = " Checksum of the rest: "
 
 
-def written_paths(loaded: LoadedConfig) -> set[str]:
-    """The fields that the user wrote, in a file or on the command line."""
-    return {path for path, source in loaded.sources.items() if source.kind in ("file", "override")}
+def written_paths(loaded: LoadedConfig) -> dict[str, str]:
+    """The fields that the user wrote, and where."""
+    return {path: source.written for path, source in loaded.sources.items() if source.written is not None}
 
 
 def kept_settings(loaded: LoadedConfig) -> dict[str, Any]:

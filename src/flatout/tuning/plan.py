@@ -93,7 +93,7 @@ def make_plan(
         config_words=tuple(
             f"{path}={_written(config, path)}"
             for path, source in loaded.sources.items()
-            if source.kind in ("file", "override") and not path.startswith("output.") and path not in OWN_SWITCHES
+            if source.written is not None and not path.startswith("output.") and path not in OWN_SWITCHES
         ),
         commit=commit_of(Path(flatout.__file__).parent),
     )
@@ -170,7 +170,7 @@ def as_paths(config: RunConfig) -> list[str]:
 
 def resolved(plan: Plan, settings: dict[str, str]) -> Speed:
     config = config_for(plan, settings).config
-    return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: False, vocab=plan.vocab)
+    return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: None, vocab=plan.vocab)
 
 
 def absences(plan: Plan, rungs: Sequence[Rung]) -> dict[str, str]:

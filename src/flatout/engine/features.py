@@ -86,9 +86,7 @@ def resolve_speed(
     vocab: int | None = None,
     probes: Probes | None = None,
 ) -> Speed:
-    """`written(path)` tells where the user wrote a field, as a file's line or the command line; "" if that is not known.
-
-    None is for what no user wrote.
+    """`written(path)` tells where the user wrote a field, "" where that is not known; None for what no user wrote.
 
     `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary.
     """

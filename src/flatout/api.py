@@ -367,7 +367,7 @@ def bench(
 
     A rung first has to show the reference's losses over `parity_steps` steps; then at most `steps` steps are timed.
     `rungs` are names, `only` is ladder, without or extra. With a `folder`, rows are also written to bench.jsonl there,
-    each at once; with `go_on`, rungs that are there already are not measured again.
+    from the first measured one on; with `go_on`, rungs that are there already are not measured again.
     """
     config = _with_sources(config or load_config())
     path = None if folder is None else Path(folder) / "bench.jsonl"

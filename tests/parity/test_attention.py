@@ -1,5 +1,6 @@
 """Every attention backend against the reference, as far as this machine has them, and the questions asked of them."""
 
+import functools
 import itertools
 import warnings
 
@@ -8,7 +9,7 @@ import torch
 
 from flatout.ops import attention as module
 from flatout.ops import flash_attention_4
-from flatout.ops.attention import attention_failure, causal_attention, fa3_missing, picked_kernel
+from flatout.ops.attention import FA4, attention_failure, causal_attention, fa3_missing, picked_kernel
 from flatout.ops.flash_attention_4 import fa4_missing
 from flatout.ops.packing import packed
 from flatout.ops.reference import attention_reference
@@ -61,7 +62,7 @@ def test_a_forced_kernel_leaves_torchs_flags_as_they_were():
     assert [getattr(torch.backends.cuda, name)() for name in names] == before, "also after an error"
 
 
-@pytest.mark.parametrize("backend", ["cudnn", "flex", "fa3", "fa4", "efficient"])
+@pytest.mark.parametrize("backend", ["cudnn", "flex", "fa3", "fa4", "cudnn+fa4", "efficient"])
 def test_decoding_never_meets_a_forced_kernel(backend):
     """A cache makes fewer queries than keys, and inference mode is decoding: both must work where the kernel cannot."""
     q, k, v = (x.detach() for x in heads(2))
@@ -92,8 +93,9 @@ def test_the_probe_says_why_not():
     assert attention_failure("flex", CPU, torch.float32, dropout=0.1, **shape) == "FlexAttention has no dropout"
 
 
+@pytest.mark.parametrize("backend", FA4)
 @pytest.mark.parametrize("side_by_side", [True, False])
-def test_fa4_between_its_two_kernels(side_by_side, monkeypatch):
+def test_fa4_between_its_two_kernels(side_by_side, backend, monkeypatch):
     """Stand-ins for what runs on a GPU only: layouts, what is kept, and where gradients go."""
 
     def forward(q_BTHD, k_BTGD, v_BTGD, *, causal, return_lse):
@@ -113,21 +115,28 @@ def test_fa4_between_its_two_kernels(side_by_side, monkeypatch):
         assert not into
         return gradients
 
-    monkeypatch.setattr(flash_attention_4, "_kernels", lambda: (forward, backward))
+    def never(*_):
+        raise AssertionError("the forward pass of another backend")
+
+    parts_only = functools.partial(forward, causal=True, return_lse=True)
+    monkeypatch.setattr(flash_attention_4, "_kernels", lambda: (forward if backend == "fa4" else never, backward))
+    monkeypatch.setattr(
+        flash_attention_4, "_cudnn_forward", never if backend == "fa4" else lambda *parts: parts_only(*parts)[:2]
+    )
     if side_by_side:
         whole = torch.randn(2, 33, 8, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
         results = {}
-        for backend in ("fa4", "reference"):
+        for name in (backend, "reference"):
             q, k, v = (part.transpose(1, 2) for part in whole.split([4, 2, 2], dim=2))
-            y = causal_attention(q, k, v, backend=backend)
-            results[backend] = (y, *torch.autograd.grad(y.square().sum(), (q, k, v)))
-        for mine, other in zip(results["fa4"], results["reference"], strict=True):
+            y = causal_attention(q, k, v, backend=name)
+            results[name] = (y, *torch.autograd.grad(y.square().sum(), (q, k, v)))
+        for mine, other in zip(results[backend], results["reference"], strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
-        assert packed([x.transpose(1, 2) for x in results["fa4"][1:]]) is not None
+        assert packed([x.transpose(1, 2) for x in results[backend][1:]]) is not None
     else:
-        compare("fa4", 2, 1e-5)
+        compare(backend, 2, 1e-5)
     with pytest.raises(ValueError, match="no dropout"):
-        causal_attention(*heads(2), backend="fa4", dropout=0.1)
+        causal_attention(*heads(2), backend=backend, dropout=0.1)
 
 
 def test_the_probe_notices_a_wrong_result(monkeypatch):
@@ -158,9 +167,9 @@ def test_what_sdpa_picks_has_a_name():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("groups", [4, 2])
-@pytest.mark.parametrize("backend", ["sdpa", "flash", "cudnn", "efficient", "flex", "fa4"])
+@pytest.mark.parametrize("backend", ["sdpa", "flash", "cudnn", "efficient", "flex", "fa4", "cudnn+fa4"])
 def test_backends_of_a_gpu_equal_the_reference(backend, groups):
-    if backend == "fa4" and fa4_missing() is not None:
+    if backend in FA4 and fa4_missing() is not None:
         pytest.skip("flash-attn-4 is not installed")
     torch._dynamo.reset()
     shape = {"heads": 4, "groups": groups, "size": 64, "context": 256}

@@ -59,7 +59,7 @@ def norm_reference(x, branch, branch_bias, weight, bias, *, centred, stored):
 @pytest.mark.parametrize(
     ("rows", "width", "types"),
     shapes_and_types(
-        [(1, 1), (3, 3), (6, 48), (2, 768), (3, 1000)],
+        [(1, 1), (3, 3), (6, 48), (2, 768), (3, 1000), (2, 2050)],
         [(FP32, FP32), (FP32, FP16), (BF16, BF16), (FP32, BF16)],
         more=(17, 100),
         many=(130, 100),

@@ -11,6 +11,7 @@ from flatout.errors import HardwareError
 from flatout.records import Feature
 
 HOPPER = Device(torch_device=torch.device("cuda", 0), name="NVIDIA H200", memory_bytes=2**37, capability=(9, 0))
+BLACKWELL = Device(torch_device=torch.device("cuda", 0), name="B200", memory_bytes=2**37, capability=(10, 0))
 AMPERE = Device(torch_device=torch.device("cuda", 0), name="RTX 3090", memory_bytes=2**34, capability=(8, 6))
 TURING = Device(torch_device=torch.device("cuda", 0), name="T4", memory_bytes=2**34, capability=(7, 5))
 PASCAL = Device(torch_device=torch.device("cuda", 0), name="P40", memory_bytes=2**34, capability=(6, 1))
@@ -64,7 +65,7 @@ def test_a_hopper_takes_the_fast_path_by_itself():
     speed = resolve(HOPPER)
     assert (speed.precision, speed.compile, speed.cuda_graphs) == ("bf16", "off", False)
     how = speed.execution
-    assert (how.kernels, how.attention, how.loss, how.residual) == ("triton", "cudnn", "fused", "bf16")
+    assert (how.kernels, how.attention, how.loss, how.residual) == ("triton", "cudnn+fa4", "fused", "bf16")
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
@@ -73,7 +74,13 @@ def test_a_hopper_takes_the_fast_path_by_itself():
 @pytest.mark.parametrize(
     ("device", "words", "expected"),
     [
-        (HOPPER, [], "cudnn"),
+        (HOPPER, [], "cudnn+fa4"),
+        (HOPPER, ["speed.kernels=torch"], "cudnn"),  # compiled, and a compiler cannot look into FlashAttention-4
+        (HOPPER, ["model.context=8192"], "fa4"),
+        (HOPPER, ["model.heads=6"], "cudnn"),
+        (HOPPER, ["model.heads=6", "model.context=8192"], "fa4"),
+        (HOPPER, ["model.heads=8"], "cudnn"),  # heads of 96 were not measured, nor was Blackwell
+        (BLACKWELL, [], "cudnn"),
         (HOPPER, ["speed.precision=fp32"], "sdpa"),
         (AMPERE, [], "sdpa"),
         (CPU, [], "sdpa"),
@@ -88,6 +95,11 @@ def test_attention_backend(device, words, expected):
     speed = resolve(device, *words)
     assert speed.execution.attention == expected
     assert feature(speed, "attention").used == ("sdpa (flash)" if expected == "sdpa" else expected)
+
+
+def test_without_flash_attention_4_a_hopper_takes_cudnn():
+    missing = probes(attention=lambda backend, *a, **k: "not installed" if "fa4" in backend else None)
+    assert used(resolve(HOPPER, using=missing), "attention") == ("cudnn", "")
 
 
 def test_a_kernel_that_fails_its_trial_falls_back_with_the_reason():
@@ -130,8 +142,9 @@ def test_what_the_user_wrote_and_cannot_have_is_refused_with_its_place():
 
 def test_flash_attention_4_is_not_compiled_and_not_deterministic():
     assert used(resolve(HOPPER, "speed.attention=fa4"), "attention") == ("fa4", "")
-    speed = resolve(HOPPER, "speed.attention=fa4", "speed.kernels=torch")
-    assert used(speed, "compile") == ("off", "it cannot look into FlashAttention-4")
+    for backend in ("fa4", "cudnn+fa4"):
+        speed = resolve(HOPPER, f"speed.attention={backend}", "speed.kernels=torch")
+        assert used(speed, "compile") == ("off", "it cannot look into FlashAttention-4")
     with pytest.raises(HardwareError, match="compile is default, but it cannot look into FlashAttention-4"):
         resolve(HOPPER, "speed.attention=fa4", "speed.compile=default", written=True)
     with pytest.raises(HardwareError, match="FlashAttention-4's backward is not deterministic"):

@@ -48,7 +48,7 @@ from flatout.tuning.rungs import (
 from flatout.tuning.tuner import tune
 
 Tiny = Callable[..., LoadedConfig]
-CUDA = all_rungs(kind="cuda", micro_batch=64, attention="cudnn")
+CUDA = all_rungs(kind="cuda", micro_batch=64, attention="cudnn+fa4", plain_attention="cudnn")
 CPU = all_rungs(kind="cpu", micro_batch=16, attention="sdpa")
 
 
@@ -606,7 +606,7 @@ def test_on_a_hopper_card_every_rung_can_be_had(tmp_path: Path, monkeypatch: pyt
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     subject = make_plan(load_config("gpt2-124m"), tmp_path, 12, 20, None, lambda _: None)
-    assert plan.resolved(subject, {"speed.compile": "off"}).execution.attention == "cudnn"
+    assert plan.resolved(subject, {"speed.compile": "off"}).execution.attention == "cudnn+fa4"
     absent = plan.absences(subject, CUDA)
     assert absent.keys() == {"without-fused-qkv"}, absent  # our kernels take one product for queries, keys and values
     full = [rung for rung in CUDA if rung.group == "ladder" and rung.name not in absent]

@@ -319,9 +319,11 @@ class SpeedConfig(Section):
         default="auto",
         description="Matrix products by torch's choice of kernel, or by the fastest tried; auto beside our kernels.",
     )
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "flex", "fa3", "fa4", "reference"] = Field(
+    attention: Literal[
+        "auto", "sdpa", "flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4", "reference"
+    ] = Field(
         default="auto",
-        description="Attention kernel; sdpa lets torch pick, auto is cudnn on Hopper and newer, else sdpa.",
+        description="Attention kernel; sdpa lets torch pick, auto is cudnn from Hopper on (with fa4, if installed).",
     )
     fused_qkv: bool = Field(
         default=True, description="Queries, keys and values in one matrix product instead of three."

@@ -22,7 +22,7 @@ from flatout.errors import HardwareError
 from flatout.model.count import flops_per_token
 from flatout.model.execution import Execution
 from flatout.model.layers import mlp_width_of
-from flatout.ops.attention import attention_failure, picked_kernel
+from flatout.ops.attention import FA4, attention_failure, picked_kernel
 from flatout.ops.kernels.cublaslt import missing as cublaslt_missing
 from flatout.records import Feature
 
@@ -115,7 +115,7 @@ def resolve_speed(
     deterministic = config.train.deterministic
     products = settle("products", asked.products, *_products(asked.products, precision, kernels, deterministic, probes))
     fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model))
-    attention, why = _attention(asked.attention, device, precision, config, probes)
+    attention, why = _attention(asked.attention, device, precision, kernels, config, probes)
     settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, config, probes))
     why = "our kernels take one product" if kernels == "triton" and not asked.fused_qkv else ""
     fused_qkv = settle("fused_qkv", _word(asked.fused_qkv), _word(asked.fused_qkv or bool(why)), why) == "true"
@@ -255,7 +255,9 @@ def _fp8(asked: SpeedConfig, device: Device, kernels: str, model: ModelConfig) -
     return _words(asked.fp8), ""
 
 
-def _attention(asked: str, device: Device, precision: str, config: RunConfig, probes: Probes) -> tuple[str, str]:
+def _attention(
+    asked: str, device: Device, precision: str, kernels: str, config: RunConfig, probes: Probes
+) -> tuple[str, str]:
     if asked in ("reference", "sdpa"):
         return asked, ""
     if device.kind != "cuda":
@@ -264,17 +266,34 @@ def _attention(asked: str, device: Device, precision: str, config: RunConfig, pr
     if asked == "auto" and not (hopper and precision in ("bf16", "fp16")):
         return "sdpa", ""
     wanted = "cudnn" if asked == "auto" else asked
-    owner = {"cudnn": "cuDNN", "fa4": "FlashAttention-4"}.get(wanted)
+    owner = {"cudnn": "cuDNN", **dict.fromkeys(FA4, "FlashAttention-4")}.get(wanted)
     if owner is not None and config.train.deterministic:
         return "sdpa", f"{owner}'s backward is not deterministic, and train.deterministic is set"
-    reason = probes.attention(
-        wanted,
-        device.torch_device,
-        precision=precision,
-        deterministic=config.train.deterministic,
-        **_attention_shape(config.model),
-    )
+
+    def failure(backend: str) -> str | None:
+        return probes.attention(
+            backend,
+            device.torch_device,
+            precision=precision,
+            deterministic=config.train.deterministic,
+            **_attention_shape(config.model),
+        )
+
+    # Beside torch's own operations the compiler is worth more, and it cannot look into FlashAttention-4.
+    if asked == "auto" and device.capability == (9, 0) and kernels == "triton":
+        faster = _faster_with_fa4(config.model)
+        if faster is not None and failure(faster) is None:
+            return faster, ""
+    reason = failure(wanted)
     return (wanted, "") if reason is None else ("sdpa", reason)
+
+
+def _faster_with_fa4(model: ModelConfig) -> str | None:
+    """What beats cuDNN where flash-attn-4 is installed, as measured on an H200 (benchmarks/attention.jsonl)."""
+    size = model.width // model.heads
+    if size not in (64, 128) or (size == 128 and model.context < 4096):
+        return None
+    return "fa4" if size == 128 or model.context > 4096 else "cudnn+fa4"
 
 
 def _shown_attention(used: str, device: Device, precision: str, config: RunConfig, probes: Probes) -> str:
@@ -381,7 +400,7 @@ def _compile(asked: SpeedConfig, device: Device, kernels: str, attention: str, p
         return "off", "the Triton kernels leave it nothing to fuse"
     if wanted == "auto" and asked.activation_offload:
         return "off", "activation_offload was asked for"
-    if attention == "fa4":
+    if attention in FA4:
         return "off", "it cannot look into FlashAttention-4"
     if device.kind == "cuda":
         if not probes.triton():

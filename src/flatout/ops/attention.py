@@ -6,6 +6,7 @@
     flex        torch's FlexAttention, compiled, with a causal block mask
     fa3         torch's flash entry with FlashAttention-3 of the package flash_attn_3 behind it
     fa4         FlashAttention-4 of the package flash-attn-4, which compiles its kernels on first use
+    cudnn+fa4   cuDNN's forward pass, FlashAttention-4's backward pass
 
 Contract: forced kernels serve training and evaluation, where queries and keys are the same positions. Decoding (a
 cache, or inference mode) has shapes that some of them refuse, so it always goes through sdpa.
@@ -41,6 +42,7 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+FA4 = ("fa4", "cudnn+fa4")  # with kernels of the package flash-attn-4
 _NAMES = {
     SDPBackend.MATH: "math",
     SDPBackend.FLASH_ATTENTION: "flash",
@@ -58,10 +60,10 @@ def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backend:
         return _torch_attention(q_BHTD, k_BGSD, v_BGSD, dropout)
     if backend == "flex":
         return _flex(q_BHTD, k_BGSD, v_BGSD, dropout)
-    if backend == "fa4":
+    if backend in FA4:
         if dropout > 0.0:
             raise ValueError("FlashAttention-4 has no dropout")
-        return flash_attention_4(q_BHTD, k_BGSD, v_BGSD)
+        return flash_attention_4(q_BHTD, k_BGSD, v_BGSD, cudnn=backend != "fa4")
     if backend == "efficient":  # it knows no groups: each head gets a copy of its group's keys and values
         repeats = q_BHTD.shape[1] // k_BGSD.shape[1]
         if repeats > 1:
@@ -236,9 +238,9 @@ def attention_failure(
         return None
     if backend == "fa3" and (missing := fa3_missing()) is not None:
         return missing
-    if backend == "fa4" and (missing := fa4_missing()) is not None:
+    if backend in FA4 and (missing := fa4_missing()) is not None:
         return missing
-    if backend in ("flex", "fa4") and dropout > 0.0:
+    if backend in ("flex", *FA4) and dropout > 0.0:
         return f"{'FlexAttention' if backend == 'flex' else 'FlashAttention-4'} has no dropout"
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -288,7 +290,7 @@ def _inputs(
 
 def _reason(backend: str, error: Exception, told: list[str]) -> str:
     """torch raises "No available kernel" and hides the reason among its warnings, beside those of other kernels."""
-    words = {"flash": "flash", "fa3": "flash", "cudnn": "cudnn", "efficient": "memory efficient"}
+    words = {"fa3": "flash", "cudnn+fa4": "cudnn", "efficient": "memory efficient"}
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         skipped = ("because", "not been runtime disabled", "runtime disabled")
         reasons = [

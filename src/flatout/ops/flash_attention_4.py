@@ -3,6 +3,9 @@
 Queries, keys and values may be views of one buffer, as one product leaves them. Their gradients are then written into
 one buffer in the same places, so that whoever packs them for the product back (ops/kernels/heads.py) finds them packed.
 
+The forward pass may be cuDNN's: on an H200 that is the faster one, as FlashAttention-4's backward pass is. What goes
+from one to the other is the result and, per query, the logarithm of the sum of exponentials, which both define alike.
+
 Trap: the package is young. The two functions used here are its inner ones, because only they take outputs.
 
 Shape legend: B batch, T positions, H query heads, G key/value heads, D head size.
@@ -38,10 +41,19 @@ def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return interface._flash_attn_fwd, interface._flash_attn_bwd
 
 
+def _cudnn_forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tensor, Tensor]:
+    parts = (x.transpose(1, 2) for x in (q_BTHD, k_BTGD, v_BTGD))
+    y_BHTD, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(*parts, None, True, 0.0, True)[:2]
+    return y_BHTD.transpose(1, 2).contiguous(), lse.reshape(y_BHTD.shape[:3])  # torch has had it with an axis more
+
+
 class _FlashAttention4(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BTHD, k_BTGD, v_BTGD):
-        y_BTHD, lse_BHT = _kernels()[0](q_BTHD, k_BTGD, v_BTGD, causal=True, return_lse=True)[:2]
+    def forward(ctx, q_BTHD, k_BTGD, v_BTGD, cudnn):
+        if cudnn:
+            y_BTHD, lse_BHT = _cudnn_forward(q_BTHD, k_BTGD, v_BTGD)
+        else:
+            y_BTHD, lse_BHT = _kernels()[0](q_BTHD, k_BTGD, v_BTGD, causal=True, return_lse=True)[:2]
         ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT)
         return y_BTHD
 
@@ -54,10 +66,11 @@ class _FlashAttention4(torch.autograd.Function):
         if whole is not None:
             gradients = torch.empty_like(whole).split([part.shape[2] for part in parts], dim=2)
             into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        return tuple(_kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, causal=True, **into)[:3])
+        gradients = _kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, causal=True, **into)
+        return *gradients[:3], None
 
 
-def flash_attention_4(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor) -> Tensor:
-    """Causal attention over as many queries as keys."""
+def flash_attention_4(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, cudnn: bool = False) -> Tensor:
+    """Causal attention over as many queries as keys; `cudnn` takes cuDNN's forward pass."""
     parts_BTHD = (x.transpose(1, 2) for x in (q_BHTD, k_BGTD, v_BGTD))
-    return _FlashAttention4.apply(*parts_BTHD).transpose(1, 2)  # pyright: ignore
+    return _FlashAttention4.apply(*parts_BTHD, cudnn).transpose(1, 2)  # pyright: ignore

@@ -27,6 +27,7 @@ from flatout.config.schema import micro_batch_of
 from flatout.engine.features import Speed
 from flatout.errors import HardwareError, ResourceError, UserError
 from flatout.model.count import flops_per_token, parameter_count
+from flatout.ops.attention import FA4
 from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
 from flatout.tuning.measure import Measurement, Steps, borrowed_run, parity_losses, summary_of
@@ -94,10 +95,15 @@ def bench(
             notice(
                 f"rungs that are there were timed for {told} steps, now it is {steps}: fewer steps are a rougher figure"
             )
+        attention = plain_attention = resolved(plan, {"speed.compile": "off"}).execution.attention
+        if attention in FA4:
+            words = {"speed.attention": "auto", "speed.kernels": "torch", "speed.compile": "off"}
+            plain_attention = resolved(plan, words).execution.attention
         listed = all_rungs(
             kind=plan.device.kind,
             micro_batch=micro_batch_of(plan.config)[0],
-            attention=resolved(plan, {"speed.compile": "off"}).execution.attention,
+            attention=attention,
+            plain_attention=plain_attention,
         )
         asked = None if names is None else list(names)
         check_here(asked or (), listed, plan.device.kind)

@@ -191,8 +191,8 @@ def why_absent(plan: Plan, rung: Rung, settings: dict[str, str]) -> str | None:
         if rung.trick in tricks_for(plan.device):
             return None
         return "only CUDA devices have it" if plan.device.kind != "cuda" else f"{allocator_words()} is set"
-    if rung.name == "attention" and rung.words["speed.attention"] == "sdpa":
-        return "auto takes sdpa here, which the ladder already has"
+    if rung.name in ("attention", "fa4-backward") and rung.words == rung.out:
+        return f"auto takes {rung.words['speed.attention']} here, which the ladder already has"
     # Whether the compiler works is asked by compiling something: not again for every rung above.
     settings = settings if "speed.compile" in rung.words else {**settings, "speed.compile": "off"}
     try:

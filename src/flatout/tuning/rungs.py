@@ -88,16 +88,18 @@ class Rung:
     kinds: tuple[str, ...] = ("cuda", "mps", "cpu")
 
 
-def all_rungs(*, kind: str, micro_batch: int, attention: str) -> list[Rung]:
+def all_rungs(*, kind: str, micro_batch: int, attention: str, plain_attention: str | None = None) -> list[Rung]:
     """Every rung for a kind of device, in the order they are measured; `linked` says against what.
 
-    `micro_batch` is what the config asks for, `attention` the backend that `auto` takes on this device.
+    `micro_batch` is what the config asks for, `attention` the backend that `auto` takes on this device, and
+    `plain_attention` the one it takes beside torch's own operations, where that is another.
     """
-    steps = _steps(micro_batch, attention)
+    plain_attention = plain_attention or attention
+    steps = _steps(micro_batch, attention, plain_attention)
     climbed = [step for step in steps if kind in step.kinds]
     beside = [dataclasses.replace(step, group="extra", against=FULL) for step in steps if kind not in step.kinds]
     without = [Rung(f"{WITHOUT}{step.name}", "without", step.out, FULL) for step in climbed if step.out is not None]
-    return [*climbed, *without, *beside, *_extras(kind, attention)]
+    return [*climbed, *without, *beside, *_extras(kind, attention, plain_attention)]
 
 
 def linked(rungs: Sequence[Rung]) -> list[Rung]:
@@ -119,7 +121,7 @@ def linked(rungs: Sequence[Rung]) -> list[Rung]:
     return [dataclasses.replace(rung, against=against(rung)) for rung in present]
 
 
-def _steps(micro_batch: int, attention: str) -> list[Rung]:
+def _steps(micro_batch: int, attention: str, plain_attention: str) -> list[Rung]:
     """The ladder, bottom to top; `against` is filled in by the caller."""
 
     def step(
@@ -158,14 +160,20 @@ def _steps(micro_batch: int, attention: str) -> list[Rung]:
         step("fused-adamw", {"speed.fused_optimizer": "on"}, {"speed.fused_optimizer": "off"}),
         step("pad-vocab", {"speed.pad_vocab": "64"}, {"speed.pad_vocab": "1"}),
         step("compile", {"speed.compile": "default"}, {**torch_only, "speed.compile": "off"}, kinds=("cuda",)),
-        step("attention", {"speed.attention": attention}, {"speed.attention": "sdpa"}, kinds=("cuda",)),
+        step("attention", {"speed.attention": plain_attention}, {"speed.attention": "sdpa"}, kinds=("cuda",)),
         step("loss", {"speed.loss": "fused"}, {"speed.loss": "plain"}, kinds=("cuda",)),
         step(
             "triton",
             {"speed.kernels": "triton", "speed.compile": "off"},
-            {**torch_only, "speed.compile": "default", "speed.cuda_graphs": "off"},
+            {
+                **torch_only,
+                "speed.attention": plain_attention,
+                "speed.compile": "default",
+                "speed.cuda_graphs": "off",
+            },
             kinds=("cuda",),
         ),
+        step("fa4-backward", {"speed.attention": attention}, {"speed.attention": plain_attention}, kinds=("cuda",)),
         step("residual", {"speed.residual": "bf16"}, {"speed.residual": "fp32"}, kinds=("cuda",)),
         step("products", {"speed.products": "tuned"}, {"speed.products": "torch"}, kinds=("cuda",)),
         step("loader-thread", {"speed.workers": "1"}),
@@ -175,7 +183,7 @@ def _steps(micro_batch: int, attention: str) -> list[Rung]:
     ]
 
 
-def _extras(kind: str, attention: str) -> list[Rung]:
+def _extras(kind: str, attention: str, plain_attention: str) -> list[Rung]:
     """What the full set leaves out, each put into it alone."""
 
     def extra(name: str, words: dict[str, str], *, against: str = FULL, trick: str | None = None) -> Rung:
@@ -185,10 +193,12 @@ def _extras(kind: str, attention: str) -> list[Rung]:
         "speed.kernels": "torch",
         "speed.residual": "fp32",
         "speed.products": "torch",
+        "speed.attention": plain_attention,
         "speed.cuda_graphs": "off",
     }
     modes = ["reduce-overhead", "max-autotune", "regional"] if kind == "cuda" else ["regional"]
-    backends = [name for name in ("flash", "cudnn", "efficient", "flex", "fa3", "fa4") if name != attention]
+    names = ("flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4")
+    backends = [name for name in names if name not in (attention, plain_attention)]
     return [
         extra("fp16", {"speed.precision": "fp16", "speed.residual": "fp32"}),
         extra("fp8-mlp", {"speed.fp8": "[up, down]"}),

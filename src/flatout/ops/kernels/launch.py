@@ -9,20 +9,20 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 
-def columns_of(width: int, at_once: int | None = None) -> tuple[int, int, int]:
+def columns_of(width: int) -> tuple[int, int, int]:
     """(columns in a block, rows at once, warps) for a kernel that holds whole rows in registers.
 
     One warp takes 1,024 values: with a row of its own it never waits for another warp, which on an H200 was worth more
     than anything else.
     """
     block = int(triton.next_power_of_2(width))
-    rows = at_once or max(1, 4096 // block)
+    rows = max(1, 4096 // block)
     return block, rows, min(16, max(1, block * rows // 1024))
 
 
-def programs_for(rows: int, at_once: int, device: torch.device) -> int:
+def programs_for(rows: int, device: torch.device) -> int:
     """Programs for a kernel whose every program sums over its share of rows: a few per multiprocessor, none idle."""
-    return max(1, min(8 * multiprocessors(device), int(triton.cdiv(rows, at_once))))
+    return max(1, min(8 * multiprocessors(device), rows))
 
 
 @functools.cache

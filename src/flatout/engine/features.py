@@ -29,6 +29,7 @@ from flatout.records import Feature
 DEVICE_LOADER_BYTES = 2**31  # a corpus up to this size lives on the GPU by default
 # An estimate: a micro-batch of a dozen layers is about 500 launches of some 5 µs; that many FLOPs take a Hopper 4 ms.
 GRAPH_FLOPS = 3e12
+FA4_GRAPH_FLOPS = 1e12  # per layer: FlashAttention-4 alone keeps the host for about 1 ms in a layer
 COMMON_VOCAB = 50257  # where nobody has said how large the vocabulary is
 
 
@@ -139,7 +140,9 @@ def resolve_speed(
     activation_offload = switch("activation_offload", asked.activation_offload, reason)
     flops = flops_per_token(model, vocab or model.vocab or COMMON_VOCAB) * size * model.context
     graphs = settle(
-        "cuda_graphs", asked.cuda_graphs, *_cuda_graphs(asked, device, compiled, activation_offload, model, flops)
+        "cuda_graphs",
+        asked.cuda_graphs,
+        *_cuda_graphs(asked, device, compiled, activation_offload, model, attention, flops),
     )
     used_workers = asked.workers if loader == "host" else 0
     why = "tokens already live on the device" if loader == "device" else ""
@@ -291,9 +294,9 @@ def _attention(
 def _faster_with_fa4(model: ModelConfig) -> str | None:
     """What beats cuDNN where flash-attn-4 is installed, as measured on an H200 (benchmarks/attention.jsonl)."""
     size = model.width // model.heads
-    if size not in (64, 128) or (size == 128 and model.context < 4096):
+    if size not in (64, 128):
         return None
-    return "fa4" if size == 128 or model.context > 4096 else "cudnn+fa4"
+    return "cudnn+fa4" if size == 64 and model.context < 2048 else "fa4"
 
 
 def _shown_attention(used: str, device: Device, precision: str, config: RunConfig, probes: Probes) -> str:
@@ -342,7 +345,13 @@ def _optimizer_state(asked: str, device: Device, offload: bool) -> tuple[str, st
 
 
 def _cuda_graphs(
-    asked: SpeedConfig, device: Device, compiled: str, offload: bool, model: ModelConfig, flops: float
+    asked: SpeedConfig,
+    device: Device,
+    compiled: str,
+    offload: bool,
+    model: ModelConfig,
+    attention: str,
+    flops: float,
 ) -> tuple[str, str]:
     wanted = asked.cuda_graphs
     if wanted == "off":
@@ -360,7 +369,7 @@ def _cuda_graphs(
     if compiled != "off":
         return "off", "compiled code launches few kernels"
     size = f"{flops:.1g} FLOPs in a micro-batch"
-    if flops < GRAPH_FLOPS:
+    if flops < max(GRAPH_FLOPS, FA4_GRAPH_FLOPS * model.layers if attention in FA4 else 0.0):
         return "on", f"{size}: launching kernels takes longer than running them"
     return "off", f"{size} keep the device busy without"
 

@@ -131,7 +131,7 @@ def _backward(
 
 # Measured on an H200: forward in tiles, backward one row per warp, where nobody waits for anybody.
 _ROWS, _BLOCK, _WARPS = 4, 512, 4
-_ROWS_BACK, _BLOCK_BACK, _WARPS_BACK, _PROGRAMS_BACK, _STAGES_BACK = 1, 256, 1, 32, 1
+_ROWS_BACK, _BLOCK_BACK, _WARPS_BACK, _PROGRAMS_BACK, _STAGES_BACK = 1, 256, 1, 16, 4
 
 
 def _sizes(pre: Tensor, kind: int) -> tuple[int, int, int]:

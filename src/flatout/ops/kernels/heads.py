@@ -56,7 +56,7 @@ def _pack(
 
 # Rows at once, columns in a block, warps, programs per multiprocessor, stages; measured on an H200.
 _SIZES = (2, 1024, 4, 24, 1)
-_PACKED_SIZES = (2, 1024, 4, 24, 1)  # where nothing is copied
+_PACKED_SIZES = (4, 256, 1, 32, 1)  # where nothing is copied
 
 
 def pack_heads(parts: list[Tensor], *, sums: bool, slot: Slot | None = None) -> tuple[Tensor, Tensor | None]:

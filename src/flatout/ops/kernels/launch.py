@@ -22,7 +22,7 @@ def columns_of(width: int) -> tuple[int, int, int]:
 
 def programs_for(rows: int, device: torch.device) -> int:
     """Programs for a kernel whose every program sums over its share of rows: a few per multiprocessor, none idle."""
-    return max(1, min(8 * multiprocessors(device), rows))
+    return max(1, min(4 * multiprocessors(device), rows))
 
 
 @functools.cache

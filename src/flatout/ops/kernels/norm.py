@@ -120,14 +120,18 @@ def _backward(
         tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)
 
 
-def _sizes_back(width: int) -> tuple[int, int, int]:
-    """(columns in a block, warps, stages): rows one by one, the next ones already on their way into shared memory.
+_ON_THE_WAY = 64 * 1024  # bytes of rows that a program has under way into shared memory; a small card has 99 KiB
+
+
+def _sizes_back(width: int, *read: Tensor | None) -> tuple[int, int, int]:
+    """(columns in a block, warps, stages): rows one by one, the next ones already on their way.
 
     On an H200 that was 103 us for 65,536 rows of 768 columns, where one row after the other took 135 and memory alone
-    takes 94. Rows of more than 2,048 columns would fill a small card's shared memory.
+    takes 94.
     """
     block = int(triton.next_power_of_2(width))
-    return (block, max(1, block // 512), 4) if block <= 2048 else (block, min(16, block // 1024), 1)
+    row_bytes = block * sum(tensor.element_size() for tensor in read if tensor is not None)
+    return block, max(1, min(16, block // 512)), max(1, min(6, 1 + _ON_THE_WAY // row_bytes))
 
 
 class _AddNorm(torch.autograd.Function):
@@ -174,7 +178,7 @@ class _AddNorm(torch.autograd.Function):
         # In the residual stream's own precision branch and stream share one gradient.
         own = ctx.branch_dtype is not None and ctx.branch_dtype != dx.dtype
         dbranch = torch.empty(dx.shape, dtype=ctx.branch_dtype, device=dx.device) if own else dx
-        block, warps, stages = _sizes_back(width)
+        block, warps, stages = _sizes_back(width, dx_new, dh, x_new)
         programs = programs_for(rows, x_new.device)
         share = triton.cdiv(rows, programs)
         sums = torch.empty(programs, 3, width, dtype=torch.float32, device=dx.device)

@@ -12,6 +12,7 @@ from flatout.config.load import load_config
 from flatout.engine.compiling import compile_counts
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import Run, setup_run
+from flatout.ops.flash_attention_4 import fa4_missing
 from flatout.records import NoticeRecord, RunInfo, SampleRecord, StepRecord
 from tests.end_to_end.test_resume import stop_after
 
@@ -80,7 +81,8 @@ def test_attention_backends_learn_the_same_and_can_sample(kernels, groups):
 
 def test_auto_attention_is_cudnn_on_hopper_and_deterministic_runs_avoid_it():
     if torch.cuda.get_device_capability() >= (9, 0):
-        assert used(train("train.steps=1"))["attention"] == "cudnn"
+        with_fa4 = torch.cuda.get_device_capability() == (9, 0) and fa4_missing() is None
+        assert used(train("train.steps=1"))["attention"] == ("cudnn+fa4" if with_fa4 else "cudnn")
     records = train("train.steps=2", "train.deterministic=true", "output.folder=exact")
     assert used(records)["attention"].startswith("sdpa (")
 

@@ -47,9 +47,19 @@ def test_a_scale_stays_where_nothing_finite_was_seen():
     record(scales, math.inf, math.nan, 0.0, 0.0)
     scales.settle()
     assert torch.equal(scales.scale_S, before)
-    record(scales, 8.0, 0.25, 1.0, 0.0)
+    record(scales, 8.0, 0.5, 1.0, 0.0)
     scales.settle()
-    assert scales.scale_S.tolist() == [16.0, 65536.0, 128.0, 0.0]
+    assert scales.scale_S.tolist() == [16.0, 32768.0, 128.0, 0.0]
+
+
+def test_a_scale_falls_at_once_and_rises_by_one_binary_order_a_step():
+    scales = Scales([E4M3], CPU)
+    seen = []
+    for highest in (1.0, 1000.0, 1e-3, 1e-3, 1e-3, 3.0):
+        record(scales, highest)
+        scales.settle()
+        seen.append(scales.scale_S.item())
+    assert seen == [128.0, 0.125, 0.25, 0.5, 1.0, 2.0]
 
 
 def test_measuring_goes_on_until_every_slot_has_seen_something():

@@ -7,7 +7,9 @@ slot, and leaves the largest magnitude there. After the update `Scales.settle` t
 The rule: the largest power of two that puts the recorded magnitude at half of the type's range or below. The half is
 room for growth from one step to the next; what outgrows it is clamped for one step. A power of two multiplies without
 rounding, so a value is rounded once, and a scale that moves does so by whole binary orders only; a floating type
-loses nothing by it but reach at its small end. A slot that recorded nothing, or something that is not finite, stays.
+loses nothing by it but reach at its small end. A scale falls at once and rises by one binary order a step, so that a
+tensor that is small now and then is not clamped when it is back. A slot that recorded nothing, or something that is not
+finite, stays.
 
 Until every slot has a scale they are measured: tensors are recorded and not rounded, and products take the wide values.
 That is the first step of a run, and more where some slot saw nothing finite. Only then the host waits.
@@ -62,6 +64,7 @@ class Scales:
         usable_S = torch.isfinite(highest_S) & (highest_S > SMALLEST) & self.used_S
         ratio_S = torch.where(usable_S, self.half_top_S / highest_S, 1.0)
         next_S = (ratio_S.view(torch.int32) & _POWER_OF_TWO).view(torch.float32)
+        next_S = torch.where(self.scale_S > 0, torch.minimum(next_S, 2 * self.scale_S), next_S)
         self._set(torch.where(usable_S, next_S, self.scale_S))
         self.seen_S.zero_()
         self.rounding = self.rounding or self._all_known()

@@ -1,6 +1,7 @@
 """What the tests share: one thread, no GPU surprises, and a model small enough to train in a blink."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,10 @@ import torch
 from flatout.config.load import LoadedConfig, load_config
 
 torch.set_num_threads(1)
+
+# A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported, which torch.compile does too; it does not mind.

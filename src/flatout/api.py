@@ -47,11 +47,13 @@ from flatout.model.gpt import GPT, build_model
 from flatout.model.weights import assign_weights, export_huggingface, from_huggingface
 from flatout.observe.bench_rows import read_bench
 from flatout.observe.sinks import MetricsFile
+from flatout.observe.trackers import Trackers, check_trackers, open_trackers
 from flatout.records import (
     BenchProgress,
     BenchRow,
     NoticeRecord,
     Record,
+    RunInfo,
     TuneProgress,
     TuneResult,
     TuneRow,
@@ -96,6 +98,7 @@ def train(
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
     messages: list[str] = []
+    check_trackers(_plain(config).output.trackers)
     folder = choose_folder(_plain(config).output, resume)
     with run_lock(folder):
         point = find_resume_point(folder, resume, messages.append)
@@ -120,9 +123,29 @@ def train(
                 metrics.write(notice)
                 yield notice
             origin = None if point is None else str(point)
-            for record in train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop):
-                metrics.write(record)
-                yield record
+            yield from _tracked(train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop), run, metrics)
+
+
+def _tracked(records: Iterable[Record], run: Run, metrics: MetricsFile) -> Generator[Record]:
+    """Passes records on, after they were written to metrics.jsonl and to the trackers."""
+    trackers: Trackers | None = None
+    step = 0
+    try:
+        for record in records:
+            metrics.write(record)
+            if isinstance(record, RunInfo):
+                trackers = open_trackers(run.config.output.trackers, Path(record.folder), record)
+                step = record.start_step
+            else:
+                step = record.step
+            yield record
+            for message in () if trackers is None else trackers.write(record):
+                notice = NoticeRecord(step=step, message=message)
+                metrics.write(notice)
+                yield notice
+    finally:
+        for message in () if trackers is None else trackers.close():
+            metrics.write(NoticeRecord(step=step, message=message))
 
 
 def _without_init(config: Config) -> Config:

@@ -17,7 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import flatout
-from flatout import cli_data, cli_speed, cli_tune, records
+from flatout import (
+    cli_data,
+    cli_doctor,
+    cli_estimate,
+    cli_finders,
+    cli_plot,
+    cli_profile,
+    cli_report,
+    cli_speed,
+    cli_tune,
+    cli_watch,
+    records,
+)
 from flatout.errors import UsageError, UserError
 from flatout.words import Parser, add_config, choose_action, load, number_between, one_line, quoted, sentence
 
@@ -33,8 +45,15 @@ verbs:
   tokenizer  train a byte-pair encoding, or compare tokenizers
   eval       loss, perplexity and bits per byte of a trained model
   generate   continue a prompt with a trained model
+  doctor     check machine, data and config, and say what to do
+  estimate   time, memory, energy and cost of a run, from a few real steps
+  tune       find the fastest micro-batch, checkpointing and loss for this machine;
+             `tune lr` finds a learning rate, `tune search` searches any settings
   bench      what each speed switch is worth on this machine, proven first
-  tune       find the fastest micro-batch, checkpointing and loss for this machine
+  profile    what holds a step on this machine: arithmetic, memory, launches or data
+  watch      follow a run from another terminal, or in the browser
+  plot       curves of one run or several, as pictures and CSV
+  report     one run or several as a page; serve-report shows it live
   export     write a trained gpt2 model as a Hugging Face folder
   config     explain, show, schema, presets, copy
 
@@ -42,7 +61,7 @@ CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
 `flatout VERB --help` tells more about a verb; `flatout --version` prints the version.
 
 exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training diverged,
-            5 out of memory or disk, 130 and 143 stopped by a signal
+            5 out of memory or disk, 130 and 143 stopped by a signal; watch: 1 if the run died
 """
 
 CONFIG_ACTIONS = {
@@ -116,7 +135,10 @@ def _train(words: list[str]) -> int:
         "--resume", metavar="auto|PATH", help="go on with a run: auto (if there is one), a run folder or a checkpoint"
     )
     parser.add_argument("--json", action="store_true", help="print records as JSON lines and nothing else")
+    parser.add_argument("--view", action="store_true", help="a panel with curve, speed, card and warnings")
     parsed = parser.parse_words(words)
+    if parsed.view and parsed.json:
+        raise UsageError("--view and --json exclude each other", "leave one of them out")
     resume: str | None = parsed.resume
     if resume == "":
         raise UsageError("--resume needs auto or a folder", "for example --resume auto")
@@ -129,12 +151,14 @@ def _train(words: list[str]) -> int:
     from flatout import api
     from flatout.observe.console import JsonReader, TerminalReader
     from flatout.observe.prepare_bar import PrepareBar
+    from flatout.observe.view import ViewReader
 
     if loaded is None or place is not None:
         loaded = api.stored_config(place or Path(), parsed.overrides)
-    reader = JsonReader() if parsed.json else TerminalReader(loaded.config.output.log_every)
+    terminal = ViewReader if parsed.view else TerminalReader
+    reader = JsonReader() if parsed.json else terminal(loaded.config.output.log_every)
     preparing = PrepareBar()
-    stop = StopOnSignal()
+    stop = StopOnSignal(at_once=reader.leave_at_once if isinstance(reader, ViewReader) else lambda: None)
     folder = checkpoint = None
     interrupted = False
     with stop:
@@ -150,6 +174,8 @@ def _train(words: list[str]) -> int:
         finally:
             preparing.close()
             reader.close()
+    if folder is not None and loaded.config.output.plots:
+        _draw(Path(folder))
     if interrupted and stop.number is not None:
         if checkpoint is not None:
             print(f"saved {checkpoint}; go on with: {_program()} train --resume {folder}", file=sys.stderr)
@@ -157,6 +183,16 @@ def _train(words: list[str]) -> int:
     if not parsed.json:
         print(f"try it: {_program()} generate {folder}")
     return 0
+
+
+def _draw(folder: Path) -> None:
+    """The run's pictures and tables. Training is done: what goes wrong here is told and costs nothing."""
+    from flatout.observe.plots import write_run_plots
+
+    try:
+        write_run_plots(folder)
+    except UserError as error:
+        print(f"note: no plots: {one_line(error.message)}", file=sys.stderr)
 
 
 def _program() -> str:
@@ -171,7 +207,9 @@ class StopOnSignal:
     Before training has begun there is nothing to save, and a signal ends the process as it would any other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
+        """`at_once` is the last thing done before the process quits without a word to anybody else."""
+        self.at_once = at_once
         self.number: int | None = None
         self.training = False
         self.before: dict[int, Any] = {}
@@ -192,6 +230,7 @@ class StopOnSignal:
         if not self.training:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if self.number is not None and number == signal.SIGINT:
+            self.at_once()
             os.write(2, b"\nquitting at once; the last finished checkpoint is intact\n")
             os._exit(130)
         self.number = number
@@ -349,6 +388,11 @@ def _config_action(action: str, parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _tune(words: list[str]) -> int:
+    finders = {"lr": cli_finders.tune_lr, "search": cli_finders.tune_search}
+    return finders[words[0]](words[1:]) if words and words[0] in finders else cli_tune.tune(words)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
     "prepare": cli_data.prepare,
@@ -356,8 +400,15 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "tokenizer": cli_data.tokenizer,
     "eval": _eval,
     "generate": _generate,
+    "doctor": cli_doctor.doctor,
+    "estimate": cli_estimate.estimate,
+    "tune": _tune,
     "bench": cli_speed.bench,
-    "tune": cli_tune.tune,
+    "profile": cli_profile.profile,
+    "watch": cli_watch.watch,
+    "plot": cli_plot.plot,
+    "report": cli_report.report,
+    "serve-report": cli_report.serve_report,
     "export": _export,
     "config": _config,
 }

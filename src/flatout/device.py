@@ -126,6 +126,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def reserved_memory_bytes(device: torch.device) -> int | None:
+    """What torch's allocator holds on the device, its cache included; None where it does not tell."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else None
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that the device's memory is full.
 

@@ -66,6 +66,9 @@ class StepRecord:
     memory_bytes: int | None
     loss_scale: float | None
     micro_batch: int  # sequences at once; smaller than at the start after the device ran out of memory
+    parameter_norm: float | None = None  # of all weights, before the update
+    data_seconds: float | None = None  # how long the host waited for the batch
+    reserved_bytes: int | None = None  # what torch's allocator holds, its cache included
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,37 @@ class EvalRecord:
     seconds: float
     best: bool
     reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpanRecord:
+    """Where the time went since the last one, `steps` steps ago, by name; `calls` says how often.
+
+    On the device's clock, and adding up to the steps: wait (it stood still), forward, backward, optimizer; a replayed
+    graph is one piece, micro-batch. On the host's clock, beside the steps: evaluation, sample, checkpoint; and data,
+    the time it waited for batches, which may have passed while the device was busy.
+    """
+
+    step: int
+    steps: int
+    seconds: dict[str, float]
+    calls: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MachineRecord:
+    """The state of the card, as its driver tells it; None for what it does not tell. `elapsed` is seconds since the
+    run was started, `throttled` why the clock is held down: empty, power, heat or both."""
+
+    step: int
+    elapsed: float
+    utilisation: float | None  # 0 to 1
+    memory_bytes: int | None  # in use on the card, by everybody
+    power_watts: float | None
+    power_limit_watts: float | None
+    temperature: float | None
+    clock_mhz: float | None
+    throttled: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -333,7 +367,18 @@ class TuneProgress:
     budget: float
 
 
-Record = RunInfo | StepRecord | EvalRecord | EpochRecord | SampleRecord | CheckpointRecord | NoticeRecord | EndRecord
+Record = (
+    RunInfo
+    | StepRecord
+    | EvalRecord
+    | EpochRecord
+    | SampleRecord
+    | CheckpointRecord
+    | NoticeRecord
+    | SpanRecord
+    | MachineRecord
+    | EndRecord
+)
 
 _NAMES: dict[type, str] = {
     RunInfo: "run",
@@ -343,6 +388,8 @@ _NAMES: dict[type, str] = {
     SampleRecord: "sample",
     CheckpointRecord: "checkpoint",
     NoticeRecord: "notice",
+    SpanRecord: "spans",
+    MachineRecord: "machine",
     EndRecord: "end",
     DataSummary: "data",
     BenchRow: "bench",

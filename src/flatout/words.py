@@ -41,6 +41,13 @@ class Parser(argparse.ArgumentParser):
             known.overrides = overrides
         return known
 
+    def parse_mixed(self, words: Sequence[str]) -> argparse.Namespace:
+        """As `parse_words`, for verbs with a list of positionals, which may stand before and after options."""
+        known, rest = self.parse_known_intermixed_args(list(words))
+        for word in rest:
+            self._refuse(word)
+        return known
+
     def _refuse(self, word: str) -> NoReturn:
         if word.startswith("-"):
             raise UsageError(f"unknown option {quoted(word)}", self._nearest(word.partition("=")[0]))

@@ -148,6 +148,22 @@ def test_train_prints_progress_and_a_sample(tiny_words):
     assert done.stderr == ""
 
 
+def test_a_run_ends_with_pictures_and_trackers_get_its_records(tiny_words):
+    done = flatout("train", *tiny_words, "train.steps=5", "output.trackers=[tensorboard]")
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in Path("run/plots").iterdir()} == {
+        "metrics.png",
+        "results.png",
+        "steps.csv",
+        "evals.csv",
+    }
+    assert list(Path("run").rglob("events.out.tfevents.*"))
+    done = flatout("train", *tiny_words, "train.steps=5", "output.plots=false", "output.folder=bare")
+    assert done.returncode == 0, done.stderr
+    assert not Path("bare/plots").exists()
+    assert not list(Path("bare").rglob("events.out.tfevents.*"))
+
+
 def test_json_prints_records_only_and_equals_the_metrics_file(tiny_words):
     done = flatout("train", *tiny_words, "train.steps=5", "--json")
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -139,10 +139,13 @@ BESIDE: dict[str, list[str]] = {
     "checkpoint.keep": ["checkpoint.every=1", "checkpoint.best=false"],
     "checkpoint.best": ["eval.every=2", "checkpoint.keep=1"],
 }
-# Read by the terminal alone; tests/end_to_end/test_cli.py counts its lines. And what a CPU refuses when it is written:
-# tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
+# Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
+# them. And what a CPU refuses when it is written: tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py
+# show it at work.
 ELSEWHERE = {
     "output.log_every",
+    "output.plots",
+    "output.trackers",
     "speed.activation_offload",
     "speed.optimizer_offload",
     "speed.fp8",

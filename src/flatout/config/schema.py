@@ -433,6 +433,10 @@ class OutputConfig(Section):
     log_every: Positive = Field(
         default=10, description="Steps between lines on the terminal; metrics.jsonl gets every step."
     )
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
+        default=[], description="Where records go besides metrics.jsonl; each needs its package."
+    )
+    plots: bool = Field(default=True, description="Draw plots/*.png in the run folder when `flatout train` ends.")
 
 
 class RunConfig(Section):

@@ -4,6 +4,7 @@ Order at a boundary (a step after which something is due): read all reports, eva
 a checkpoint must hold the evaluation of its own step, so that resuming neither repeats nor skips one.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -14,15 +15,18 @@ from typing import Any
 import torch
 
 import flatout
+from flatout.data.loader import Batch
 from flatout.data.stream import TOLD_PROBLEMS
 from flatout.data.stream_loader import StreamLoader
-from flatout.device import peak_memory_bytes
+from flatout.device import peak_memory_bytes, reserved_memory_bytes
 from flatout.engine.checkpoint import Checkpoint, keep_newest, write_checkpoint, write_json_atomically
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
+from flatout.engine.machine import MachineWatch
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.recovery import attempt_step, first_fitting, use_less_memory
 from flatout.engine.run_folder import checkpoints_of, read_best
 from flatout.engine.setup import Run, out_of_memory
+from flatout.engine.spans import SpanTotals
 from flatout.errors import DataError, DivergedError
 from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
@@ -41,6 +45,8 @@ from flatout.records import (
 )
 
 MOST_BAD_STEPS = 3
+PARAMETER_NORM_EVERY = 10  # steps: it reads all weights once more
+SPANS_EVERY = 500  # steps, where nothing else makes a boundary
 
 
 @dataclasses.dataclass
@@ -75,22 +81,28 @@ def train_loop(
     reason, checkpoint = "early_stop" if spent else "finished", resumed_from
     position = None if resumed is None else resumed.state.get("stream")
     evaluation_batch = run.step.micro_batch
-    with run.batches(run.steps if spent else progress.step, position) as loader:
+    totals, machine = SpanTotals(), MachineWatch(run.speed.device)
+    with contextlib.closing(machine), run.batches(run.steps if spent else progress.step, position) as loader:
         pending.restart()
-        for batch in loader:
+        for batch, data_seconds in timed(loader):
             step = batch.step + 1
+            run.step.with_parameter_norm = step == 1 or step % PARAMETER_NORM_EVERY == 0 or step == run.steps
             report = attempt_step(run, batch)
             while isinstance(report, str):  # out of memory, and nothing has changed: again, in smaller pieces
-                yield from settle(run, progress, pending.drain())
+                yield from settle(run, progress, totals, pending.drain())
                 yield NoticeRecord(step=step, message=use_less_memory(run, batch.tokens.shape[0], report))
                 pending.restart()
                 report = attempt_step(run, batch)
-            pending.push(step, report)
+            pending.push(step, report, marks=run.step.clock.take(), data_seconds=data_seconds)
             yield from (NoticeRecord(step=step, message=message) for message in run.news.take())
             if isinstance(loader, StreamLoader):
                 position = loader.position().to_json()
                 yield from (NoticeRecord(step=step, message=message) for message in loader.news())
-            yield from settle(run, progress, pending.ready())
+            yield from settle(run, progress, totals, pending.ready())
+            if totals.steps >= SPANS_EVERY:
+                yield totals.take(progress.step)
+            if (state := machine.poll(step)) is not None:
+                yield state
             stopping, ending = stop(), step == run.steps
             evaluating = (
                 ending or _due(step, run.config.eval.every) or (run.config.eval.epoch_end and _ends_epoch(run, step))
@@ -100,7 +112,7 @@ def train_loop(
             if not (evaluating or sampling or saving):
                 continue
 
-            yield from settle(run, progress, pending.drain())
+            yield from settle(run, progress, totals, pending.drain())
             improved = exhausted = False
             if evaluating:
                 record, evaluation_batch, messages = _evaluate(
@@ -111,13 +123,19 @@ def train_loop(
                 )
                 yield from (NoticeRecord(step=step, message=message) for message in messages)
                 improved, exhausted = record.best, _out_of_patience(run, progress)
+                totals.add("evaluation", record.seconds)
                 yield record
             if (sampling or exhausted) and run.config.eval.sample_tokens:
-                yield _sample(run, step)
+                began = time.perf_counter()
+                record = _sample(run, step)
+                totals.add("sample", time.perf_counter() - began)
+                yield record
             if saving or exhausted or (improved and run.config.checkpoint.best):
                 record = _save(run, progress, folder, improved, position)
                 checkpoint = record.path
+                totals.add("checkpoint", record.seconds)
                 yield record
+            yield totals.take(step)
             if exhausted or (stopping and not ending):
                 reason = "early_stop" if exhausted else "interrupted"
                 break
@@ -136,9 +154,19 @@ def train_loop(
     )
 
 
-def settle(run: Run, progress: Progress, reports: Iterable[StepReport]) -> Iterator[Record]:
+def timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:
+    """Each batch, with the seconds that the host waited for it."""
+    began = time.perf_counter()
+    for batch in batches:
+        yield batch, time.perf_counter() - began
+        began = time.perf_counter()
+
+
+def settle(run: Run, progress: Progress, totals: SpanTotals, reports: Iterable[StepReport]) -> Iterator[Record]:
     """Turns reports that have arrived into records and keeps the books; ends the run after three bad steps."""
     for report in reports:
+        totals.add_step(report.spans)
+        totals.add("data", report.data_seconds)
         progress.step = report.step
         progress.seconds += report.seconds
         tokens = run.config.train.batch_tokens
@@ -158,6 +186,9 @@ def settle(run: Run, progress: Progress, reports: Iterable[StepReport]) -> Itera
             memory_bytes=peak_memory_bytes(run.speed.device.torch_device),
             loss_scale=None if run.step.loss_scale is None else report.loss_scale,
             micro_batch=run.step.micro_batch,
+            parameter_norm=report.parameter_norm,
+            data_seconds=report.data_seconds,
+            reserved_bytes=reserved_memory_bytes(run.speed.device.torch_device),
         )
         if not report.applied:
             yield from _bad_step(run, progress, report)

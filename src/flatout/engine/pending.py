@@ -6,10 +6,12 @@ in the background and read when it has arrived; only a host far ahead, or a call
 
 import collections
 import dataclasses
-import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from flatout.engine.spans import Mark, spans_between
 
 MOST_WAITING = 32
 
@@ -22,7 +24,20 @@ class StepReport:
     applied: bool
     learning_rate: float
     loss_scale: float
+    parameter_norm: float | None  # where it was asked for
     seconds: float
+    data_seconds: float
+    spans: tuple[tuple[str, float], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+    step: int
+    report: Tensor
+    before: Mark
+    after: Mark
+    marks: Sequence[tuple[str, Mark]]
+    data_seconds: float
 
 
 class PendingReports:
@@ -30,27 +45,30 @@ class PendingReports:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.queue: collections.deque[tuple[int, Tensor, _Mark, _Mark]] = collections.deque()
-        self.last = _Mark(self.cuda)
+        self.queue: collections.deque[_Waiting] = collections.deque()
+        self.last = Mark(self.cuda)
 
     def restart(self) -> None:
         """Forgets the time since the last step: evaluation and saving are not training."""
-        self.last = _Mark(self.cuda)
+        self.last = Mark(self.cuda)
 
-    def push(self, step: int, report: Tensor) -> None:
+    def push(
+        self, step: int, report: Tensor, *, marks: Sequence[tuple[str, Mark]] = (), data_seconds: float = 0.0
+    ) -> None:
+        """`marks` are those of the step, `data_seconds` what the host waited for its batch."""
         if self.cuda:
             host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
             host.copy_(report, non_blocking=True)
         else:
             host = report
-        mark = _Mark(self.cuda)
-        self.queue.append((step, host, self.last, mark))
+        mark = Mark(self.cuda)
+        self.queue.append(_Waiting(step, host, self.last, mark, marks, data_seconds))
         self.last = mark
 
     def ready(self) -> list[StepReport]:
         """The reports that have arrived, in order, without waiting unless too many are under way."""
         arrived = []
-        while self.queue and (len(self.queue) > MOST_WAITING or self.queue[0][3].passed()):
+        while self.queue and (len(self.queue) > MOST_WAITING or self.queue[0].after.passed()):
             arrived.append(self._take())
         return arrived
 
@@ -59,34 +77,18 @@ class PendingReports:
         return [self._take() for _ in range(len(self.queue))]
 
     def _take(self) -> StepReport:
-        step, report, before, after = self.queue.popleft()
-        seconds = after.seconds_since(before)
-        loss, norm, applied, rate, scale = report.tolist()
+        waiting = self.queue.popleft()
+        seconds = waiting.after.seconds_since(waiting.before)
+        loss, norm, applied, rate, scale, parameter_norm = waiting.report.tolist()
         return StepReport(
-            step=step,
+            step=waiting.step,
             loss=loss,
             grad_norm=norm,
             applied=applied == 1.0,
             learning_rate=rate,
             loss_scale=scale,
+            parameter_norm=None if parameter_norm < 0 else parameter_norm,
             seconds=seconds,
+            data_seconds=waiting.data_seconds,
+            spans=tuple(spans_between(waiting.before, waiting.marks)),
         )
-
-
-class _Mark:
-    """A point in time on the device's stream, or on the host's clock where there is no stream."""
-
-    def __init__(self, cuda: bool) -> None:
-        self.host = time.perf_counter()
-        self.event = torch.cuda.Event(enable_timing=True) if cuda else None
-        if self.event is not None:
-            self.event.record()
-
-    def passed(self) -> bool:
-        return self.event is None or self.event.query()
-
-    def seconds_since(self, earlier: "_Mark") -> float:
-        if self.event is None or earlier.event is None:
-            return self.host - earlier.host
-        self.event.synchronize()
-        return earlier.event.elapsed_time(self.event) / 1000

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from flatout.engine.spans import StepClock
 from flatout.ops.reference import IGNORED
 from flatout.optim.adamw import OurAdamW
 
@@ -108,17 +109,23 @@ class TrainStep:
         self.rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
         self.updating = False  # weights may be half moved: there is no way back to before the step
         self.has_moments = False
+        self.clock = StepClock(first.device)
+        self.with_parameter_norm = False  # whether the next report has it: it reads all weights once more
         self.fused = bool(optimizer.defaults["fused"])
         self.rates = torch.tensor(rates, dtype=torch.float64).to(first.device, torch.float32)
         self.updates = torch.zeros((), dtype=torch.int64, device=first.device)
         self.one = torch.ones((), dtype=torch.float32, device=first.device)
 
     def __call__(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        """Five numbers on the device: loss, gradient norm before clipping, applied (0 or 1), rate, loss scale."""
+        """Six numbers on the device: loss, gradient norm before clipping, applied (0 or 1), rate, loss scale, norm of
+        the parameters (-1 where it was not asked for)."""
         self.model.train()
+        self.clock.begin()
         with self.scope():
             loss = self.accumulate(tokens_BT, targets_BT)
-            return self._update(loss)
+            report = self._update(loss)
+        self.clock.mark("optimizer")
+        return report
 
     def use_micro_batch(self, size: int) -> None:
         """Cuts the batch into other micro-batches from now on: the one place where their size changes.
@@ -138,6 +145,8 @@ class TrainStep:
         for start in range(0, tokens_BT.shape[0], self.micro_batch):
             part = slice(start, start + self.micro_batch)
             mean = self.run_micro_batch(tokens_BT[part], targets_BT[part], labelled)
+            if self.run_micro_batch != self.forward_backward:  # a replay, in which nothing can be marked
+                self.clock.mark("micro-batch")
             total = mean if total is None else total + mean
         assert total is not None, "a batch has at least one sequence"
         return total
@@ -145,7 +154,9 @@ class TrainStep:
     def forward_backward(self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor) -> Tensor:
         """Adds one micro-batch's gradients and returns its share of the step's mean loss."""
         mean = self.model(tokens_BT, targets_BT, self.label_smoothing) / labelled
+        self.clock.mark("forward")
         (mean if self.loss_scale is None else mean * self.loss_scale.scale).backward()
+        self.clock.mark("backward")
         return mean.detach()
 
     @torch.no_grad()
@@ -157,7 +168,8 @@ class TrainStep:
         excess = ((norm + CLIP_EPS) / self.clip).clamp(min=1.0) if self.clip > 0 else self.one
         # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
         rate = self.rates.index_select(0, self.updates.clamp(max=len(self.rates) - 1).view(1)).squeeze(0)
-        report = torch.stack([loss.to(rate.dtype), norm.to(rate.dtype), finite.to(rate.dtype), rate, scale.clone()])
+        numbers = [loss, norm, finite, rate, scale, self._parameter_norm()]
+        report = torch.stack([number.to(rate.dtype) for number in numbers])
         if not self.has_moments:
             create_moments(self.optimizer)
             self.has_moments = True
@@ -173,6 +185,11 @@ class TrainStep:
         self.updating = False
         self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
         return report
+
+    def _parameter_norm(self) -> Tensor:
+        if not self.with_parameter_norm:
+            return -self.one
+        return torch.nn.utils.get_total_norm([parameter.detach() for parameter in self.model.parameters()])
 
     def _fused_update(self, rate: Tensor, divisor: Tensor, finite: Tensor) -> None:
         # The fused kernel divides gradients by `grad_scale` and does nothing at all where `found_inf` is 1: made for

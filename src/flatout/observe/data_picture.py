@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.observe.console import _Console, human_bytes, human_count, printable
-from flatout.observe.picture import write_picture
+from flatout.observe.picture import drawable, shortened, write_picture
 from flatout.records import DataSummary, TokenCount
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _side_notes(summary: DataSummary) -> list[str]:
 def _draw_header(figure: "Figure", summary: DataSummary) -> None:
     name = Path(summary.folder).name or summary.folder
     facts = _facts(summary)
-    figure.text(_LEFT, 0.955, _shortened(_drawable(name), 70), size=17, weight="bold", color=_INK, va="center")
+    figure.text(_LEFT, 0.955, shortened(drawable(name), 70), size=17, weight="bold", color=_INK, va="center")
     figure.text(_LEFT, 0.915, "   ·   ".join(facts[:4]), size=11.5, color=_INK, va="center")
     figure.text(_LEFT, 0.885, "   ·   ".join([*facts[4:], *_window_words(summary)]), size=10, color=_FAINT, va="center")
 
@@ -226,13 +226,13 @@ def _set_length_ticks(axes: "Axes") -> None:
 def _draw_records(axes: "Axes", summary: DataSummary) -> None:
     from matplotlib.transforms import blended_transform_factory
 
-    notes = [_drawable(note) for note in _side_notes(summary)]
+    notes = [drawable(note) for note in _side_notes(summary)]
     rows = _where_records_went(summary.report) if summary.report is not None else []
     total = sum(count for _, count, _ in rows) or 1
     colours = {"kept": _BLUE, "dropped": _ORANGE, "damaged": _RED}
     _bars(
         axes,
-        [_shortened(_drawable(what), _LONGEST_REASON) for what, _, _ in rows],
+        [shortened(drawable(what), _LONGEST_REASON) for what, _, _ in rows],
         [count for _, count, _ in rows],
         [f"{count:,}   {_percent(count / total)}" for _, count, _ in rows],
         [colours[kind] for _, _, kind in rows],
@@ -247,7 +247,7 @@ def _draw_records(axes: "Axes", summary: DataSummary) -> None:
 def _draw_tokens(axes: "Axes", tokens: Sequence[TokenCount]) -> None:
     _bars(
         axes,
-        [_shortened(_drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens],
+        [shortened(drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens],
         [token.count for token in tokens],
         [_percent(token.share) for token in tokens],
         [_BLUE] * len(tokens),
@@ -319,20 +319,9 @@ def _wrapped(parts: list[str], between: str, most: float) -> list[str]:
     return lines
 
 
-def _drawable(text: str, family: str = _SANS) -> str:
-    """The text with each character that the font lacks as an escape: an empty box would tell nothing."""
-    from matplotlib.font_manager import FontProperties, findfont, get_font
-
-    glyphs = get_font(findfont(FontProperties(family=[family]))).get_charmap()
-    return "".join(
-        letter if letter.isprintable() and ord(letter) in glyphs else letter.encode("unicode_escape").decode("ascii")
-        for letter in text
-    )
-
-
 def _token_label(token: TokenCount) -> str:
     """What a token stands for, its spaces visible; that of part of a character is its id."""
-    return _shortened(token.text.replace(" ", _SPACE), _LONGEST_TOKEN) if token.text else f"(id {token.id})"
+    return shortened(token.text.replace(" ", _SPACE), _LONGEST_TOKEN) if token.text else f"(id {token.id})"
 
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
@@ -457,7 +446,3 @@ def _percent(share: float) -> str:
 
 def _one_line(text: str) -> str:
     return printable(" ".join(text.replace("\n", " \u21b5 ").split()))
-
-
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "\u2026"

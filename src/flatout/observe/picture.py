@@ -35,3 +35,18 @@ def write_picture(path: str | Path, draw: Callable[[], "Figure"]) -> None:
         )
     with disk_errors(f"the picture {shown}", safe=""):
         write_whole(path, content.getvalue())
+
+
+def drawable(text: str, family: str = "DejaVu Sans") -> str:
+    """The text with each character that the font lacks as an escape: an empty box would tell nothing."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    glyphs = get_font(findfont(FontProperties(family=[family]))).get_charmap()
+    return "".join(
+        letter if letter.isprintable() and ord(letter) in glyphs else letter.encode("unicode_escape").decode("ascii")
+        for letter in text
+    )
+
+
+def shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\u2026"

@@ -46,7 +46,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in path.read_bytes().split(b"\n"):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # torn, or nested deeper than anything of ours
             continue
         if isinstance(row, dict) and "type" in row:
             rows.append(row)

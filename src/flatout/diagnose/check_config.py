@@ -1,0 +1,293 @@
+"""A config that is valid and still not what somebody meant: warm-up, learning rate, evaluation, saving, batches.
+
+What no run could do is refused by the schema; what this machine cannot do by `check_fit`. Here is the rest: values that
+work and waste time, or never take effect. No torch here; what torch has to count may be None.
+"""
+
+from collections.abc import Callable, Iterator
+
+from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.diagnose.check_disk import checkpoint_bytes
+from flatout.diagnose.check_tokens import steps_of
+from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status
+
+MOST_STEPS = 20_000_000
+_BIG_SHARE = 0.2  # of a run's time for anything but training
+_FAR_ABOVE, _FAR_BELOW = 8.0, 20.0
+
+
+def check_config(
+    config: RunConfig,
+    data: DataFacts,
+    *,
+    parameters: int | None,
+    step_seconds: float | None,
+    disk: Disk | None,
+    written: Callable[[str], bool],
+) -> Iterator[Finding]:
+    """`written(path)` says whether the user wrote a field; `step_seconds` is a rough time of a step, if known."""
+    steps = steps_of(config, data)
+    yield from _batch(config)
+    if steps is not None:
+        yield _length(config, steps)
+        yield _warmup(config, steps)
+    if parameters is not None:
+        yield _learning_rate(config, parameters)
+    yield from _stability(config)
+    if steps:
+        yield from _evaluation(config, data, steps)
+        yield from _sampling(config, steps, step_seconds)
+        yield from _saving(config, steps, parameters, step_seconds, disk)
+    yield from _deterministic(config, written)
+
+
+def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
+    return Finding(area="config", name=name, status=status, found=found, advice=advice)
+
+
+def _batch(config: RunConfig) -> Iterator[Finding]:
+    size, count = micro_batch_of(config)
+    sequences, context = config.train.batch_tokens // config.model.context, config.model.context
+    tokens = config.train.batch_tokens
+    split = "all at once" if count == 1 else f"{size} at once, {count} times"
+    found = f"{tokens:,} tokens a step: {sequences:,} sequences of {context}, {split}"
+    asked = config.speed.micro_batch
+    if asked is not None and size < asked <= sequences:
+        divisors = [number for number in range(1, sequences + 1) if sequences % number == 0]
+        above = next((number for number in divisors if number > asked), sequences)
+        yield _finding(
+            "batch",
+            "warn",
+            f"{found}; speed.micro_batch is {asked}, which does not divide {sequences}",
+            f"The next smaller divisor, {size}, is used. Set speed.micro_batch to {size} or {above}, or "
+            f"train.batch_tokens={max(1, round(sequences / asked)) * asked * context}, of which {asked} is a divisor.",
+        )
+    elif tokens < 512:
+        yield _finding(
+            "batch",
+            "note",
+            found,
+            "So few tokens give a noisy gradient. A few thousand a step are usual for small models, half a million for "
+            "124M parameters (train.batch_tokens).",
+        )
+    else:
+        yield _finding("batch", "ok", found)
+
+
+def _length(config: RunConfig, steps: int) -> Finding:
+    found = f"{steps:,} steps, {steps * config.train.batch_tokens:,} tokens"
+    if steps > MOST_STEPS:
+        return _finding("length", "bad", found, f"A run has at most {MOST_STEPS:,} steps. Raise train.batch_tokens.")
+    if steps < 20:
+        return _finding(
+            "length",
+            "note",
+            found,
+            "That is a try-out: a learning rate schedule needs some hundred steps to show what it is worth.",
+        )
+    return _finding("length", "ok", found)
+
+
+def _warmup(config: RunConfig, steps: int) -> Finding:
+    warmup = config.optim.warmup_steps
+    found = f"{warmup:,} of {steps:,} steps"
+    usual = max(1, steps // 20)
+    if warmup >= steps:
+        return _finding(
+            "warm-up",
+            "warn",
+            f"{found}: it is as long as the run, or longer",
+            f"The learning rate never reaches its peak, and never decays. Set optim.warmup_steps={usual}, a twentieth "
+            "of the run, or train longer.",
+        )
+    if warmup > steps // 2 and warmup > 20:
+        return _finding(
+            "warm-up",
+            "warn",
+            f"{found}: more than half of the run",
+            f"Little is left for the peak and the decay. 1 to 10% is usual: set optim.warmup_steps={usual}.",
+        )
+    decay = config.optim.decay_fraction * steps
+    if config.optim.schedule == "wsd" and warmup + decay > steps:
+        return _finding(
+            "warm-up",
+            "warn",
+            f"{found}, and optim.decay_fraction takes the last {decay:,.0f}: together more than the run",
+            "The schedule has no stable part. Lower one of them.",
+        )
+    return _finding("warm-up", "ok", found)
+
+
+def usual_rate(parameters: int) -> float:
+    """A learning rate that AdamW usually does well with: 6e-4 at 124M parameters, falling with the cube root."""
+    return 6e-4 * (124e6 / parameters) ** (1 / 3)
+
+
+def _learning_rate(config: RunConfig, parameters: int) -> Finding:
+    rate, usual = config.optim.learning_rate, usual_rate(parameters)
+    found = f"{rate:g}; about {usual:.1g} is usual for {parameters / 1e6:.3g}M parameters"
+    if rate > _FAR_ABOVE * usual:
+        return _finding(
+            "learning rate",
+            "warn",
+            found,
+            f"That is {rate / usual:.0f} times as much: the loss will likely jump or become NaN. Set "
+            f"optim.learning_rate={usual:.1g}, or let `flatout tune lr` find one.",
+        )
+    if rate < usual / _FAR_BELOW and config.model.init_from is None:
+        return _finding(
+            "learning rate",
+            "warn",
+            found,
+            f"That is {usual / rate:.0f} times less: training will be very slow. Set optim.learning_rate={usual:.1g}, "
+            "or let `flatout tune lr` find one.",
+        )
+    return _finding("learning rate", "ok", found)
+
+
+def _stability(config: RunConfig) -> Iterator[Finding]:
+    if config.optim.clip == 0:
+        yield _finding(
+            "clipping",
+            "note",
+            "optim.clip is 0: gradients are never clipped",
+            "One bad batch can then throw the weights far off. 1.0 is usual, and costs nothing.",
+        )
+    if config.optim.beta2 > 0.99 and config.train.batch_tokens >= 2**18:
+        yield _finding(
+            "beta2",
+            "note",
+            f"optim.beta2 is {config.optim.beta2:g} with a batch of {config.train.batch_tokens:,} tokens",
+            "Large batches mean few steps, and so long a memory follows a spike for hundreds of them. 0.95 is usual.",
+        )
+
+
+def _evaluation(config: RunConfig, data: DataFacts, steps: int) -> Iterator[Finding]:
+    every, patience = config.eval.every, config.eval.patience
+    if every > steps:
+        yield _finding(
+            "evaluation",
+            "warn",
+            f"eval.every is {every:,}, which a run of {steps:,} steps never reaches",
+            f"Only the end would be evaluated. Set eval.every={max(1, steps // 10)} to see the run learn.",
+        )
+        return
+    count = 1 + (0 if every == 0 else (steps - 1) // every)
+    if patience and count <= patience:
+        yield _finding(
+            "patience",
+            "note",
+            f"eval.patience is {patience}, and there are {count} evaluations",
+            "Early stopping can never happen. Lower it, or evaluate more often.",
+        )
+    if data.val_tokens is None:
+        return
+    tokens = data.val_tokens if config.eval.tokens is None else min(config.eval.tokens, data.val_tokens)
+    # Forward only: a third of what a training token costs.
+    spent, trained = count * tokens / 3, steps * config.train.batch_tokens
+    share = spent / (spent + trained)
+    found = f"{count:,} times {tokens:,} tokens: {_percent(share)} of the run's time"
+    if share > _BIG_SHARE:
+        times = _times_rarer(share)
+        fewer = max(config.model.context, int(tokens / times))
+        often = f"eval.every={min(round(every * times), steps)}" if every else ""
+        ways = " or ".join(way for way in (often, f"eval.tokens={fewer}") if way)
+        yield _finding("evaluation", "warn", found, f"Evaluation eats the time. Set {ways}, which makes it about 5%.")
+    else:
+        yield _finding("evaluation", "ok", found)
+
+
+def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Iterator[Finding]:
+    every, tokens = config.eval.sample_every, config.eval.sample_tokens
+    if tokens == 0 or every == 0 or step_seconds is None:
+        return
+    # A sampled token is a whole forward pass for one position: the host's launches, not arithmetic, take the time.
+    one = tokens * config.model.layers * 2.5e-4
+    share = one / (one + every * step_seconds)
+    count = steps // every
+    found = f"{count:,} samples of {tokens} tokens: {_percent(share)} of the run's time"
+    if share > _BIG_SHARE:
+        yield _finding(
+            "samples",
+            "warn",
+            found,
+            f"Sampling eats the time. Set eval.sample_every={round(every * _times_rarer(share))}, or fewer "
+            "eval.sample_tokens.",
+        )
+    else:
+        yield _finding("samples", "ok", found)
+
+
+def _saving(
+    config: RunConfig, steps: int, parameters: int | None, step_seconds: float | None, disk: Disk | None
+) -> Iterator[Finding]:
+    every = config.checkpoint.every
+    if every > steps:
+        yield _finding(
+            "saving",
+            "warn",
+            f"checkpoint.every is {every:,}, which a run of {steps:,} steps never reaches",
+            f"A run that is killed loses everything. Set checkpoint.every={max(1, steps // 4)}.",
+        )
+        return
+    long_run = step_seconds is not None and steps * step_seconds > 1800
+    if every == 0:
+        yield _finding(
+            "saving",
+            "warn" if long_run else "note",
+            "checkpoint.every is 0: only the end is saved, and a run that is stopped by a signal",
+            f"A crash or a lost machine costs the whole run. Set checkpoint.every={max(1, steps // 10)}.",
+        )
+        return
+    rate = None if disk is None else disk.write_rate
+    if parameters is None or step_seconds is None or rate is None:
+        yield _finding("saving", "ok", f"every {every:,} steps")
+        return
+    one = checkpoint_bytes(parameters) / rate
+    share = one / (one + every * step_seconds)
+    found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share)} of the run's time"
+    if share > _BIG_SHARE and one > 0.5:
+        yield _finding(
+            "saving",
+            "warn",
+            found,
+            f"Saving eats the time. Set checkpoint.every={round(every * _times_rarer(share))}, or output.folder to a "
+            "faster disk.",
+        )
+    else:
+        yield _finding("saving", "ok", found)
+
+
+def _deterministic(config: RunConfig, written: Callable[[str], bool]) -> Iterator[Finding]:
+    if not config.train.deterministic:
+        return
+    fast = [
+        f"speed.{name}"
+        for name in ("attention", "products", "compile", "cuda_graphs", "fp8", "kernels")
+        if written(f"speed.{name}") and str(getattr(config.speed, name)) not in ("off", "torch", "[]", "reference")
+    ]
+    if fast:
+        yield _finding(
+            "deterministic",
+            "warn",
+            f"train.deterministic is set beside {', '.join(fast)}",
+            "Kernels that repeat bit for bit are slower ones, and some fast ones are left out. Take one or the other: "
+            "set train.deterministic=false for speed.",
+        )
+    else:
+        yield _finding(
+            "deterministic",
+            "note",
+            "train.deterministic is set",
+            "The result repeats bit for bit on this machine, at some cost in speed; cuDNN's attention and tuned "
+            "products are left out.",
+        )
+
+
+def _times_rarer(share: float) -> float:
+    """How many times rarer something that takes this share of a run has to be, to take a twentieth of it."""
+    return share / (1 - share) / (0.05 / 0.95)
+
+
+def _percent(share: float) -> str:
+    return "under 1%" if share < 0.01 else f"about {share:.0%}"

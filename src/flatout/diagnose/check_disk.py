@@ -1,0 +1,148 @@
+"""The disk a run writes to: whether it may, how fast it is, and whether what the config keeps fits on it.
+
+`measure_disk` writes a temporary file that has no name where the system allows that, so nothing is left behind even
+when the process is killed. The trap: a file that was just written is read from the system's cache; the pages are
+dropped first where that can be asked for, and elsewhere the rate is left out rather than told wrongly.
+"""
+
+import dataclasses
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout.config.schema import RunConfig
+from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status, in_gib
+
+_CHUNK = 2**22
+_SLOW = 50e6  # bytes per second; an ordinary hard disk gives more
+_SECONDS = 0.6
+
+
+def measure_disk(folder: Path, *, quick: bool = False) -> Disk:
+    """Looks at the disk of `folder`, which need not exist yet."""
+    place = _nearest(folder)
+    disk = Disk(folder=str(folder), place=str(place))
+    if not place.is_dir():
+        return dataclasses.replace(disk, error=f"{place} is a file, not a folder")
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return dataclasses.replace(disk, error=f"{place}: {error.strerror or error}")
+    if folder.exists() and not folder.is_dir():
+        return dataclasses.replace(disk, free_bytes=free, error=f"{folder} is a file, not a folder")
+    size = min((8 if quick else 64) * 2**20, max(0, free // 8))
+    try:
+        write, read = _rates(place, size)
+    except OSError as error:
+        return dataclasses.replace(disk, free_bytes=free, error=f"{place}: {error.strerror or error}")
+    return dataclasses.replace(disk, free_bytes=free, write_rate=write, read_rate=read)
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    path = Path(os.path.abspath(folder))
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def _rates(place: Path, size: int) -> tuple[float | None, float | None]:
+    """Bytes per second written and on the disk, and read back; raises OSError where nothing can be written."""
+    chunk = os.urandom(2**20) * (_CHUNK // 2**20)  # not zeros, which some disks do not even store
+    with tempfile.TemporaryFile(dir=place, prefix=".flatout-doctor-") as file:
+        number, written = file.fileno(), 0
+        started = time.perf_counter()
+        while written < size and time.perf_counter() - started < _SECONDS:
+            file.write(chunk)
+            written += len(chunk)
+        if written == 0:
+            file.write(b"1")  # at least whether it may be written
+            file.flush()
+            return None, None
+        file.flush()
+        os.fsync(number)
+        write = written / (time.perf_counter() - started)
+        if not hasattr(os, "posix_fadvise"):
+            return write, None
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        started = time.perf_counter()
+        while file.read(_CHUNK):
+            if time.perf_counter() - started > _SECONDS:
+                break
+        return write, file.tell() / (time.perf_counter() - started)
+
+
+def checkpoint_bytes(parameters: int) -> int:
+    """One checkpoint: fp32 weights and AdamW's two moments."""
+    return 12 * parameters
+
+
+def check_disk(disk: Disk, config: RunConfig | None, parameters: int | None, data: DataFacts) -> Iterator[Finding]:
+    """Room, rights and speed of the disk; with a config, against the checkpoints it keeps."""
+    if disk.error:
+        yield _finding(
+            "writable",
+            "bad",
+            f"the run's folder {disk.folder} cannot be written: {disk.error}",
+            "Set output.folder to a folder that you may write to, or make this one writable.",
+        )
+    if disk.free_bytes is not None:
+        yield from _space(disk, disk.free_bytes, config, parameters, data)
+    yield from _speed(disk)
+
+
+def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
+    return Finding(area="disk", name=name, status=status, found=found, advice=advice)
+
+
+def _space(
+    disk: Disk, free: int, config: RunConfig | None, parameters: int | None, data: DataFacts
+) -> Iterator[Finding]:
+    if config is None or parameters is None:
+        low = free < 2**30
+        advice = "A run writes checkpoints of 12 bytes for each parameter. Free some space." if low else ""
+        yield _finding("space", "warn" if low else "ok", f"{in_gib(free)} free at {disk.place}", advice)
+        return
+    # Those it keeps, the best one, and the one being written before an old one is removed.
+    count, one = config.checkpoint.keep + 2, checkpoint_bytes(parameters)
+    need = count * one
+    shards = data.to_prepare_bytes or 0
+    for_shards = f", and the shards of the text about {in_gib(shards)}" if shards > 0.05 * need + 2**28 else ""
+    size = in_gib(need) if need >= 0.1 * 2**30 else f"{need / 2**20:.0f} MiB"
+    found = f"{in_gib(free)} free at {disk.place}; up to {count} checkpoints need {size}{for_shards}"
+    if free < need + shards:
+        fits = max(0, int((free - shards) // one) - 2)
+        keep = f" With checkpoint.keep={fits} it would fit." if fits >= 1 else ""
+        yield _finding(
+            "space",
+            "bad",
+            found,
+            f"The run would end with a full disk. Free some space, or set output.folder to another disk.{keep}",
+        )
+    elif free < 2 * (need + shards):
+        yield _finding(
+            "space", "warn", found, "It fits, with little to spare for anybody else. Free some space before a long run."
+        )
+    else:
+        yield _finding("space", "ok", found)
+
+
+def _speed(disk: Disk) -> Iterator[Finding]:
+    if disk.write_rate is None:
+        return
+    read = "" if disk.read_rate is None else f", reads {disk.read_rate / 1e6:.0f} MB/s"
+    found = f"writes {disk.write_rate / 1e6:.0f} MB/s{read}"
+    if disk.write_rate < _SLOW:
+        yield _finding(
+            "speed",
+            "warn",
+            found,
+            "That is slow, perhaps a network folder: the run waits while a checkpoint is written. Set output.folder to "
+            "a local disk, or save less often with checkpoint.every.",
+        )
+    else:
+        yield _finding("speed", "ok", found)

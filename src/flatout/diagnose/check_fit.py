@@ -1,0 +1,308 @@
+"""What a config becomes on a machine: which switches it gets, whether its steps fit the memory, how fast it may be.
+
+The machine is the one described by a `Machine`, not the one this code runs on: `device_of` makes torch's view of it,
+and the answers of trials stand in for the device. So a config can be checked for a card that is elsewhere.
+torch is imported here, inside of functions: call them only where `Machine.torch.status` is ok.
+
+The expected utilisation is an expectation: a line through what was measured on an H200 (benchmarks/throughput.jsonl),
+with a wide margin, wider on other cards. It says when to look closer, not how fast a run is; `flatout estimate` times
+real steps.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import RunConfig
+from flatout.diagnose.doctor import DataFacts, Finding, Machine, Trials, finding_of
+from flatout.errors import UserError
+
+if TYPE_CHECKING:
+    from flatout.device import Device
+    from flatout.engine.features import Speed
+
+COMMON_VOCAB = 50257
+CONTEXT_BYTES = 512 * 2**20  # what CUDA itself holds on a card, beside torch's tensors
+# Share of the data sheet's rate that a well-fed Hopper reaches, by width of the model; the last four were measured.
+_UTILISATION = ((64, 0.02), (128, 0.06), (256, 0.20), (384, 0.32), (512, 0.42), (768, 0.53), (1024, 0.56), (2048, 0.62))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A config on a machine. `speed` is None where torch is missing, and so is all that follows from it."""
+
+    kind: str = "cpu"
+    index: int = 0
+    parameters: int | None = None
+    flops_per_token: float | None = None
+    peak_flops: float | None = None
+    speed: "Speed | None" = None
+    device: "Device | None" = None
+    vocab: int = COMMON_VOCAB
+    corpus_bytes: int | None = 0  # None where the text is streamed
+    need_bytes: int | None = None
+    have_bytes: int | None = None
+    step_seconds: float | None = None
+
+
+def kind_of(machine: Machine, config: RunConfig | None) -> tuple[str, int, Finding | None]:
+    """(kind of the device a run would take, its number, what is wrong with the one asked for)."""
+    cuda = machine.torch.sees_cuda and bool(machine.cards)
+    fastest = "cuda" if cuda else "mps" if machine.torch.mps else "cpu"
+    asked = "auto" if config is None else config.speed.device
+    name, _, number = asked.partition(":")
+    index = int(number or 0)
+    complaint = None
+    if name == "cuda" and not cuda:
+        complaint = ("torch sees no CUDA device", "Set speed.device=auto, or mend what the machine section names.")
+    elif name == "cuda" and index >= len(machine.cards):
+        most = len(machine.cards) - 1
+        complaint = (f"the last card is cuda:{most}", f"Set speed.device=cuda:{most} or less, or auto.")
+    elif name == "mps" and not machine.torch.mps:
+        complaint = ("this torch has no MPS device", "Set speed.device=auto.")
+    if complaint is not None:
+        found = f"speed.device is {asked}, but {complaint[0]}"
+        finding = Finding(area="config", name="device", status="bad", found=found, advice=complaint[1])
+        return fastest, 0, finding
+    return (fastest, 0, None) if asked == "auto" else (name, index, None)
+
+
+def device_of(machine: Machine, kind: str, index: int, memory_limit: float | None) -> "Device":
+    """torch's view of a described machine."""
+    import torch
+
+    from flatout.device import Device, limit_memory
+
+    if kind == "cuda":
+        card = machine.cards[index]
+        device = Device(
+            torch_device=torch.device("cuda", index),
+            name=card.name,
+            memory_bytes=card.memory_bytes,
+            capability=card.capability,
+        )
+        return limit_memory(device, memory_limit)
+    memory = machine.memory_bytes if kind == "cpu" else None
+    return Device(torch_device=torch.device(kind), name=kind, memory_bytes=memory, capability=None)
+
+
+def _probes(machine: Machine, trials: Trials) -> Any:
+    """The trials' answers; what was not tried counts as working, unless its package is missing."""
+    from flatout.engine.features import Probes
+
+    def attention(backend: str, _device: object, **_: object) -> str | None:
+        if "fa4" in backend and machine.packages.get("flash_attn.cute") is None:
+            return "flash-attn-4 is not installed"
+        if backend == "fa3" and machine.packages.get("flash_attn_interface") is None:
+            return "flash_attn_3 is not installed"
+        return trials.failure(f"attention {backend}")
+
+    return Probes(
+        attention=attention,
+        picked=lambda *_, **__: trials.picked,
+        compiler=lambda _: trials.failure("torch.compile"),
+        products=lambda: trials.failure("cuBLASLt"),
+        triton=lambda: machine.triton.status == "ok" and trials.failure("triton kernels") is None,
+    )
+
+
+def fit(
+    loaded: LoadedConfig, machine: Machine, trials: Trials, data: DataFacts, kind: str, index: int
+) -> tuple[Fit, list[Finding]]:
+    """What the config becomes on this machine, and the switches it cannot have."""
+    from flatout.engine.features import resolve_speed
+    from flatout.model.count import flops_per_token, parameter_count
+
+    config, findings = loaded.config, []
+    device = device_of(machine, kind, index, config.speed.memory_limit)
+    vocab = config.model.vocab or data.vocab or COMMON_VOCAB
+    corpus = None if config.data.streaming else (data.train_tokens or 0) * data.token_bytes
+    probes = _probes(machine, trials)
+
+    def resolve(written: Callable[[str], str | None]) -> "Speed":
+        return resolve_speed(config, device, corpus, written, vocab=vocab, probes=probes)
+
+    try:
+        speed = resolve(lambda path: loaded.sources[path].written)
+    except UserError as error:
+        findings.append(finding_of(error, "config", "switches"))
+        speed = resolve(lambda _: None)
+    need = _needed(config, vocab, speed, corpus)
+    flops, peak = flops_per_token(config.model, vocab), device.peak_flops
+    band = expected_utilisation(config, speed, device.capability) if peak else None
+    rate = peak * sum(band) / 2 if peak and band else None
+    if rate is None and trials.product_flops is not None:
+        rate = 0.4 * trials.product_flops  # of a whole step, whose other half is not products
+    return (
+        Fit(
+            kind=kind,
+            index=index,
+            parameters=parameter_count(config.model, vocab),
+            flops_per_token=flops,
+            peak_flops=peak,
+            speed=speed,
+            device=device,
+            vocab=vocab,
+            corpus_bytes=corpus,
+            need_bytes=need,
+            have_bytes=_available(machine, kind, index, device),
+            step_seconds=None if rate is None else flops * config.train.batch_tokens / rate,
+        ),
+        findings,
+    )
+
+
+def _needed(config: RunConfig, vocab: int, speed: "Speed", corpus_bytes: int | None) -> int:
+    from flatout.engine.setup import memory_of
+
+    # A memory limit holds torch's tensors only; on a real card CUDA's own share has to fit as well.
+    own = CONTEXT_BYTES if speed.device.kind == "cuda" and speed.device.limit_bytes is None else 0
+    tokens = corpus_bytes or 0 if speed.loader == "device" else 0
+    return memory_of(config, vocab, speed).total + own + tokens
+
+
+def _available(machine: Machine, kind: str, index: int, device: "Device") -> int | None:
+    if kind == "cpu":
+        return machine.available_bytes or machine.memory_bytes
+    if device.memory_bytes is None:
+        return None
+    if kind != "cuda":
+        return device.memory_bytes
+    card = machine.cards[index]
+    free = (card.memory_bytes or device.memory_bytes) - (card.used_bytes or 0)
+    return free if device.limit_bytes is None else min(free, device.limit_bytes)
+
+
+def resolved_need(config: RunConfig, machine: Machine, trials: Trials, fitted: Fit) -> int | None:
+    from flatout.engine.features import resolve_speed
+
+    assert fitted.device is not None
+    try:
+        probes = _probes(machine, trials)
+        corpus = fitted.corpus_bytes
+        speed = resolve_speed(config, fitted.device, corpus, lambda _: None, vocab=fitted.vocab, probes=probes)
+        return _needed(config, fitted.vocab, speed, corpus)
+    except UserError:
+        return None
+
+
+# --- switches ---------------------------------------------------------------------------------------------------------
+
+
+def check_switches(fitted: Fit) -> Iterator[Finding]:
+    """Switches that came out as something else than was asked for, where that costs something."""
+    if fitted.speed is None:
+        return
+    plain = [feature for feature in fitted.speed.features if feature.why and feature.asked not in ("auto", "null")]
+    changed = [feature for feature in plain if feature.asked != feature.used and feature.name not in _HARMLESS]
+    if changed:
+        listed = "; ".join(f"speed.{one.name} {one.asked} becomes {one.used}: {one.why}" for one in changed)
+        yield Finding(
+            area="config",
+            name="switches",
+            status="note",
+            found=listed,
+            advice="A preset or overlay asked for them; the run goes on without.",
+        )
+    else:
+        shown = [one for one in fitted.speed.features if one.name in ("precision", "kernels", "attention", "compile")]
+        used = ", ".join(f"{one.name} {one.used}" for one in shown)
+        yield Finding(area="config", name="switches", status="ok", found=used)
+
+
+_HARMLESS = ("micro_batch", "workers", "loss_chunk")
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+def expected_utilisation(
+    config: RunConfig, speed: "Speed", capability: tuple[int, int] | None
+) -> tuple[float, float] | None:
+    """The share of the data sheet's rate to expect, as a band; None where there is nothing to go by."""
+    if capability is None:
+        return None
+    middle = _between(config.model.width)
+    tokens = speed.micro_batch * config.model.context
+    middle *= min(1.0, (tokens / 8192) ** 0.5)
+    middle *= {"fp32": 0.08, "tf32": 0.5}.get(speed.precision, 1.0)
+    if speed.execution.kernels == "torch":
+        middle *= 0.72 if speed.compile != "off" else 0.5
+    if speed.execution.checkpointing == "full":
+        middle *= 0.8
+    if speed.execution.fp8:
+        middle *= 1 + 0.04 * len(speed.execution.fp8)
+    measured = capability[0] == 9
+    low, high = (0.85, 1.1) if measured else (0.6, 1.2)
+    return low * middle, min(0.85, high * middle)
+
+
+def _between(width: int) -> float:
+    """The utilisation at a width, on straight lines between those in the table."""
+    if width <= _UTILISATION[0][0]:
+        return _UTILISATION[0][1]
+    for (narrow, less), (wide, more) in itertools.pairwise(_UTILISATION):
+        if width <= wide:
+            return less + (more - less) * (width - narrow) / (wide - narrow)
+    return _UTILISATION[-1][1]
+
+
+def _on_processor(seconds: float) -> Finding:
+    hours = seconds / 3600
+    about = (
+        f"{seconds / 60:.0f} minutes" if hours < 2 else f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
+    )
+    found = (
+        f"very roughly {'a minute or two' if seconds < 120 else about}, by the speed of a matrix product on this CPU"
+    )
+    if hours < 48:
+        return Finding(area="memory", name="expected time", status="ok", found=found)
+    return Finding(
+        area="memory",
+        name="expected time",
+        status="warn",
+        found=found,
+        advice="This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare-char; "
+        "`flatout estimate` times real steps.",
+    )
+
+
+def check_speed(config: RunConfig, fitted: Fit, steps: int | None) -> Iterator[Finding]:
+    """The utilisation (MFU) to expect of this model on this card; on a CPU a rough length of the run."""
+    if fitted.speed is None or fitted.device is None or fitted.flops_per_token is None:
+        return
+    peak = fitted.peak_flops
+    band = None if peak is None else expected_utilisation(config, fitted.speed, fitted.device.capability)
+    if peak is None or band is None:
+        if fitted.kind == "cpu" and steps is not None and fitted.step_seconds is not None:
+            yield _on_processor(steps * fitted.step_seconds)
+        if fitted.kind == "cuda":
+            yield Finding(
+                area="memory",
+                name="expected speed",
+                status="note",
+                found=f"no expectation: the peak rate of {fitted.device.name} is not known to Flatout",
+                advice="`flatout estimate` times real steps instead.",
+            )
+        return
+    low, high = band
+    rates = [share * peak / fitted.flops_per_token for share in band]
+    measured = fitted.device.capability is not None and fitted.device.capability[0] == 9
+    origin = "runs on an H200" if measured else "runs on an H200, not on a card like this"
+    yield Finding(
+        area="memory",
+        name="expected speed",
+        status="ok",
+        found=f"{low:.0%} to {high:.0%} of the card's peak (MFU), {_count(rates[0])} to {_count(rates[1])} tokens/s",
+        advice=f"That is an expectation from {origin}, no measurement; `flatout estimate` times real steps. If a run "
+        "stays below it, `flatout profile` says what it waits for.",
+    )
+
+
+def _count(value: float) -> str:
+    for limit, suffix in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.0f}"

@@ -1,0 +1,111 @@
+"""The folder a run would write to: new, or that of another run, and whether that one can go on. No torch here."""
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout.config.load import load_config
+from flatout.config.schema import RunConfig
+from flatout.config.yaml_loader import format_value
+from flatout.diagnose.doctor import Finding, Status
+from flatout.errors import UserError
+
+RUNS = Path("runs")
+_STEP = re.compile(r"step-(\d{8,})")
+
+
+def folder_of(config: RunConfig) -> Path:
+    """Where the run would go, as far as that is known without starting it."""
+    return RUNS / config.output.name if config.output.folder is None else Path(config.output.folder)
+
+
+def check_folder(config: RunConfig) -> Iterator[Finding]:
+    """Whether a new run can have its folder, and else what is in the way."""
+    folder = folder_of(config)
+    holder = _held_by(folder)
+    if config.output.folder is None:
+        taken = f"; {folder} is taken, so it gets a number" if folder.exists() else ""
+        yield _finding("ok", f"a new folder {folder}{taken}")
+        return
+    if holder is not None:
+        yield _finding(
+            "bad",
+            f"another process trains in {folder} ({holder})",
+            "Wait for it to end, stop it, or set output.folder to another folder.",
+        )
+        return
+    if not _holds_run(folder):
+        yield _finding("ok", f"{folder} is free" if folder.exists() else f"a new folder {folder}")
+        return
+    steps = _steps_in(folder)
+    at = f", saved up to step {steps[-1]:,}" if steps else ", without a checkpoint"
+    difference = _difference(config, folder)
+    if difference is not None:
+        yield _finding(
+            "bad",
+            f"{folder} holds another run{at}: {difference}",
+            "A trained model keeps its shape: that run cannot go on with this config. Set output.folder to a new one.",
+        )
+    elif steps:
+        yield _finding(
+            "warn",
+            f"{folder} holds a run of this model{at}",
+            "`flatout train` refuses to write over it. Add --resume auto to go on with it, or set output.folder to a "
+            "new folder.",
+        )
+    else:
+        yield _finding(
+            "bad",
+            f"{folder} holds a run{at}",
+            "There is nothing to resume from, and `flatout train` does not write over it. Set output.folder to a new "
+            "folder, or remove that one.",
+        )
+
+
+def _finding(status: Status, found: str, advice: str = "") -> Finding:
+    return Finding(area="config", name="run folder", status=status, found=found, advice=advice)
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").exists() or bool(_steps_in(folder))
+
+
+def _steps_in(folder: Path) -> list[int]:
+    """Steps of the finished checkpoints, the newest last."""
+    try:
+        names = os.listdir(folder / "checkpoints")
+    except OSError:
+        return []
+    return sorted(int(found[1]) for found in map(_STEP.fullmatch, names) if found)
+
+
+def _difference(config: RunConfig, folder: Path) -> str | None:
+    """The first field of the model in which the run in the folder differs; None where it fits, or does not tell."""
+    path = folder / "config.yaml"
+    try:
+        stored = load_config(path).config.model.model_dump() if path.is_file() else {}
+    except UserError:
+        return None
+    mine = config.model.model_dump()
+    for name, value in stored.items():
+        if name not in ("dropout", "init_from") and value != mine.get(name):
+            return f"it has model.{name} {format_value(value)}, the config says {format_value(mine.get(name))}"
+    return None
+
+
+def _held_by(folder: Path) -> str | None:
+    """Who holds the run's lock; None if nobody. The lock is tried and given back at once."""
+    path = folder / "run.lock"
+    try:
+        import fcntl
+
+        with path.open("rb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return file.read(200).decode("utf-8", "replace").strip() or "unknown"
+            fcntl.flock(file, fcntl.LOCK_UN)
+    except (ImportError, OSError):  # no such file, or Windows
+        return None
+    return None

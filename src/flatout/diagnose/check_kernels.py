@@ -1,0 +1,133 @@
+"""What the trials on the device showed, and what it means for a run. Judges `Trials` and touches nothing."""
+
+from collections.abc import Iterator
+
+from flatout.config.schema import RunConfig
+from flatout.diagnose.check_machine import usable
+from flatout.diagnose.doctor import Finding, Machine, Status, Trial, Trials
+
+# Below this share of the data sheet's rate a large product is slower than the card should be.
+_SLOW_SHARE = 0.4
+
+
+def check_kernels(
+    machine: Machine, trials: Trials, config: RunConfig | None, kind: str, peak_flops: float | None
+) -> Iterator[Finding]:
+    """`peak_flops` is the data sheet's rate of the card, None where it is not known."""
+    if not usable(machine.torch):
+        yield _finding("kernels", "note", "not tried, as torch cannot be used", "They are tried once torch works.")
+        return
+    yield from _products(trials, kind, peak_flops)
+    yield from _attention(trials, config, kind)
+    for trial in trials.trials:
+        if trial.name in ("triton kernels", "cuBLASLt", "fp8 products", "torch.compile"):
+            yield _other(trial, config)
+
+
+def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
+    return Finding(area="kernels", name=name, status=status, found=found, advice=advice)
+
+
+def _products(trials: Trials, kind: str, peak_flops: float | None) -> Iterator[Finding]:
+    reason = trials.failure("matrix product")
+    if reason is not None:
+        yield _finding(
+            "products",
+            "bad",
+            f"a plain matrix product fails on {kind}: {reason}",
+            "Nothing can be trained on this device as it is. If memory is full, see who uses it; if the error speaks "
+            "of a kernel image or a driver, torch and driver do not go together; else restart the machine.",
+        )
+        return
+    if trials.product_flops is None:
+        return
+    rate = trials.product_flops
+    shown = f"{rate / 1e12:.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e9:.0f} GFLOP/s"
+    found = f"a {trials.product_type} matrix product runs at {shown}"
+    if peak_flops is None or trials.product_type == "fp32":
+        yield _finding("products", "ok", found)
+        return
+    share = rate / peak_flops
+    found += f", {share:.0%} of the data sheet"
+    if share < _SLOW_SHARE:
+        yield _finding(
+            "products",
+            "warn",
+            found,
+            "A healthy card reaches 60% or more. Look for others who use it, a lowered power cap, heat, or a card that "
+            "sits in a slow slot; `nvidia-smi -q -d PERFORMANCE` says what holds its clock down.",
+        )
+    else:
+        yield _finding("products", "ok", found)
+
+
+def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Iterator[Finding]:
+    tried = {one.name.removeprefix("attention "): one for one in trials.trials if one.name.startswith("attention ")}
+    if not tried:
+        return
+    works = [name for name, one in tried.items() if one.outcome == "works"]
+    fails = [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
+    picks = f"; torch itself picks {trials.picked}" if trials.picked else ""
+    found = f"run and right: {', '.join(works) or 'none'}{picks}"
+    asked = "auto" if config is None else config.speed.attention
+    if asked in tried and tried[asked].outcome == "fails":
+        yield _finding(
+            "attention",
+            "bad",
+            f"speed.attention is {asked}, but {tried[asked].detail}",
+            f"Set speed.attention=auto, which takes the best that works here{_listed(works)}.",
+        )
+        return
+    if kind == "cuda" and not works:
+        yield _finding(
+            "attention",
+            "warn",
+            f"no fast kernel runs here: {'; '.join(fails)}",
+            "Attention is then written out, which is slow and needs much memory. A head size (model.width over "
+            "model.heads) of 64 or 128 in half precision suits every kernel; older cards have fewer of them.",
+        )
+    elif "sdpa" in tried and tried["sdpa"].outcome == "fails":
+        detail = tried["sdpa"].detail
+        yield _finding("attention", "bad", f"torch's attention fails here: {detail}", "Install torch again.")
+    elif fails:
+        yield _finding("attention", "note", found, f"Not usable with these shapes: {'; '.join(fails)}.")
+    else:
+        yield _finding("attention", "ok", found)
+
+
+def _listed(works: list[str]) -> str:
+    return f" ({', '.join(works)} work)" if works else ""
+
+
+_MEANS: dict[str, tuple[Status, str]] = {
+    "triton kernels": (
+        "warn",
+        "Our fused kernels cannot run here, and training falls back to torch's operations, which is slower. A C "
+        "compiler must be installed (`apt install gcc`), and triton must be the version that torch wants; "
+        "speed.kernels=torch silences this.",
+    ),
+    "cuBLASLt": (
+        "note",
+        "Matrix products then take torch's own choice of kernel, which costs some percent of speed. It comes with a "
+        "CUDA build of torch; nothing has to be done.",
+    ),
+    "fp8 products": ("note", "Leave speed.fp8 empty, as it is by default."),
+    "torch.compile": (
+        "warn",
+        "Runs with speed.compile=auto go without it. It needs a C++ compiler (`apt install g++`), the headers of this "
+        "Python (`apt install python3-dev`) and a folder for temporary files; speed.compile=off silences this.",
+    ),
+}
+
+
+def _other(trial: Trial, config: RunConfig | None) -> Finding:
+    status, advice = _MEANS[trial.name]
+    if trial.outcome == "works":
+        return _finding(trial.name, "ok", f"works ({trial.detail})")
+    if trial.outcome == "skipped":
+        return _finding(trial.name, "ok", f"not tried: {trial.detail}")
+    asked_off = config is not None and (
+        (trial.name == "torch.compile" and config.speed.compile == "off")
+        or (trial.name == "triton kernels" and config.speed.kernels == "torch")
+    )
+    return _finding(trial.name, "note" if asked_off else status, f"does not work: {trial.detail}", advice)

@@ -1,0 +1,186 @@
+"""Whether a step fits the memory there is, and if not, an overlay or switches with which it does.
+
+The contract: every way that is named was reckoned through and fits, with room to spare. What is learned stays the same
+with all of them but an overlay that shortens the context, which is said. torch is needed, through `check_fit`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from flatout.config.load import LoadedConfig, hardware_for
+from flatout.config.schema import RunConfig, SpeedConfig
+from flatout.diagnose.check_fit import Fit, resolved_need
+from flatout.diagnose.doctor import Finding, Machine, Status, Trials, in_gib
+
+_TIGHT = 0.92  # of the memory: fragmentation and evaluation want the rest
+# Switches that save memory, the cheapest in time first, each on top of nothing.
+_SAVINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"checkpointing": "selective"},
+    {"loss": "fused", "loss_chunk": 2048},
+    {"checkpointing": "full"},
+    {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048},
+    {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048, "optimizer_state": "8bit"},
+    {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048, "optimizer_offload": True},
+)
+
+
+def check_memory(
+    loaded: LoadedConfig,
+    machine: Machine,
+    trials: Trials,
+    fitted: Fit,
+    with_hardware: Callable[[str], LoadedConfig | None],
+) -> Iterator[Finding]:
+    """Whether a step fits; if not, what would. `with_hardware` loads the same config with a memory overlay."""
+    if fitted.speed is None or fitted.need_bytes is None or fitted.have_bytes is None:
+        yield _memory("note", "not known, as torch is needed to reckon it, or the device does not tell its memory")
+        return
+    need, have, config = fitted.need_bytes, fitted.have_bytes, loaded.config
+    of = "host memory" if fitted.kind == "cpu" else fitted.speed.device.name
+    room = f"{in_gib(have)} of {of} are free"
+    if fitted.speed.device.limit_bytes is not None:
+        room = f"speed.memory_limit is {in_gib(have)}"
+    many = "1 sequence" if fitted.speed.micro_batch == 1 else f"{fitted.speed.micro_batch} sequences"
+    found = f"a step of {many} at once needs about {in_gib(need)}; {room}"
+    yield from _on_host(machine, fitted)
+    if need <= _TIGHT * have:
+        yield _memory("ok", found)
+        yield from _tiny_micro_batches(config, machine, trials, fitted)
+        return
+    ways = list(_ways(loaded, machine, trials, fitted, with_hardware))
+    if need <= have:
+        smaller = f" {' or '.join(ways)} would leave room." if ways else ""
+        yield _memory("warn", found, f"That is tight: fragmentation or an evaluation may not fit any more.{smaller}")
+        return
+    if ways:
+        advice = f"It will run out of memory. What fits: {'; or '.join(ways)}. What is learned stays the same."
+        if any("--hardware" in way and "context" in way for way in ways):
+            advice = advice.replace(" What is learned stays the same.", "")
+    else:
+        advice = (
+            "No switch makes it fit: weights, gradients and moments alone take 16 bytes for each parameter. Lower "
+            "model.layers, model.width or model.context, or use a card with more memory."
+        )
+    yield _memory("bad", found, advice)
+
+
+def _memory(status: Status, found: str, advice: str = "") -> Finding:
+    return Finding(area="memory", name="a step", status=status, found=found, advice=advice)
+
+
+def _on_host(machine: Machine, fitted: Fit) -> Iterator[Finding]:
+    """Moments that were moved to the host have to fit there."""
+    if fitted.speed is None or not fitted.speed.optimizer_offload or fitted.parameters is None:
+        return
+    need, have = 8 * fitted.parameters, machine.available_bytes
+    if have is not None and need > 0.8 * have:
+        yield Finding(
+            area="memory",
+            name="on the host",
+            status="bad" if need > have else "warn",
+            found=f"speed.optimizer_offload keeps {in_gib(need)} in host memory, of which {in_gib(have)} are free",
+            advice="The system would end the run. Close other programs, or set speed.optimizer_state=8bit and "
+            "speed.optimizer_offload=false.",
+        )
+
+
+def _ways(
+    loaded: LoadedConfig,
+    machine: Machine,
+    trials: Trials,
+    fitted: Fit,
+    with_hardware: Callable[[str], LoadedConfig | None],
+) -> Iterator[str]:
+    """Up to three ways to fit, each as words to add to the command line."""
+    assert fitted.have_bytes is not None
+    told, best = 0, 0
+    if fitted.kind == "cuda":
+        name = hardware_for(fitted.have_bytes)
+        other = with_hardware(name)
+        if other is not None:
+            need = resolved_need(other.config, machine, trials, fitted)
+            if need is not None and need <= _TIGHT * fitted.have_bytes:
+                shorter = other.config.model.context < loaded.config.model.context
+                note = f" and model.context {other.config.model.context}" if shorter else ""
+                told += 1
+                yield f"--hardware {name} (about {in_gib(need)}{note})"
+    for saving in _SAVINGS:
+        if told >= 3:
+            return
+        found = _largest(loaded.config, saving, machine, trials, fitted)
+        if found is None or found[0] < 2 * best:
+            continue  # dearer, and not a larger micro-batch for it
+        size, need = found
+        best = size
+        words = [f"speed.micro_batch={size}", *(f"speed.{name}={_word(value)}" for name, value in saving.items())]
+        told += 1
+        yield f"{' '.join(words)} (about {in_gib(need)})"
+        if fitted.speed is not None and size * 8 >= fitted.speed.micro_batch:
+            return  # nothing dearer is worth naming
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _largest(
+    config: RunConfig, saving: dict[str, Any], machine: Machine, trials: Trials, fitted: Fit
+) -> tuple[int, int] | None:
+    """The largest micro-batch below the config's that fits with these switches, and what it needs."""
+    assert fitted.speed is not None
+    assert fitted.have_bytes is not None
+    sequences = config.train.batch_tokens // config.model.context
+    # Halving finds the right order of magnitude in few tries; the config takes the next divisor below.
+    sizes = _halved(fitted.speed.micro_batch if saving else fitted.speed.micro_batch // 2)
+    for size in sizes:
+        if sequences % size:
+            continue
+        changed = _with_speed(config, {**saving, "micro_batch": size, "accumulation": None})
+        need = resolved_need(changed, machine, trials, fitted)
+        if need is not None and need <= _TIGHT * fitted.have_bytes:
+            return size, need
+    return None
+
+
+def _halved(size: int) -> Sequence[int]:
+    sizes: list[int] = []
+    while size >= 1:
+        sizes.append(size)
+        size //= 2
+    if sizes and sizes[-1] != 1:
+        sizes.append(1)
+    return sizes
+
+
+def _with_speed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    speed = SpeedConfig.model_validate({**config.speed.model_dump(), **changes})
+    return config.model_copy(update={"speed": speed})
+
+
+def _tiny_micro_batches(config: RunConfig, machine: Machine, trials: Trials, fitted: Fit) -> Iterator[Finding]:
+    """Many small micro-batches where larger ones would fit: the device waits for the host between them."""
+    speed = fitted.speed
+    assert speed is not None
+    assert fitted.have_bytes is not None
+    enough = 8192 if fitted.kind == "cuda" else 512  # tokens that keep a device busy
+    if speed.accumulation < 8 or speed.micro_batch * config.model.context >= enough:
+        return
+    sequences = config.train.batch_tokens // config.model.context
+    best = speed.micro_batch
+    for size in (size for size in range(speed.micro_batch + 1, sequences + 1) if sequences % size == 0):
+        need = resolved_need(_with_speed(config, {"micro_batch": size, "accumulation": None}), machine, trials, fitted)
+        if need is None or need > _TIGHT * fitted.have_bytes:
+            break
+        best = size
+        if size * config.model.context >= enough:
+            break
+    if best > speed.micro_batch:
+        yield Finding(
+            area="memory",
+            name="micro-batch",
+            status="warn",
+            found=f"{speed.accumulation} micro-batches of {speed.micro_batch} a step, and {best} at once would fit",
+            advice=f"So little work at once leaves the device waiting. Set speed.micro_batch={best}, or let `flatout "
+            "tune` find the best; the batch and what is learned stay the same.",
+        )

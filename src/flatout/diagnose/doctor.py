@@ -1,0 +1,203 @@
+"""What the doctor says and what it knows, as frozen dataclasses; no torch here.
+
+The idea: facts first, judgement second. `machine.gather_machine`, `trials.run_trials`, `check_disk.measure_disk` and
+`check_data.look_at_data` collect facts; the functions of the `check_*` modules turn facts into `Finding`s and touch
+nothing. So a test, or a person with another machine in mind, hands over other facts.
+
+The contract: a check never raises. What goes wrong inside of one is a finding as well (`guarded`). `bad` means that
+training refuses or certainly fails, `warn` that it works and is wasted in part, `note` that it is worth knowing.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Literal
+
+from flatout.errors import UserError
+
+Status = Literal["ok", "note", "warn", "bad"]
+# In the order they are told, and the exit code that a bad one of them means.
+AREAS: Mapping[str, int] = {
+    "machine": 2,
+    "gpu": 2,
+    "kernels": 2,
+    "environment": 2,
+    "disk": 5,
+    "data": 3,
+    "config": 2,
+    "memory": 5,
+}
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One check: what was found, whether that is fine, and otherwise what to do, in sentences."""
+
+    area: str
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Library:
+    """A package that may be missing or broken; `reason` says how."""
+
+    status: Literal["ok", "missing", "broken"] = "missing"
+    version: str = ""
+    reason: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Torch(Library):
+    """torch, and what it sees. Of a torch that cannot be imported only the version is known, if that."""
+
+    cuda: str | None = None  # the CUDA it was built for, such as 13.0
+    sees_cuda: bool = False
+    why_not: str = ""  # what torch says when it sees none
+    mps: bool = False
+    architectures: tuple[str, ...] = ()  # cards it has code for: sm_90, compute_90
+    threads: int | None = None
+    wants_triton: str | None = None  # the exact version its own metadata asks for
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Card:
+    """A GPU and its state before we touched it; None for what nobody tells."""
+
+    name: str
+    capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    used_bytes: int | None = None  # by others
+    processes: tuple[int, ...] = ()  # of others, by process id
+    utilisation: float | None = None  # 0 to 1
+    temperature: float | None = None
+    power_watts: float | None = None
+    power_limit_watts: float | None = None
+    power_default_watts: float | None = None
+    clock_mhz: float | None = None
+    clock_most_mhz: float | None = None
+    throttled: tuple[str, ...] = ()  # power, heat, hardware
+    uncorrected_errors: int | None = None  # of its memory, since the driver was loaded
+    remapping: str = ""  # rows of its memory that wait for a reset, or could not be replaced
+    identity: str = ""  # UUID
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Machine:
+    """All that is known of a machine. `cards` come in torch's order, or the driver's where torch sees none."""
+
+    system: str
+    python: tuple[int, int, int]
+    torch: Torch
+    triton: Library
+    cores: int
+    usable_cores: float  # as the scheduler and the container allow
+    memory_bytes: int | None
+    available_bytes: int | None
+    environment: Mapping[str, str]
+    packages: Mapping[str, str | None]  # by the name that is imported; None where it is missing
+    now: float  # seconds since 1970
+    cards: tuple[Card, ...] = ()
+    hidden_cards: int = 0  # that the driver has and torch does not see
+    told_by: str = ""  # NVML, nvidia-smi or torch
+    driver: str | None = None
+    driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the driver knows
+    xids: tuple[str, ...] = ()  # errors of the card in the kernel's log
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Something that was run on the device to see whether it works."""
+
+    name: str
+    outcome: Literal["works", "fails", "skipped"]
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trials:
+    """Everything that was run. `product_flops` is the rate of one large matrix product in `product_type`."""
+
+    trials: tuple[Trial, ...] = ()
+    picked: str | None = None  # torch's own choice of an attention kernel
+    product_flops: float | None = None
+    product_type: str = ""
+
+    def failure(self, name: str) -> str | None:
+        """Why a trial failed; None if it worked or was not made."""
+        return next((one.detail for one in self.trials if one.name == name and one.outcome == "fails"), None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Disk:
+    """The disk that a run would write to. `place` is the nearest folder that exists; `error` why it cannot be used."""
+
+    folder: str
+    place: str
+    free_bytes: int | None = None
+    error: str = ""
+    write_rate: float | None = None  # bytes per second, on the disk for sure
+    read_rate: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What is known of the tokens; None for what nobody has counted. `exact` is False for an extrapolation."""
+
+    exact: bool = False
+    train_tokens: int | None = None
+    val_tokens: int | None = None
+    vocab: int | None = None
+    document_tokens: float | None = None  # the median document's; None where there is one document only
+    token_bytes: int = 2
+    to_prepare_bytes: int | None = None  # of shards that are still to be written
+    folder: str = ""
+
+
+def finding_of(error: UserError, area: str, name: str) -> Finding:
+    """An error that training would end with, as a finding; its exit code says where it belongs."""
+    area = (
+        area if AREAS.get(area) == error.exit_code else {2: "config", 3: "data", 5: "disk"}.get(error.exit_code, area)
+    )
+    return Finding(area=area, name=name, status="bad", found=error.message, advice=sentence(error.hint))
+
+
+def sentence(text: str) -> str:
+    """A hint, which begins small and has no end, as a sentence."""
+    text = text.strip()
+    if not text:
+        return ""
+    return f"{text[0].upper()}{text[1:]}" + ("" if text.endswith((".", "?", "!")) else ".")
+
+
+def guarded(area: str, name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """The findings of a check, and where it breaks a finding that says so: one broken check must not hide the rest."""
+    try:
+        yield from check()
+    except UserError as error:
+        yield finding_of(error, area, name)
+    except Exception as error:  # noqa: BLE001 - a doctor that dies tells nobody anything
+        yield Finding(
+            area=area,
+            name=name,
+            status="warn",
+            found=f"this check broke: {type(error).__name__}: {first_line(error)}",
+            advice="This is a fault of Flatout's doctor, not of your set-up. Please report it with these words.",
+        )
+
+
+def first_line(error: object, most: int = 200) -> str:
+    """An error's first line that says something, not longer than fits a terminal."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 when nothing is bad; else that of the first area, in the order a run would meet them: 2, then 3, then 5."""
+    return min((AREAS[finding.area] for finding in findings if finding.status == "bad"), default=0)
+
+
+def in_gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size < 100 * GIB else f"{size / GIB:.0f} GiB"

@@ -1,0 +1,419 @@
+"""A few real training steps under torch's profiler, and everything that comes of them in one folder.
+
+    trace.json.gz            for Perfetto or chrome://tracing, with the ranges of `trace.RANGES` by name
+    kernels.csv              every kernel, or on a CPU every operator, with its kind and its share
+    memory_snapshot.json.gz  on CUDA: every block of the allocator and one step's history of it, with lines of code
+    profile.json             all figures and the verdict, for programs
+
+Idea: the profiler slows the host down, so a step that waits for its host looks worse under it than it is. Steps are
+therefore timed without it first, in the same process; the profiler then says what the device did in them.
+
+Contract: the run's own code is not touched. Ranges are put around parts of its `TrainStep` for the profiled steps and
+taken off again, also after an error; no switch of torch stays changed. Nothing but the folder is written.
+Trap: a step trains. A run that was profiled has moved its weights; it is built for the occasion and thrown away.
+Trap: a replayed graph runs none of our Python, so forward and backward are one piece there: `micro-batch`.
+Trap: the wait for the first batch and the first steps (compiling, recording, tuning) are in no figure but peak memory.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import functools
+import gzip
+import io
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, record_function
+
+import flatout
+from flatout.config.load import LoadedConfig, load_stored
+from flatout.config.schema import DataConfig
+from flatout.data.stream import StreamDataset
+from flatout.device import Device
+from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
+from flatout.diagnose.reading import Measurements, Verdict, judge
+from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
+from flatout.engine.features import Probes, resolve_speed
+from flatout.engine.pending import PendingReports
+from flatout.engine.setup import Run, memory_of, out_of_memory
+from flatout.engine.step import TrainStep
+from flatout.errors import HardwareError, UserError
+from flatout.files import disk_errors, write_whole
+from flatout.model.count import parameter_count
+
+WARMUP = 4  # steps, as in `flatout bench`
+LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0
+MICRO_BATCHES = 32  # most in the profiled steps, unless told otherwise: a trace that can still be opened
+TRACE, SNAPSHOT, KERNELS, REPORT = "trace.json.gz", "memory_snapshot.json.gz", "kernels.csv", "profile.json"
+_UPDATE_BYTES = 32  # per weight: AdamW reads weight, gradient and two moments, writes three; the norm reads gradients
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileReport:
+    """Everything that a profile found; seconds are of one step."""
+
+    flatout: str
+    torch: str
+    config: str
+    device: str
+    device_kind: str
+    data: str
+    parameters: int
+    context: int
+    micro_batch: int
+    accumulation: int
+    batch_tokens: int
+    used: Mapping[str, str]
+    warmup_steps: int
+    timed_steps: int
+    profiled_steps: int
+    step_seconds: float
+    profiled_step_seconds: float
+    busy_seconds: float
+    data_wait_seconds: float
+    idle_for_data_seconds: float
+    idle_for_host_seconds: float
+    seconds_by_kind: Mapping[str, float]
+    ranges: tuple[Range, ...]
+    tokens_per_second: float
+    flops_per_second: float
+    peak_flops_per_second: float | None
+    mfu: float | None
+    product_flops_per_second: float | None
+    update_bytes_per_second: float | None
+    peak_bytes_per_second: float | None
+    kernels_per_step: float
+    kernels_per_second: float
+    mean_kernel_seconds: float
+    memory: tuple[MemoryPart, ...]
+    top: tuple[Kernel, ...]
+    verdict: Verdict
+    files: tuple[str, ...]
+    notices: tuple[str, ...]
+
+
+def fitted(loaded: LoadedConfig, data: DataConfig, steps: int | None) -> LoadedConfig:
+    """The config with other data and long enough to be profiled; its weights are drawn: values cost no time."""
+    needed = WARMUP + MOST_TIMED + (steps or MICRO_BATCHES) + 1
+    train = loaded.config.train.model_copy(update={"steps": needed, "tokens": None, "epochs": None})
+    model = loaded.config.model.model_copy(update={"init_from": None})
+    update = {"data": data, "train": train, "model": model}
+    return LoadedConfig(loaded.config.model_copy(update=update), loaded.sources)
+
+
+def profile_run(
+    run: Run,
+    folder: Path,
+    *,
+    steps: int | None = None,
+    data: str = "",
+    progress: Callable[[str], None] = lambda _: None,
+) -> ProfileReport:
+    """Profiles `steps` steps of a fresh run, by default up to four, and writes the files into an existing folder."""
+    device = run.speed.device
+    steps = steps or max(1, min(4, MICRO_BATCHES // run.speed.accumulation))
+    with out_of_memory(), run.batches(0) as loader:
+        batches = iter(loader)
+        progress(f"{WARMUP} steps to warm up")
+        for _ in range(WARMUP):
+            _one_step(run, batches)
+        _wait(device)
+        progress("timing steps without the profiler")
+        step_seconds, data_seconds, timed = _timed(run, batches)
+        progress(f"{steps} {'step' if steps == 1 else 'steps'} under the profiler")
+        events, profiled_seconds = _profiled(run, batches, steps, folder)
+        progress("memory")
+        memory = memory_parts(run)
+        notices = []
+        if device.kind == "cuda":
+            one_step = functools.partial(_one_step, run, batches)
+            notices = write_snapshot(device.torch_device, one_step, folder / SNAPSHOT)
+    progress("reading the trace")
+    cuda = device.kind == "cuda"
+    facts = read_trace(events, steps, device=cuda)
+    if cuda and not facts.kernels:
+        raise HardwareError(
+            "torch's profiler saw no kernels on the device",
+            "the driver may keep its counters to administrators; KINETO_LOG_LEVEL=1 shows what it says",
+        )
+    if not cuda:  # operators are slower under the profiler, so only their shares are worth something
+        facts = _scaled(facts, step_seconds / profiled_seconds)
+    measured = Measurements(
+        device=device.kind,
+        step_seconds=step_seconds,
+        profiled_step_seconds=profiled_seconds,
+        busy_seconds=facts.busy_seconds,
+        data_seconds=data_seconds,
+        seconds_by_kind=facts.by_kind(),
+        kernels=sum(kernel.calls for kernel in facts.kernels),
+        tokens=run.config.train.batch_tokens,
+        flops=run.flops_per_token * run.config.train.batch_tokens,
+        peak_flops=device.peak_flops,
+        micro_batch=run.step.micro_batch,
+        accumulation=run.speed.accumulation,
+        context=run.config.model.context,
+        streaming=isinstance(run.dataset, StreamDataset),
+        used={feature.name: feature.used for feature in run.speed.features},
+    )
+    verdict = judge(measured, lambda words: can_have(run, words))
+    with disk_errors(KERNELS, safe=""):
+        _write_kernels(facts, folder / KERNELS)
+    files = [name for name in (TRACE, KERNELS, SNAPSHOT) if (folder / name).exists()]
+    report = _report(run, measured, facts, verdict, memory, data, steps, timed, (*files, REPORT), notices)
+    content = json.dumps(dataclasses.asdict(report), indent=1, ensure_ascii=False).encode("utf-8")
+    with disk_errors(REPORT, safe=""):
+        write_whole(folder / REPORT, content)
+    return report
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+def _one_step(run: Run, batches: Iterator[Any]) -> tuple[Tensor, float]:
+    """(the step's report on the device, how long the host waited for the batch)."""
+    before = time.perf_counter()
+    with record_function("data"):
+        batch = next(batches, None)
+    waited = time.perf_counter() - before
+    if batch is None:
+        raise ValueError(f"the run has only {run.steps} steps")
+    with run.random.active():
+        report = run.step(batch.tokens, batch.targets)
+    if run.speed.device.kind == "mps":  # it has no marks of its own, and the host would run ahead
+        torch.mps.synchronize()
+    return report, waited
+
+
+def _timed(run: Run, batches: Iterator[Any]) -> tuple[float, float, int]:
+    """(median seconds of a step, median seconds of waiting for its batch, how many steps), without the profiler."""
+    pending = PendingReports(run.speed.device.torch_device)
+    reports, waits = [], []
+    for number in range(MOST_TIMED):
+        report, waited = _one_step(run, batches)
+        pending.push(number, report)
+        waits.append(waited)
+        reports += pending.ready()
+        if len(waits) >= LEAST_TIMED and sum(report.seconds for report in reports) > TIMED_SECONDS:
+            break
+    reports += pending.drain()
+    return statistics.median(report.seconds for report in reports), statistics.median(waits), len(reports)
+
+
+def _profiled(run: Run, batches: Iterator[Any], steps: int, folder: Path) -> tuple[list[dict[str, Any]], float]:
+    """(the trace's events, seconds of a step under the profiler); the trace is in the folder then."""
+    device = run.speed.device
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.kind == "cuda" else [])]
+    with named_ranges(run.step), torch.profiler.profile(activities=activities) as profiler:
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(steps):
+            with record_function(STEP):
+                _one_step(run, batches)
+        _wait(device)
+        seconds = (time.perf_counter() - began) / steps
+    with disk_errors(TRACE, safe=""):
+        with tempfile.TemporaryDirectory(prefix=".flatout-trace-", dir=folder) as scratch:
+            path = Path(scratch) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            content = path.read_bytes()
+        write_whole(folder / TRACE, gzip.compress(content, 6, mtime=0))
+    # A kernel's name may hold anything; a trace that only a strict reader refuses is still worth reading.
+    return json.loads(content.decode("utf-8", errors="replace"), strict=False)["traceEvents"], seconds
+
+
+@contextlib.contextmanager
+def named_ranges(step: TrainStep) -> Iterator[None]:
+    """Names the parts of a step in a trace: micro-batch, in it forward and backward, and optimizer."""
+    # A step without a recording tells it by these two being one.
+    plain = ("forward_backward",) if step.run_micro_batch == step.forward_backward else ()
+    names = ("run_micro_batch", "_update", "model", *plain)
+    before = {name: vars(step)[name] for name in names if name in vars(step)}
+    micro_batch, update = step.run_micro_batch, step._update
+    model = _NamedModel(step.model)
+
+    def named_micro_batch(tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor) -> Tensor:
+        with record_function("micro-batch"), model.backward_until_the_end():
+            return micro_batch(tokens_BT, targets_BT, labelled)
+
+    def named_update(loss: Tensor) -> Tensor:
+        with record_function("optimizer"):
+            return update(loss)
+
+    named = {"run_micro_batch": named_micro_batch, "_update": named_update, "model": model}
+    vars(step).update(named, **dict.fromkeys(plain, named_micro_batch))
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(step).pop(name)
+        vars(step).update(before)
+
+
+class _NamedModel:
+    """A model whose call is named forward; what follows in the same micro-batch is backward."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._backward: record_function | None = None
+
+    def __call__(self, *values: Any) -> Any:
+        self._close()
+        with record_function("forward"):
+            result = self._model(*values)
+        self._backward = record_function("backward")
+        self._backward.__enter__()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @contextlib.contextmanager
+    def backward_until_the_end(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._backward is not None:
+            self._backward.__exit__(None, None, None)
+            self._backward = None
+
+
+def _wait(device: Device) -> None:
+    if device.kind == "cuda":
+        torch.cuda.synchronize(device.torch_device)
+    elif device.kind == "mps":
+        torch.mps.synchronize()
+
+
+# --- figures ----------------------------------------------------------------------------------------------------------
+
+
+def _scaled(facts: TraceFacts, factor: float) -> TraceFacts:
+    kernels = [dataclasses.replace(kernel, seconds=factor * kernel.seconds) for kernel in facts.kernels]
+    ranges = [dataclasses.replace(one, host_seconds=factor * one.host_seconds) for one in facts.ranges]
+    return TraceFacts(factor * facts.busy_seconds, tuple(kernels), tuple(ranges))
+
+
+def can_have(run: Run, words: str) -> bool:
+    """Whether this machine and model can have settings, by the rules of a run and by its estimate of memory."""
+    answers = Probes(  # trying out kernels and compilers would take longer than the profile
+        attention=lambda *_, **__: None,
+        picked=lambda *_, **__: None,
+        compiler=lambda _: None,
+    )
+    settings = [word.replace('"', "") for word in words.replace(", ", ",").split()]
+    asked = {setting.partition("=")[0] for setting in settings}
+    device, dataset, vocab = run.speed.device, run.dataset, run.model.vocab
+    corpus_bytes = None
+    if not isinstance(dataset, StreamDataset):
+        corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
+    try:
+        config = load_stored(run.config.model_dump(), settings, where="profile").config
+        written = dict.fromkeys(asked, "").get
+        speed = resolve_speed(config, device, corpus_bytes, written, vocab=vocab, probes=answers)
+    except UserError:
+        return False
+    needed = memory_of(config, vocab, speed).total + (corpus_bytes or 0 if speed.loader == "device" else 0)
+    return device.kind != "cuda" or device.memory_bytes is None or needed < device.memory_bytes
+
+
+def _write_kernels(facts: TraceFacts, path: Path) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["kind", "name", "milliseconds_per_step", "calls_per_step", "mean_microseconds", "share"])
+    total = sum(kernel.seconds for kernel in facts.kernels) or 1.0
+    for kernel in facts.kernels:
+        mean = 1e6 * kernel.seconds / max(kernel.calls, 1e-9)
+        row = [kernel.kind, kernel.name, f"{1000 * kernel.seconds:.4f}", f"{kernel.calls:g}", f"{mean:.2f}"]
+        writer.writerow([*row, f"{kernel.seconds / total:.4f}"])
+    write_whole(path, text.getvalue().encode("utf-8"))
+
+
+def _update_rate(run: Run, measured: Measurements) -> float | None:
+    """Bytes per second of the update, the one piece of a step whose bytes are known; None where they are not."""
+    speed, seconds = run.speed, measured.seconds_by_kind.get("optimizer", 0.0)
+    plain = speed.fused_optimizer and speed.optimizer_state == "fp32" and not speed.optimizer_offload
+    if speed.device.kind != "cuda" or not plain or seconds <= 0:
+        return None
+    return _UPDATE_BYTES * sum(parameter.numel() for parameter in run.model.parameters()) / seconds
+
+
+def _peak_bandwidth(device: Device) -> float | None:
+    """Bytes per second that the memory's clock and width allow, as the driver tells them."""
+    if device.kind != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device.torch_device)
+    kilohertz, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    return 2.0 * 1000 * kilohertz * bits / 8 or None  # two transfers per tick
+
+
+def _name_of(device: Device) -> str:
+    if device.kind != "cpu":
+        return device.name
+    threads = torch.get_num_threads()
+    return f"{device.name} ({threads} {'thread' if threads == 1 else 'threads'})"
+
+
+def _report(
+    run: Run,
+    measured: Measurements,
+    facts: TraceFacts,
+    verdict: Verdict,
+    memory: tuple[MemoryPart, ...],
+    data: str,
+    steps: int,
+    timed: int,
+    files: tuple[str, ...],
+    notices: list[str],
+) -> ProfileReport:
+    config, speed = run.config, run.speed
+    return ProfileReport(
+        flatout=flatout.__version__,
+        torch=torch.__version__,
+        config=config.output.name,
+        device=_name_of(speed.device),
+        device_kind=speed.device.kind,
+        data=data,
+        parameters=parameter_count(config.model, run.model.vocab),
+        context=config.model.context,
+        micro_batch=run.step.micro_batch,
+        accumulation=speed.accumulation,
+        batch_tokens=config.train.batch_tokens,
+        used=measured.used,
+        warmup_steps=WARMUP,
+        timed_steps=timed,
+        profiled_steps=steps,
+        step_seconds=measured.step_seconds,
+        profiled_step_seconds=measured.profiled_step_seconds,
+        busy_seconds=measured.busy_seconds,
+        data_wait_seconds=measured.data_seconds,
+        idle_for_data_seconds=measured.data_idle_seconds,
+        idle_for_host_seconds=measured.host_idle_seconds,
+        seconds_by_kind=measured.seconds_by_kind,
+        ranges=facts.ranges,
+        tokens_per_second=measured.tokens_per_second,
+        flops_per_second=measured.achieved_flops,
+        peak_flops_per_second=measured.peak_flops,
+        mfu=measured.mfu,
+        product_flops_per_second=measured.product_flops,
+        update_bytes_per_second=_update_rate(run, measured),
+        peak_bytes_per_second=_peak_bandwidth(speed.device),
+        kernels_per_step=measured.kernels,
+        kernels_per_second=measured.kernels_per_second,
+        mean_kernel_seconds=measured.mean_kernel_seconds,
+        memory=memory,
+        top=facts.kernels[:15],
+        verdict=verdict,
+        files=files,
+        notices=(*run.news.take(), *notices),
+    )

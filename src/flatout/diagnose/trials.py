@@ -1,0 +1,292 @@
+"""What really works on this device: kernels are run and compared, not looked up in a table of versions.
+
+The contract: `run_trials` imports torch, so it is called only where `Machine.torch.status` is ok. A trial that raises,
+whatever it raises, is a trial that fails. Nothing of the process is left changed but torch's CUDA context.
+The trap: after some CUDA errors (an illegal address) every later call of the process fails too; `_Runner` notices and
+says so instead of blaming the trials after it.
+"""
+
+import contextlib
+import importlib
+import io
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flatout.config.schema import ModelConfig, RunConfig
+from flatout.diagnose.doctor import Machine, Trial, Trials, first_line
+
+_STICKY = ("illegal memory access", "unspecified launch failure", "device-side assert", "misaligned address")
+_MOST_CONTEXT = 2048  # a trial shows whether a kernel takes the shapes, not how long it takes for all of them
+_BURST_SECONDS = 0.15
+
+
+def run_trials(
+    machine: Machine,
+    kind: str,
+    config: RunConfig | None,
+    *,
+    quick: bool = False,
+    index: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Trials:
+    """Runs what a config needs, or an ordinary model where there is none, on the device of that kind."""
+    import torch
+
+    device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
+    runner = _Runner(progress)
+    capability = machine.cards[index].capability if kind == "cuda" and index < len(machine.cards) else None
+    precision = config_precision(config, capability) if kind == "cuda" else "fp32"
+    narrow = "bf16" if capability is not None and capability >= (8, 0) else "fp16"
+    rate = runner.value("matrix product", lambda: _product_rate(device, precision))
+    picked = _attention(runner, machine, device, config, precision, quick=quick)
+    if kind == "cuda":
+        _on_cuda(runner, machine, device, capability, narrow)
+    _compile(runner, machine, device, config, quick=quick)
+    trials = Trials(
+        trials=tuple(runner.trials),
+        picked=picked,
+        product_flops=rate,
+        product_type=precision,
+    )
+    if kind == "cuda":
+        with contextlib.suppress(Exception):
+            torch.cuda.empty_cache()
+    return trials
+
+
+def config_precision(config: RunConfig | None, capability: tuple[int, int] | None) -> str:
+    """The type of a config's products on a CUDA card of that capability: bf16, fp16 or fp32."""
+    asked = "auto" if config is None else config.speed.precision
+    if asked in ("auto", "bf16"):
+        return "bf16" if capability is not None and capability >= (8, 0) else "fp16"
+    return "fp32" if asked == "tf32" else asked
+
+
+class _Runner:
+    """Runs one trial after the other and keeps what came of them."""
+
+    def __init__(self, progress: Callable[[str], None]) -> None:
+        self.trials: list[Trial] = []
+        self.progress = progress
+        self.dead = ""
+
+    def add(self, name: str, attempt: Callable[[], str | None], detail: str = "") -> None:
+        """`attempt` returns why it does not work, or None."""
+        if self.dead:
+            self.skip(name, f"the device stopped answering in the trial before: {self.dead}")
+            return
+        self.progress(f"trying {name}")
+        started = time.perf_counter()
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):  # compilers print pages before they raise one line
+                reason = attempt()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever a foreign kernel raises is the answer
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            if any(word in str(error).lower() for word in _STICKY):
+                self.dead = name
+        took = f"{detail}{', ' if detail else ''}{time.perf_counter() - started:.1f} s"
+        self.trials.append(
+            Trial(name=name, outcome="works" if reason is None else "fails", detail=took if reason is None else reason)
+        )
+
+    def skip(self, name: str, why: str) -> None:
+        self.trials.append(Trial(name=name, outcome="skipped", detail=why))
+
+    def value(self, name: str, measure: Callable[[], float]) -> float | None:
+        found: list[float] = []
+
+        def attempt() -> str | None:
+            found.append(measure())
+            return None
+
+        self.add(name, attempt)
+        return found[0] if found else None
+
+
+def _product_rate(device: Any, precision: str) -> float:
+    """FLOP/s of one large matrix product: what the chip really gives, by which everything else can be judged."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    size = 4096 if device.type == "cuda" else 512
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        elif device.type == "mps":
+            torch.mps.synchronize()
+
+    for _ in range(3):
+        torch.mm(a, b)
+    wait()
+    count, rounds = 4, 0
+    started = time.perf_counter()
+    while time.perf_counter() - started < _BURST_SECONDS:
+        for _ in range(count):
+            torch.mm(a, b)
+        wait()
+        rounds += count
+    return 2.0 * size**3 * rounds / (time.perf_counter() - started)
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def attention_shape(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "heads": model.heads,
+        "groups": model.kv_heads or model.heads,
+        "size": model.width // model.heads,
+        "context": min(model.context, _MOST_CONTEXT),
+        "dropout": model.dropout,
+    }
+
+
+def _attention(
+    runner: _Runner, machine: Machine, device: Any, config: RunConfig | None, precision: str, *, quick: bool
+) -> str | None:
+    """Tries every kernel that is at hand; returns the one that torch itself would take."""
+    import torch
+
+    from flatout.ops.attention import attention_failure, picked_kernel
+
+    model = ModelConfig(heads=12, width=768, context=1024) if config is None else config.model
+    shape = attention_shape(model)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    asked = "auto" if config is None else config.speed.attention
+
+    def attempt(backend: str) -> Callable[[], str | None]:
+        return lambda: attention_failure(backend, device, dtype, **shape)
+
+    if device.type != "cuda":
+        runner.add("attention sdpa", lambda: _plain_attention(device, dtype, shape))
+        return picked_kernel(device, dtype, **shape)
+    backends = ["flash", "cudnn"] if quick else ["flash", "cudnn", "efficient"]
+    if machine.packages.get("flash_attn.cute") is not None and not quick:
+        backends += ["fa4", "cudnn+fa4"]
+    if machine.packages.get("flash_attn_interface") is not None and not quick:
+        backends.append("fa3")
+    if asked not in ("auto", "sdpa", "reference", *backends):
+        backends.append(asked)
+    for backend in backends:
+        runner.add(f"attention {backend}", attempt(backend))
+    with contextlib.suppress(Exception):
+        from flatout.ops.attention import install_flash
+
+        install_flash("sdpa")  # a trial of fa3 leaves it behind torch's flash entry
+    return picked_kernel(device, dtype, **shape)
+
+
+def _plain_attention(device: Any, dtype: Any, shape: Mapping[str, Any]) -> str | None:
+    """torch's own choice against attention written out, on a few positions."""
+    import torch
+
+    from flatout.ops.attention import causal_attention
+
+    size = (1, shape["heads"], min(64, shape["context"]), shape["size"])
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(size, generator=generator).to(device, dtype) for _ in range(3))
+    fast, plain = (causal_attention(q, k, v, backend=name) for name in ("sdpa", "reference"))
+    difference = float((fast.float() - plain.float()).abs().max())
+    return None if difference < 0.02 else f"it is {difference:.2g} away from the reference"
+
+
+# --- our kernels, 8-bit products, cuBLASLt ----------------------------------------------------------------------------
+
+
+def _on_cuda(runner: _Runner, machine: Machine, device: Any, capability: tuple[int, int] | None, narrow: str) -> None:
+    if machine.triton.status != "ok":
+        runner.skip("triton kernels", f"triton is {machine.triton.status}")
+    elif capability is not None and capability < (8, 0):
+        runner.skip("triton kernels", "they are for Ampere and newer")
+    else:
+        runner.add("triton kernels", lambda: _our_kernel(device))
+    runner.add("cuBLASLt", lambda: _own_products(device, narrow))
+    if capability is not None and capability >= (8, 9):
+        runner.add("fp8 products", lambda: _fp8_product(device))
+
+
+def _our_kernel(device: Any) -> str | None:
+    """Our norm with its residual addition, forward and backward, against torch's."""
+    import torch
+
+    # By name: a machine without Triton cannot import it, and nobody should for reading this module.
+    add_norm = importlib.import_module("flatout.ops.kernels.norm").add_norm
+    generator = torch.Generator().manual_seed(0)
+    x, branch = (torch.randn(64, 256, generator=generator).to(device).requires_grad_() for _ in range(2))
+    weight = torch.ones(256, device=device, requires_grad=True)
+    total, h = add_norm(x, branch, None, weight, None, centred=True, eps=1e-5, dtype=torch.float32)
+    expected = torch.nn.functional.layer_norm(x + branch, (256,), weight, None, 1e-5)
+    mine, theirs = (torch.autograd.grad((y * y).sum(), weight, retain_graph=True)[0] for y in (h, expected))
+    apart = max(
+        float((h - expected).detach().abs().max()),
+        float((total - x - branch).detach().abs().max()),
+        float((mine - theirs).abs().max()) / 100,
+    )
+    return None if apart < 1e-3 else f"the result is {apart:.2g} away from torch's"
+
+
+def _own_products(device: Any, narrow: str) -> str | None:
+    import torch
+
+    from flatout.ops.kernels import cublaslt
+
+    reason = cublaslt.missing()
+    if reason is not None:
+        return reason
+    dtype = torch.bfloat16 if narrow == "bf16" else torch.float16
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(2048, 1024, generator=generator).to(device, dtype) for _ in range(2))
+    mine, theirs = cublaslt.multiply(a, b.t()), a @ b.t()
+    apart = float((mine.float() - theirs.float()).abs().max())
+    return None if apart <= 0.02 * (1 + float(theirs.float().abs().max())) else f"it is {apart:.2g} away from torch's"
+
+
+def _fp8_product(device: Any) -> str | None:
+    import torch
+
+    a = torch.ones(64, 64, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    scaled: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    product = scaled(a, a.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return None if float(product.float().mean()) == 64.0 else "a product of ones came out wrong"
+
+
+# --- torch.compile ----------------------------------------------------------------------------------------------------
+
+
+def _compile(runner: _Runner, machine: Machine, device: Any, config: RunConfig | None, *, quick: bool) -> None:
+    name = "torch.compile"
+    asked = "auto" if config is None else config.speed.compile
+    if quick:
+        runner.skip(name, "left out by --quick")
+    elif device.type != "cuda" and asked in ("auto", "off"):
+        runner.skip(name, f"not used on {device.type} unless asked for")
+    elif device.type == "cuda" and machine.triton.status != "ok":
+        runner.skip(name, f"triton is {machine.triton.status}")
+    else:
+        runner.add(name, lambda: compile_block(device), "a small block, forward and backward")
+
+
+def compile_block(device: Any) -> str | None:
+    """Compiles a norm, two products and an activation, and compares result and gradients with eager ones."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    up, down = (torch.randn(64, 64, generator=generator).to(device).requires_grad_() for _ in range(2))
+    x = torch.randn(32, 64, generator=generator).to(device)
+
+    def block(x: Any, up: Any, down: Any) -> Any:
+        h = torch.nn.functional.rms_norm(x, (64,))
+        return x + torch.nn.functional.gelu(h @ up, approximate="tanh") @ down
+
+    def run(function: Callable[..., Any]) -> tuple[Any, ...]:
+        y = function(x, up, down)
+        return (y.detach(), *torch.autograd.grad(y.square().mean(), (up, down)))
+
+    pairs = zip(run(torch.compile(block, dynamic=False)), run(block), strict=True)
+    apart = max(float((mine - theirs).abs().max()) / (1 + float(theirs.abs().max())) for mine, theirs in pairs)
+    return None if apart < 0.02 else f"compiled code is {apart:.2g} away from the same code in eager mode"

@@ -1,0 +1,269 @@
+"""What a run's records say is going wrong, and what to do about it.
+
+Idea: `Alerts` sees every record once, in order, and keeps a window of the last 128 steps. Each rule compares the new
+step with that window. The rules (a step that is far out is put into its window cut to the limit, so that one spike
+does not hide the next, and a level that stays becomes the new normal):
+
+    loss spike       loss above the mean + 6 standard deviations, above the median + 6 robust ones (1.4826 times the
+                     median distance from the median), half as far again above the median than anything in the
+                     window, and 5% above the median
+    gradient jump    the same for the logarithm of the gradient norm, and at least 4 times the median
+    data stall       the host waited for the batch for more than 20% of each of the last 5 steps
+    throttling       two readings of the card in a row were held down by heat, or ten in a row by power
+    recompilation    a notice of the compiler after its first, except the one that the first evaluation causes
+    skipped update   loss or gradient not finite; of fp16, which looks for its scale, 10 within 100 steps
+    slow             two blocks in a row (32 steps and 20 seconds at least) below 85% of the run's fastest block
+
+Contract: pure, no clock and no files: the same records give the same alerts, live or read back later. On clean series
+(falling, flat, noisy with heavy tails, small batches) fewer than one step in a thousand alerts; the tests measure it.
+A kind that has alerted stays quiet for 100 steps, then 200, 400 ... up to 6,400, and then says how many it kept back.
+Trap: a resumed run says steps again; everything that was remembered of the time before is forgotten at its `RunInfo`.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+from flatout.records import EvalRecord, MachineRecord, NoticeRecord, Record, RunInfo, StepRecord
+
+WINDOW, FEWEST, SIGMAS = 128, 32, 6.0
+BEYOND, SPIKE_SHARE, JUMP_FACTOR = 1.5, 0.05, 4.0
+STALL_SHARE, STALL_STEPS, COLD_STEPS = 0.2, 5, 3
+HEAT_READINGS, POWER_READINGS = 2, 10
+OVERFLOWS, OVERFLOW_STEPS = 10, 100
+BLOCK_STEPS, BLOCK_SECONDS, SLOW = 32, 20.0, 0.85
+QUIET_STEPS, MOST_QUIET_STEPS = 100, 6_400
+_COMPILED_AGAIN = re.compile(r"compile [\w-]+: \d+ graphs? more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Alert:
+    """Something that is going wrong: `message` says what, and in its last clause what to do."""
+
+    step: int
+    kind: str
+    message: str
+
+
+def alerts_of(records: Iterable[Record]) -> list[Alert]:
+    """All alerts of a run that is read back, oldest first."""
+    alerts = Alerts()
+    return [alert for record in records for alert in alerts.see(record)]
+
+
+@final
+class Alerts:
+    """Watches one run; give it every record in order."""
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def see(self, record: Record) -> list[Alert]:
+        """The alerts that this record raises; most raise none."""
+        match record:
+            case RunInfo():
+                self._forget(record)
+                return []
+            case StepRecord():
+                found = self._step(record)
+            case MachineRecord():
+                found = self._machine(record)
+            case NoticeRecord():
+                found = self._notice(record)
+            case EvalRecord():
+                self._evaluations += 1
+                return []
+            case _:
+                return []
+        alerts = []
+        for kind, message in found:
+            if (more := self._gates[kind].let_through(record.step)) is not None:
+                alerts.append(Alert(record.step, kind, message + more))
+        return alerts
+
+    def _forget(self, info: RunInfo | None = None) -> None:
+        self._config: dict[str, Any] = {} if info is None else info.config
+        self._features = {} if info is None else {feature.name: feature.used for feature in info.features}
+        self._gates: dict[str, _Gate] = collections.defaultdict(_Gate)
+        self._losses, self._norms = _Level(), _Level()
+        self._steps = self._stalled = self._hot = self._capped = 0
+        self._evaluations = self._compiled_again = 0
+        self._overflows: collections.deque[int] = collections.deque(maxlen=OVERFLOWS)
+        self._speed = _Speed()
+
+    def _step(self, record: StepRecord) -> list[tuple[str, str]]:
+        self._steps += 1
+        found = [self._skipped(record), self._spike(record), self._jump(record), self._stall(record)]
+        found.append(self._slow(record))
+        return [item for item in found if item is not None]
+
+    def _skipped(self, record: StepRecord) -> tuple[str, str] | None:
+        if record.applied:
+            return None
+        overflow = record.loss_scale is not None and math.isfinite(record.loss) and record.loss_scale > 1.0
+        if not overflow:
+            return "skipped update", (
+                f"loss {record.loss:.4g} and gradient norm {record.grad_norm:.4g}: the update was skipped; if it "
+                "happens again, lower optim.learning_rate or lengthen optim.warmup_steps"
+            )
+        self._overflows.append(record.step)
+        if len(self._overflows) < OVERFLOWS or record.step - self._overflows[0] >= OVERFLOW_STEPS:
+            return None
+        return "skipped update", (
+            f"fp16 overflowed {OVERFLOWS} times within {OVERFLOW_STEPS} steps; use speed.precision=bf16 where the GPU "
+            "has it, or lower optim.learning_rate"
+        )
+
+    def _spike(self, record: StepRecord) -> tuple[str, str] | None:
+        before = self._losses.add(record.loss, lambda usual: SPIKE_SHARE * abs(usual))
+        if before is None:
+            return None
+        return "loss spike", (
+            f"loss {record.loss:.4f} after about {before:.4f}; look at the batch if it is one step, and lower "
+            "optim.learning_rate if it stays up"
+        )
+
+    def _jump(self, record: StepRecord) -> tuple[str, str] | None:
+        if not record.grad_norm > 0:
+            return None
+        before = self._norms.add(math.log(record.grad_norm), lambda _usual: math.log(JUMP_FACTOR))
+        if before is None:
+            return None
+        clip = self._config.get("optim", {}).get("clip") if isinstance(self._config.get("optim"), dict) else None
+        advice = "set optim.clip, which is off" if clip == 0 else "lower optim.learning_rate if it goes on"
+        return "gradient jump", (f"gradient norm {record.grad_norm:.3g} after about {math.exp(before):.3g}; {advice}")
+
+    def _stall(self, record: StepRecord) -> tuple[str, str] | None:
+        waited = record.data_seconds
+        # The first steps wait for readers that have just been started.
+        if waited is None or not record.seconds > 0 or self._steps <= COLD_STEPS:
+            return None
+        share = waited / record.seconds
+        self._stalled = self._stalled + 1 if share > STALL_SHARE else 0
+        if self._stalled < STALL_STEPS:
+            return None
+        return "data stall", f"steps wait for data {min(share, 1.0):.0%} of their time; {self._loader_advice()}"
+
+    def _loader_advice(self) -> str:
+        data = self._config.get("data")
+        if isinstance(data, dict) and data.get("streaming") is True:
+            return "prepare the data once with data.streaming=false, or raise speed.workers"
+        workers = self._features.get("workers", "")
+        now = f" (now {workers})" if workers.isdigit() else ""
+        return f"raise speed.workers{now}, or put the data on a faster disk"
+
+    def _slow(self, record: StepRecord) -> tuple[str, str] | None:
+        fallen = self._speed.add(record)
+        if fallen is None:
+            return None
+        now, before = fallen
+        return "slow", (
+            f"{now:,.0f} tokens/s, {1 - now / before:.0%} below the {before:,.0f} of before; see whether another "
+            "process uses this machine, and the card's clock and heat"
+        )
+
+    def _machine(self, record: MachineRecord) -> list[tuple[str, str]]:
+        self._hot = self._hot + 1 if "heat" in record.throttled else 0
+        self._capped = self._capped + 1 if "power" in record.throttled else 0
+        clock = "" if record.clock_mhz is None else f" at {record.clock_mhz:.0f} MHz"
+        if self._hot >= HEAT_READINGS:
+            degrees = "" if record.temperature is None else f" ({record.temperature:.0f} °C)"
+            return [("throttling", f"heat{degrees} holds the card's clock down{clock}; improve its cooling")]
+        if self._capped >= POWER_READINGS and self._hot == 0:
+            watts = "" if record.power_limit_watts is None else f" of {record.power_limit_watts:.0f} W"
+            advice = "raise the limit if it was set below the card's own, else this is its full speed"
+            return [("throttling", f"power holds the card's clock down{clock}: it is at its limit{watts}; {advice}")]
+        return []
+
+    def _notice(self, record: NoticeRecord) -> list[tuple[str, str]]:
+        if not _COMPILED_AGAIN.match(record.message):
+            return []
+        self._compiled_again += 1
+        if self._compiled_again == 1 and self._evaluations > 0:
+            return []  # evaluation has a graph of its own, compiled when it first runs
+        return [
+            (
+                "recompilation",
+                "the model was compiled again, which costs time whenever it happens; keep shapes fixed (micro-batch, "
+                "context), or try speed.compile=regional",
+            )
+        ]
+
+
+@final
+class _Gate:
+    """Lets the first alert of a kind through, then one in 100 steps, 200, 400 ..., and counts what it keeps back."""
+
+    def __init__(self) -> None:
+        self._quiet_until = -1
+        self._pause = QUIET_STEPS
+        self._kept_back = 0
+
+    def let_through(self, step: int) -> str | None:
+        """None to keep it back; else what to add to the message."""
+        if step < self._quiet_until:
+            self._kept_back += 1
+            return None
+        more = f" (and {self._kept_back} more like it since the last one)" if self._kept_back else ""
+        self._quiet_until, self._kept_back = step + self._pause, 0
+        self._pause = min(2 * self._pause, MOST_QUIET_STEPS)
+        return more
+
+
+@final
+class _Level:
+    """The usual height of a noisy series, and whether a value lies far above it."""
+
+    def __init__(self) -> None:
+        self._values: collections.deque[float] = collections.deque(maxlen=WINDOW)
+
+    def add(self, value: float, least: Callable[[float], float]) -> float | None:
+        """What was usual before, if `value` is far above it, and by more than `least(usual)`."""
+        if not math.isfinite(value):
+            return None
+        usual = None
+        if len(self._values) >= FEWEST and value > (highest := max(self._values)):  # seldom: what follows costs more
+            mean, median = statistics.fmean(self._values), statistics.median(self._values)
+            spread = statistics.pstdev(self._values, mean)
+            # The standard deviation that the median distance from the median stands for in normal noise.
+            robust = 1.4826 * statistics.median(abs(item - median) for item in self._values)
+            limit = max(mean + SIGMAS * spread, median + SIGMAS * robust, median + BEYOND * (highest - median))
+            limit = max(limit, median + least(median))
+            if value > limit:
+                usual, value = median, limit
+        self._values.append(value)
+        return usual
+
+
+@final
+class _Speed:
+    """The speed in blocks of many steps, against the fastest block so far."""
+
+    def __init__(self) -> None:
+        self._rates: list[float] = []
+        self._seconds = 0.0
+        self._best = 0.0
+        self._slow_blocks = 0
+
+    def add(self, record: StepRecord) -> tuple[float, float] | None:
+        """(speed now, speed before), where it has been far lower for two whole blocks."""
+        rate = record.tokens_per_second
+        if rate is None or not math.isfinite(rate) or not math.isfinite(record.seconds):
+            return None
+        self._rates.append(rate)
+        self._seconds += record.seconds
+        if len(self._rates) < BLOCK_STEPS or self._seconds < BLOCK_SECONDS:
+            return None
+        now = statistics.median(self._rates)  # a step with a compilation in it says nothing of the others
+        self._rates, self._seconds = [], 0.0
+        self._slow_blocks = self._slow_blocks + 1 if now < SLOW * self._best else 0
+        before = self._best
+        if self._slow_blocks < 2:
+            self._best = max(self._best, now)
+            return None
+        self._best, self._slow_blocks = now, 0  # this is what it is held against from here on
+        return now, before

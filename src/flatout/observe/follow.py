@@ -1,0 +1,333 @@
+"""A run that another process writes, read while it grows.
+
+Idea: `Follower` remembers how far it has read metrics.jsonl and hands out what was added; `follow` asks it again and
+again until nobody works in the folder any more. The lock of the run tells that, not silence: a long compilation is
+silent too.
+
+Contract: every record comes once, in the file's order. A half line waits for its other half. When a run is resumed, its
+file is replaced by a shorter one (`MetricsFile`); what was handed out already does not come again, and the `RunInfo`
+that follows says from which step the run goes on. Lines that are no records are left out, unknown fields too; a
+field that is missing or of another type than it should be has the emptiest value of its type.
+
+Traps: the file is never kept open, since Windows would then refuse to replace it and the resumed run would fail.
+Asking for a lock means trying to take it: that is done only where the operating system does not tell who holds it, and
+as a shared lock for an instant.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import re
+import socket
+import time
+import types
+import typing
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, final
+
+from flatout.errors import DataError, UsageError
+from flatout.records import (
+    CheckpointRecord,
+    EndRecord,
+    EpochRecord,
+    EvalRecord,
+    Feature,
+    MachineRecord,
+    NoticeRecord,
+    Record,
+    RunInfo,
+    SampleRecord,
+    SpanRecord,
+    StepRecord,
+)
+
+RUNS = Path("runs")
+METRICS, LOCK = "metrics.jsonl", "run.lock"
+POLL_SECONDS = 0.2
+LOCK_SECONDS = 1.0  # between two questions for the lock
+_CHUNK = 1 << 20
+_TAIL = 64
+
+State = Literal["running", "ended", "elsewhere"]
+
+_KINDS: dict[str, type] = {
+    "run": RunInfo,
+    "step": StepRecord,
+    "eval": EvalRecord,
+    "epoch": EpochRecord,
+    "sample": SampleRecord,
+    "checkpoint": CheckpointRecord,
+    "notice": NoticeRecord,
+    "spans": SpanRecord,
+    "machine": MachineRecord,
+    "end": EndRecord,
+}
+_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def follow(
+    folder: Path, *, wait: Callable[[float], object] = time.sleep, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Record]:
+    """The records of the run in `folder`, from its first to its last; waits for more while a process works there.
+
+    Ends when none does any more, whether the run said its last word (`EndRecord`) or was killed. Of a run on another
+    machine that cannot be known: there it ends after an `EndRecord` only.
+    """
+    follower = Follower(folder)
+    asked, over, ended = -math.inf, False, False
+    while True:
+        fresh = follower.read()
+        for record in fresh:
+            yield record
+            if isinstance(record, EndRecord | RunInfo | StepRecord):
+                ended = isinstance(record, EndRecord)
+        if fresh:
+            over = False
+        elif over:
+            return  # the lock was free before this reading: all that the run wrote has been read
+        elif clock() - asked >= LOCK_SECONDS:
+            asked, state = clock(), run_state(folder)
+            over = state == "ended" or (state == "elsewhere" and ended)
+        else:
+            wait(POLL_SECONDS)
+
+
+@final
+class Follower:
+    """What was added to a run's metrics.jsonl since the last call."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / METRICS
+        self._offset = 0
+        self._tail = b""  # the last bytes read: other ones in their place mean another file
+        self._seen = array("q")  # a hash per line handed out, in order
+        self._old = 0  # how many of them a replaced file may still repeat
+        self._next = 0
+
+    def read(self, limit: int = _CHUNK) -> list[Record]:
+        """New records, at most `limit` bytes of them (or one line, if that is longer); none if nothing was added."""
+        while lines := self._lines(limit):
+            records = [record_of_line(line) for line in lines if not self._is_repeated(line)]
+            if known := [record for record in records if record is not None]:
+                return known  # else a chunk of repeated or foreign lines, which is no end of the file
+        return []
+
+    def _lines(self, limit: int) -> list[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                return self._new_lines(file, limit)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise DataError(f"could not read {self.path}: {error.strerror}", "check the folder of the run") from error
+
+    def _new_lines(self, file: typing.BinaryIO, limit: int) -> list[bytes]:
+        file.seek(self._offset - len(self._tail))
+        if file.read(len(self._tail)) != self._tail:
+            self._offset, self._tail = 0, b""
+            self._old, self._next = len(self._seen), 0
+            file.seek(0)
+        content = file.read(limit)
+        while content and b"\n" not in content:
+            more = file.read(limit)
+            if not more:
+                return []
+            content += more
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        self._tail = (self._tail + whole)[-_TAIL:]
+        return whole.split(b"\n")[:-1]
+
+    def _is_repeated(self, line: bytes) -> bool:
+        """Whether a line was handed out before the file was replaced: its kept lines come first, in their order."""
+        key = hash(line)
+        if self._next < self._old:
+            for place in range(self._next, self._old):
+                if self._seen[place] == key:
+                    self._next = place + 1
+                    return True
+            self._next = self._old  # the first new line: what follows it is new as well
+        self._seen.append(key)
+        return False
+
+
+# --- is anybody working there? ----------------------------------------------------------------------------------------
+
+
+def run_state(folder: Path) -> State:
+    """Whether a process holds the run's lock; `elsewhere` if another machine wrote it: locks may not reach there."""
+    path = folder / LOCK
+    try:
+        words = path.read_text(encoding="utf-8", errors="replace")
+    except PermissionError:
+        return "running" if os.name == "nt" else "elsewhere"  # Windows keeps even readers out of a locked part
+    except OSError:
+        return "ended"
+    if _is_held(path):
+        return "running"
+    match = re.search(r" on (\S+)", words)
+    return "elsewhere" if match and match[1] != socket.gethostname() else "ended"
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        if _listed(os.fstat(handle)):
+            return True
+        # Nobody in sight holds it. A holder may be out of sight, in another container: only trying shows it.
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(handle)
+
+
+def _listed(status: os.stat_result) -> bool:
+    """Whether Linux lists a lock of this file: asking so takes no lock, and cannot be in a new run's way."""
+    wanted = f" {os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
+    try:
+        lines = Path("/proc/locks").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(wanted in line and " FLOCK " in line for line in lines)
+
+
+# --- which run --------------------------------------------------------------------------------------------------------
+
+
+def find_run(name: str | None, runs: Path = RUNS) -> Path:
+    """The folder that is meant: a path, a name under runs/, a checkpoint in a run, or without a name the newest run."""
+    if name is None:
+        return _newest(runs)
+    path = next((path for path in (Path(name), runs / name) if name and _is_folder(path)), None)
+    if path is None:
+        raise UsageError(f"{name!r} is not a folder", "name a run folder, such as runs/NAME")
+    if (path / "manifest.json").is_file() and path.resolve().parent.name == "checkpoints":
+        path = path.resolve().parent.parent
+    if not _holds_run(path):
+        raise DataError(f"{path} is not a run: it has no {METRICS}", "name a run folder, such as runs/NAME")
+    return path
+
+
+def _newest(runs: Path) -> Path:
+    found = [path for path in runs.iterdir() if _holds_run(path)] if _is_folder(runs) else []
+    if not found:
+        raise DataError(f"there is no run under {runs}/", "name a run folder, or start one with `flatout train`")
+    return max(found, key=_touched)
+
+
+def _holds_run(path: Path) -> bool:
+    # A run that has just been started has its lock, and no record yet.
+    return (path / METRICS).is_file() or (path / LOCK).is_file()
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # a name too long for the system, or with a zero byte in it
+        return False
+
+
+def _touched(run: Path) -> float:
+    times = [0.0]
+    for path in (run / METRICS, run / LOCK):
+        try:
+            times.append(path.stat().st_mtime)
+        except OSError:
+            continue
+    return max(times)
+
+
+# --- lines to records -------------------------------------------------------------------------------------------------
+
+
+def record_of_line(line: bytes) -> Record | None:
+    """The record that a line of metrics.jsonl holds; None if it holds none that this version knows."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record_of(row) if isinstance(row, dict) else None
+
+
+def record_of(row: dict[str, Any]) -> Record | None:
+    """The record in a row of `read_metrics` or `RunHistory`; None if it is of an unknown kind or has no step."""
+    name = row.get("type")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None or not isinstance(row.get("step", 0 if kind is RunInfo else None), int):
+        return None
+    return _fill(kind, row)
+
+
+def _fill(kind: type, row: dict[str, Any]) -> Any:
+    values = {}
+    for name, (plain, hint, empty) in _fields(kind).items():
+        value = row.get(name, _MISSING)
+        values[name] = value if type(value) is plain else _convert(hint, empty, value)
+    return kind(**values)
+
+
+_MISSING: Any = object()
+
+
+@functools.cache
+def _fields(kind: type) -> dict[str, tuple[Any, Any, Any]]:
+    """Of every field: the type whose values are taken as they are, its whole type, and what stands for nothing."""
+    table, hints = {}, typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        empty = None if field.default is dataclasses.MISSING else field.default
+        if (kind, field.name) == (StepRecord, "applied"):
+            empty = True  # what does not say that it was skipped was not
+        hint = hints[field.name]
+        options = [option for option in typing.get_args(hint) or (hint,) if option in (float, int, str, bool)]
+        simple = not isinstance(hint, types.GenericAlias) and len(options) == 1
+        table[field.name] = (options[0] if simple else None, hint, empty)
+    return table
+
+
+def _convert(hint: Any, empty: Any, value: Any) -> Any:
+    """`value` as a `hint`, or else the emptiest value of it: `empty`, None where None may be, NaN, 0, "" and so on."""
+    if isinstance(hint, types.UnionType):
+        if value is None:
+            return None
+        hint = next(option for option in hint.__args__ if option is not types.NoneType)
+        missing = empty
+    else:
+        missing = {float: math.nan, int: 0, str: "", bool: False}.get(hint) if empty is None else empty
+    if hint is float:
+        if isinstance(value, str):
+            return _NUMBERS.get(value, missing)
+        return _as_float(value, missing) if _is_number(value) else missing
+    if hint is int:
+        return int(value) if _is_number(value) and (isinstance(value, int) or math.isfinite(value)) else missing
+    if hint in (str, bool):
+        return value if isinstance(value, hint) else missing
+    if typing.get_origin(hint) is dict:
+        inner = hint.__args__[1]
+        rows = value if isinstance(value, dict) else {}
+        return rows if inner is Any else {key: _convert(inner, None, item) for key, item in rows.items()}
+    rows = value if isinstance(value, list | tuple) else ()
+    return tuple(_fill(Feature, row) for row in rows if isinstance(row, dict))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _as_float(value: Any, missing: Any) -> Any:
+    try:
+        return float(value)
+    except OverflowError:  # JSON knows whole numbers of any length
+        return missing

@@ -1,0 +1,86 @@
+"""A run read back from its folder: what it said, in columns, whether it has ended or not.
+
+Contract: needs neither torch nor the engine. A torn last line and unknown records are left out; a number that JSON
+could not hold ("nan", "inf") is a float again; a field that an older run did not write is None. `MetricsFile` drops
+what a resumed run says again, so steps come once and in order.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.errors import DataError
+from flatout.observe.sinks import read_metrics
+
+_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclasses.dataclass(frozen=True)
+class RunHistory:
+    """The records of one run, as dictionaries, by kind."""
+
+    folder: Path
+    infos: tuple[dict[str, Any], ...]  # one per start: the first, and every resume
+    steps: tuple[dict[str, Any], ...]
+    evals: tuple[dict[str, Any], ...]
+    epochs: tuple[dict[str, Any], ...]
+    samples: tuple[dict[str, Any], ...]
+    checkpoints: tuple[dict[str, Any], ...]
+    notices: tuple[dict[str, Any], ...]
+    spans: tuple[dict[str, Any], ...]
+    machine: tuple[dict[str, Any], ...]
+    ends: tuple[dict[str, Any], ...]  # an interrupted run that went on has several
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the newest start said of the run."""
+        return self.infos[-1]
+
+    @property
+    def end(self) -> dict[str, Any] | None:
+        """How it ended; None while it goes on, and of a run that was killed."""
+        last = self.steps[-1].get("step", 0) if self.steps else 0
+        return self.ends[-1] if self.ends and self.ends[-1].get("step", 0) >= last else None
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    def column(self, field: str, rows: Sequence[dict[str, Any]] | None = None) -> list[Any]:
+        """One field of every step (or of other rows), None where it is missing."""
+        return [row.get(field) for row in (self.steps if rows is None else rows)]
+
+    def training_seconds(self) -> list[float]:
+        """Seconds of training up to the end of each step, without evaluation and saving."""
+        total, sums = 0.0, []
+        for row in self.steps:
+            total += row.get("seconds") or 0.0
+            sums.append(total)
+        return sums
+
+
+def read_history(folder: Path) -> RunHistory:
+    """The run in `folder`; an error where there is none."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise DataError(f"{folder} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in read_metrics(path):
+        kinds.setdefault(str(row["type"]), []).append(_numbers(row))
+    if not kinds.get("run"):
+        raise DataError(f"{path} holds no run", "name the folder of a run that was started by flatout train")
+    names = ("run", "step", "eval", "epoch", "sample", "checkpoint", "notice", "spans", "machine", "end")
+    return RunHistory(folder, *(tuple(kinds.get(name, ())) for name in names))
+
+
+def _numbers(value: Any) -> Any:
+    """Text that stands for a number JSON has no word for becomes that number; in records no other text is like it."""
+    if isinstance(value, dict):
+        return {key: item if key in _TEXTS else _numbers(item) for key, item in value.items()}
+    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+
+
+_TEXTS = {"text", "prompt", "message", "config", "features", "folder", "path", "type", "reason", "device", "family",
+          "flatout", "torch", "dataset", "tokenizer", "resumed_from", "checkpoint", "throttled"}  # fmt: skip

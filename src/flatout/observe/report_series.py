@@ -1,0 +1,199 @@
+"""A run's numbers as curves: every curve knows its steps, tokens and seconds, and is thin enough to draw.
+
+Idea: a curve of 100,000 steps has more points than a screen has columns. It is cut into buckets of equal length, and of
+each bucket the smallest and the largest value stay, so that no spike is lost. Smoothing is done before, on all values.
+
+Contract: works on what `read_history` returns, also of older runs and damaged files: a row without a step, or a value
+that is no number, is left out. NaN and infinity stay, as the text that JSON has for them.
+
+Trap: `tokens` grows with the step in every run so far, so it is mostly sent as one factor instead of a list.
+"""
+
+import bisect
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from flatout.observe.history import RunHistory
+
+MOST_POINTS, FEWEST_POINTS = 2400, 240  # per curve, and how thin many runs beside each other may become
+_SHARED_POINTS = 3600  # per kind of curve, by all runs together
+_SMOOTH_SHARE = 100  # the window goes a hundredth of the run to either side
+_LARGEST = 2**53  # JavaScript's largest whole number
+_MOST = 1e30  # beyond it a number is damage, or as good as infinite
+_SHORT = 40  # steps below which smoothing would hide more than it shows
+
+Curve = dict[str, Any]  # s: steps, t: tokens (a list, or tokens per step), e: seconds, v: values
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where a step lies on the other two axes."""
+
+    steps: list[int]
+    tokens: list[float]
+    seconds: list[float]
+
+    def at(self, step: int) -> tuple[float, float]:
+        """(tokens, seconds) at the end of `step`, or of the last step before it that is known."""
+        index = bisect.bisect_right(self.steps, step) - 1
+        return (self.tokens[index], self.seconds[index]) if index >= 0 else (0, 0.0)
+
+
+def number(value: Any) -> float | None:
+    """The value if it is a number that a float can hold, NaN and infinity included; else None."""
+    if type(value) is float:
+        return value
+    return value if type(value) is int and abs(value) <= _LARGEST else None
+
+
+def amount(value: Any) -> float | None:
+    """The value if it can be a count, a size or a time; else None. Damage is not to spoil the arithmetic on it."""
+    known = number(value)
+    return known if known is not None and 0 <= known <= _MOST else None
+
+
+def finite(values: Sequence[Any]) -> list[float]:
+    """The numbers among them that arithmetic can be done on."""
+    return [value for value in values if number(value) is not None and -_MOST <= value <= _MOST]
+
+
+def rows_with_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that name a step, in its order, which is how a whole file has them anyway."""
+    good = [row for row in rows if type(row.get("step")) is int and 0 <= row["step"] <= _LARGEST]
+    return sorted(good, key=lambda row: row["step"])
+
+
+def points_for(runs: int) -> int:
+    """How many points a curve may have when so many runs share a page."""
+    return max(FEWEST_POINTS, min(MOST_POINTS, _SHARED_POINTS // max(runs, 1)))
+
+
+def places_of(steps: Sequence[dict[str, Any]]) -> Places:
+    total, places = 0.0, Places([], [], [])
+    for row in steps:
+        total += amount(row.get("seconds")) or 0.0
+        places.steps.append(row["step"])
+        places.tokens.append(amount(row.get("tokens")) or 0)
+        places.seconds.append(total)
+    return places
+
+
+def curves_of(history: RunHistory, most: int) -> dict[str, Curve]:
+    """All curves of a run by name; a kind of number that the run never told has none."""
+    steps, evals = rows_with_step(history.steps), rows_with_step(history.evals)
+    machine = rows_with_step(history.machine)
+    places = places_of(steps)
+    curves: dict[str, Curve | None] = {}
+    for name, field in _STEP_FIELDS.items():
+        values = [number(row.get(field)) for row in steps]
+        curves[name] = _curve(steps, values, places, most)
+        if name in _SMOOTHED and len(steps) >= _SHORT:
+            curves[f"{name}_smooth"] = _smooth_curve(steps, values, places, most // 4)
+    for name, field in _EVAL_FIELDS.items():
+        curves[name] = _curve(evals, [number(row.get(field)) for row in evals], places, most)
+    for name, field in _MACHINE_FIELDS.items():
+        curves[name] = _curve(machine, [number(row.get(field)) for row in machine], places, most // 2)
+    return {name: curve for name, curve in curves.items() if curve is not None}
+
+
+_STEP_FIELDS = {
+    "loss": "loss",
+    "learning_rate": "learning_rate",
+    "grad_norm": "grad_norm",
+    "tokens_per_second": "tokens_per_second",
+    "mfu": "mfu",
+    "memory": "memory_bytes",
+    "reserved": "reserved_bytes",
+    "step_seconds": "seconds",
+    "data_seconds": "data_seconds",
+    "parameter_norm": "parameter_norm",
+    "loss_scale": "loss_scale",
+}
+_SMOOTHED = ("loss", "grad_norm", "tokens_per_second", "mfu", "step_seconds", "data_seconds")
+_EVAL_FIELDS = {"val_loss": "loss", "bits_per_byte": "bits_per_byte"}
+_MACHINE_FIELDS = {
+    "utilisation": "utilisation",
+    "card_memory": "memory_bytes",
+    "power": "power_watts",
+    "power_limit": "power_limit_watts",
+    "temperature": "temperature",
+    "clock": "clock_mhz",
+}
+
+
+def thinned(values: Sequence[float], most: int) -> list[int]:
+    """Which positions to keep: ends, the extremes of every bucket, and in it the first and last non-finite value."""
+    count = len(values)
+    if count <= most:
+        return list(range(count))
+    buckets = max(1, most // 2)
+    kept = {0, count - 1}
+    for bucket in range(buckets):
+        positions = range(bucket * count // buckets, (bucket + 1) * count // buckets)
+        good = [position for position in positions if math.isfinite(values[position])]
+        if good:
+            kept |= {min(good, key=values.__getitem__), max(good, key=values.__getitem__)}
+        if len(good) < len(positions):
+            bad = [position for position in positions if not math.isfinite(values[position])]
+            kept |= {bad[0], bad[-1]}
+    return sorted(kept)
+
+
+def smoothed(values: Sequence[float], positions: Sequence[int]) -> list[float]:
+    """Medians of a window around each of these positions, narrower towards both ends, of what is finite in it.
+
+    Not means: one spike would make a plateau as wide as the window. Of a very wide window some hundred values do.
+    """
+    reach, last = max(3, len(values) // _SMOOTH_SHARE), len(values) - 1
+    stride = 1 + reach // 80
+    middles: list[float] = []
+    for position in positions:
+        half = min(reach, position, last - position)
+        window = values[position - half : position + half + 1 : stride]
+        seen = [value for value in window if math.isfinite(value)]
+        middles.append(statistics.median(seen) if seen else math.nan)
+    return middles
+
+
+def _curve(rows: Sequence[dict[str, Any]], values: list[float | None], places: Places, most: int) -> Curve | None:
+    known = [index for index, value in enumerate(values) if value is not None]
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return None
+    chosen = thinned(numbers, most)
+    return _sent([rows[known[index]]["step"] for index in chosen], [numbers[index] for index in chosen], places)
+
+
+def _smooth_curve(
+    rows: Sequence[dict[str, Any]], values: list[float | None], places: Places, most: int
+) -> Curve | None:
+    known = [index for index, value in enumerate(values) if value is not None]
+    if len(known) < _SHORT:
+        return None
+    stride = max(1, math.ceil(len(known) / max(most, 1)))
+    positions = sorted({*range(0, len(known), stride), len(known) - 1})
+    middles = smoothed([value for value in values if value is not None], positions)
+    pairs = [(known[at], value) for at, value in zip(positions, middles, strict=True) if math.isfinite(value)]
+    return _sent([rows[index]["step"] for index, _ in pairs], [value for _, value in pairs], places) if pairs else None
+
+
+def _sent(steps: list[int], values: list[float], places: Places) -> Curve:
+    where = [places.at(step) for step in steps]
+    tokens: list[float] | float = [at[0] for at in where]
+    factor = tokens[-1] / steps[-1] if steps[-1] else 0
+    if factor == int(factor) and all(token == step * factor for step, token in zip(steps, tokens, strict=True)):
+        tokens = int(factor)
+    return {"s": steps, "t": tokens, "e": [short(at[1]) for at in where], "v": [short(value) for value in values]}
+
+
+def short(value: float) -> float | int | str:
+    """Seven digits are more than a screen can show; NaN and infinity become text."""
+    if isinstance(value, int):
+        return value
+    if not math.isfinite(value):
+        return str(value)
+    rounded = float(f"{value:.7g}")
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

@@ -1,0 +1,385 @@
+"""How long, how much, how dear: what a run will be like, from a short timed piece of that very run.
+
+Idea: a constant knows nothing of this machine, this model and what else is going on here. So some real steps are timed
+by the protocol of `measure.py`, an evaluation, a sample and a checkpoint once each, and the config says how often
+each of them will come.
+
+Contract:
+- Every figure says how it came about: `counted` (exact, from the config and the data), `measured` here, `projected`
+  (something measured, times how often), `estimated` by a formula without measuring, or `not told`. No figure is made
+  up: without a probe there is no time.
+- Nothing is left behind: the model is the probe's own, data is read or made in a temporary folder, the checkpoint goes
+  to a temporary folder on the disk of the run, random states and torch's switches are borrowed.
+- A run that does not fit is an answer: the result holds the sentence in `problem`, and the table says what would fit.
+Trap: the sum is that of a run that goes through. Early stopping ends sooner, and a checkpoint at every evaluation is
+assumed where `checkpoint.best` is on, because in a healthy run nearly every evaluation is the best so far.
+
+It lives beside `measure.py` and not in `diagnose`, whose modules may not import their siblings'.
+"""
+
+import dataclasses
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flatout
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import RunConfig
+from flatout.data.loader import pack_documents, window_order
+from flatout.data.shards import Dataset, open_dataset
+from flatout.device import detect_device, limit_memory
+from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.setup import memory_of, stride_of
+from flatout.errors import DataError, HardwareError, ResourceError
+from flatout.model.count import parameter_count
+from flatout.tuning.estimate_probe import Figure, Timed, time_run
+from flatout.tuning.plan import machine_of
+from flatout.tuning.practice_data import practice_data, scratch_folder
+
+SECONDS = 15.0  # of timed steps; what else is timed comes on top
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of the time of a run: `times` times `each` seconds, and `once` for what only the first of them costs."""
+
+    name: str
+    times: int
+    each: Figure
+    once: float
+    seconds: Figure
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Memory of a step in another micro-batch or context, by estimate; `fits` is None where the memory is not known."""
+
+    micro_batch: int
+    context: int
+    bytes: int
+    fits: bool | None
+    own: bool
+    tokens_per_second: float | None  # measured, of the config's own
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EstimateResult:
+    """What a run will be like. Seconds are of the clock on the wall, bytes of the device unless `disk` is said.
+
+    `peak_estimate` is the formula's (model/count.py; on a CPU, where torch's own share counts too, with the process as
+    it is before the model), `peak_measured` the most that was held in the probe, all parts of it included.
+    """
+
+    config: str
+    device: str
+    flatout: str
+    torch: str
+    data: str
+    problem: str
+    parameters: Figure
+    steps: Figure
+    batch_tokens: int
+    micro_batch: int
+    accumulation: int
+    context: int
+    tokens: Figure
+    epochs: Figure
+    tokens_per_parameter: Figure
+    tokens_per_second: Figure
+    step_seconds: Figure
+    spread: float | None
+    mfu: Figure
+    seconds: Figure
+    parts: tuple[Part, ...]
+    watts: Figure
+    kilowatt_hours: Figure
+    price: float | None
+    cost: Figure
+    peak_estimate: Figure
+    peak_measured: Figure
+    device_bytes: int | None
+    checkpoint_bytes: Figure
+    disk_bytes: Figure
+    table: tuple[Cell, ...]
+    notes: tuple[str, ...]
+    probe_seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {"type": "estimate", **dataclasses.asdict(self)}
+
+
+def estimate(
+    loaded: LoadedConfig,
+    *,
+    price: float | None = None,
+    seconds: float = SECONDS,
+    probe: bool = True,
+    imported: float | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> EstimateResult:
+    """What the run of a config will take. `price` is per hour, `seconds` what steps may be timed for.
+
+    `imported` is what importing took before the config was looked at; it is counted into the start-up. `notice` hears
+    what is being done.
+    """
+    began = time.monotonic()
+    with scratch_folder("flatout-estimate-") as scratch:
+        notice("opening the data")
+        data, described = practice_data(loaded.config, scratch)
+        made_up = Path(data.folder or "") == scratch / "random"
+        if made_up and loaded.config.train.epochs is not None:
+            raise DataError(
+                "train.epochs counts passes over data that is not prepared, so the length of the run is not known",
+                "prepare it with `flatout prepare`, or give train.tokens or train.steps instead",
+            )
+        looked = _Look(loaded, loaded.config.model_copy(update={"data": data}), made_up)
+        problem, timed = "", None
+        if probe:
+            try:
+                timed = time_run(
+                    dataclasses.replace(loaded, config=looked.config),
+                    validation_tokens=looked.validation_tokens,
+                    seconds=seconds,
+                    notice=notice,
+                )
+            except (HardwareError, ResourceError) as error:
+                if isinstance(error, HardwareError) and "a step needs about" not in error.message:
+                    raise
+                problem = error.message
+        return looked.result(described, timed, problem, price, imported, time.monotonic() - began)
+
+
+@dataclasses.dataclass(frozen=True)
+class Visits:
+    """How often a run stops training for something else."""
+
+    evaluations: int
+    samples: int
+    checkpoints: int
+
+
+def visits_of(config: RunConfig, steps: int, windows: int | None) -> Visits:
+    """The loop's own rules, counted instead of walked through: a run can have millions of steps."""
+    sequences = config.train.batch_tokens // config.model.context
+    every, save = config.eval.every, config.checkpoint.every
+    ends: set[int] = {steps} if steps else set()
+    if config.eval.epoch_end and windows is not None:
+        ends |= {-(-epoch * windows // sequences) for epoch in range(1, steps * sequences // windows + 1)}
+
+    def due(intervals: list[int], also: set[int]) -> int:
+        """Steps that are a multiple of one of the intervals, or among `also`."""
+        intervals = [interval for interval in intervals if interval]
+        counted = sum(steps // interval for interval in intervals)
+        if len(intervals) == 2:
+            counted -= steps // math.lcm(*intervals)
+        return counted + sum(1 for step in also if all(step % interval for interval in intervals))
+
+    last = {steps} if steps else set()
+    return Visits(
+        evaluations=due([every], ends),
+        samples=due([config.eval.sample_every], last) if config.eval.sample_tokens else 0,
+        checkpoints=due([save, every] if config.checkpoint.best else [save], ends if config.checkpoint.best else last),
+    )
+
+
+class _Look:
+    """What is known of a config's run without building it."""
+
+    def __init__(self, loaded: LoadedConfig, config: RunConfig, made_up: bool) -> None:
+        self.config, self.made_up, self.streaming = config, made_up, loaded.config.data.streaming
+        dataset = open_dataset(config.data.folder or "")
+        self.device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
+        self.vocab = config.model.vocab or dataset.tokenizer.vocab
+        self.speed = resolve_speed(
+            config,
+            self.device,
+            None if self.streaming else dataset.train.tokens * dataset.train.dtype.itemsize,
+            lambda path: loaded.sources[path].written,
+            vocab=self.vocab,
+        )
+        self.parameters = parameter_count(config.model, self.vocab)
+        self.base = _resident_bytes() if self.device.kind == "cpu" else 0
+        self.sequences = config.train.batch_tokens // config.model.context
+        self.windows = None if made_up or self.streaming else _windows(config, dataset)
+        asked = config.eval.tokens
+        there = None if made_up or self.streaming else dataset.val.tokens - 1
+        self.validation_tokens = min((count for count in (asked, there) if count is not None), default=None)
+
+    def result(
+        self,
+        data: str,
+        timed: Timed | None,
+        problem: str,
+        price: float | None,
+        imported: float | None,
+        probe_seconds: float,
+    ) -> EstimateResult:
+        config, speed = self.config, self.speed
+        steps = _steps(config, self.windows) if timed is None else timed.steps
+        visits = visits_of(config, steps, self.windows)
+        tokens = steps * config.train.batch_tokens
+        parts = () if timed is None else self._parts(timed, steps, visits, imported)
+        total, missing = None, "it needs timed steps, and there were none"
+        if parts:
+            told = [part.seconds.value for part in parts if part.seconds.value is not None]
+            total, missing = sum(told), ", ".join(part.name for part in parts if part.seconds.value is None)
+        unknown = Figure(None, "not told", missing)
+        without = f"without {missing}, which could not be told" if missing else ""
+        whole = unknown if total is None else Figure(total, "projected", without)
+        why = "no driver of an NVIDIA card tells the power" if timed is not None else missing
+        watts = Figure(None, "not told", why)
+        if timed is not None and timed.watts is not None:
+            watts = Figure(timed.watts, "measured", "mean of the timed steps, of the card alone")
+        energy = Figure(None, "not told", watts.note)
+        if total is not None and watts.value is not None:
+            energy = Figure(watts.value * total / 3.6e6, "projected", "of the card alone")
+        cost = Figure(None, "not told", "give a price per hour with --price" if price is None else missing)
+        if price is not None and total is not None:
+            cost = Figure(price * total / 3600, "projected", without)
+        size = Figure(12 * self.parameters, "estimated", "fp32 weights and two moments")
+        if timed is not None and timed.checkpoint_bytes is not None:
+            size = Figure(timed.checkpoint_bytes, "measured")
+        # Kept ones, the best, and the one being written before an older one goes.
+        at_once = min(visits.checkpoints, config.checkpoint.keep + (1 if config.checkpoint.best else 0) + 1)
+        epochs = Figure(None, "not told", "the data is not prepared" if self.made_up else "a stream is not counted")
+        if self.windows is not None:
+            epochs = Figure(steps * self.sequences / self.windows, "counted")
+        rate = None if timed is None else timed.tokens_per_second
+        return EstimateResult(
+            config=config.output.name,
+            device=machine_of(self.device),
+            flatout=flatout.__version__,
+            torch=torch.__version__,
+            data=data,
+            problem=problem,
+            parameters=Figure(self.parameters, "counted"),
+            steps=Figure(steps, "counted"),
+            batch_tokens=config.train.batch_tokens,
+            micro_batch=speed.micro_batch,
+            accumulation=speed.accumulation,
+            context=config.model.context,
+            tokens=Figure(tokens, "counted"),
+            epochs=epochs,
+            tokens_per_parameter=Figure(tokens / self.parameters, "counted"),
+            tokens_per_second=unknown if timed is None else Figure(rate, "measured", timed.note),
+            step_seconds=unknown if timed is None else Figure(timed.step, "measured", timed.note),
+            spread=None if timed is None else timed.spread,
+            mfu=_mfu(timed),
+            seconds=whole,
+            parts=parts,
+            watts=watts,
+            kilowatt_hours=energy,
+            price=price,
+            cost=cost,
+            peak_estimate=Figure(self._memory(config, speed), "estimated", self._what_is_missing()),
+            peak_measured=unknown if timed is None else Figure(timed.peak_bytes, "measured"),
+            device_bytes=self.device.memory_bytes,
+            checkpoint_bytes=size,
+            disk_bytes=Figure((size.value or 0) * at_once, "projected", f"{at_once} at once"),
+            table=self._table(timed),
+            notes=tuple(self._notes()),
+            probe_seconds=probe_seconds,
+        )
+
+    def _parts(self, timed: Timed, steps: int, visits: Visits, imported: float | None) -> tuple[Part, ...]:
+        def part(name: str, times: int, each: Figure, once: float = 0.0) -> Part:
+            total = each
+            if each.value is not None:
+                total = Figure(times * each.value + (once if times else 0.0), "projected", each.note)
+            elif not times:
+                total = Figure(0.0, "counted")
+            return Part(name=name, times=times, each=each, once=once, seconds=total)
+
+        start = timed.setup + timed.first + (imported or 0.0)
+        words = ["imports"] if imported is not None else []
+        words += ["data and model", "what the first step takes beyond a later one"]
+        return (
+            part("start-up", 1, Figure(start, "measured", ", ".join(words))),
+            part("training", steps, Figure(timed.step, "measured", timed.note)),
+            part("evaluations", visits.evaluations, timed.evaluation, timed.evaluation_once),
+            part("samples", visits.samples, timed.sample),
+            part("checkpoints", visits.checkpoints, timed.checkpoint),
+        )
+
+    def _memory(self, config: RunConfig, speed: Speed) -> int:
+        return self.base + memory_of(config, self.vocab, speed).total
+
+    def _what_is_missing(self) -> str:
+        return "without what libraries load at the first step" if self.device.kind == "cpu" else ""
+
+    def _table(self, timed: Timed | None) -> tuple[Cell, ...]:
+        """Every power of two around the config's own micro-batch and context.
+
+        On a CPU the process itself is most of it, so what was measured beyond the formula is added to every cell.
+        """
+        own = self.speed.micro_batch, self.config.model.context
+        beyond = 0
+        if timed is not None and self.device.kind == "cpu":
+            beyond = max(0, timed.peak_bytes - self._memory(self.config, self.speed))
+        rate = None if timed is None else timed.tokens_per_second
+        cells = []
+        for context in sorted({max(16, own[1] * 2**power // 4) for power in range(5)} | {own[1]}):
+            for size in sorted({max(1, own[0] * 2**power // 4) for power in range(5)} | {own[0]}):
+                model = self.config.model.model_copy(update={"context": context})
+                speed = dataclasses.replace(self.speed, micro_batch=size)
+                need = beyond + self._memory(self.config.model_copy(update={"model": model}), speed)
+                here = self.device.memory_bytes
+                cells.append(
+                    Cell(
+                        micro_batch=size,
+                        context=context,
+                        bytes=need,
+                        fits=None if here is None else need <= here,
+                        own=(size, context) == own,
+                        tokens_per_second=rate if (size, context) == own else None,
+                    )
+                )
+        return tuple(cells)
+
+    def _notes(self) -> Iterator[str]:
+        if self.made_up:
+            yield "the data is not prepared: preparing it is not counted, and steps were timed on random tokens"
+        if self.streaming:
+            yield "the text is streamed: reading, cleaning and tokenizing it while training is not in the timed steps"
+        if self.config.eval.patience:
+            yield "eval.patience is set: the run may stop earlier"
+        if self.config.checkpoint.best and self.config.checkpoint.every != self.config.eval.every:
+            yield "checkpoint.best is on: a checkpoint at every evaluation is assumed"
+
+
+def _mfu(timed: Timed | None) -> Figure:
+    if timed is None or timed.mfu is None:
+        return Figure(None, "not told", "the peak rate of this device is not known" if timed else "no timed steps")
+    return Figure(timed.mfu, "measured")
+
+
+def _windows(config: RunConfig, dataset: Dataset) -> int:
+    context, seed = config.model.context, config.train.seed
+    packing = pack_documents(dataset.train, context) if config.data.packing == "best_fit" else None
+    order = window_order(dataset.train, context=context, stride=stride_of(config), seed=seed, packing=packing)
+    return order.windows
+
+
+def _steps(config: RunConfig, windows: int | None) -> int:
+    """The length of a run that was not built."""
+    train = config.train
+    if train.steps is not None:
+        return train.steps
+    if train.tokens is not None:
+        return -(-train.tokens // train.batch_tokens)
+    assert windows is not None, "epochs of data that is not here were refused"
+    return math.ceil((train.epochs or 0) * windows / (train.batch_tokens // config.model.context))
+
+
+def _resident_bytes() -> int:
+    """Memory of this process as it is now; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, ValueError, IndexError):  # only Linux has it
+        return 0
+    return pages * resource.getpagesize()

@@ -1,0 +1,270 @@
+"""The timed piece of a run that an estimate stands on: some steps, an evaluation, a sample, a checkpoint.
+
+Contract: steps are timed by the protocol of `measure.py`, on a model of the probe's own. The checkpoint is written to a
+temporary folder on the disk on which the run will write, because disks differ; it is gone afterwards, also after
+Ctrl-C. What would take too long is timed in part, and the figure says so.
+Trap: a mean is what adds up to a run's time, so it is the mean of the steps and not their median. It has to be of some
+seconds of steps, or one hiccup of the machine would be in every step of the run.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, final
+
+import torch
+
+from flatout.config.load import LoadedConfig
+from flatout.data.loader import evaluation_batches
+from flatout.device import peak_memory_bytes
+from flatout.engine.checkpoint import write_checkpoint
+from flatout.engine.evaluate import evaluate
+from flatout.engine.loop import Progress, capture
+from flatout.engine.setup import Run, out_of_memory
+from flatout.errors import ResourceError
+from flatout.files import disk_errors
+from flatout.generation.decode import generate_tokens
+from flatout.tuning.measure import WARMUP, Steps, borrowed_run, summary_of
+
+FEWEST, MOST = 8, 400  # timed steps
+SHARE = 0.25  # of the time for steps; an evaluation and a sample may take so much each
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A number and how it came about; None where nobody can tell, and `note` says why."""
+
+    value: float | None
+    how: str  # counted, measured, projected, estimated or not told
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timed:
+    """What the probe found. `first` is what the first step took beyond a later one, `evaluation_once` the same of the
+    first evaluation; `watts` is the mean over the timed steps, None where no driver tells it."""
+
+    steps: int
+    windows: int | None
+    setup: float
+    first: float
+    step: float
+    note: str
+    tokens_per_second: float
+    spread: float
+    mfu: float | None
+    watts: float | None
+    evaluation: Figure
+    evaluation_once: float
+    sample: Figure
+    checkpoint: Figure
+    checkpoint_bytes: int | None
+    peak_bytes: int
+
+
+def time_run(
+    loaded: LoadedConfig,
+    *,
+    validation_tokens: int | None,
+    seconds: float,
+    notice: Callable[[str], None],
+) -> Timed:
+    """Builds the run of a config, whose data is here, and times its parts; `seconds` are for the steps.
+
+    `validation_tokens` is how many an evaluation will have, None where that is not known.
+    """
+    notice("building the model")
+    began = time.perf_counter()
+    with borrowed_run(loaded) as run:
+        built = time.perf_counter() - began
+        device = run.speed.device.torch_device
+        notice("timing training steps")
+        found = _time_steps(dataclasses.replace(run, steps=max(run.steps, 4 * MOST)), seconds)
+        notice("timing an evaluation")
+        evaluation, once = _time_evaluation(run, validation_tokens, SHARE * seconds)
+        notice("timing a sample")
+        sample = _time_sample(run, SHARE * seconds)
+        peak = peak_memory_bytes(device)
+        notice("timing a checkpoint")
+        checkpoint, size = _time_checkpoint(run)
+        if device.type == "cpu":  # what is written passes through the host's memory, which is the device's here
+            peak = max(peak, peak_memory_bytes(device))
+        return Timed(
+            steps=run.steps,
+            windows=run.windows,
+            setup=built,
+            evaluation=evaluation,
+            evaluation_once=once,
+            sample=sample,
+            checkpoint=checkpoint,
+            checkpoint_bytes=size,
+            peak_bytes=peak,
+            **found,
+        )
+
+
+def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
+    """Whole steps where there is time for some, else shorter ones, from which a whole one follows."""
+    size, count = run.step.micro_batch, run.speed.accumulation
+    few = min(count, 2)
+    # Two micro-batches make the moments, compile, and record graphs; how long they take says what there is time for.
+    with Steps(dataclasses.replace(run, sequences=few * size)) as steps:
+        first = steps.take(1)[0].seconds
+        short = min(report.seconds for report in steps.take(WARMUP - 1))
+    meter = EnergyMeter(run.speed.device.torch_device)
+    if count == few or FEWEST * short * count / few <= seconds:
+        with Steps(run) as steps:
+            untimed = steps.take(2)
+            wanted = int(seconds / max(untimed[-1].seconds, 1e-6))
+            with meter:
+                timed = steps.take(max(FEWEST, min(MOST, wanted)))
+        found = summary_of(run, untimed, timed)
+        step, spread, note = found.mean_milliseconds / 1000, found.spread, f"mean of {len(timed)} steps"
+    else:
+        step, spread, note = _put_together(run, short, seconds, meter)
+    rate, peak = run.config.train.batch_tokens / step, run.speed.device.peak_flops
+    return {
+        "first": max(0.0, first - short),
+        "step": step,
+        "note": note,
+        "tokens_per_second": rate,
+        "spread": spread,
+        "mfu": None if peak is None else rate * run.flops_per_token / peak,
+        "watts": meter.watts,
+    }
+
+
+def _put_together(run: Run, short: float, seconds: float, meter: "EnergyMeter") -> tuple[float, float, str]:
+    """(seconds of a whole step, spread, how). Steps of two lengths tell a micro-batch's time from the update's."""
+    size, count = run.step.micro_batch, run.speed.accumulation
+    longer = max(3, min(count, int(seconds / 4 / short)))  # three of them take about two thirds of the time
+    with meter:
+        with Steps(dataclasses.replace(run, sequences=2 * size)) as steps:
+            few = [report.seconds for report in steps.take(max(3, min(16, int(seconds / 4 / short))))]
+        with Steps(dataclasses.replace(run, sequences=longer * size)) as steps:
+            many = [report.seconds for report in steps.take(3)]
+    low, high = statistics.median(few), statistics.median(many)
+    each = max((high - low) / (longer - 2), 0.5 * high / longer)
+    update = max(low - 2 * each, 0.0)
+    spread = (max(few) - min(few)) / max(low, 1e-9)
+    return count * each + update, spread, f"put together from steps of 2 and of {longer} out of {count} micro-batches"
+
+
+def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figure, float]:
+    """Seconds of an evaluation of `tokens` tokens, and what the first costs beyond that."""
+    if tokens is None:
+        return Figure(None, "not told", "how much validation text there is, is not known"), 0.0
+    context, size = run.config.model.context, run.step.micro_batch
+    device = run.speed.device.torch_device
+
+    def timed(most: int) -> tuple[float, int]:
+        began = time.perf_counter()
+        batches = evaluation_batches(run.val, context=context, batch_size=size, device=device, most_tokens=most)
+        with out_of_memory():
+            _, labelled = evaluate(run.model, batches, run.scope)
+        return time.perf_counter() - began, labelled
+
+    cold, labelled = timed(min(tokens, 2 * size * context))
+    warm, labelled = timed(labelled)
+    most = max(labelled, int(labelled * seconds / max(warm, 1e-6)))
+    spent, labelled = timed(tokens if 2 * most >= tokens else most)  # what is nearly whole may as well be whole
+    if labelled >= tokens:
+        return Figure(spent, "measured"), max(0.0, cold - warm)
+    part = Figure(spent * tokens / max(labelled, 1), "projected", f"from {labelled:,} of {tokens:,} tokens")
+    return part, max(0.0, cold - warm)
+
+
+def _time_sample(run: Run, seconds: float) -> Figure:
+    wanted = run.config.eval.sample_tokens
+    if not wanted:
+        return Figure(0.0, "counted", "eval.sample_tokens is 0")
+    prompt = run.val.read(0, 1).tolist()
+    taken, began = 0, time.perf_counter()
+    with run.scope(), out_of_memory():
+        for _ in generate_tokens(run.model, prompt, count=wanted, seed=0, vocab=run.dataset.tokenizer.vocab):
+            taken += 1
+            if time.perf_counter() - began > seconds and taken >= min(wanted, 8):
+                break
+    spent = time.perf_counter() - began
+    if taken == wanted:
+        return Figure(spent, "measured")
+    return Figure(spent * wanted / taken, "projected", f"from {taken} of {wanted} tokens")
+
+
+def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
+    """Seconds of writing one on the disk on which the run will write, and its bytes."""
+    need = 12 * sum(parameter.numel() for parameter in run.model.parameters())
+    try:
+        with _beside(Path(run.config.output.folder or "runs")) as folder:
+            free = shutil.disk_usage(folder).free
+            if free < 1.1 * need:
+                return Figure(None, "not told", f"the disk has {free / 2**30:.2f} GiB free, too little for one"), None
+            began = time.perf_counter()
+            _, size = write_checkpoint(folder, capture(run, Progress(step=1)))
+            return Figure(time.perf_counter() - began, "measured"), size
+    except ResourceError as error:
+        return Figure(None, "not told", error.message), None
+
+
+@contextlib.contextmanager
+def _beside(folder: Path) -> Iterator[Path]:
+    """A temporary folder on the disk of a run folder that may not exist yet, and need not exist afterwards."""
+    there = folder.absolute()
+    while not there.is_dir():
+        there = there.parent
+    with (
+        disk_errors(f"a checkpoint in {there}", safe=""),
+        tempfile.TemporaryDirectory(prefix=".flatout-estimate-", dir=there, ignore_cleanup_errors=True) as name,
+    ):
+        yield Path(name)
+
+
+@final
+class EnergyMeter:
+    """Mean power of an NVIDIA card over a block, by the driver's own counter of energy; `watts` stays None without one.
+
+    The driver's library is asked by hand: three calls are no reason for a package. Cards before Volta have no counter.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.watts: float | None = None
+        self._library: ctypes.CDLL | None = None
+        self._handle = ctypes.c_void_p()
+        if device.type != "cuda":
+            return
+        try:
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+            # The driver counts cards in another order than torch, and shows those that torch was told not to see.
+            name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode("ascii")
+            if library.nvmlInit_v2() == 0 and library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(self._handle)) == 0:
+                self._library = library
+        except (OSError, AttributeError):  # no driver, or one without these functions
+            self._library = None
+
+    def _millijoules(self) -> int | None:
+        if self._library is None:
+            return None
+        counter = ctypes.c_ulonglong()
+        code = self._library.nvmlDeviceGetTotalEnergyConsumption(self._handle, ctypes.byref(counter))
+        return counter.value if code == 0 else None
+
+    def __enter__(self) -> Self:
+        self._began, self._before = time.perf_counter(), self._millijoules()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        after, seconds = self._millijoules(), time.perf_counter() - self._began
+        if self._before is not None and after is not None and after > self._before and seconds > 0:
+            self.watts = (after - self._before) / 1000 / seconds
+        if self._library is not None:
+            self._library.nvmlShutdown()
+            self._library = None

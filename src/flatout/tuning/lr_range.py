@@ -1,0 +1,321 @@
+"""The learning-rate finder: an exponential range test on real training steps, and what to make of its curve.
+
+Idea: the rate rises by a constant factor with every step of a training run, from far too small to far too large. The
+loss first stands still, then falls, then rises again; where it falls says which rates the run can bear. The schedule of
+a `TrainStep` is a table of rates, so the test is a run with another table and nothing else is special about it: the
+config's own model, optimizer, clipping, precision and data.
+
+Contract:
+- `range_test` gives the run back bit for bit: weights, moments, counters, loss scale, 8-bit scales, random streams and
+  the table of rates are deep copies put back, also after an error. Batches depend on the step's number alone, so the
+  order of the data is as it was.
+- It stops at a non-finite loss and where the smoothed loss is above four times its best.
+- `read_curve` is arithmetic on numbers only. The rule that chooses is calibrated by measurements: see docs/finders.md.
+Trap: the curve is of a hundred steps from random weights, so its minimum is a rate that a run bears for a moment, not
+one to train with; and a small model bears any rate, so where the minimum lies is chance. How deep it is, is not: the
+choice is where most of the fall is over.
+"""
+
+import contextlib
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+import flatout
+from flatout.config.load import LoadedConfig
+from flatout.engine.loop import Progress, capture, restore
+from flatout.engine.setup import Run
+from flatout.errors import ConfigError
+from flatout.tuning.found import config_text, words_of
+from flatout.tuning.measure import Steps, borrowed_run
+from flatout.tuning.plan import machine_of
+from flatout.tuning.practice_data import practice_data, scratch_folder
+
+LOW, HIGH, STEPS = 1e-7, 1.0, 100
+DIVERGED = 4.0  # times the best smoothed loss
+MEMORY = 0.8  # of the running mean that looks for divergence, per step
+MEDIAN = 5  # steps: a loss is read as the median of so many, so that one step that jumps says nothing
+WIDTH = 0.2  # decades: standard deviation of the bell that smooths the medians
+KNEE = 0.8  # of the whole fall is over there; why so much and no more: docs/finders.md
+CHOSEN = "knee"
+RISE = 0.25  # of the whole fall: so far above the best the loss has risen for good, and the rest is not read
+LEAST_FALL = 0.02  # of the first loss: a curve that falls by less has nothing to read
+MOST_SKIPPED = 40  # steps that fp16 may take to find its loss scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One step: the rate it was taken with, and the loss it saw, which is of the weights before it."""
+
+    rate: float
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Suggestion:
+    name: str
+    rate: float
+    meaning: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """What a curve says. `smoothed` has a value for every finite point, of which the first `read` were looked at."""
+
+    smoothed: tuple[float, ...]
+    read: int
+    suggestions: tuple[Suggestion, ...]
+    chosen: str
+
+    @property
+    def rate(self) -> float:
+        return next(suggestion.rate for suggestion in self.suggestions if suggestion.name == self.chosen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LrResult:
+    """One call of the finder. `before` is the rate the config had; `fragment` a config file with the one found."""
+
+    config: str
+    device: str
+    data: str
+    low: float
+    high: float
+    steps: int
+    points: tuple[Point, ...]
+    reading: Reading
+    rate: float
+    before: float
+    ended: str
+    words: tuple[str, ...]
+    fragment: str
+    seconds: float
+    flatout: str
+    torch: str
+
+    def to_json(self) -> dict[str, Any]:
+        body = {"type": "learning_rate", **dataclasses.asdict(self)}
+        # JSON has no word for a loss that is not finite; it is written as text, as in metrics.jsonl.
+        body["points"] = [
+            {"rate": point.rate, "loss": point.loss if math.isfinite(point.loss) else str(point.loss)}
+            for point in self.points
+        ]
+        return body
+
+
+def find_rate(
+    loaded: LoadedConfig,
+    *,
+    low: float = LOW,
+    high: float = HIGH,
+    steps: int = STEPS,
+    progress: Callable[[int, Point], None] = lambda _step, _point: None,
+) -> LrResult:
+    """The learning rate for a config, from `steps` training steps with rates from `low` to `high`."""
+    began = time.monotonic()
+    with scratch_folder("flatout-lr-") as scratch:
+        data, described = practice_data(loaded.config, scratch)
+        config = loaded.config.model_copy(update={"data": data})
+        with borrowed_run(dataclasses.replace(loaded, config=config)) as run:
+            device = machine_of(run.speed.device)
+            points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
+    reading = read_curve([point.rate for point in points], [point.loss for point in points])
+    found = {"optim.learning_rate": _round(reading.rate)}
+    return LrResult(
+        config=loaded.config.output.name,
+        device=device,
+        data=described,
+        low=low,
+        high=high,
+        steps=steps,
+        points=tuple(points),
+        reading=reading,
+        rate=found["optim.learning_rate"],
+        before=loaded.config.optim.learning_rate,
+        ended=ended,
+        words=words_of(found),
+        fragment=config_text(
+            loaded,
+            found,
+            f", learning rate, on {device}: a range test from {low:g} to {points[-1].rate:.2g}, {ended}.",
+            [f"{suggestion.name} {suggestion.rate:.2e}" for suggestion in reading.suggestions]
+            + [f"chosen: {reading.chosen}; the config had {loaded.config.optim.learning_rate:g}"],
+        ),
+        seconds=time.monotonic() - began,
+        flatout=flatout.__version__,
+        torch=torch.__version__,
+    )
+
+
+# --- the test ---------------------------------------------------------------------------------------------------------
+
+
+def range_test(
+    run: Run,
+    *,
+    low: float = LOW,
+    high: float = HIGH,
+    steps: int = STEPS,
+    progress: Callable[[int, Point], None] = lambda _step, _point: None,
+) -> tuple[list[Point], str]:
+    """The points of a range test, and why it ended. The run is afterwards what it was before, bit for bit."""
+    rates = [low * (high / low) ** (number / max(1, steps - 1)) for number in range(steps)]
+    points: list[Point] = []
+    best, mean, skipped = math.inf, 0.0, 0
+    longer = dataclasses.replace(run, steps=max(run.steps, steps + MOST_SKIPPED))
+    with untouched(run):
+        run.step.rates = torch.tensor(rates, dtype=torch.float64).to(run.step.rates.device, torch.float32)
+        run.step.updates.zero_()
+        with Steps(longer) as stepping:
+            while len(points) < steps:
+                report = stepping.take(1)[0]
+                overflow = run.step.loss_scale is not None and not report.applied and math.isfinite(report.loss)
+                if overflow and skipped < MOST_SKIPPED:  # the rate stands still with the count of updates
+                    skipped += 1
+                    continue
+                point = Point(rates[len(points)], report.loss)
+                points.append(point)
+                progress(len(points), point)
+                if not report.applied:
+                    return points, f"the loss was not finite at {point.rate:.1e}"
+                mean = MEMORY * mean + (1 - MEMORY) * report.loss
+                smoothed = mean / (1 - MEMORY ** len(points))
+                best = min(best, smoothed)
+                if smoothed > DIVERGED * best:
+                    return points, f"the loss was {DIVERGED:g} times its best at {point.rate:.1e}"
+    return points, "the last rate was reached"
+
+
+@contextlib.contextmanager
+def untouched(run: Run) -> Iterator[None]:
+    """Training inside the block leaves the run as it was: a deep copy of everything that moves is put back."""
+    step = run.step
+    # `capture` hands out the live tensors, which the block would write into. DO NOT leave out the copy.
+    kept = _copied(capture(run, Progress()))
+    rates, group_rates = step.rates, [_copy(group["lr"]) for group in step.optimizer.param_groups]
+    had_moments, was_training, had_gradients = step.has_moments, run.model.training, _has_gradients(run)
+    try:
+        yield
+    finally:
+        step.optimizer.state.clear()  # moments that were not there before must not stay
+        restore(run, kept)
+        step.rates, step.has_moments = rates, had_moments
+        for group, rate in zip(step.optimizer.param_groups, group_rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].copy_(rate)
+            else:
+                group["lr"] = rate
+        # A recorded graph adds into the gradients it knows: they are emptied where they lie.
+        step.optimizer.zero_grad(set_to_none=not (had_gradients or step.keep_gradients))
+        run.model.train(was_training)
+
+
+def _copied(checkpoint: Any) -> Any:
+    """A checkpoint whose tensors are its own, on the host."""
+    parts = {name: getattr(checkpoint, name) for name in ("model", "optimizer", "run")}
+    return dataclasses.replace(
+        checkpoint, **{name: {key: _copy(value) for key, value in part.items()} for name, part in parts.items()}
+    )
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _has_gradients(run: Run) -> bool:
+    return any(parameter.grad is not None for parameter in run.model.parameters())
+
+
+# --- reading the curve ------------------------------------------------------------------------------------------------
+
+
+def read_curve(rates: Sequence[float], losses: Sequence[float]) -> Reading:
+    """The suggestions of a curve, and which of them to take. A curve that never falls is a `ConfigError`."""
+    finite = [(rate, loss) for rate, loss in zip(rates, losses, strict=True) if math.isfinite(loss)]
+    if len(finite) < 10:
+        raise _no_curve(f"only {len(finite)} steps had a finite loss")
+    places = [math.log10(rate) for rate, _ in finite]
+    smoothed = smooth(places, without_jumps([loss for _, loss in finite]))
+    read = first_rise(smoothed)
+    bottom = min(range(read), key=lambda index: smoothed[index])
+    fall = smoothed[0] - smoothed[bottom]
+    if fall < LEAST_FALL * abs(smoothed[0]):
+        raise _no_curve(f"the loss went from {smoothed[0]:.4g} to {smoothed[bottom]:.4g} at best")
+    slopes = [
+        (smoothed[index + 1] - smoothed[index - 1]) / (places[index + 1] - places[index - 1])
+        for index in range(1, max(2, bottom))
+    ]
+    steepest = 1 + min(range(len(slopes)), key=lambda index: slopes[index])
+    start, end = longest_fall(smoothed[:read])
+    rate_at = [10.0**place for place in places]
+    suggestions = (
+        Suggestion("minimum / 10", rate_at[bottom] / 10, "a tenth of the rate with the lowest loss"),
+        Suggestion("steepest", rate_at[steepest], "where the loss falls fastest"),
+        Suggestion("valley", rate_at[start + 2 * (end - start) // 3], "two thirds along the longest fall"),
+        Suggestion("knee", _crossing(places, smoothed, bottom, KNEE * fall), f"where {KNEE:.0%} of the fall is over"),
+    )
+    return Reading(smoothed=tuple(smoothed), read=read, suggestions=suggestions, chosen=CHOSEN)
+
+
+def without_jumps(losses: Sequence[float]) -> list[float]:
+    """Each loss as the median of those around it: a batch that throws the loss up for a step or two leaves no trace."""
+    half = MEDIAN // 2
+    return [statistics.median(losses[max(0, index - half) : index + half + 1]) for index in range(len(losses))]
+
+
+def smooth(places: Sequence[float], losses: Sequence[float]) -> list[float]:
+    """Each loss as the mean of those around it, weighted by a bell over the logarithm of the rate."""
+    result = []
+    for here in places:
+        weights = [math.exp(-0.5 * ((place - here) / WIDTH) ** 2) for place in places]
+        result.append(sum(w * loss for w, loss in zip(weights, losses, strict=True)) / sum(weights))
+    return result
+
+
+def first_rise(smoothed: Sequence[float]) -> int:
+    """How many points to read: those before the loss has clearly risen above its best. Beyond, a run is torn up, and
+    what looks like a second valley is noise."""
+    best = smoothed[0]
+    for index, loss in enumerate(smoothed):
+        best = min(best, loss)
+        fall = smoothed[0] - best
+        if fall > LEAST_FALL * abs(smoothed[0]) and loss > best + RISE * fall:
+            return index
+    return len(smoothed)
+
+
+def longest_fall(smoothed: Sequence[float]) -> tuple[int, int]:
+    """(first, last) index of the longest stretch in which every loss is below the one before."""
+    best, start = (0, 0), 0
+    for index in range(1, len(smoothed)):
+        if smoothed[index] >= smoothed[index - 1]:
+            start = index
+        elif index - start > best[1] - best[0]:
+            best = (start, index)
+    return best
+
+
+def _crossing(places: Sequence[float], smoothed: Sequence[float], bottom: int, depth: float) -> float:
+    """The rate at which the loss is first `depth` below its start."""
+    level = smoothed[0] - depth
+    index = next((index for index in range(1, bottom + 1) if smoothed[index] <= level), bottom)
+    before, after = smoothed[index - 1], smoothed[index]
+    share = (before - level) / (before - after) if before > after else 1.0
+    return 10.0 ** (places[index - 1] + min(max(share, 0.0), 1.0) * (places[index] - places[index - 1]))
+
+
+def _round(rate: float) -> float:
+    """Two digits: the test knows no more."""
+    return float(f"{rate:.1e}")
+
+
+def _no_curve(why: str) -> ConfigError:
+    return ConfigError(
+        f"the range test has no curve to read: {why}",
+        "widen it with --from and --to, or take more steps with --steps; does the run learn at all?",
+    )

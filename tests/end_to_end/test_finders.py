@@ -1,0 +1,326 @@
+"""`flatout tune lr` and `flatout tune search` from outside: what they find, write, refuse and survive."""
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout import cli_finders
+from flatout.config.load import load_config
+from flatout.engine import loop
+from flatout.engine.loop import Progress, capture
+from flatout.engine.setup import setup_run
+from flatout.errors import ConfigError, DataError, DivergedError, ResourceError, UsageError
+from flatout.tuning import lr_range, study
+from flatout.tuning.lr_range import find_rate
+from flatout.tuning.measure import Steps
+from flatout.tuning.search_space import read_space
+from flatout.tuning.study import StudyResult, TrialRow, search
+from tests.conftest import TINY
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage before and after every run takes longer than these runs do."""
+    monkeypatch.setattr("flatout.tuning.measure.free_memory", lambda: None)
+
+
+def words_for(tiny, *more: str) -> list[str]:
+    return ["shakespeare-char", *TINY, f"data.source={tiny().config.data.source}", "train.steps=12", *more]
+
+
+# --- the learning rate ------------------------------------------------------------------------------------------------
+
+
+def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, capsys):
+    out = tmp_path / "lr.yaml"
+    before = torch.get_rng_state()
+    assert cli_finders.tune_lr([*words_for(tiny, "train.seed=5"), "--out", str(out), "--steps", "40"]) == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    shown = capsys.readouterr()
+    for name in ("minimum / 10", "steepest", "valley", "knee"):
+        assert name in shown.out
+    assert "* " in shown.out
+    assert f"flatout train {out}" in shown.out
+    assert shown.err == ""
+    found = load_config(out).config
+    assert found.train.seed == 5
+    assert 1e-5 < found.optim.learning_rate < 1
+    assert found.model.width == 32
+    assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.iterdir()} <= {"lr.yaml", "lr.png", "data"}
+    # A file of our own is written over, an edited one is not.
+    cli_finders.write_found(out, out.read_text(encoding="utf-8"))
+    out.write_text(out.read_text(encoding="utf-8") + "# mine\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="was edited"):
+        cli_finders.tune_lr([*words_for(tiny), "--out", str(out)])
+
+
+def test_json_is_one_line_with_every_point(tiny, capsys):
+    assert cli_finders.tune_lr([*words_for(tiny), "--json", "--steps", "40", "--from", "1e-6", "--to", "0.5"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    body = json.loads(lines[0])
+    assert len(body["points"]) == 40
+    assert body["points"][0]["rate"] == pytest.approx(1e-6)
+    assert body["words"] == [f"optim.learning_rate={body['rate']!r}"]
+
+
+def test_the_same_seed_finds_the_same_rate(tiny):
+    first, second = (find_rate(tiny("model.dropout=0.1"), steps=30) for _ in range(2))
+    assert first.points == second.points
+    assert first.rate == second.rate
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--from", "1e-3", "--to", "2e-3"], "less than a factor of ten"),
+        (["--from", "0"], "--from"),
+        (["--steps", "3"], "--steps"),
+        (["--out", "lr.txt"], "not the name of a .yaml file"),
+        (["--plot", "lr.jpg"], "not the name of a .png file"),
+        (["--out", "nowhere/lr.yaml"], "does not exist"),
+    ],
+)
+def test_mistakes_answer_before_anything_is_trained(tmp_path: Path, monkeypatch, words: list[str], message: str):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lr_range, "borrowed_run", None)
+    with pytest.raises(UsageError, match=message):
+        cli_finders.tune_lr(words)
+
+
+def test_a_run_that_does_not_learn_has_no_rate(tiny):
+    with pytest.raises(ConfigError, match="no curve to read"):
+        find_rate(tiny(), low=1e-12, high=1e-9, steps=20)
+
+
+def test_where_the_file_cannot_be_written_in_the_end_the_config_is_printed(tiny, tmp_path: Path, capsys, monkeypatch):
+    def full(path: Path, _content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cli_finders, "write_whole", full)
+    with pytest.raises(ResourceError):
+        cli_finders.tune_lr([*words_for(tiny), "--out", str(tmp_path / "lr.yaml"), "--steps", "40"])
+    assert "learning_rate:" in capsys.readouterr().out
+    assert not (tmp_path / "lr.yaml").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [[], ["speed.cuda_graphs=on"], ["speed.precision=fp16", "speed.kernels=torch"]])
+def test_on_a_gpu_the_run_is_bit_for_bit_what_it_was(tiny, words: list[str]):
+    loaded = tiny("speed.device=cuda", "model.width=64", "model.context=64", "train.batch_tokens=512", *words)
+    run = setup_run(loaded)
+    with Steps(run) as steps:
+        steps.take(4)
+
+    def state() -> dict[str, torch.Tensor]:
+        held = capture(run, Progress())
+        parts = (held.model, held.optimizer, held.run)
+        return {
+            f"{i}.{name}": value.detach().cpu().clone() for i, part in enumerate(parts) for name, value in part.items()
+        }
+
+    before = state()
+    points, _ = lr_range.range_test(run, steps=30)
+    assert points[-1].loss != points[0].loss
+    after = state()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def space(tmp_path: Path):
+    pytest.importorskip("optuna")
+
+    def write(
+        text: str = "optim.learning_rate: {log: [1e-4, 1e-1]}\noptim.schedule: {choices: [cosine, wsd]}\n",
+    ) -> Path:
+        path = tmp_path / "space.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def run(loaded, path: Path, **settings) -> tuple[list[TrialRow], StudyResult]:
+    *rows, result = list(search(loaded, read_space(path, loaded), **settings))
+    assert isinstance(result, StudyResult)
+    return rows, result  # pyright: ignore[reportReturnType]
+
+
+def test_a_search_finds_the_best_of_its_trials_and_writes_it(tiny, space, tmp_path: Path, capsys):
+    out = tmp_path / "best.yaml"
+    words = [str(space()), *words_for(tiny), "--trials", "4", "--out", str(out)]
+    before = torch.get_rng_state()
+    assert cli_finders.tune_search(words) == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    shown = capsys.readouterr()
+    assert shown.err.count("trial ") == 4
+    assert "best of 4 trials" in shown.out
+    found = load_config(out).config
+    assert 1e-4 <= found.optim.learning_rate <= 1e-1
+    assert found.checkpoint.best, "what only trials need is not in the config"
+    assert (tmp_path / "best.png").exists()
+    assert {path.name for path in tmp_path.iterdir()} <= {"best.yaml", "best.png", "space.yaml", "data"}
+
+
+def test_the_objective_is_the_loss_of_a_real_run(tiny, space):
+    from flatout import api
+    from flatout.records import EvalRecord
+
+    loaded = tiny("train.steps=12")
+    rows, result = run(loaded, space(), trials=2)
+    best = result.best
+    words = [f"{path}={value}" for path, value in best.values.items()]
+    last = [record for record in api.train(tiny("train.steps=12", *words)) if isinstance(record, EvalRecord)][-1]
+    assert last.loss == best.loss
+    assert best.loss == min(row.loss for row in rows if row.status == "done")
+
+
+def test_a_study_goes_on_where_it_was(tiny, space, tmp_path: Path):
+    loaded, file = tiny("train.steps=12"), tmp_path / "study.db"
+    first, _ = run(loaded, space(), trials=2, study=file)
+    second, result = run(loaded, space(), trials=4, study=file)
+    assert [row.number for row in first] == [0, 1]
+    assert [row.number for row in second] == [2, 3]
+    assert [row.number for row in result.rows] == [0, 1, 2, 3]
+    again, same = run(loaded, space(), trials=4, study=file)
+    assert again == []
+    assert same.best == result.best
+    assert len({row.values["optim.learning_rate"] for row in result.rows}) == 4, "no draw is repeated"
+
+
+def test_another_space_or_config_is_refused(tiny, space, tmp_path: Path):
+    file = tmp_path / "study.db"
+    run(tiny("train.steps=12"), space(), trials=1, study=file)
+    with pytest.raises(UsageError, match="another space"):
+        run(tiny("train.steps=12"), space("optim.learning_rate: {log: [1e-4, 1e-2]}"), trials=2, study=file)
+    with pytest.raises(UsageError, match=r"another config: train.steps 12 there, train.steps 13 now"):
+        run(tiny("train.steps=13"), space(), trials=2, study=file)
+
+
+def test_a_file_that_is_no_study_is_refused_and_stays(tiny, space, tmp_path: Path):
+    file = tmp_path / "study.db"
+    file.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(DataError, match="not a study"):
+        run(tiny("train.steps=12"), space(), trials=1, study=file)
+    assert file.read_bytes() == b"not a database at all" * 100
+
+
+def test_trials_that_fail_are_told_and_count_as_bad(tiny, space, monkeypatch: pytest.MonkeyPatch):
+    """One diverges, one has no memory, one is no config; the best is another one."""
+    real, count = loop.train_loop, 0
+
+    def sometimes(*args, **settings):
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise DivergedError("3 steps in a row had a non-finite loss", "lower it")
+        if count == 3:
+            raise ResourceError("out of device memory: tried to allocate 4 GiB", "less")
+        return real(*args, **settings)
+
+    monkeypatch.setattr(study, "train_loop", sometimes)
+    text = "optim.learning_rate: {log: [1e-3, 1e-2]}\nmodel.width: {choices: [32, 33]}\n"
+    rows, result = run(tiny("train.steps=12"), space(text), trials=7)
+    statuses = [row.status for row in rows]
+    assert {"diverged", "out_of_memory", "invalid", "done"} <= set(statuses)
+    assert len(rows) == 7
+    assert result.best.status == "done"
+    assert result.best.values["model.width"] == 32
+    assert all(row.reason for row in rows if row.status != "done")
+
+
+def test_a_search_of_which_nothing_is_left_is_an_error(tiny, space, monkeypatch: pytest.MonkeyPatch):
+    def diverges(*_args, **_settings):
+        raise DivergedError("non-finite", "lower it")
+
+    monkeypatch.setattr(study, "train_loop", diverges)
+    with pytest.raises(DivergedError, match="none of the 2 trials"):
+        run(tiny("train.steps=12"), space(), trials=2)
+
+
+def test_bad_trials_are_cut_short(tiny, space):
+    rows, _ = run(tiny("train.steps=24", "eval.every=6"), space("optim.learning_rate: {log: [1e-6, 1e-1]}"), trials=9)
+    cut = [row for row in rows if row.status == "pruned"]
+    assert cut
+    assert all(8 <= row.step < 24 for row in cut), "not in the first third, and not at the end"
+    assert all("median" in row.reason for row in cut)
+
+
+def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
+    file = tmp_path / "study.db"
+    words = [str(space()), *words_for(tiny, "train.steps=20"), "--study", str(file), "--trials", "400"]
+    command = "import sys; from flatout.cli_finders import tune_search; sys.exit(tune_search(sys.argv[1:]))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
+        env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
+    )  # fmt: skip
+    assert process.stderr is not None
+    for _ in range(2):
+        assert process.stderr.readline().startswith("trial ")
+    time.sleep(0.2)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(timeout=30)
+    process.stderr.close()
+    with sqlite3.connect(file) as database:
+        count = database.execute("select count(*) from trials where state = 'RUNNING'").fetchone()[0]
+    assert count <= 1
+    rows, result = run(tiny("train.steps=20"), space(), trials=4, study=file)
+    assert len(result.rows) >= 4
+    assert rows == [row for row in result.rows if row.number >= rows[0].number] if rows else True
+    assert all(row.status in ("done", "pruned") for row in result.rows)
+
+
+def test_interrupting_ends_with_what_to_do_next(tiny, space, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    def stopped(*_args, **_settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "train_loop", stopped)
+    words = [str(space()), *words_for(tiny), "--study", str(tmp_path / "study.db"), "--out", str(tmp_path / "b.yaml")]
+    assert cli_finders.tune_search(words) == 130
+    assert "keeps the trials so far" in capsys.readouterr().err
+    assert not (tmp_path / "b.yaml").exists()
+
+
+def test_without_the_package_there_is_one_hint(tiny, space, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(DataError) as caught:
+        run(tiny(), space(), trials=1)
+    assert "optuna" in caught.value.message
+    assert caught.value.hint == "pip install 'flatout[search]'"
+
+
+def test_the_space_comes_first():
+    with pytest.raises(UsageError, match="needs a file"):
+        cli_finders.tune_search(["--trials", "3"])
+    with pytest.raises(ConfigError, match="no such file"):
+        cli_finders.tune_search(["nowhere.yaml"])
+
+
+@pytest.mark.slow
+def test_the_choice_is_near_the_best_of_a_grid(tmp_path: Path):
+    """The shakespeare preset at its full length; benchmarks/lr_finder.py is the same with ten seeds and seven rates."""
+    script = Path(__file__).parents[2] / "benchmarks" / "lr_finder.py"
+    told = subprocess.run(
+        [sys.executable, str(script), "--seeds", "3", "--grid", "1e-3,2e-3,4e-3,8e-3"],
+        env=ENVIRONMENT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    summary = json.loads(told.splitlines()[-1])
+    print(summary)
+    assert summary["over_best"] < 0.02
+    assert summary["spread"] <= 3

@@ -1,0 +1,305 @@
+"""`flatout profile` from outside: what it finds, what it writes, and that it leaves nothing behind."""
+
+import csv
+import dataclasses
+import errno
+import gzip
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatout import cli_profile
+from flatout.cli_profile import profile
+from flatout.diagnose import profile as profiling
+from flatout.diagnose.profile import can_have, fitted, named_ranges, profile_run
+from flatout.engine.setup import Run, setup_run
+from flatout.errors import ConfigError, ResourceError, UsageError
+from flatout.tuning.measure import borrowed_run
+from tests.conftest import TINY
+
+FILES = {"trace.json.gz", "kernels.csv", "profile.json", "reading.md"}
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "TIMED_SECONDS", 0.01)
+
+
+@pytest.fixture
+def words(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.source={corpus}"]
+
+
+def switches() -> tuple:
+    return (
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+        torch._C._autograd._profiler_enabled(),
+        os.environ.get("KINETO_LOG_LEVEL"),
+        signal.getsignal(signal.SIGTERM),
+    )
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    return json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))["traceEvents"]
+
+
+class SlowRun(Run):
+    """A run whose batches come late."""
+
+    def batches(self, first_step: int, position: dict[str, Any] | None = None) -> Any:
+        return SlowLoader(super().batches(first_step, position))
+
+
+class SlowLoader:
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            time.sleep(0.05)
+            yield batch
+
+    def __enter__(self) -> "SlowLoader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loader.close()
+
+
+def test_it_writes_a_whole_folder_and_nothing_else(words, tmp_path: Path, capsys: pytest.CaptureFixture):
+    torch.manual_seed(7)
+    before, random = switches(), torch.get_rng_state()
+    assert profile([*words, "model.dropout=0.1", "speed.precision=bf16", "speed.micro_batch=2", "--steps", "2"]) == 0
+    assert switches() == before
+    assert torch.equal(torch.get_rng_state(), random)
+    folder = tmp_path / "profile" / "shakespeare-char"
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["profile"], "no run, no prepared data, no leftovers"
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+    report = json.loads((folder / "profile.json").read_text("utf-8"))
+    assert report["verdict"]["bottleneck"] in ("compute-bound", "data-bound")
+    assert (report["profiled_steps"], report["accumulation"], report["micro_batch"]) == (2, 2, 2)
+    assert report["step_seconds"] > 0
+    assert report["used"]["precision"] == "bf16"
+    assert report["busy_seconds"] == pytest.approx(sum(report["seconds_by_kind"].values()), rel=0.01)
+    parts = {part["name"]: part for part in report["ranges"]}
+    assert parts["micro-batch"]["calls"] == parts["forward"]["calls"] == parts["backward"]["calls"] == 2
+    assert parts["optimizer"]["calls"] == parts["data"]["calls"] == 1
+    memory = {part["name"]: part["measured"] for part in report["memory"]}
+    assert memory["weights"] == memory["gradients"]
+    assert memory["optimizer's moments"] >= 2 * memory["weights"]
+
+    with (folder / "kernels.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {"matrix products", "elementwise", "optimizer"} <= {row["kind"] for row in rows}
+    assert sum(float(row["share"]) for row in rows) == pytest.approx(1.0, abs=0.01)
+    shares = [float(row["share"]) for row in rows]
+    assert shares == sorted(shares, reverse=True)
+
+    page = (folder / "reading.md").read_text("utf-8")
+    shown = capsys.readouterr()
+    assert page.startswith(f"# shakespeare-char: {report['verdict']['bottleneck']}")
+    assert report["verdict"]["sentence"] in page
+    assert report["verdict"]["sentence"] in shown.out
+    assert "under the profiler" in shown.err
+
+
+def test_the_ranges_of_the_trace_lie_inside_each_other(words, tmp_path: Path):
+    assert profile([*words, "speed.micro_batch=2", "--steps", "1", "--out", "here"]) == 0
+    found: dict[str, list[tuple[float, float]]] = {}
+    for event in events_of(tmp_path / "here"):
+        if event.get("cat") == "user_annotation":
+            found.setdefault(event["name"], []).append((event["ts"], event["ts"] + event["dur"]))
+
+    def inside(inner: str, outer: str) -> bool:
+        return all(any(a <= start and end <= b for a, b in found[outer]) for start, end in found[inner])
+
+    assert len(found["step"]) == 1
+    assert len(found["forward"]) == len(found["backward"]) == 2
+    assert all(inside(name, "step") for name in ("data", "micro-batch", "optimizer"))
+    assert inside("forward", "micro-batch")
+    assert inside("backward", "micro-batch")
+    assert not inside("optimizer", "micro-batch")
+
+
+def test_the_second_profile_gets_a_folder_of_its_own_and_json_is_one_object(words, tmp_path: Path, capsys):
+    for _ in range(2):
+        assert profile([*words, "--steps", "1", "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert json.loads(lines[1])["config"] == "shakespeare-char"
+    assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["shakespeare-char", "shakespeare-char-2"]
+
+
+def test_an_empty_folder_is_taken_and_a_full_one_refused(words, tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    assert profile([*words, "--steps", "1", "--out", "empty"]) == 0
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == FILES
+    for taken in ("empty", "empty/profile.json"):
+        with pytest.raises(UsageError, match="is there already"):
+            profile([*words, "--out", taken])
+    with pytest.raises(UsageError, match="no folder"):
+        profile([*words, "--out", "empty/profile.json/below"])
+    assert {path.name for path in (tmp_path / "empty").iterdir()} == FILES
+
+
+@pytest.mark.parametrize("bad", [["--steps", "0"], ["--steps", "many"], ["--out", ""], ["speed.precision=bf17"]])
+def test_mistakes_answer_before_anything_is_made(words, tmp_path: Path, bad: list[str], monkeypatch):
+    monkeypatch.setattr(cli_profile, "profile_into", lambda *_, **__: pytest.fail("it went on"))
+    with pytest.raises((UsageError, ConfigError)):
+        profile([*words, *bad])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "term")]
+)
+def test_a_signal_leaves_nothing(words, tmp_path: Path, monkeypatch, capsys, number: int, code: int, word: str):
+    original = profiling._profiled
+
+    def stopped(*values: Any) -> Any:
+        original(*values)
+        signal.raise_signal(number)
+        return original(*values)
+
+    monkeypatch.setattr(profiling, "_profiled", stopped)
+    before = switches()
+    assert profile([*words, "--steps", "1", "--out", "deep/down"]) == code
+    assert word in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+    assert switches() == before
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_values: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(profiling, "write_whole", full)
+    with pytest.raises(ResourceError, match=r"trace.json.gz: No space left"):
+        profile([*words, "--steps", "1", "--out", "deep/down"])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profiled_step_learns_what_any_other_learns(tiny):
+    def losses(named: bool) -> list[float]:
+        run = setup_run(tiny("speed.micro_batch=2", "speed.precision=bf16"))
+        found = []
+        with run.batches(0) as loader:
+            for _, batch in zip(range(3), loader, strict=False):
+                if named:
+                    with named_ranges(run.step), torch.profiler.profile():
+                        found.append(run.step(batch.tokens, batch.targets))
+                else:
+                    found.append(run.step(batch.tokens, batch.targets))
+        return torch.stack(found).tolist()
+
+    assert losses(named=True) == losses(named=False)
+
+
+def test_the_step_is_as_it_was_afterwards(tiny, tmp_path: Path):
+    run = setup_run(tiny())
+    before = dict(vars(run.step))
+    profile_run(run, tmp_path, steps=1)
+    after = vars(run.step)
+    assert after.keys() == before.keys()
+    for name in ("model", "optimizer", "scope", "after_update", "rebuild"):
+        assert after[name] is before[name]
+    assert after["run_micro_batch"] == before["run_micro_batch"]
+    assert run.step._update.__func__ is type(run.step)._update  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_a_slow_loader_is_found(tiny, tmp_path: Path):
+    loaded = tiny("speed.workers=0")
+    with borrowed_run(fitted(loaded, loaded.config.data, 2)) as run:
+        slow = SlowRun(**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)})
+        report = profile_run(slow, tmp_path, steps=2)
+    assert report.verdict.bottleneck == "data-bound"
+    assert report.data_wait_seconds >= 0.05
+    assert report.verdict.advice[0].words == "speed.workers=2"
+
+
+def test_a_stream_is_profiled_as_a_stream(words, corpus: Path, tmp_path: Path):
+    stream = ["data.streaming=true", "data.tokenizer=bytes", f"data.val_source={corpus}"]
+    assert profile([*words, *stream, "--steps", "1", "--out", "here"]) == 0
+    report = json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))
+    assert "lines.txt" in report["data"]
+
+
+def test_weights_to_start_from_and_a_short_run_play_no_part(words, tmp_path: Path):
+    assert profile([*words, "train.steps=2", "--steps", "1", "--out", "here"]) == 0
+    assert json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))["timed_steps"] >= 4
+
+
+def test_only_what_a_run_would_accept_is_proposed(tiny):
+    run = setup_run(tiny("model.dropout=0.1"))
+    assert can_have(run, "speed.compile=default")
+    assert can_have(run, "speed.loader=host speed.workers=4")
+    assert can_have(run, "speed.precision=bf16")
+    assert not can_have(run, "speed.cuda_graphs=on")
+    assert not can_have(run, "speed.kernels=triton")
+    assert not can_have(run, 'speed.fp8="[qkv, out, up, down, head]"')
+    assert not can_have(run, "speed.micro_batch=0")
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+CUDA = ["speed.device=cuda", "model.width=128", "model.context=128", "train.batch_tokens=1024"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_kernels_memory_and_ranges_are_measured(words, tmp_path: Path):
+    assert (
+        profile([*words, *CUDA, "speed.cuda_graphs=off", "speed.micro_batch=4", "--steps", "2", "--out", "here"]) == 0
+    )
+    folder = tmp_path / "here"
+    assert {path.name for path in folder.iterdir()} == {*FILES, "memory_snapshot.json.gz"}
+    report = json.loads((folder / "profile.json").read_text("utf-8"))
+    assert 0 < report["busy_seconds"] <= 1.2 * report["step_seconds"]
+    assert {"matrix products", "optimizer"} <= report["seconds_by_kind"].keys()
+    parts = {part["name"]: part for part in report["ranges"]}
+    for name in ("forward", "backward", "optimizer", "micro-batch"):
+        assert parts[name]["device_seconds"] > 0, name
+    both = parts["forward"]["device_seconds"] + parts["backward"]["device_seconds"]
+    assert both == pytest.approx(parts["micro-batch"]["device_seconds"], rel=0.1)
+    memory = {part["name"]: part["measured"] for part in report["memory"]}
+    made_of = ["weights", "copies of weights in narrower types", "gradients", "optimizer's moments"]
+    made_of += ["tokens on the device, libraries", "activations and working memory at the peak"]
+    assert sum(memory[name] for name in made_of) == pytest.approx(memory["peak allocated"], rel=0.02)
+    assert memory["peak reserved"] >= memory["peak allocated"]
+    snapshot = json.loads(gzip.decompress((folder / "memory_snapshot.json.gz").read_bytes()))
+    assert snapshot["segments"]
+    assert any("flatout" in line["filename"] for line in snapshot["code_lines"])
+    history = [entry for trace in snapshot["device_traces"] for entry in trace]
+    assert {"alloc", "free_completed"} <= {entry["action"] for entry in history}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_replayed_graph_is_one_piece(words, tmp_path: Path):
+    assert profile([*words, *CUDA, "speed.cuda_graphs=on", "--steps", "2", "--out", "here"]) == 0
+    report = json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))
+    parts = {part["name"]: part for part in report["ranges"]}
+    assert "forward" not in parts
+    assert parts["micro-batch"]["device_seconds"] > parts["optimizer"]["device_seconds"] / 10
+    assert not any(advice["words"] == "speed.cuda_graphs=on" for advice in report["verdict"]["advice"])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_tiny_kernels_one_by_one_are_launch_bound(words, tmp_path: Path):
+    slow = ["speed.cuda_graphs=off", "speed.kernels=torch", "speed.compile=off", "speed.micro_batch=1"]
+    assert profile([*words, *CUDA, *slow, "--steps", "2", "--out", "here"]) == 0
+    report = json.loads((tmp_path / "here" / "profile.json").read_text("utf-8"))
+    assert report["verdict"]["bottleneck"] == "launch-bound"
+    assert report["verdict"]["advice"][0]["words"] == "speed.cuda_graphs=on"

@@ -1,0 +1,240 @@
+"""Alerts: silent on clean runs, at once on planted faults, never a flood, and each with a way out."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from flatout.config.complain import field_facts
+from flatout.observe.alerts import QUIET_STEPS, Alert, Alerts, alerts_of
+from flatout.records import EvalRecord, NoticeRecord, Record, StepRecord
+from tests.unit.seen import info, machine, step
+
+LENGTH = 5000
+
+
+def clean_loss(number: int) -> float:
+    """As losses fall: fast, then slowly."""
+    return 2.5 + 8 * math.exp(-number / 60) + 2 * math.exp(-number / 800)
+
+
+def clean_norm(number: int, dice: random.Random) -> float:
+    return (0.3 + 3 * math.exp(-number / 30)) * math.exp(dice.gauss(0, 0.35))
+
+
+def heavy(dice: random.Random) -> float:
+    """Student's t with 3 degrees of freedom: far-out values are hundreds of times as likely as in normal noise."""
+    return dice.gauss(0, 1) / math.sqrt(sum(dice.gauss(0, 1) ** 2 for _ in range(3)) / 3)
+
+
+NOISE: dict[str, Callable[[random.Random], float]] = {
+    "none": lambda dice: 0.0,
+    "normal": lambda dice: dice.gauss(0, 0.05),
+    "strong": lambda dice: dice.gauss(0, 0.5),
+    "skewed": lambda dice: dice.gammavariate(2, 0.1),
+    "heavy": lambda dice: 0.05 * heavy(dice),
+}
+
+
+def clean_run(noise: str, seed: int) -> list[Record]:
+    dice = random.Random(seed)
+    steps = [
+        step(
+            number,
+            loss=clean_loss(number) + NOISE[noise](dice),
+            grad_norm=clean_norm(number, dice),
+            seconds=0.5 * math.exp(dice.gauss(0, 0.1)),
+            tokens_per_second=2000 * math.exp(dice.gauss(0, 0.1)),
+            data_seconds=0.01 if dice.random() < 0.99 else 0.4,  # one batch in a hundred comes late
+        )
+        for number in range(1, LENGTH + 1)
+    ]
+    return [info(steps=LENGTH), *steps]
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_a_clean_run_raises_fewer_than_one_alert_in_a_thousand_steps(noise: str):
+    found = [alert for seed in range(2) for alert in alerts_of(clean_run(noise, seed))]
+    assert len(found) < LENGTH * 2 / 1000, found
+    if noise in ("none", "normal", "strong"):
+        assert found == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("noise", NOISE)
+def test_the_share_of_false_alarms_over_many_runs(noise: str):
+    found = [alert for seed in range(100, 120) for alert in alerts_of(clean_run(noise, seed))]
+    assert len(found) < LENGTH * 20 / 1000
+
+
+def test_changes_that_are_no_spikes():
+    """A new level, a slow rise and a sawtooth between epochs alert at most once, when they begin."""
+    level = [step(number, loss=3.0 if number < 500 else 3.1) for number in range(1, 1500)]
+    rise = [step(number, loss=3.0 + number / 1000) for number in range(1, 1500)]
+    sawtooth = [step(number, loss=3.0 - number % 300 / 1000) for number in range(1, 1500)]
+    for series in (level, rise, sawtooth):
+        assert len(alerts_of([info(), *series])) <= 1
+
+
+def kinds(records: Iterable[Record]) -> list[tuple[int, str]]:
+    return [(alert.step, alert.kind) for alert in alerts_of(records)]
+
+
+def steps_with(changes: dict[int, dict[str, object]], length: int = 400, seed: int = 1) -> list[Record]:
+    dice = random.Random(seed)
+    found: list[Record] = [info()]
+    for number in range(1, length + 1):
+        values = {"loss": 3.0 + dice.gauss(0, 0.03), "grad_norm": 0.5 * math.exp(dice.gauss(0, 0.2))}
+        found.append(step(number, **{**values, **changes.get(number, {})}))
+    return found
+
+
+def test_a_spike_is_told_at_its_step():
+    assert kinds(steps_with({200: {"loss": 4.0}})) == [(200, "loss spike")]
+    assert kinds(steps_with({number: {"loss": 10.8} for number in range(200, 205)})) == [(200, "loss spike")]
+
+
+def test_one_spike_does_not_hide_the_next():
+    assert kinds(steps_with({150: {"loss": 30.0}, 300: {"loss": 3.9}})) == [(150, "loss spike"), (300, "loss spike")]
+
+
+def test_a_jump_of_the_gradient_norm_is_told():
+    records = steps_with({200: {"grad_norm": 6.0}, 201: {"grad_norm": 0.0}})
+    assert kinds(records) == [(200, "gradient jump")]
+    assert "lower optim.learning_rate" in alerts_of(records)[0].message
+    records[0] = info(config={"optim": {"clip": 0.0}})
+    assert "optim.clip, which is off" in alerts_of(records)[0].message
+
+
+def test_steps_that_wait_for_data_in_a_row_are_told():
+    late = {"data_seconds": 0.3}
+    assert kinds(steps_with(dict.fromkeys(range(1, 4), late))) == []  # readers that were just started
+    assert kinds(steps_with(dict.fromkeys(range(100, 104), late))) == []
+    assert kinds(steps_with(dict.fromkeys(range(100, 106), late))) == [(104, "data stall")]
+    stalled = steps_with(dict.fromkeys(range(100, 106), late))
+    assert "speed.workers (now 1)" in alerts_of(stalled)[0].message
+    stalled[0] = info(config={"data": {"streaming": True}})
+    assert "data.streaming=false" in alerts_of(stalled)[0].message
+
+
+def test_heat_and_power():
+    hot = [info(), *(machine(number, throttled="heat") for number in range(1, 5))]
+    assert kinds(hot) == [(2, "throttling")]
+    assert "66 °C" in alerts_of(hot)[0].message
+    now_and_then = [machine(number, throttled="heat" if number % 2 else "") for number in range(1, 50)]
+    assert kinds(now_and_then) == []
+    capped = [machine(number, throttled="power") for number in range(1, 20)]
+    assert kinds(capped) == [(10, "throttling")]
+    assert "700 W" in alerts_of(capped)[0].message
+    both = alerts_of([machine(number, throttled="power and heat") for number in range(1, 20)])
+    assert [alert.message.startswith("heat") for alert in both] == [True]
+
+
+def test_compiling_again_is_told_except_for_the_first_evaluation():
+    first = NoticeRecord(step=1, message="compile default: 1 graph; no graph breaks")
+    more = NoticeRecord(step=9, message="compile max-autotune: 2 graphs more; 1 graph break (why)")
+    evaluated = EvalRecord(
+        step=5, loss=2.0, perplexity=7.4, bits_per_byte=None, tokens=5, seconds=0.1, best=True, reason="step"
+    )
+    assert kinds([info(), first, more]) == [(9, "recompilation")]
+    assert kinds([info(), first, evaluated, more]) == []
+    assert kinds([info(), first, evaluated, more, more]) == [(9, "recompilation")]
+    assert kinds([info(), NoticeRecord(step=1, message="graph more")]) == []
+
+
+def test_the_compilers_own_words_are_understood():
+    """The engine's words, not a copy of them: whoever changes them there is told here."""
+    from flatout.engine.compiling import CompileCounts, CompileWatch
+
+    watch = CompileWatch.__new__(CompileWatch)
+    watch.mode = "regional"
+    words = ["; ".join(watch._words(CompileCounts(graphs=count, breaks=1, reasons=("x",)), False)) for count in (1, 3)]
+    for message in words:
+        assert kinds([NoticeRecord(step=2, message=message)]) == [(2, "recompilation")]
+
+
+def test_skipped_updates():
+    bad = {"applied": False, "loss": math.nan, "grad_norm": math.nan}
+    assert kinds(steps_with({200: bad})) == [(200, "skipped update")]
+    overflow = {"applied": False, "loss_scale": 1024.0, "grad_norm": math.inf}
+    assert kinds(steps_with(dict.fromkeys(range(1, 9), overflow))) == []  # fp16 looks for its scale
+    assert kinds(steps_with(dict.fromkeys(range(1, 400, 50), overflow))) == []
+    assert kinds(steps_with(dict.fromkeys(range(10, 60, 5), overflow))) == [(55, "skipped update")]
+
+
+def test_speed_that_fell_for_long_is_told_once():
+    def run(rates: Sequence[float]) -> list[Record]:
+        numbered = enumerate(rates, 1)
+        return [info(), *(step(number, tokens_per_second=rate, seconds=1000 / rate) for number, rate in numbered)]
+
+    found = alerts_of(run([2000.0] * 200 + [1500.0] * 1000))
+    assert [alert.kind for alert in found] == ["slow"]
+    assert "1,500 tokens/s, 25% below the 2,000" in found[0].message
+    assert alerts_of(run([2000.0] * 200 + [1500.0] * 40 + [2000.0] * 500)) == []  # another process, for a moment
+    assert alerts_of(run([100.0] * 3 + [2000.0] * 500)) == []  # a slow start
+    assert alerts_of(run([2000.0 if number % 20 else 50.0 for number in range(1000)])) == []  # single slow steps
+    fast = [step(number, tokens_per_second=2e6 * (1 if number < 2000 else 0.5), seconds=5e-4) for number in range(4000)]
+    assert alerts_of([info(), *fast]) == []  # two seconds in all are not long
+
+
+def test_a_bad_run_does_not_flood():
+    bad = {"applied": False, "loss": math.inf, "grad_norm": math.nan, "data_seconds": 0.5}
+    records: list[Record] = []
+    for number in range(1, 20_001):
+        records.append(step(number, **bad))
+        records.append(machine(number, throttled="heat"))
+        records.append(NoticeRecord(step=number, message="compile default: 1 graph more; no graph breaks"))
+    found = alerts_of(records)
+    assert len(found) < 60
+    for kind in {alert.kind for alert in found}:
+        told = [alert for alert in found if alert.kind == kind]
+        gaps = [later.step - earlier.step for earlier, later in itertools.pairwise(told)]
+        assert gaps == sorted(gaps)
+        assert gaps[0] >= QUIET_STEPS
+        assert f"(and {gaps[0] - 1} more like it" in told[1].message
+
+
+def test_a_resumed_run_starts_afresh():
+    alerts = Alerts()
+    records = steps_with({200: {"loss": 9.0}}, length=250)
+    assert [alert.step for record in records for alert in alerts.see(record)] == [200]
+    resumed = [info(start_step=150), *(step(number) for number in range(151, 200)), step(200, loss=9.0)]
+    assert [alert.step for record in resumed for alert in alerts.see(record)] == [200]
+
+
+def every_alert() -> list[Alert]:
+    late, bad = {"data_seconds": 0.3}, {"applied": False, "loss": math.nan}
+    records = steps_with({**dict.fromkeys(range(100, 110), late), 150: bad, 200: {"loss": 9.0, "grad_norm": 50.0}})
+    records += [machine(number, throttled="heat") for number in range(401, 404)]
+    records += [NoticeRecord(step=500, message="compile default: 1 graph more")]
+    records += [step(number, tokens_per_second=700.0, seconds=2.0) for number in range(501, 700)]
+    return alerts_of(records)
+
+
+def test_every_alert_says_what_to_do():
+    found = every_alert()
+    assert len({alert.kind for alert in found}) == 7
+    settings = set(field_facts())
+    for alert in found:
+        what, semicolon, advice = alert.message.rpartition("; ")
+        assert semicolon
+        assert what
+        assert len(advice.split()) >= 3
+        named = [word.strip(",.()").partition("=")[0] for word in advice.split() if "." in word.strip(",.()")]
+        assert set(named) <= settings, "names a setting that exists"
+
+
+def test_odd_values_are_no_trouble():
+    odd = [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e308]
+    for value in odd:
+        records = steps_with({}, length=50)
+        records += [
+            step(60, loss=value, grad_norm=value, seconds=value, tokens_per_second=value, data_seconds=value),
+            machine(61, throttled="heat", temperature=None, clock_mhz=None),
+            machine(62, throttled="heat", temperature=None, clock_mhz=None),
+        ]
+        for alert in alerts_of(records):
+            assert isinstance(alert.message, str)
+    assert isinstance(steps_with({})[1], StepRecord)

@@ -1,0 +1,748 @@
+"""The doctor against planted problems: each is found, in its area, with the fix named.
+
+Machines are described, not patched: `MACHINE` is a healthy one with an H200, and each case changes what is wrong.
+"""
+
+import dataclasses
+import gzip
+import json
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flatout.config.load import load_config
+from flatout.data.prepare import prepare_data
+from flatout.diagnose import check_disk, check_fit
+from flatout.diagnose import machine as machine_module
+from flatout.diagnose.cards import held_by, report_of_nvml, report_of_program, xids_in
+from flatout.diagnose.check_card import generation_of
+from flatout.diagnose.check_config import usual_rate
+from flatout.diagnose.doctor import (
+    AREAS,
+    Card,
+    DataFacts,
+    Disk,
+    Finding,
+    Library,
+    Machine,
+    Torch,
+    Trial,
+    Trials,
+    exit_code,
+    guarded,
+)
+from flatout.diagnose.examine import examine
+from flatout.diagnose.machine import merged
+
+GIB = 2**30
+H200 = Card(
+    name="NVIDIA H200",
+    capability=(9, 0),
+    memory_bytes=140 * GIB,
+    used_bytes=0,
+    utilisation=0.0,
+    temperature=35.0,
+    power_watts=80.0,
+    power_limit_watts=700.0,
+    power_default_watts=700.0,
+    clock_mhz=1980.0,
+    clock_most_mhz=1980.0,
+    uncorrected_errors=0,
+    identity="GPU-1",
+)
+SMALL = dataclasses.replace(H200, name="NVIDIA GeForce RTX 3080", capability=(8, 6), memory_bytes=10 * GIB)
+TURING = dataclasses.replace(H200, name="Tesla T4", capability=(7, 5), memory_bytes=15 * GIB)
+TORCH = Torch(
+    status="ok",
+    version="2.11.0+cu130",
+    cuda="13.0",
+    sees_cuda=True,
+    architectures=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"),
+    threads=16,
+    wants_triton="3.6.0",
+)
+MACHINE = Machine(
+    system="Linux",
+    python=(3, 12, 1),
+    torch=TORCH,
+    triton=Library(status="ok", version="3.6.0"),
+    cores=16,
+    usable_cores=16.0,
+    memory_bytes=128 * GIB,
+    available_bytes=120 * GIB,
+    environment={},
+    packages=dict.fromkeys(("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "rensa"), "1.0"),
+    now=1_790_000_000.0,
+    cards=(H200,),
+    told_by="NVML",
+    driver="580.95.05",
+    driver_cuda=(13, 0),
+)
+LAPTOP = dataclasses.replace(
+    MACHINE,
+    torch=Torch(status="ok", version="2.13.0+cpu", threads=4),
+    cards=(),
+    cores=4,
+    usable_cores=4.0,
+    driver=None,
+    driver_cuda=None,
+)
+TRIALS = Trials(
+    trials=(
+        Trial(name="matrix product", outcome="works"),
+        *(Trial(name=f"attention {name}", outcome="works") for name in ("flash", "cudnn", "efficient")),
+        Trial(name="triton kernels", outcome="works", detail="0.1 s"),
+        Trial(name="cuBLASLt", outcome="works", detail="0.1 s"),
+        Trial(name="fp8 products", outcome="works", detail="0.1 s"),
+        Trial(name="torch.compile", outcome="works", detail="8.0 s"),
+    ),
+    picked="cudnn",
+    product_flops=700e12,
+    product_type="bf16",
+)
+DISK = Disk(folder="runs", place="/", free_bytes=500 * GIB, write_rate=1e9, read_rate=2e9)
+
+
+def fails(name: str, why: str) -> Trials:
+    others = [trial for trial in TRIALS.trials if trial.name != name]
+    return dataclasses.replace(TRIALS, trials=(*others, Trial(name=name, outcome="fails", detail=why)))
+
+
+def machine(base: Machine = MACHINE, **changes) -> Machine:
+    return dataclasses.replace(base, **changes)
+
+
+def with_card(**changes) -> Machine:
+    return machine(cards=(dataclasses.replace(H200, **changes),))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def visit(*words: str, target: str | None = None, **facts) -> list[Finding]:
+    given = {"machine": MACHINE, "trials": TRIALS, "disk": DISK, "quick": True, **facts}
+    return list(examine(target, words, **given))
+
+
+def told(findings: list[Finding], *statuses: str) -> list[Finding]:
+    return [finding for finding in findings if finding.status in statuses]
+
+
+# --- healthy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("base", [MACHINE, LAPTOP], ids=["H200", "laptop"])
+def test_a_healthy_set_up_is_all_green(here: Path, base: Machine):
+    findings = visit(machine=base, trials=dataclasses.replace(TRIALS, product_flops=50e9, product_type="fp32"))
+    assert told(findings, "warn", "bad") == []
+    assert exit_code(findings) == 0
+    assert {finding.area for finding in findings} == set(AREAS)
+    assert list(here.iterdir()) == [], "looking leaves nothing behind"
+
+
+def test_a_healthy_large_run_is_all_green(here: Path):
+    source = here / "corpus.txt"
+    source.write_text("Once upon a time there was a fox. " * 1_000_000, encoding="utf-8")
+    words = [f"data.source={source}", "train.batch_tokens=65536", "train.steps=250", "optim.warmup_steps=12"]
+    words += ["checkpoint.every=250", "eval.every=50", "eval.tokens=20_000"]
+    findings = visit(*words, target="gpt2-124m")
+    assert told(findings, "warn", "bad") == []
+    speed = next(finding for finding in findings if finding.name == "expected speed")
+    assert "45% to 58%" in speed.found, "as the runs on an H200 were"
+    assert "expectation" in speed.advice
+
+
+# --- planted problems -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planted:
+    """What is wrong, and what the doctor has to say: area, status, words of what it found and of the fix."""
+
+    case: str
+    area: str
+    status: str
+    found: str
+    fix: str
+    words: tuple[str, ...] = ()
+    target: str | None = None
+    machine: Machine = MACHINE
+    trials: Trials = TRIALS
+    disk: Disk | None = DISK
+    hardware: str | None = None
+    prepare: Callable[[Path], tuple[str, ...]] = lambda folder: ()
+
+
+def text_file(name: str, content: bytes) -> Callable[[Path], tuple[str, ...]]:
+    def write(folder: Path) -> tuple[str, ...]:
+        (folder / name).write_bytes(content)
+        return (f"data.source={folder / name}",)
+
+    return write
+
+
+def empty_folder(folder: Path) -> tuple[str, ...]:
+    (folder / "texts").mkdir()
+    return (f"data.source={folder / 'texts'}",)
+
+
+def dangling_link(folder: Path) -> tuple[str, ...]:
+    (folder / "texts").mkdir()
+    (folder / "texts" / "a.txt").symlink_to(folder / "texts" / "gone.txt")
+    return (f"data.source={folder / 'texts'}",)
+
+
+def prepared(*settings: str, then: tuple[str, ...] = ()) -> Callable[[Path], tuple[str, ...]]:
+    """A dataset that was prepared with some settings, and words that ask for other ones."""
+
+    def make(folder: Path) -> tuple[str, ...]:
+        (folder / "some.txt").write_text("the fox jumps over the dog\n" * 400, encoding="utf-8")
+        where = (f"data.source={folder / 'some.txt'}", f"data.folder={folder / 'shards'}")
+        config = load_config(None, [*where, *settings]).config
+        prepare_data(config.data, config.clean, workers=0)
+        return (*where, *settings, *then)
+
+    return make
+
+
+def only_folder(folder: Path) -> tuple[str, ...]:
+    words = prepared("data.tokenizer=bytes")(folder)
+    return ("data.source=null", words[1], "data.tokenizer=gpt2")
+
+
+def damaged_shards(folder: Path) -> tuple[str, ...]:
+    words = prepared()(folder)
+    shard = next((folder / "shards").glob("train-*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    return words
+
+
+def another_run(folder: Path) -> tuple[str, ...]:
+    run = folder / "run"
+    (run / "checkpoints" / "step-00000500").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    (run / "config.yaml").write_text("preset: shakespeare-char\nmodel:\n  width: 256\n", encoding="utf-8")
+    return (f"output.folder={run}",)
+
+
+def same_run(folder: Path) -> tuple[str, ...]:
+    words = another_run(folder)
+    (folder / "run" / "config.yaml").write_text("preset: shakespeare-char\n", encoding="utf-8")
+    return words
+
+
+def file_in_the_way(folder: Path) -> tuple[str, ...]:
+    (folder / "runs.txt").write_text("not a folder", encoding="utf-8")
+    return (f"output.folder={folder / 'runs.txt' / 'one'}",)
+
+
+def short_lines(folder: Path) -> tuple[str, ...]:
+    lines = "".join(json.dumps({"text": f"short line {number}"}) + "\n" for number in range(3000))
+    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
+    return (f"data.source={folder / 'rows.jsonl'}", "data.split=document", "model.context=512")
+
+
+WIDE = ("model.width=768", "model.heads=12", "model.layers=12", "model.context=1024")
+BROKEN = Torch(status="broken", version="2.11.0", reason="OSError: libcudart.so.13: cannot open shared object file")
+MISSING = Torch(status="missing", reason="there is no package torch for this Python")
+
+PLANTED = [
+    # the machine
+    Planted(case="torch missing", machine=machine(torch=MISSING), area="machine", status="bad",
+            found="torch is not installed", fix="pip install torch"),
+    Planted(case="torch broken", machine=machine(torch=BROKEN), area="machine", status="bad",
+            found="libcudart.so.13", fix="LD_LIBRARY_PATH"),
+    Planted(case="torch too old", machine=machine(torch=dataclasses.replace(TORCH, version="2.4.1")), area="machine",
+            status="bad", found="torch 2.4.1", fix="2.11 or newer"),
+    Planted(case="torch for CPUs on a GPU machine", area="machine", status="warn",
+            machine=machine(torch=Torch(status="ok", version="2.11.0+cpu", threads=8)),
+            found="built for CPUs only", fix="CUDA build of torch"),
+    Planted(case="old driver", machine=machine(driver="535.104.05", driver_cuda=(12, 2)), area="machine", status="bad",
+            found="CUDA up to 12.2; torch is built for CUDA 13.0", fix="580.65 or newer"),
+    Planted(case="old driver that does not tell its CUDA", machine=machine(driver="470.10", driver_cuda=None),
+            area="machine", status="bad", found="driver 470.10", fix="580.65 or newer"),
+    Planted(case="torch sees no card", area="machine", status="bad",
+            machine=machine(torch=dataclasses.replace(TORCH, sees_cuda=False, why_not="driver mismatch")),
+            found="sees no CUDA device: driver mismatch", fix="--gpus all"),
+    Planted(case="triton broken", area="machine", status="warn",
+            machine=machine(triton=Library(status="broken", version="3.6.0", reason="ImportError: libtriton.so")),
+            found="libtriton.so", fix="pip install --force-reinstall triton==3.6.0"),
+    Planted(case="triton missing", machine=machine(triton=Library()), area="machine", status="warn",
+            found="triton is not installed", fix="pip install triton==3.6.0"),
+    Planted(case="triton of another version", machine=machine(triton=Library(status="ok", version="3.2.0")),
+            area="machine", status="warn", found="triton 3.2.0, but torch", fix="pip install triton==3.6.0"),
+    Planted(case="too many workers", words=("speed.workers=16",), machine=machine(usable_cores=2.0), area="machine",
+            status="warn", found="speed.workers is 16, and 2 cores", fix="speed.workers=2"),
+    Planted(case="hardly any host memory", machine=machine(available_bytes=GIB // 2), area="machine", status="warn",
+            found="0.5 GiB of 128 GiB", fix="Close other programs"),
+    Planted(case="a clock that stands in 1970", machine=machine(now=1000.0), area="machine", status="warn",
+            found="1970-01-01", fix="Set the clock"),
+    # the card
+    Planted(case="GPU used by others", machine=with_card(used_bytes=60 * GIB, processes=(4711,), utilisation=0.97),
+            area="gpu", status="warn", found="60.0 GiB of 140 GiB are in use by others", fix="4711"),
+    Planted(case="throttled by heat", area="gpu", status="warn", fix="cooling",
+            machine=with_card(throttled=("heat",), clock_mhz=1100.0), found="1100 MHz of 1980 by heat"),
+    Planted(case="throttled by power", machine=with_card(throttled=("power",)), area="gpu", status="warn",
+            found="its power cap", fix="nvidia-smi -pl"),
+    Planted(case="power cap lowered", machine=with_card(power_limit_watts=350.0), area="gpu", status="note",
+            found="350 W, 700 W by default", fix="nvidia-smi -pl"),
+    Planted(case="hot", machine=with_card(temperature=91.0), area="gpu", status="warn", found="91 °C", fix="cooling"),
+    Planted(case="memory errors", machine=with_card(uncorrected_errors=3), area="gpu", status="warn",
+            found="3 errors of its memory", fix="gpu-reset"),
+    Planted(case="Xid of a card that fell off the bus", machine=machine(xids=("79",)), area="gpu", status="warn",
+            found="fell off the bus", fix="dmesg"),
+    Planted(case="no code for this card", machine=with_card(name="NVIDIA Tesla P100", capability=(6, 0)), area="gpu",
+            status="bad", found="the card is sm_60", fix="older one for an old card"),
+    Planted(case="fp16 on a bf16 card", words=("speed.precision=fp16",), area="gpu", status="warn",
+            found="fp16 on a card with bf16 (Hopper)", fix="speed.precision=auto"),
+    Planted(case="fp32 on matrix units", words=("speed.precision=fp32",), area="gpu", status="warn",
+            found="speed.precision is fp32", fix="speed.precision=auto"),
+    Planted(case="bf16 on a card without", words=("speed.precision=bf16",), machine=machine(cards=(TURING,)),
+            area="config", status="bad", found="has no bf16 matrix units", fix="speed.precision=auto"),
+    Planted(case="fp8 on a card without", words=("speed.fp8=[up,down]",), machine=machine(cards=(SMALL,)),
+            area="config", status="bad", found="no 8-bit matrix units", fix="speed.fp8=[]"),
+    # what runs
+    Planted(case="compile does not work", trials=fails("torch.compile", "no C++ compiler"), area="kernels",
+            status="warn", found="no C++ compiler", fix="apt install g++"),
+    Planted(case="our kernels do not work", trials=fails("triton kernels", "gcc: not found"), area="kernels",
+            status="warn", found="gcc: not found", fix="apt install gcc"),
+    Planted(case="a kernel that was asked for fails", words=("speed.attention=flash",), area="kernels", status="bad",
+            trials=fails("attention flash", "flash does not take it: head size"), found="head size",
+            fix="speed.attention=auto"),
+    Planted(case="a card far below its data sheet", trials=dataclasses.replace(TRIALS, product_flops=150e12),
+            area="kernels", status="warn", found="15% of the data sheet", fix="PERFORMANCE"),
+    Planted(case="products fail", trials=fails("matrix product", "no kernel image is available"), area="kernels",
+            status="bad", found="no kernel image", fix="driver do not go together"),
+    Planted(case="flash-attn-4 not installed", words=("speed.attention=fa4",), area="kernels", status="bad",
+            found="speed.attention=fa4 needs the package flash_attn", fix="flatout[fa4]"),
+    # environment
+    *(Planted(case=f"{name}={value}", machine=machine(environment={name: value}), area="environment", status=status,
+              found=name, fix=fix)
+      for name, value, status, fix in [
+          ("CUDA_LAUNCH_BLOCKING", "1", "warn", "unset CUDA_LAUNCH_BLOCKING"),
+          ("OMP_NUM_THREADS", "64", "warn", "OMP_NUM_THREADS=16"),
+          ("CUDA_VISIBLE_DEVICES", "", "warn", "unset CUDA_VISIBLE_DEVICES"),
+          ("PYTORCH_ALLOC_CONF", "max_split_size_mb:64", "note", "expandable_segments:True"),
+          ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "warn", "unset"),
+          ("TORCH_LOGS", "+dynamo", "note", "unset TORCH_LOGS"),
+          ("TRITON_INTERPRET", "1", "warn", "unset TRITON_INTERPRET"),
+          ("NVIDIA_TF32_OVERRIDE", "0", "warn", "unset NVIDIA_TF32_OVERRIDE"),
+          ("TORCHDYNAMO_DISABLE", "1", "warn", "unset TORCHDYNAMO_DISABLE"),
+      ]),
+    Planted(case="one thread on a CPU with four", machine=machine(LAPTOP, environment={"OMP_NUM_THREADS": "1"}),
+            area="environment", status="warn", found="OMP_NUM_THREADS=1", fix="or set it to 4"),
+    # disk
+    Planted(case="tiny disk", disk=dataclasses.replace(DISK, free_bytes=20_000_000), area="disk", status="bad",
+            found="4 checkpoints need", fix="output.folder to another disk"),
+    Planted(case="too many checkpoints kept", words=("checkpoint.keep=900",), area="disk", status="bad",
+            disk=dataclasses.replace(DISK, free_bytes=GIB), found="up to 902 checkpoints", fix="checkpoint.keep="),
+    Planted(case="unwritable folder", disk=dataclasses.replace(DISK, error="/: Permission denied"), area="disk",
+            status="bad", found="Permission denied", fix="Set output.folder"),
+    Planted(case="a file where the folder should be", disk=None, prepare=file_in_the_way, area="disk", status="bad",
+            found="is a file, not a folder", fix="Set output.folder"),
+    Planted(case="slow disk", disk=dataclasses.replace(DISK, write_rate=5e6), area="disk", status="warn",
+            found="writes 5 MB/s", fix="local disk"),
+    # data
+    Planted(case="no such source", words=("data.source=shakespear",), area="data", status="bad",
+            found="there is no source shakespear", fix="Did you mean shakespeare?"),
+    Planted(case="wrong file format", prepare=text_file("a.docx", b"PK\3\4"), area="data", status="bad",
+            found="of a type that cannot be read: .docx", fix="data.format"),
+    Planted(case="empty file", prepare=text_file("a.txt", b""), area="data", status="bad", found="the file is empty",
+            fix="Put text into it"),
+    Planted(case="only white space", prepare=text_file("a.txt", b" \n" * 500), area="data", status="bad",
+            found="holds no text", fix="data.source"),
+    Planted(case="empty folder", prepare=empty_folder, area="data", status="bad", found="it has no files",
+            fix=".jsonl"),
+    Planted(case="link to nothing", prepare=dangling_link, area="data", status="bad", found="which is not there",
+            fix="data.source"),
+    Planted(case="binary file", prepare=text_file("a.txt", b"\x00\x01\x02" * 3000), area="data", status="bad",
+            found="it is binary", fix="data.format"),
+    Planted(case="truncated archive", area="data", status="warn", found="the file ends inside its gzip data",
+            prepare=text_file("a.txt.gz", gzip.compress(bytes(range(32, 120)) * 900)[:-40]), fix="Mend the file"),
+    Planted(case="the text is in another field", area="data", status="bad",
+            prepare=text_file("a.jsonl", b'{"body": "the fox"}\n' * 200), found="text", fix="Set data.field"),
+    Planted(case="package missing", prepare=text_file("a.parquet", b"PAR1" + b"0" * 40 + b"PAR1"), area="data",
+            machine=machine(packages={}), status="bad", found="reading parquet files needs the package pyarrow",
+            fix="flatout[data]"),
+    Planted(case="near duplicates without their package", words=("clean.near_duplicates=0.8",),
+            machine=machine(packages={}), area="data", status="bad", found="rensa", fix="flatout[data]"),
+    Planted(case="nothing prepared", target="gpt2-124m", area="data", status="bad",
+            found="data/gpt2-corpus holds no prepared data", fix="flatout prepare gpt2-124m data.source="),
+    Planted(case="tokenizer mismatch", prepare=prepared("data.tokenizer=bytes", then=("data.tokenizer=gpt2",)),
+            area="data", status="bad", found="prepared with tokenizer 'bytes', the config says 'gpt2'",
+            fix="flatout prepare --overwrite"),
+    Planted(case="tokenizer mismatch of a folder alone", prepare=only_folder, area="data", status="warn",
+            found="made with the tokenizer bytes, and data.tokenizer is gpt2", fix="data.tokenizer=bytes"),
+    Planted(case="tokenizer file missing", words=("data.tokenizer=nowhere/tokenizer.json",), area="data", status="bad",
+            found="there is no tokenizer", fix="tokenizer.json"),
+    Planted(case="damaged shards", prepare=damaged_shards, area="data", status="bad", found="bytes and should have",
+            fix="--overwrite"),
+    Planted(case="text shorter than a window", prepare=text_file("a.txt", b"the fox jumps\n" * 5),
+            words=("model.context=256", "train.batch_tokens=2048"), area="data", status="bad",
+            found="are not one window of model.context 256", fix="Use more text"),
+    Planted(case="validation set too small", prepare=text_file("a.txt", b"the fox jumps over\n" * 200), area="data",
+            status="warn", found="validation tokens", fix="Raise data.val_fraction"),
+    Planted(case="evaluation of too few tokens", words=("eval.tokens=200",), area="data", status="warn",
+            found="200 validation tokens", fix="Raise eval.tokens"),
+    Planted(case="many repeats", words=("train.steps=20000", "checkpoint.every=5000", "eval.every=5000"), area="data",
+            status="warn", found="passes over the text", fix="train.steps="),
+    Planted(case="context far longer than documents", prepare=short_lines, area="data", status="warn",
+            found="a window has 512", fix="data.packing=best_fit"),
+    # config
+    Planted(case="unknown field", words=("train.stepz=5",), area="config", status="bad", found="train.stepz",
+            fix="Did you mean train.steps?"),
+    Planted(case="value of another type", words=("optim.learning_rate=fast",), area="config", status="bad",
+            found="optim.learning_rate", fix="number"),
+    Planted(case="no such preset", target="gpt2-124n", area="config", status="bad", found="no preset gpt2-124n",
+            fix="gpt2-124m"),
+    Planted(case="batch does not divide", words=("train.batch_tokens=1000",), area="config", status="bad",
+            found="not a multiple of model.context", fix="train.batch_tokens=1024"),
+    Planted(case="vocabulary larger than the model's", words=("model.vocab=20",), area="config", status="bad",
+            found="model.vocab is 20", fix="Leave model.vocab at null"),
+    Planted(case="warm-up too long", words=("optim.warmup_steps=5000",), area="config", status="warn",
+            found="5,000 of 700 steps", fix="optim.warmup_steps=35"),
+    Planted(case="learning rate far too high", words=("optim.learning_rate=0.5",), area="config", status="warn",
+            found="is usual for 0.796M parameters", fix="optim.learning_rate=0.003"),
+    Planted(case="learning rate far too low", words=("optim.learning_rate=1e-6",), area="config", status="warn",
+            found="1e-06", fix="flatout tune lr"),
+    Planted(case="evaluation too often", words=("eval.every=1",), area="config", status="warn",
+            found="of the run's time", fix="Set eval.every="),
+    Planted(case="evaluation never reached", words=("eval.every=5000",), area="config", status="warn",
+            found="never reaches", fix="eval.every=70"),
+    Planted(case="save never reached", words=("checkpoint.every=5000",), area="config", status="warn",
+            found="never reaches", fix="checkpoint.every=175"),
+    Planted(case="samples too often", words=("eval.sample_every=1",), area="config", status="warn",
+            found="700 samples of 400 tokens", fix="eval.sample_every="),
+    Planted(case="micro-batch does not divide", words=("speed.micro_batch=7",), area="config", status="warn",
+            found="speed.micro_batch is 7, which does not divide 16", fix="speed.micro_batch to 4 or 8"),
+    Planted(case="gradients never clipped", words=("optim.clip=0",), area="config", status="note",
+            found="never clipped", fix="1.0 is usual"),
+    Planted(case="deterministic beside a fast switch", words=("train.deterministic=true", "speed.compile=max-autotune"),
+            area="config", status="warn", found="train.deterministic is set beside speed.compile",
+            fix="train.deterministic=false"),
+    Planted(case="folder of another run", prepare=another_run, area="config", status="bad",
+            found="it has model.width 256, the config says 128", fix="Set output.folder"),
+    Planted(case="folder of a run that can go on", prepare=same_run, area="config", status="warn",
+            found="saved up to step 500", fix="--resume auto"),
+    Planted(case="a card that is not there", words=("speed.device=cuda:3",), area="config", status="bad",
+            found="the last card is cuda:0", fix="speed.device=cuda:0"),
+    Planted(case="CUDA without a card", words=("speed.device=cuda",), machine=LAPTOP, area="config", status="bad",
+            found="torch sees no CUDA device", fix="speed.device=auto"),
+    Planted(case="overlay for no card", hardware="auto", machine=LAPTOP, area="config", status="bad",
+            found="--hardware auto", fix="Leave it out"),
+    Planted(case="tracker not installed", words=("output.trackers=[wandb]",), area="config", status="bad",
+            found="output.trackers=wandb needs the package wandb", fix="pip install wandb"),
+    Planted(case="moments that do not fit the host", words=("speed.optimizer_offload=true",), target="gpt2-350m",
+            machine=machine(available_bytes=2 * GIB), area="memory", status="bad", found="2.6 GiB in host memory",
+            fix="speed.optimizer_state=8bit"),
+    # memory
+    Planted(case="oversized preset under a memory cap", target="gpt2-350m", words=("speed.memory_limit=12",),
+            area="memory", status="bad", found="speed.memory_limit is 12.0 GiB", fix="--hardware 12gb"),
+    Planted(case="oversized preset on a small card", target="gpt2-124m", machine=machine(cards=(SMALL,)),
+            area="memory", status="bad", found="NVIDIA GeForce RTX 3080", fix="--hardware 8gb"),
+    Planted(case="memory that others hold", target="gpt2-124m", machine=with_card(used_bytes=125 * GIB), area="memory",
+            status="bad", found="15.0 GiB of NVIDIA H200 are free", fix="speed.micro_batch="),
+    Planted(case="many tiny micro-batches", words=(*WIDE, "train.batch_tokens=65536", "speed.micro_batch=1"),
+            area="memory", status="warn", found="64 micro-batches of 1 a step", fix="speed.micro_batch=8"),
+    Planted(case="days on a CPU", target="gpt2-124m", machine=LAPTOP, area="memory", status="warn",
+            trials=Trials(product_flops=50e9, product_type="fp32"), found="days", fix="machine with a GPU"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.case)
+def test_a_planted_problem_is_found_and_the_fix_is_named(planted: Planted, here: Path):
+    words = (*planted.prepare(here), *planted.words)
+    facts = {"machine": planted.machine, "trials": planted.trials, "disk": planted.disk, "hardware": planted.hardware}
+    findings = visit(*words, target=planted.target, **facts)
+    right = [one for one in findings if (one.area, one.status) == (planted.area, planted.status)]
+    assert any(planted.found in one.found and planted.fix in one.advice for one in right), findings
+    for finding in told(findings, "warn", "bad"):
+        assert finding.advice.endswith((".", "?")), f"no sentence: {finding}"
+        assert "broke" not in finding.found, finding
+    if planted.status == "bad":
+        assert exit_code(findings) in (2, 3, 5)
+        assert exit_code([one for one in right if one.status == "bad"]) == AREAS[planted.area]
+
+
+def test_there_are_more_than_25_planted_problems():
+    assert len({planted.case for planted in PLANTED}) == len(PLANTED) > 80
+
+
+def test_one_problem_brings_no_false_alarms(here: Path):
+    """A case of the machine says nothing bad about data and config, and the other way round."""
+    assert {one.area for one in told(visit(machine=with_card(throttled=("heat",))), "warn", "bad")} == {"gpu"}
+    assert {one.area for one in told(visit("optim.warmup_steps=5000"), "warn", "bad")} == {"config"}
+    assert {one.area for one in told(visit("eval.tokens=200"), "warn", "bad")} == {"data"}
+
+
+# --- what still works without torch or a config -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("torch", [MISSING, BROKEN])
+def test_without_torch_everything_else_is_checked(here: Path, torch: Torch):
+    findings = visit("optim.warmup_steps=5000", "data.source=nowhere.txt", machine=machine(torch=torch))
+    assert {one.area for one in findings} == set(AREAS)
+    assert {one.name for one in told(findings, "bad")} == {"torch", "source"}
+    assert any(one.name == "warm-up" and one.status == "warn" for one in findings)
+    assert exit_code(findings) == 2
+
+
+def test_facts_that_cannot_be_gathered_are_findings(here: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_, **__):
+        raise ZeroDivisionError("by zero")
+
+    for name in ("check_fit.fit", "look_at_data"):
+        monkeypatch.setattr(f"flatout.diagnose.examine.{name}", broken)
+    findings = visit()
+    assert [one.area for one in told(findings, "warn")] == ["data", "config"]
+    assert all("ZeroDivisionError" in one.found for one in told(findings, "warn"))
+
+
+def test_a_torch_that_is_too_old_is_not_tried(here: Path):
+    findings = visit(machine=machine(torch=dataclasses.replace(TORCH, version="2.4.1")))
+    assert [one.name for one in told(findings, "warn", "bad")] == ["torch"]
+
+
+def test_a_config_that_cannot_be_read_is_a_finding_and_the_machine_is_checked(here: Path):
+    (here / "bad.yaml").write_text("train: [1, 2\n", encoding="utf-8")
+    findings = visit(target=str(here / "bad.yaml"), machine=with_card(throttled=("heat",)))
+    assert [one.area for one in told(findings, "bad")] == ["config"]
+    assert any(one.name == "throttling" for one in findings)
+    assert any("not checked" in one.found for one in findings)
+
+
+def test_words_that_are_wrong_are_left_out_and_the_rest_is_checked(here: Path):
+    findings = visit("train.stepz=5", "optim.warmup_steps=5000", "model.width=-1")
+    assert [one.name for one in told(findings, "bad")] == ["values"]
+    assert any("train.stepz=5, model.width=-1" in one.found for one in findings)
+    assert any(one.name == "warm-up" and one.status == "warn" for one in findings)
+
+
+def test_a_check_that_breaks_is_a_finding_too():
+    def broken() -> list[Finding]:
+        raise ZeroDivisionError("by zero")
+
+    (finding,) = guarded("data", "tokens", broken)
+    assert finding.status == "warn"
+    assert "ZeroDivisionError: by zero" in finding.found
+
+
+# --- exit codes -------------------------------------------------------------------------------------------------------
+
+
+def made(area: str, status: str) -> Finding:
+    return Finding(area=area, name="x", status=status, found="x")
+
+
+def test_exit_codes():
+    assert exit_code([made("data", "ok"), made("data", "warn"), made("memory", "note")]) == 0
+    assert [exit_code([made(area, "bad")]) for area in ("config", "machine", "data", "memory")] == [2, 2, 3, 5]
+    assert exit_code([made("disk", "bad"), made("data", "bad")]) == 3
+    assert exit_code([made("disk", "bad"), made("config", "bad")]) == 2
+
+
+# --- memory and speed -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_said_to_fit_does_fit(here: Path):
+    """The words of the advice, given back to the doctor, make it green."""
+    small = machine(cards=(SMALL,))
+    findings = visit(target="gpt2-350m", machine=small)
+    advice = next(one.advice for one in findings if one.name == "a step" and one.status == "bad")
+    ways = [way.split(" (about")[0] for way in advice.split("What fits: ")[1].split("; or ")]
+    assert len(ways) >= 2
+    for way in ways:
+        hardware = way.removeprefix("--hardware ").split()[0] if way.startswith("--hardware") else None
+        words = [] if hardware else way.split()
+        again = visit(*words, target="gpt2-350m", machine=small, hardware=hardware)
+        assert not [one for one in told(again, "warn", "bad") if one.area == "memory"], way
+
+
+def test_a_missing_attention_package_is_told_once(here: Path):
+    bad = told(visit("speed.attention=fa4"), "bad")
+    assert [one.name for one in bad] == ["packages"]
+
+
+def test_tokens_on_the_card_count(here: Path):
+    loaded = load_config("gpt2-124m", ["speed.loader=device"])
+    none, all_of_it = (
+        check_fit.fit(loaded, MACHINE, TRIALS, DataFacts(vocab=50257, train_tokens=count), "cuda", 0)[0].need_bytes
+        for count in (0, 10**9)
+    )
+    assert none is not None
+    assert all_of_it == none + 2 * 10**9
+
+
+def test_no_way_to_fit_is_said(here: Path):
+    words = ("model.layers=96", "model.width=12288", "model.heads=96", "model.context=2048", "train.batch_tokens=2048")
+    findings = visit(*words, machine=machine(cards=(SMALL,)))
+    assert any("No switch makes it fit" in one.advice for one in told(findings, "bad"))
+
+
+def test_a_card_that_is_not_in_the_table_has_no_expectation(here: Path):
+    findings = visit(machine=with_card(name="NVIDIA Something New"))
+    speed = next(one for one in findings if one.name == "expected speed")
+    assert "no expectation" in speed.found
+    assert "%" not in speed.found
+
+
+def test_expected_utilisation_grows_with_the_model_and_is_a_band(here: Path):
+    def band(*words: str, base: Machine = MACHINE) -> tuple[float, float]:
+        loaded = load_config("gpt2-124m", words)
+        fitted, _ = check_fit.fit(loaded, base, TRIALS, DataFacts(vocab=50257), "cuda", 0)
+        found = check_fit.expected_utilisation(loaded.config, fitted.speed, base.cards[0].capability)
+        assert found is not None
+        assert 0 < found[0] < found[1] < 1
+        return found
+
+    small, large = band(), band("model.width=2048", "model.heads=16")
+    assert large[0] > small[0]
+    assert band("speed.micro_batch=1")[1] < small[0], "a card that is not fed"
+    assert band("speed.precision=fp32")[1] < 0.1
+    assert band(base=machine(cards=(dataclasses.replace(H200, name="NVIDIA A100", capability=(8, 0)),)))[0] < small[0]
+    # Measured on an H200 (benchmarks/throughput.jsonl), TFLOP/s of 989.4.
+    assert small[0] < 518.1 / 989.4 < small[1]
+    assert small[0] < 536.9 / 989.4 < small[1]
+    assert large[0] < 613.6 / 989.4 < large[1]
+
+
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [((12, 0), "Blackwell"), ((10, 0), "Blackwell"), ((9, 0), "Hopper"), ((8, 9), "Ada"), ((8, 6), "Ampere"),
+     ((7, 5), "Turing"), ((7, 0), "Volta"), ((6, 1), "Pascal or older")],
+)  # fmt: skip
+def test_advice_knows_the_generation(here: Path, capability: tuple[int, int], name: str):
+    assert generation_of(capability).name == name
+    findings = visit(machine=with_card(capability=capability))
+    one = next(one for one in findings if one.name == "generation")
+    assert name in one.found
+    assert ("fp16 with a loss scale" in one.advice) == (name in ("Turing", "Volta"))
+
+
+@pytest.mark.parametrize("preset", ["shakespeare-char", "shakespeare-bpe", "gpt2-124m", "gpt2-350m", "gpt-124m"])
+def test_learning_rates_of_presets_are_usual(preset: str):
+    config = load_config(preset).config
+    parameters = check_fit.fit(load_config(preset), LAPTOP, TRIALS, DataFacts(), "cpu", 0)[0].parameters
+    assert 0.3 < config.optim.learning_rate / usual_rate(parameters) < 3
+
+
+# --- facts ------------------------------------------------------------------------------------------------------------
+
+
+def test_disk_is_measured_and_nothing_is_left(tmp_path: Path):
+    disk = check_disk.measure_disk(tmp_path / "runs" / "new", quick=True)
+    assert disk.error == ""
+    assert disk.place == str(tmp_path)
+    assert disk.free_bytes
+    assert disk.write_rate
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    usage = types.SimpleNamespace(free=1000, total=10**9)
+    monkeypatch.setattr(check_disk.shutil, "disk_usage", lambda _: usage)
+    disk = check_disk.measure_disk(tmp_path)
+    assert disk.free_bytes == 1000
+    assert exit_code(check_disk.check_disk(disk, load_config().config, 800_000, DataFacts())) == 5
+
+
+class FakeNvml:
+    """NVML of a busy card, as far as a driver answers: some questions it does not know."""
+
+    nvmlMemory_v2 = 2
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"550.54.14"
+
+    def nvmlSystemGetCudaDriverVersion(self) -> int:
+        return 12040
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 1
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> int:
+        return number
+
+    def nvmlDeviceGetName(self, _: int) -> bytes:
+        return b"NVIDIA A100-SXM4-80GB"
+
+    def nvmlDeviceGetMemoryInfo(self, _: int, version: int | None = None) -> types.SimpleNamespace:
+        if version is not None:
+            raise RuntimeError("Function Not Found")
+        return types.SimpleNamespace(total=80 * GIB, used=30 * GIB)
+
+    def nvmlDeviceGetComputeRunningProcesses(self, _: int) -> list[types.SimpleNamespace]:
+        return [types.SimpleNamespace(pid=99), types.SimpleNamespace(pid=7)]
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, _: int) -> int:
+        return 0x20 | 0x04
+
+    def nvmlDeviceGetCudaComputeCapability(self, _: int) -> tuple[int, int]:
+        return 8, 0
+
+    def nvmlDeviceGetEnforcedPowerLimit(self, _: int) -> int:
+        return 400_000
+
+    def nvmlDeviceGetRemappedRows(self, _: int) -> tuple[int, int, int, int]:
+        return 0, 1, 1, 0
+
+
+def test_nvml_is_read():
+    report = report_of_nvml(FakeNvml())
+    assert (report.driver, report.cuda, report.told_by) == ("550.54.14", (12, 4), "NVML")
+    (card,) = report.cards
+    assert (card.name, card.capability, card.memory_bytes) == ("NVIDIA A100-SXM4-80GB", (8, 0), 80 * GIB)
+    assert (card.used_bytes, card.processes, card.throttled) == (30 * GIB, (7, 99), ("power", "heat"))
+    assert (card.power_limit_watts, card.temperature, card.remapping) == (400.0, None, "a row waits to be replaced")
+
+
+def test_nvidia_smi_is_read():
+    table = (
+        "GPU-1, NVIDIA H200, 580.95.05, 9.0, 143771, 512, 3, 34, 121.50, 700.00, 700.00, 1980, 1980, "
+        "0x0000000000000000, 0\n"
+        "GPU-2, Tesla T4, 580.95.05, 7.5, 15360, 4, 0, 91, [N/A], 70.00, 70.00, 300, 1590, 0x0000000000000008, [N/A]\n"
+    )
+    report = report_of_program(table, "| NVIDIA-SMI 580.95.05    Driver Version: 580.95.05   CUDA Version: 13.0 |")
+    assert (report.driver, report.cuda) == ("580.95.05", (13, 0))
+    first, second = report.cards
+    assert (first.memory_bytes, first.used_bytes, first.throttled) == (143771 * 2**20, 512 * 2**20, ())
+    assert (second.power_watts, second.uncorrected_errors, second.throttled) == (None, None, ("hardware",))
+
+
+def test_a_containers_share_of_the_cores():
+    assert machine_module._quota("150000 100000") == 1.5
+    assert machine_module._quota("max 100000") is None
+    assert machine_module._quota("-1 100000") is None
+    assert machine_module._quota("") is None
+
+
+def test_this_machine_is_gathered_without_secrets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    found = machine_module.gather_machine()
+    assert found.environment["HF_HUB_OFFLINE"] == "1"
+    assert "secret" not in str(found)
+    assert found.torch.status == "ok"
+    assert 0 < found.usable_cores <= found.cores
+    assert found.memory_bytes is None or found.available_bytes is None or found.available_bytes <= found.memory_bytes
+    assert set(found.packages) == set(machine_module.OPTIONAL)
+
+
+def test_bits_and_logs():
+    assert held_by(0x1) == ()
+    assert held_by(0x40 | 0x80) == ("power", "heat")
+    log = "[1] NVRM: Xid (PCI:0000:3b:00): 79, pid=1\n[2] x\n[3] NVRM: Xid (PCI:0000:3b:00): 31, pid=2\n"
+    assert xids_in(log) == ("79", "31")
+
+
+def test_torchs_cards_get_the_state_of_the_same_card():
+    told_by_driver = [dataclasses.replace(H200, identity="GPU-a", temperature=1.0),
+                      dataclasses.replace(H200, identity="GPU-b", temperature=2.0)]  # fmt: skip
+    seen = [(Card(name="NVIDIA H200", capability=(9, 0), memory_bytes=5, identity="GPU-b"), 0)]
+    (card,) = merged(told_by_driver, seen)
+    assert (card.temperature, card.memory_bytes) == (2.0, 5)

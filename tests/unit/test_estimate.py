@@ -1,0 +1,156 @@
+"""What an estimate counts, adds up and says, apart from the probe."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+
+from flatout.config.load import load_config
+from flatout.config.schema import RunConfig
+from flatout.engine.loop import _due
+from flatout.engine.setup import setup_run
+from flatout.observe.estimate_table import print_estimate, short_line
+from flatout.records import RunInfo
+from flatout.tuning.estimate import Visits, _steps, _windows, visits_of
+from flatout.tuning.estimate_probe import EnergyMeter
+
+
+def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
+    """The loop's conditions, step by step, where every evaluation is the best so far."""
+    sequences = config.train.batch_tokens // config.model.context
+    evaluations = samples = saves = 0
+    for step in range(1, steps + 1):
+        ending = step == steps
+        epoch = windows is not None and step * sequences // windows > (step - 1) * sequences // windows
+        evaluating = ending or _due(step, config.eval.every) or (config.eval.epoch_end and epoch)
+        sampling = ending or _due(step, config.eval.sample_every)
+        saving = ending or _due(step, config.checkpoint.every) or (evaluating and config.checkpoint.best)
+        evaluations += evaluating
+        samples += sampling and config.eval.sample_tokens > 0
+        saves += saving
+    return Visits(evaluations, samples, saves)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["eval.every=7", "checkpoint.every=5"],
+        ["eval.every=0", "checkpoint.every=0"],
+        ["eval.every=6", "checkpoint.every=4", "eval.sample_every=9"],
+        ["eval.every=10", "checkpoint.every=5", "checkpoint.best=false", "eval.sample_tokens=0"],
+        ["eval.every=8", "eval.epoch_end=true", "checkpoint.every=9", "eval.sample_every=3"],
+        ["eval.every=0", "eval.epoch_end=true", "checkpoint.best=false", "checkpoint.every=11"],
+        ["eval.every=1", "checkpoint.every=1"],
+    ],
+)
+@pytest.mark.parametrize(("steps", "windows"), [(100, 131), (99, 40), (1, 7), (0, 7), (57, None)])
+def test_the_counts_are_those_of_the_loop(words: list[str], steps: int, windows: int | None):
+    config = load_config("shakespeare-char", words).config
+    assert visits_of(config, steps, windows) == walked(config, steps, windows)
+
+
+@pytest.mark.parametrize(
+    "words", [["train.epochs=1.5"], ["train.tokens=1000"], ["train.steps=7"], ["train.epochs=2", "data.stride=5"],
+              ["train.epochs=2", "data.packing=best_fit"]],
+)  # fmt: skip
+def test_length_and_windows_are_those_of_the_run(tiny, words: list[str]):
+    loaded = tiny("train.steps=null", *words)
+    run = setup_run(loaded)
+    assert _windows(run.config, run.dataset) == run.windows
+    assert _steps(run.config, run.windows) == run.steps
+
+
+def test_power_is_not_told_without_a_card():
+    import torch
+
+    meter = EnergyMeter(torch.device("cpu"))
+    with meter:
+        pass
+    assert meter.watts is None
+
+
+def figure(value: float | None, how: str = "measured", note: str = "") -> dict:
+    return {"value": value, "how": how, "note": note}
+
+
+def body(**changes) -> dict:
+    part = {"name": "training", "times": 700, "each": figure(0.1), "once": 0.0, "seconds": figure(70.0, "projected")}
+    evaluations = {**part, "name": "evaluations", "times": 4, "once": 2.0, "seconds": figure(6.0, "projected")}
+    unknown = {**part, "name": "checkpoints", "each": figure(None, "not told", "no disk"), "times": 2,
+               "seconds": figure(None, "not told", "no disk")}  # fmt: skip
+    cells = [
+        {"micro_batch": size, "context": context, "bytes": size * context * 2**20, "fits": size * context < 4000,
+         "own": (size, context) == (16, 128), "tokens_per_second": 20480.0 if (size, context) == (16, 128) else None}
+        for size in (8, 16, 32) for context in (64, 128)
+    ]  # fmt: skip
+    return {
+        "config": "tiny", "device": "cpu", "torch": "2.13", "data": "shakespeare", "problem": "", "micro_batch": 16,
+        "context": 128, "accumulation": 1, "batch_tokens": 2048, "steps": figure(700, "counted"),
+        "parameters": figure(796160, "counted"), "tokens": figure(1433600, "counted"),
+        "epochs": figure(1.43, "counted"),
+        "tokens_per_parameter": figure(1.8, "counted"), "tokens_per_second": figure(20480.0, note="mean of 59 steps"),
+        "spread": 0.05, "mfu": figure(None, "not told"), "seconds": figure(80.0, "projected"),
+        "parts": [part, evaluations, unknown], "watts": figure(None, "not told", "no card"),
+        "kilowatt_hours": figure(None, "not told", "no card"), "price": 2.5, "cost": figure(0.06, "projected"),
+        "peak_estimate": figure(3e8, "estimated"), "peak_measured": figure(5e8), "device_bytes": 2**34,
+        "checkpoint_bytes": figure(9e6), "disk_bytes": figure(3.6e7, "projected", "4 at once"), "table": cells,
+        "notes": ["the data is not prepared"],
+    } | changes  # fmt: skip
+
+
+def shown(content: dict) -> list[str]:
+    stream = io.StringIO()
+    print_estimate(content, stream)
+    return stream.getvalue().splitlines()
+
+
+def test_every_figure_of_the_sheet_says_how_it_came_about():
+    lines = shown(body())
+    figures = lines[3 : lines.index("", 3)]
+    assert len(figures) == 14
+    for line in figures:
+        assert any(word in line for word in ("counted", "measured", "projected", "estimated", "not told")), line
+    assert any("evaluations" in line and "4 x 100 ms" in line and "2.0s more the first time" in line for line in lines)
+    assert any("checkpoints" in line and "no disk" in line and " - " in line for line in lines)
+    assert any("* 2.0 GiB" in line for line in lines)
+    assert any("! 4.0 GiB" in line for line in lines)
+    assert "note: the data is not prepared" in lines
+
+
+def test_a_hostile_name_cannot_move_the_cursor():
+    lines = shown(body(config="\x1b[2Jboo", data="\x1b]0;title\x07 of \u202ewords", notes=["\x9b1m"]))
+    assert not any(character in "".join(lines) for character in "\x1b\x07\u202e\x9b")
+    assert "boo" in lines[0]
+
+
+def test_a_stored_line_is_shown_like_a_fresh_one():
+    assert shown(json.loads(json.dumps(body()))) == shown(body())
+
+
+INFO = RunInfo(
+    flatout="0", torch="2", device="cpu", folder="runs/x", family="gpt", parameters=1_000_000, flops_per_token=6e6,
+    memory_estimate_bytes=1, steps=1000, batch_tokens=2000, micro_batch=1, accumulation=1, context=100, vocab=65,
+    train_tokens=10**6, val_tokens=60_000, windows=10, dataset="d", tokenizer="char", start_step=0, resumed_from=None,
+    features=(), config={"eval": {"every": 100, "tokens": None}},
+)  # fmt: skip
+
+
+def test_the_sentence_leaves_the_first_steps_out():
+    # 990 steps of 0.5 s, 10 evaluations of 60,000 tokens at three times the speed of training: 5 s each
+    line = short_line([60.0, 9.0, 3.0, 1.0, *[0.5] * 6], INFO, price=3600.0)
+    assert line is not None
+    assert line.startswith(
+        "about 9m05s to go, costs about 545.00 at 3600 per hour: 990 steps of 500 ms, measured over 6"
+    )
+    assert "10 evaluations" in line
+    assert "2M tokens in all, 2.0 per parameter" in line
+
+
+def test_the_sentence_waits_for_steps_and_knows_a_resumed_run():
+    assert short_line([1.0] * 6, INFO) is None
+    resumed = dataclasses.replace(INFO, start_step=900, config={"eval": {"every": 0, "tokens": 600}})
+    line = short_line([1.0] * 10, resumed)
+    assert line is not None
+    assert line.startswith("about 1m30s to go: 90 steps of 1.0s, measured over 6, and 1 evaluation;")

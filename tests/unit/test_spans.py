@@ -1,0 +1,191 @@
+"""Spans and the card's state: what the loop tells of time and machine."""
+
+import sys
+import types
+
+import pytest
+import torch
+
+import flatout
+from flatout.config.load import load_config
+from flatout.device import Device
+from flatout.engine import machine
+from flatout.engine.machine import MachineWatch, throttled
+from flatout.engine.spans import SpanTotals, StepClock, spans_between
+from flatout.records import CheckpointRecord, EvalRecord, MachineRecord, SpanRecord, StepRecord
+
+CPU = torch.device("cpu")
+SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "train.batch_tokens=64",
+         "train.steps=25", "eval.every=10", "eval.tokens=99", "eval.sample_tokens=4",
+         "checkpoint.every=20"]  # fmt: skip
+
+
+def test_marks_end_one_span_and_begin_the_next():
+    clock = StepClock(CPU)
+    clock.begin()
+    clock.mark("forward")
+    clock.begin()  # the step failed and begins anew
+    for name in ("forward", "backward", "optimizer"):
+        clock.mark(name)
+    marks = clock.take()
+    assert [name for name, _ in marks] == ["wait", "forward", "backward", "optimizer"]
+    assert clock.take() == []
+    first, last = marks[0][1], marks[-1][1]
+    spans = list(spans_between(first, marks))
+    assert sum(seconds for _, seconds in spans) == pytest.approx(last.host - first.host)
+
+
+def test_totals_are_taken_once():
+    totals = SpanTotals()
+    totals.add_step([("forward", 1.0), ("backward", 2.0), ("forward", 1.0)])
+    totals.add("evaluation", 0.5)
+    record = totals.take(7)
+    assert (record.step, record.steps) == (7, 1)
+    assert record.seconds == {"forward": 2.0, "backward": 2.0, "evaluation": 0.5}
+    assert record.calls == {"forward": 2, "backward": 1, "evaluation": 1}
+    assert totals.take(7).seconds == {}
+
+
+@pytest.mark.parametrize("words", [[], ["speed.micro_batch=2"]])
+def test_a_run_tells_where_its_time_went(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = list(flatout.train(load_config(None, [*SMALL, *words])))
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    spans = [record for record in records if isinstance(record, SpanRecord)]
+    assert [record.step for record in spans] == [10, 20, 25]
+    assert [record.steps for record in spans] == [10, 10, 5]
+    parts = {"wait", "forward", "backward", "optimizer"}
+    for record in spans:
+        micro_batches = record.steps * (2 if words else 1)
+        assert parts <= record.seconds.keys()
+        assert record.calls["forward"] == record.calls["backward"] == micro_batches
+        assert record.calls["optimizer"] == record.calls["data"] == record.steps
+        inside = sum(seconds for name, seconds in record.seconds.items() if name in parts)
+        whole = sum(step.seconds for step in steps if record.step - record.steps < step.step <= record.step)
+        assert inside == pytest.approx(whole, rel=0.2)
+    beside = {name: sum(record.seconds.get(name, 0.0) for record in spans) for name in ("evaluation", "checkpoint")}
+    evaluated = [record.seconds for record in records if isinstance(record, EvalRecord)]
+    saved = [record.seconds for record in records if isinstance(record, CheckpointRecord)]
+    assert beside["evaluation"] == pytest.approx(sum(evaluated), abs=1e-4)
+    assert beside["checkpoint"] == pytest.approx(sum(saved), abs=1e-4)
+    assert spans[-1].calls["sample"] == 1
+    norms = {step.step: step.parameter_norm for step in steps}
+    assert [step for step, norm in norms.items() if norm is not None] == [1, 10, 20, 25]
+    assert all(step.data_seconds is not None and step.data_seconds >= 0 for step in steps)
+
+
+def test_the_parameter_norm_is_that_of_the_weights_before_the_update(tmp_path, monkeypatch):
+    from flatout.engine.setup import setup_run
+
+    monkeypatch.chdir(tmp_path)
+    run = setup_run(load_config(None, SMALL))
+    expected = torch.cat([p.detach().flatten() for p in run.model.parameters()]).norm()
+    run.step.with_parameter_norm = True
+    with run.batches(0) as loader:
+        batch = next(iter(loader))
+    assert run.step(batch.tokens, batch.targets)[5].item() == pytest.approx(expected.item(), rel=1e-5)
+    run.step.with_parameter_norm = False
+    assert run.step(batch.tokens, batch.targets)[5] == -1
+
+
+# --- the card ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bits", "words"),
+    [(0, ""), (0x1, ""), (0x4, "power"), (0x20, "heat"), (0x40 | 0x80, "power and heat"), (0x8, "hardware")],
+)
+def test_why_a_clock_is_held_down(bits, words):
+    assert throttled(bits) == words
+
+
+def driver(**changes):
+    """A stand-in for the driver's library."""
+    library = types.ModuleType("pynvml")
+    answers = {
+        "nvmlInit": lambda: None,
+        "nvmlShutdown": lambda: None,
+        "nvmlDeviceGetHandleByUUID": lambda name: f"handle of {name}",
+        "nvmlDeviceGetMemoryInfo": lambda handle: types.SimpleNamespace(used=2**33),
+        "nvmlDeviceGetUtilizationRates": lambda handle: types.SimpleNamespace(gpu=97),
+        "nvmlDeviceGetPowerUsage": lambda handle: 650_000,
+        "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
+        "nvmlDeviceGetTemperature": lambda handle, kind: 61,
+        "nvmlDeviceGetClockInfo": lambda handle, kind: 1700,
+        "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x4,
+        "NVML_TEMPERATURE_GPU": 0,
+        "NVML_CLOCK_SM": 1,
+    }
+    for name, answer in {**answers, **changes}.items():
+        setattr(library, name, answer)
+    return library
+
+
+def watch(monkeypatch, library) -> tuple[MachineWatch, list[float]]:
+    device = Device(torch_device=torch.device("cuda", 0), name="a card", memory_bytes=2**37, capability=(9, 0))
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    monkeypatch.setattr(
+        machine.torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid="1234-5678")
+    )
+    now = [100.0]
+    return MachineWatch(device, clock=lambda: now[0]), now
+
+
+def test_the_card_is_asked_every_ten_seconds(monkeypatch):
+    found, now = watch(monkeypatch, driver())
+    assert found.handle == "handle of GPU-1234-5678"
+    record = found.poll(3)
+    assert record == MachineRecord(
+        step=3,
+        elapsed=0.0,
+        utilisation=0.97,
+        memory_bytes=2**33,
+        power_watts=650.0,
+        power_limit_watts=700.0,
+        temperature=61.0,
+        clock_mhz=1700.0,
+        throttled="power",
+    )
+    now[0] += 9.0
+    assert found.poll(4) is None
+    now[0] += 1.0
+    again = found.poll(5)
+    assert again is not None
+    assert again.elapsed == 10.0
+    found.close()
+    now[0] += 60.0
+    assert found.poll(6) is None
+
+
+def test_what_a_driver_does_not_tell_is_missing(monkeypatch):
+    def refuse(*_):
+        raise ValueError("not supported")
+
+    found, _ = watch(
+        monkeypatch, driver(nvmlDeviceGetPowerUsage=refuse, nvmlDeviceGetCurrentClocksThrottleReasons=refuse)
+    )
+    record = found.poll(1)
+    assert record is not None
+    assert (record.power_watts, record.throttled, record.utilisation) == (None, "", 0.97)
+    silent, _ = watch(monkeypatch, driver(nvmlInit=refuse))
+    assert silent.poll(1) is None
+
+
+def test_without_a_card_nothing_is_asked():
+    cpu = Device(torch_device=CPU, name="cpu", memory_bytes=None, capability=None)
+    assert MachineWatch(cpu).poll(1) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", ["on", "off"])
+def test_spans_and_state_of_a_gpu(graphs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    records = list(flatout.train(load_config(None, [*SMALL, f"speed.cuda_graphs={graphs}"])))
+    spans = [record for record in records if isinstance(record, SpanRecord)]
+    assert sum(record.steps for record in spans) == 25
+    last = spans[-1].calls
+    assert ("micro-batch" in last) == (graphs == "on")
+    assert ("forward" in last) == (graphs == "off")
+    state = next(record for record in records if isinstance(record, MachineRecord))
+    assert state.power_watts is not None
+    assert all(record.reserved_bytes for record in records if isinstance(record, StepRecord))

@@ -1,0 +1,187 @@
+"""Search spaces, read strictly; and what a study makes of its trials, apart from training them."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from flatout.config.load import load_config
+from flatout.errors import ConfigError
+from flatout.observe.study_picture import at_the_edge, draw_study, print_study, trial_line
+from flatout.tuning.search_space import Dimension, Space, read_space, with_values
+from flatout.tuning.study import TrialRow, config_facts, importance
+
+
+@pytest.fixture
+def read(tmp_path: Path):
+    loaded = load_config("shakespeare-char")
+
+    def reading(text: str) -> Space:
+        path = tmp_path / "space.yaml"
+        path.write_text(text, encoding="utf-8")
+        return read_space(path, loaded)
+
+    return reading
+
+
+def test_every_form_is_read(read):
+    space = read(
+        "# what to turn\n"
+        "optim.learning_rate: {log: [1e-4, 1e-2]}\n"
+        "optim.weight_decay: {range: [0, 0.3]}\n"
+        "model.layers: {range: [2, 6]}\n"
+        "optim.warmup_steps:\n  steps: [0, 200, 50]\n"
+        "optim.schedule: {choices: [cosine, wsd]}\n"
+        "model.mlp_width: {choices: [null, 1e2]}\n"
+    )
+    found = {one.path: (one.form, one.values, one.whole) for one in space.dimensions}
+    assert found == {
+        "optim.learning_rate": ("log", (1e-4, 1e-2), False),
+        "optim.weight_decay": ("range", (0.0, 0.3), False),
+        "model.layers": ("range", (2, 6), True),
+        "optim.warmup_steps": ("steps", (0, 200, 50), True),
+        "optim.schedule": ("choices", ("cosine", "wsd"), False),
+        "model.mlp_width": ("choices", (None, 100), False),
+    }
+    assert isinstance(found["model.mlp_width"][1][1], int)
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("", "names no field", "optim.learning_rate"),
+        ("\n\noptim.clp: {range: [0.5, 2]}", "space.yaml:3: optim.clp is not a known key", "optim.clip"),
+        ("lr: {log: [1e-4, 1e-2]}", "space.yaml:1: lr is not a known key", "optim.learning_rate"),
+        ("optim:\n  learning_rate: {log: [1e-4, 1e-2]}", "space.yaml:1: optim is a section", "optim.learning_rate"),
+        ("optim.learning_rate: 1e-3", "not one form of values", "log"),
+        ("optim.learning_rate: {log: [1e-4, 1e-2], range: [0, 1]}", "not one form of values", "log"),
+        ("optim.learning_rate: {logarithm: [1e-4, 1e-2]}", "is no form of values", "log"),
+        ("optim.learning_rate: {log: 1e-4}", "takes a list", "log"),
+        ("optim.learning_rate: {log: [1e-4]}", "takes 2 numbers", "exactly"),
+        ("optim.learning_rate: {log: [1e-2, 1e-4]}", "0.01 is not below 0.0001", "low end first"),
+        ("optim.weight_decay: {log: [0, 1]}", "begins above 0", "raise"),
+        ("optim.learning_rate: {range: [low, high]}", "'low' is not a number", "choices"),
+        ("optim.learning_rate: {range: [.nan, 1]}", "is not a number", ""),
+        ("optim.learning_rate: {range: [0.1, 1000]}", "learning_rate is 1000.0, but it must be at most 100", ""),
+        ("optim.schedule: {choices: [cosine, cosin]}", "optim.schedule is 'cosin', but", "cosine"),
+        ("optim.schedule: {choices: [cosine]}", "1 choices", "between 2"),
+        ("optim.schedule: {choices: [cosine, cosine]}", "written twice", ""),
+        ("optim.schedule: {choices: [[cosine], wsd]}", "single value", ""),
+        ("model.layers: {range: [1.5, 3]}", "whole numbers only", ""),
+        ("optim.warmup_steps: {steps: [0, 100]}", "takes 3 numbers", ""),
+        ("optim.warmup_steps: {steps: [0, 100, 200]}", "does not fit between", "smaller"),
+        ("speed.micro_batch: {range: [1, 8]}", "cannot be searched over: it does not change what is learned", ""),
+        ("data.tokenizer: {choices: [char, bytes]}", "could not be compared", ""),
+        ("train.steps: {range: [10, 100]}", "the longest run would win", ""),
+        ("train.seed: {range: [1, 9]}", "luckiest", ""),
+        ("optim.learning_rate: {log: [1e-4, 1e-2]}\noptim.learning_rate: {log: [1e-4, 1]}", "written twice", ""),
+        ("- 3", "not a mapping", ""),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_with_its_place(read, text: str, message: str, hint: str):
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert message in caught.value.message
+    assert "space.yaml" in caught.value.message
+    assert "command line" not in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_a_drawn_value_is_rounded_but_stays_inside():
+    rate = Dimension("optim.learning_rate", "log", (1.2345e-4, 1e-2), False, "")
+    assert rate.settled(0.00345678) == 0.00346
+    assert rate.settled(1.2345e-4) == 1.2345e-4
+    assert Dimension("model.layers", "range", (1, 8), True, "").settled(3) == 3
+
+
+def test_the_same_space_in_another_file_is_the_same(read):
+    first = read("optim.learning_rate: {log: [1e-4, 1e-2]}\nmodel.layers: {range: [1, 4]}")
+    second = read("# another look\nmodel.layers:\n  range: [1, 4.0]\noptim.learning_rate: {log: [0.0001, 0.01]}")
+    assert first.spelling == second.spelling
+    assert first.spelling != read("optim.learning_rate: {log: [1e-4, 2e-2]}\nmodel.layers: {range: [1, 4]}").spelling
+
+
+def test_what_must_stay_the_same_in_a_study(read):
+    space = read("optim.learning_rate: {log: [1e-4, 1e-2]}")
+
+    def facts(*words: str) -> str:
+        return config_facts(load_config("shakespeare-char", words), space)
+
+    assert facts("optim.learning_rate=1e-3") == facts("optim.learning_rate=5e-3"), "it is searched over"
+    assert facts("output.name=other", "speed.micro_batch=2") == facts()
+    assert facts("train.steps=9") != facts()
+    assert facts("data.tokenizer=bytes") != facts()
+
+
+def test_values_become_a_config():
+    loaded = with_values(
+        load_config("shakespeare-char"), {"optim.schedule": "wsd", "model.mlp_width": None, "optim.clip": 0.5}
+    )
+    assert (loaded.config.optim.schedule, loaded.config.model.mlp_width, loaded.config.optim.clip) == ("wsd", None, 0.5)
+    with pytest.raises(ConfigError, match="width"):
+        with_values(loaded, {"model.width": 130})
+
+
+def row(number: int, loss: float | None, status: str = "done", **values) -> TrialRow:
+    return TrialRow(number=number, status=status, reason="", values=values, loss=loss, step=10, seconds=1.0, best=False)
+
+
+def test_importance_tells_what_matters_from_what_does_not():
+    rate = Dimension("a", "log", (1e-4, 1e-1), False, "")
+    other = Dimension("b", "choices", ("x", "y"), False, "")
+    rates = [10 ** (-4 + 3 * index / 11) for index in range(12)]
+    rows = [row(i, 2 + (i - 6) ** 2 / 20, a=rates[i], b="xy"[i % 2]) for i in range(12)]
+    share = importance(rate, rows)
+    assert share is not None
+    assert share > 0.95
+    assert (importance(other, rows) or 0.0) < 0.1
+    swapped = [row(i, 2.0 + (i % 2), a=rates[i], b="xy"[i % 2]) for i in range(12)]
+    assert (importance(other, swapped) or 0.0) > 0.95
+    assert importance(rate, rows[:5]) is None, "too few to say"
+    assert importance(rate, [row(i, 2.0, a=rates[i]) for i in range(12)]) is None, "no differences"
+
+
+def study(rows: list[dict]) -> dict:
+    return {
+        "rows": rows,
+        "best": rows[0],
+        "forms": {"optim.learning_rate": "log", "optim.schedule": "choices", "model.layers": "range"},
+        "importance": {"optim.learning_rate": 0.8, "optim.schedule": None, "model.layers": 0.1},
+        "config": "shakespeare-char", "device": "cpu", "seconds": 60.0, "study": None,
+    }  # fmt: skip
+
+
+def trial(number: int, loss: float | None, status: str = "done", layers: int = 2) -> dict:
+    values = {"optim.learning_rate": 1e-3 * (number + 1), "optim.schedule": "cosine", "model.layers": layers}
+    return {"number": number, "status": status, "reason": "it burst", "values": values, "loss": loss, "step": 40,
+            "seconds": 3.0, "best": number == 0}  # fmt: skip
+
+
+def test_table_and_picture_show_every_kind_of_trial(tmp_path: Path):
+    rows = [trial(0, 2.0), trial(1, 2.5, layers=3), trial(2, 3.0, "pruned"), trial(3, None, "diverged"),
+            trial(4, None, "out_of_memory"), trial(5, None, "invalid"), trial(6, 1e6)]  # fmt: skip
+    stream = io.StringIO()
+    print_study(study(rows), stream)
+    lines = stream.getvalue().splitlines()
+    assert lines[1].startswith("*")
+    assert "2.0000" in lines[1]
+    for words in ("cut short", "diverged", "out of memory", "no valid config"):
+        assert any(words in line for line in lines), words
+    assert "80% of the differences in loss go along with optim.learning_rate alone" in lines
+    assert any("at the edge of its range" in line and "learning_rate" in line for line in lines)
+    draw_study(study(rows), tmp_path / "a.png")
+    draw_study(study(json.loads(json.dumps(rows))), tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    draw_study(study([trial(0, 2.0)]), tmp_path / "one.svg")
+
+
+def test_the_edge_needs_some_values_to_be_one():
+    assert at_the_edge(study([trial(0, 2.0), trial(1, 3.0)])) == []
+
+
+def test_a_hostile_value_cannot_move_the_cursor():
+    told = trial_line(trial(0, 2.0) | {"values": {"optim.schedule": "\x1b[2J\u202eboo"}})
+    assert "\x1b" not in told
+    assert "\u202e" not in told
+    assert "boo" in told

@@ -1,0 +1,293 @@
+"""The panel: whole at every size, honest in its figures, inert against hostile text, and the terminal as it was."""
+
+import io
+import math
+import os
+import pty
+import random
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from flatout.observe.console import TerminalReader
+from flatout.observe.view import ViewReader
+from flatout.observe.view_panel import panel, spark
+from flatout.observe.view_state import QUIET_SECONDS, Curve, ViewState
+from flatout.records import CheckpointRecord, EvalRecord, Feature, NoticeRecord, Record, SampleRecord
+from tests.unit.seen import end, info, machine, step
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07 \u202egnp.exe \u2028 [bold red]no markup[/] 你好世界 \t tab"
+
+
+def evaluation(number: int, loss: float = 2.5, seconds: float = 1.0) -> EvalRecord:
+    return EvalRecord(
+        step=number, loss=loss, perplexity=1.0, bits_per_byte=None, tokens=1, seconds=seconds, best=True, reason="step"
+    )
+
+
+def a_run(length: int = 300) -> list[Record]:
+    dice = random.Random(3)
+    records: list[Record] = [info(folder=f"runs/{HOSTILE}", device=HOSTILE)]
+    for number in range(1, length + 1):
+        loss = 3.0 + 5 * math.exp(-number / 40) + dice.gauss(0, 0.02) + (4.0 if number == 200 else 0.0)
+        records.append(
+            step(number, loss=loss, mfu=0.456, memory_bytes=2**35, reserved_bytes=2**36, data_seconds=0.05, epoch=0.5)
+        )
+        if number % 50 == 0:
+            records += [
+                machine(number, throttled="power"),
+                evaluation(number, loss=loss),
+                SampleRecord(step=number, prompt="", text=f"{HOSTILE}\n" * 30),
+                CheckpointRecord(step=number, path="p", bytes=2**30, seconds=1.0, best=True),
+            ]
+    return records
+
+
+def state_of(records: list[Record]) -> ViewState:
+    state = ViewState()
+    for record in records:
+        state.add(record)
+    return state
+
+
+def text_of(state: ViewState, width: int = 100, height: int = 40) -> str:
+    return "\n".join(line.plain for line in panel(state, width, height))
+
+
+STATES = {
+    "nothing": [],
+    "begun": [info()],
+    "first step": [info(), step(1)],
+    "going on": a_run(),
+    "ended": [*a_run(), end(300)],
+    "without a start": [step(7), machine(7)],
+    "not finite": [info(), *(step(n, loss=math.nan, grad_norm=math.inf, seconds=math.nan) for n in range(1, 60))],
+    "no length": [info(steps=0, batch_tokens=0), step(1, tokens_per_second=None, seconds=0.0)],
+    "huge": [info(steps=10**12), step(10**11, loss=1e30, tokens=10**18, tokens_per_second=1e15, memory_bytes=2**60)],
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_the_panel_fits_every_screen(name: str):
+    state = state_of(STATES[name])
+    for width in (1, 10, 23, 24, 40, 60, 61, 79, 80, 99, 100, 120, 160, 200, 300):
+        for height in (1, 2, 5, 6, 7, 8, 10, 15, 24, 30, 50, 100):
+            lines = panel(state, width, height)
+            assert 1 <= len(lines) <= height
+            assert max(cell_len(line.plain) for line in lines) <= width
+            assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u202e]", "".join(line.plain for line in lines))
+
+
+def test_the_frame_is_straight():
+    for width in (60, 80, 133, 200):
+        lines = panel(state_of(a_run()), width, 40)
+        assert {cell_len(line.plain) for line in lines} == {width}
+
+
+def test_text_of_a_run_is_no_markup():
+    assert "[bold red]no markup[/]" in text_of(state_of(a_run()), 160, 50)
+
+
+@pytest.mark.parametrize("size", [(60, 20), (80, 24), (160, 50), (200, 15)])
+def test_what_matters_is_shown(size: tuple[int, int]):
+    shown = text_of(state_of(a_run()), *size)
+    for words in ("step 300/1,000", "30.0%", "ETA", "loss", "val loss", "2k tokens/s", "45.6%", "loss spike"):
+        assert words in shown
+    if size[1] >= 24:
+        for words in ("650 of 700 W", "1755 MHz (power)", "66 °C", "97%", "10.0%", "32.0 GiB", "1.00e-03", "sample at"):
+            assert words in shown
+
+
+def test_a_run_on_a_cpu_shows_no_empty_fields():
+    shown = text_of(state_of([info(), *(step(number) for number in range(1, 20))]))
+    for words in ("MFU", "GPU", "power", "clock", "data wait", "reserved", "None"):
+        assert words not in shown
+
+
+def test_speed_forgets_the_first_steps_and_time_left_counts_evaluation():
+    state = state_of(
+        [info(), step(1, seconds=60.0, tokens_per_second=16.7), step(2), *(step(n) for n in range(3, 101))]
+    )
+    assert state.tokens_per_second == pytest.approx(2000.0)
+    assert state.seconds_left == pytest.approx(900 * 0.5)
+    trained = 60 + 99 * 0.5
+    state.add(evaluation(100, seconds=trained))  # as long as all training until now: so it will be
+    assert state.seconds_left == pytest.approx(900 * 0.5 * 2)
+
+
+def test_the_best_and_the_last_validation_loss():
+    state = state_of(
+        [info(), evaluation(10, 2.5), evaluation(20, 2.25), evaluation(30, math.nan), evaluation(40, 2.75)]
+    )
+    state.add(step(41))
+    shown = text_of(state)
+    assert "2.7500 at 40" in shown
+    assert "2.2500 at 20" in shown
+
+
+def test_a_resumed_run_is_one_curve():
+    state = state_of([info(), *(step(number, loss=float(number)) for number in range(1, 31))])
+    state.add(evaluation(30, 0.5))
+    state.add(info(start_step=20, resumed_from="x"))
+    for number in range(21, 26):
+        state.add(step(number, loss=float(number)))
+    assert state.losses.values() == [float(number) for number in range(1, 26)]
+    assert state.best is None
+
+
+def test_silence_is_told_only_when_it_is_long():
+    now = 0.0
+    state = ViewState(clock=lambda: now)
+    state.add(info())
+    state.add(step(1, seconds=10.0))
+    now = QUIET_SECONDS + 1
+    assert "nothing heard" not in text_of(state)  # steps of ten seconds
+    now = 101.0
+    assert "nothing heard for 1m41s" in text_of(state)
+    state.add(end(1))
+    now = 1000.0
+    assert "finished at step 1" in text_of(state)
+
+
+def test_a_curve_keeps_few_points_and_all_steps():
+    curve = Curve()
+    for number in range(1, 100_001):
+        curve.add(number, float(number))
+    values = curve.values()
+    assert 256 <= len(values) <= 513
+    assert values == sorted(values)
+    assert values[0] < 500
+    assert values[-1] > 99_500
+    curve.cut_back(50_000)
+    assert 49_000 < curve.values()[-1] <= 50_000
+
+
+def test_sparks():
+    assert spark([], 10, 2) == ["", ""] or spark([], 10, 2) == [""]
+    assert spark([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], 9, 1) == ["▁▂▃▄▅▆▇██"]
+    assert spark([2.0] * 5, 5, 1) == ["▁▁▁▁▁"]
+    assert spark([1.0, math.nan, math.inf, 1.0], 4, 1) == ["▁××▁"]
+    rows = spark([float(number) for number in range(100)], 40, 5)
+    assert [len(row) for row in rows] == [40] * 5
+    assert rows[0].strip(" ")[-1] == "█"
+    assert rows[-1][0] == "▁"
+    falling = spark([10.0] * 2 + [1.0 + 0.1 * (number % 3) for number in range(98)], 100, 1)[0]
+    assert len(set(falling[2:])) >= 3  # two first values do not press the others flat
+
+
+def test_where_there_is_no_terminal_the_lines_are_the_plain_readers():
+    records = [info(), *a_run()[1:], NoticeRecord(step=300, message="hello"), end(300)]
+    view, plain = io.StringIO(), io.StringIO()
+    for reader in (ViewReader(10, view), TerminalReader(10, plain)):
+        for record in records:
+            reader.show(record)
+        reader.close()
+    lines = view.getvalue().splitlines()
+    assert [line for line in lines if not line.startswith("warning: ")] == plain.getvalue().splitlines()
+    assert any(line.startswith("warning: step 200 loss spike: ") for line in lines)
+
+
+def test_lines_of_hostile_records_are_harmless():
+    stream = io.StringIO()
+    reader = ViewReader(10, stream)
+    odd = info(
+        resumed_from=HOSTILE, family=HOSTILE, features=(Feature(name=HOSTILE, asked="x", used="y", why=HOSTILE),)
+    )
+    saved = CheckpointRecord(step=9, path=HOSTILE, bytes=1, seconds=1.0, best=False)
+    for record in [*a_run(60), odd, saved, end(9, HOSTILE), NoticeRecord(step=9, message=HOSTILE)]:
+        reader.show(record)
+    reader.close()
+    assert not re.search(r"[\x1b\x07\u202e]", stream.getvalue())
+    assert "ended at step 9" in stream.getvalue()
+
+
+# --- on a real terminal -----------------------------------------------------------------------------------------------
+
+SHOWS = """
+import sys, time
+from flatout.observe.view import ViewReader
+from tests.unit.test_view import a_run
+reader = ViewReader(10)
+try:
+    for record in a_run():
+        reader.show(record)
+    print("a warning of torch", file=sys.stderr)
+    {middle}
+finally:
+    reader.close()
+    reader.close()
+print("the end")
+"""
+
+
+def on_a_terminal(middle: str, *, term: str = "xterm-256color", signal_number: int | None = None) -> tuple[str, int]:
+    """What a process writes to a terminal of 80 by 24, and its exit code."""
+    ours, theirs = pty.openpty()
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHOWS.format(middle=middle)],
+        stdin=theirs, stdout=theirs, stderr=theirs, cwd=root,
+        env={**os.environ, "PYTHONPATH": f"{root / 'src'}", "TERM": term, "COLUMNS": "80", "LINES": "24"},
+    )  # fmt: skip
+    os.close(theirs)
+    written, sent = b"", False
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if select.select([ours], [], [], 0.1)[0]:
+            try:
+                piece = os.read(ours, 65536)
+            except OSError:
+                break
+            if not piece:
+                break
+            written += piece
+        if signal_number is not None and not sent and b"step 300" in written:
+            process.send_signal(signal_number)
+            sent = True
+    os.close(ours)
+    return written.decode("utf-8", "replace"), process.wait(timeout=30)
+
+
+ENTER, LEAVE, HIDE, SHOW = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25l", "\x1b[?25h"
+
+
+def test_the_terminal_is_given_back():
+    written, code = on_a_terminal("time.sleep(1)")
+    assert code == 0
+    assert (written.count(ENTER), written.count(LEAVE)) == (1, 1)
+    assert written.rindex(SHOW) > written.rindex(HIDE)
+    after = written[written.index(LEAVE) :]
+    assert "step 300/1,000" in after  # the last panel stays
+    assert after.index("step 300/1,000") < after.index("a warning of torch") < after.index("the end")
+    assert "a warning of torch" not in written[: written.index(LEAVE)]
+    assert not any(piece in written for piece in ("\x1b]0;owned", "\u202e"))
+    frames = written[: written.index(LEAVE)].count("╭")
+    assert 2 <= frames <= 12  # one at the start, one at the end, and four a second between
+
+
+def test_it_is_given_back_after_a_signal_as_well():
+    written, code = on_a_terminal("time.sleep(50)", signal_number=signal.SIGINT)
+    assert code != 0
+    assert written.rindex(LEAVE) > written.rindex(ENTER)
+    assert written.rindex(SHOW) > written.rindex(HIDE)
+    assert "KeyboardInterrupt" in written[written.rindex(LEAVE) :]
+
+
+def test_leaving_at_once():
+    written, code = on_a_terminal("reader.leave_at_once(); import os; os._exit(7)")
+    assert code == 7
+    assert written.endswith(LEAVE + SHOW)
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines():
+    written, _ = on_a_terminal("pass", term="dumb")
+    assert ENTER not in written
+    assert "\x1b" not in written
+    assert "warning: step 200 loss spike" in written

@@ -31,6 +31,7 @@ TINY = [
     "model.context=16",
     "train.batch_tokens=64",
     "optim.warmup_steps=5",
+    "output.plots=false",
     "eval.every=0",
     "eval.tokens=512",
     "eval.sample_tokens=8",

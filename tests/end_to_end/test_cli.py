@@ -149,7 +149,7 @@ def test_train_prints_progress_and_a_sample(tiny_words):
 
 
 def test_a_run_ends_with_pictures_and_trackers_get_its_records(tiny_words):
-    done = flatout("train", *tiny_words, "train.steps=5", "output.trackers=[tensorboard]")
+    done = flatout("train", *tiny_words, "train.steps=5", "output.plots=true", "output.trackers=[tensorboard]")
     assert done.returncode == 0, done.stderr
     assert {path.name for path in Path("run/plots").iterdir()} == {
         "metrics.png",

@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +40,7 @@ def tune_lr(words: list[str]) -> int:
             f"--from {parsed.low:g} and --to {parsed.high:g} are less than a factor of ten apart",
             "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
         )
-    out = None if parsed.out is None else _writable(Path(parsed.out), "--out", (".yaml", ".yml"))
-    plot = None if parsed.plot is None else _writable(Path(parsed.plot), "--plot", (".png", ".svg"))
-    if plot is None and out is not None:
-        plot = out.with_suffix(".png")
+    out, plot = _targets(parsed)
     loaded = load(parsed)
     from flatout.observe.lr_picture import draw_rates, print_rates
     from flatout.tuning.lr_range import find_rate
@@ -66,23 +64,7 @@ def tune_lr(words: list[str]) -> int:
         return exit_code_of(stopped)
     finally:
         line.close()
-    body = result.to_json()
-    if parsed.json:
-        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
-    else:
-        print_rates(body)
-    failures = [
-        None if out is None else _failure_of(lambda: write_found(out, result.fragment)),
-        None if plot is None else _failure_of(lambda: draw_rates(body, plot)),
-    ]
-    if not parsed.json:
-        _print_ways(out, failures[0], result.fragment, result.words, parsed)
-        if plot is not None and failures[1] is None:
-            print(f"drew {plot}")
-    for failure in failures:
-        if failure is not None:
-            raise failure
-    return 0
+    return _hand_over(result, print_rates, draw_rates, out, plot, parsed)
 
 
 def tune_search(words: list[str]) -> int:
@@ -109,10 +91,7 @@ def tune_search(words: list[str]) -> int:
             "`flatout tune search` needs a file with the fields to search over",
             "write lines such as `optim.learning_rate: {log: [1e-4, 1e-2]}` to space.yaml and name it first",
         )
-    out = None if parsed.out is None else _writable(Path(parsed.out), "--out", (".yaml", ".yml"))
-    plot = None if parsed.plot is None else _writable(Path(parsed.plot), "--plot", (".png", ".svg"))
-    if plot is None and out is not None:
-        plot = out.with_suffix(".png")
+    out, plot = _targets(parsed)
     study = None if parsed.study is None else _writable(Path(parsed.study), "--study", (".db", ".sqlite"))
     loaded = load(parsed)
     from flatout.tuning.search_space import read_space
@@ -144,14 +123,40 @@ def tune_search(words: list[str]) -> int:
         line.close()
     assert isinstance(result, StudyResult), "the last record of a search"
     assert all(isinstance(row, TrialRow) for row in rows)
+    return _hand_over(result, print_study, draw_study, out, plot, parsed)
+
+
+def _count(rows: list[Any]) -> str:
+    return f"{len(rows)} {'trial' if len(rows) == 1 else 'trials'}"
+
+
+# --- what both have in common -----------------------------------------------------------------------------------------
+
+
+def _targets(parsed: Any) -> tuple[Path | None, Path | None]:
+    """Where the config and the picture go; a config is never without its picture."""
+    out = None if parsed.out is None else _writable(Path(parsed.out), "--out", (".yaml", ".yml"))
+    plot = None if parsed.plot is None else _writable(Path(parsed.plot), "--plot", (".png", ".svg"))
+    return out, out.with_suffix(".png") if plot is None and out is not None else plot
+
+
+def _hand_over(
+    result: Any,
+    show: Callable[[dict[str, Any]], None],
+    draw: Callable[[dict[str, Any], Path], None],
+    out: Path | None,
+    plot: Path | None,
+    parsed: Any,
+) -> int:
+    """Shows what was found, then writes it; what could not be written is told after everything else."""
     body = result.to_json()
     if parsed.json:
         print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
     else:
-        print_study(body)
+        show(body)
     failures = [
         None if out is None else _failure_of(lambda: write_found(out, result.fragment)),
-        None if plot is None else _failure_of(lambda: draw_study(body, plot)),
+        None if plot is None else _failure_of(lambda: draw(body, plot)),
     ]
     if not parsed.json:
         _print_ways(out, failures[0], result.fragment, result.words, parsed)
@@ -161,13 +166,6 @@ def tune_search(words: list[str]) -> int:
         if failure is not None:
             raise failure
     return 0
-
-
-def _count(rows: list[Any]) -> str:
-    return f"{len(rows)} {'trial' if len(rows) == 1 else 'trials'}"
-
-
-# --- what both have in common -----------------------------------------------------------------------------------------
 
 
 class _Line:

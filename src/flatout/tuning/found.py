@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig, format_value
-from flatout.tuning.fragment import _CHECKSUM, FIRST_LINE, _checksum
+from flatout.tuning.fragment import FIRST_LINE, signed
 
 
 def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comments: Sequence[str] = ()) -> str:
@@ -32,7 +32,7 @@ def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comm
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in fields.items())]
     body = "\n".join(lines) + "\n"
-    return f"{FIRST_LINE}{' '.join(first.split())}{_CHECKSUM}{_checksum(body)}\n{body}"
+    return signed(f"{FIRST_LINE}{' '.join(first.split())}", body)
 
 
 def words_of(found: Mapping[str, Any]) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {value}" for name, value in fields.items())]
     body = "\n".join(lines) + "\n"
-    return f"{first}{_CHECKSUM}{_checksum(body)}\n{body}"
+    return signed(first, body)
 
 
 def is_unchanged(text: str) -> bool | None:
@@ -95,6 +95,11 @@ def is_unchanged(text: str) -> bool | None:
     if not first.startswith(FIRST_LINE):
         return None
     return first.rstrip().endswith(f"{_CHECKSUM}{_checksum(body)}")
+
+
+def signed(first: str, body: str) -> str:
+    """A file whose first line lets `is_unchanged` tell whether the rest is as it was written."""
+    return f"{first}{_CHECKSUM}{_checksum(body)}\n{body}"
 
 
 def _checksum(body: str) -> str:

@@ -115,6 +115,7 @@ def machine_of(step: int, elapsed: float, *, throttled: str = "") -> MachineReco
         elapsed=elapsed,
         utilisation=0.97 + 0.02 * wave,
         memory_bytes=int(24.5 * 2**30),
+        memory_total_bytes=140 * 2**30,
         power_watts=610 + 40 * wave,
         power_limit_watts=700.0,
         temperature=61 + 4 * wave,

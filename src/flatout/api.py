@@ -45,9 +45,9 @@ from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
 from flatout.model.gpt import GPT, build_model
 from flatout.model.weights import assign_weights, export_huggingface, from_huggingface
-from flatout.observe.bench_rows import read_bench
+from flatout.observe.measured.bench_rows import read_bench
 from flatout.observe.sinks import MetricsFile
-from flatout.observe.trackers import Trackers, check_trackers, open_trackers
+from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
 from flatout.records import (
     BenchProgress,
     BenchRow,

@@ -17,20 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import flatout
-from flatout import (
-    cli_data,
-    cli_doctor,
-    cli_estimate,
-    cli_finders,
-    cli_plot,
-    cli_profile,
-    cli_report,
-    cli_speed,
-    cli_tune,
-    cli_watch,
-    records,
-)
+from flatout import records
 from flatout.errors import UsageError, UserError
+from flatout.verbs import bench, data, doctor, estimate, finders, plot, profile, report, tune, watch
 from flatout.words import Parser, add_config, choose_action, load, number_between, one_line, quoted, sentence
 
 HELP = """\
@@ -149,9 +138,9 @@ def _train(words: list[str]) -> int:
         )
     loaded = None if place is not None else load(parsed)
     from flatout import api
-    from flatout.observe.console import JsonReader, TerminalReader
-    from flatout.observe.prepare_bar import PrepareBar
-    from flatout.observe.view import ViewReader
+    from flatout.observe.live.console import JsonReader, TerminalReader
+    from flatout.observe.live.prepare_bar import PrepareBar
+    from flatout.observe.live.view import ViewReader
 
     if loaded is None or place is not None:
         loaded = api.stored_config(place or Path(), parsed.overrides)
@@ -187,7 +176,7 @@ def _train(words: list[str]) -> int:
 
 def _draw(folder: Path) -> None:
     """The run's pictures and tables. Training is done: what goes wrong here is told and costs nothing."""
-    from flatout.observe.plots import write_run_plots
+    from flatout.observe.plot.plots import write_run_plots
 
     try:
         write_run_plots(folder)
@@ -302,7 +291,7 @@ def _generate(words: list[str]) -> int:
     parsed = parser.parse_words(words)
     _check_model(parsed)
     from flatout import api
-    from flatout.observe.console import printable
+    from flatout.observe.human import printable
 
     model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last)
 
@@ -389,26 +378,26 @@ def _config_action(action: str, parsed: argparse.Namespace) -> int:
 
 
 def _tune(words: list[str]) -> int:
-    finders = {"lr": cli_finders.tune_lr, "search": cli_finders.tune_search}
-    return finders[words[0]](words[1:]) if words and words[0] in finders else cli_tune.tune(words)
+    kinds = {"lr": finders.tune_lr, "search": finders.tune_search}
+    return kinds[words[0]](words[1:]) if words and words[0] in kinds else tune.tune(words)
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "prepare": cli_data.prepare,
-    "data": cli_data.data,
-    "tokenizer": cli_data.tokenizer,
+    "prepare": data.prepare,
+    "data": data.data,
+    "tokenizer": data.tokenizer,
     "eval": _eval,
     "generate": _generate,
-    "doctor": cli_doctor.doctor,
-    "estimate": cli_estimate.estimate,
+    "doctor": doctor.doctor,
+    "estimate": estimate.estimate,
     "tune": _tune,
-    "bench": cli_speed.bench,
-    "profile": cli_profile.profile,
-    "watch": cli_watch.watch,
-    "plot": cli_plot.plot,
-    "report": cli_report.report,
-    "serve-report": cli_report.serve_report,
+    "bench": bench.bench,
+    "profile": profile.profile,
+    "watch": watch.watch,
+    "plot": plot.plot,
+    "report": report.report,
+    "serve-report": report.serve_report,
     "export": _export,
     "config": _config,
 }

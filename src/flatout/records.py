@@ -114,6 +114,7 @@ class MachineRecord:
     temperature: float | None
     clock_mhz: float | None
     throttled: str
+    memory_total_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

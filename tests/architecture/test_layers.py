@@ -18,18 +18,7 @@ LAYERS = [
     {"tuning", "diagnose"},
     {"observe"},
     {"api", "words"},
-    {
-        "cli_data",
-        "cli_doctor",
-        "cli_estimate",
-        "cli_finders",
-        "cli_plot",
-        "cli_profile",
-        "cli_report",
-        "cli_speed",
-        "cli_tune",
-        "cli_watch",
-    },
+    {"verbs"},
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}

@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatout.cli_doctor import doctor
 from flatout.diagnose import trials
 from flatout.errors import UsageError
+from flatout.verbs.doctor import doctor
 from tests.conftest import TINY
 
 SOURCE = Path(__file__).parents[2] / "src"
-CALL = "import sys; from flatout.cli_doctor import doctor; sys.exit(doctor(sys.argv[1:]))"
+CALL = "import sys; from flatout.verbs.doctor import doctor; sys.exit(doctor(sys.argv[1:]))"
 
 
 @pytest.fixture

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import flatout
-from flatout import api, cli_estimate
+from flatout import api
 from flatout.config.load import load_config
 from flatout.engine.setup import setup_run
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.records import CheckpointRecord, StepRecord
 from flatout.tuning import estimate_probe
 from flatout.tuning.estimate import estimate
+from flatout.verbs import estimate as verb
 from tests.conftest import TINY
 
 
@@ -117,7 +118,7 @@ def test_what_does_not_fit_is_shown_with_what_would(tiny, capsys, monkeypatch: p
 
     monkeypatch.setattr(setup, "check_fits", _no_memory)
     with pytest.raises(ResourceError, match="does not fit as it is: out of device memory"):
-        cli_estimate.estimate([*_words(tiny), "--seconds", "0.1"])
+        verb.estimate([*_words(tiny), "--seconds", "0.1"])
     assert "micro-batch 16" in capsys.readouterr().out
 
 
@@ -131,12 +132,12 @@ def _words(tiny) -> list[str]:
 
 
 def test_the_verb_prints_a_sheet_or_one_json_line(tiny, capsys):
-    assert cli_estimate.estimate([*_words(tiny), "--seconds", "0.1", "--price", "2"]) == 0
+    assert verb.estimate([*_words(tiny), "--seconds", "0.1", "--price", "2"]) == 0
     shown = capsys.readouterr()
     assert "time to finish" in shown.out
     assert "at 2 per hour" in shown.out
     assert shown.err == "", "nobody watches"
-    assert cli_estimate.estimate([*_words(tiny), "--seconds", "0.1", "--json"]) == 0
+    assert verb.estimate([*_words(tiny), "--seconds", "0.1", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     body = json.loads(lines[0])
@@ -148,11 +149,11 @@ def test_the_verb_prints_a_sheet_or_one_json_line(tiny, capsys):
 @pytest.mark.parametrize("words", [["--price", "-1"], ["--price", "much"], ["--seconds", "0"], ["--fast"]])
 def test_mistakes_answer_before_anything_is_built(words: list[str]):
     with pytest.raises(UsageError):
-        cli_estimate.estimate(words)
+        verb.estimate(words)
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
-COMMAND = "import sys; from flatout.cli_estimate import estimate; sys.exit(estimate(sys.argv[1:]))"
+COMMAND = "import sys; from flatout.verbs.estimate import estimate; sys.exit(estimate(sys.argv[1:]))"
 
 
 def test_a_signal_ends_it_and_leaves_nothing(tiny, tmp_path: Path):

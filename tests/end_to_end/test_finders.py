@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import flatout
-from flatout import cli_finders
 from flatout.config.load import load_config
 from flatout.engine import loop
 from flatout.engine.loop import Progress, capture
@@ -24,6 +23,7 @@ from flatout.tuning.lr_range import find_rate
 from flatout.tuning.measure import Steps
 from flatout.tuning.search_space import read_space
 from flatout.tuning.study import StudyResult, TrialRow, search
+from flatout.verbs import finders as verb
 from tests.conftest import TINY
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
@@ -45,7 +45,7 @@ def words_for(tiny, *more: str) -> list[str]:
 def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, capsys):
     out = tmp_path / "lr.yaml"
     before = torch.get_rng_state()
-    assert cli_finders.tune_lr([*words_for(tiny, "train.seed=5"), "--out", str(out), "--steps", "40"]) == 0
+    assert verb.tune_lr([*words_for(tiny, "train.seed=5"), "--out", str(out), "--steps", "40"]) == 0
     assert torch.equal(torch.get_rng_state(), before)
     shown = capsys.readouterr()
     for name in ("minimum / 10", "steepest", "valley", "knee"):
@@ -60,14 +60,14 @@ def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, cap
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} <= {"lr.yaml", "lr.png", "data"}
     # A file of our own is written over, an edited one is not.
-    cli_finders.write_found(out, out.read_text(encoding="utf-8"))
+    verb.write_found(out, out.read_text(encoding="utf-8"))
     out.write_text(out.read_text(encoding="utf-8") + "# mine\n", encoding="utf-8")
     with pytest.raises(UsageError, match="was edited"):
-        cli_finders.tune_lr([*words_for(tiny), "--out", str(out)])
+        verb.tune_lr([*words_for(tiny), "--out", str(out)])
 
 
 def test_json_is_one_line_with_every_point(tiny, capsys):
-    assert cli_finders.tune_lr([*words_for(tiny), "--json", "--steps", "40", "--from", "1e-6", "--to", "0.5"]) == 0
+    assert verb.tune_lr([*words_for(tiny), "--json", "--steps", "40", "--from", "1e-6", "--to", "0.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1
     body = json.loads(lines[0])
@@ -97,7 +97,7 @@ def test_mistakes_answer_before_anything_is_trained(tmp_path: Path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lr_range, "borrowed_run", None)
     with pytest.raises(UsageError, match=message):
-        cli_finders.tune_lr(words)
+        verb.tune_lr(words)
 
 
 def test_a_run_that_does_not_learn_has_no_rate(tiny):
@@ -109,9 +109,9 @@ def test_where_the_file_cannot_be_written_in_the_end_the_config_is_printed(tiny,
     def full(path: Path, _content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cli_finders, "write_whole", full)
+    monkeypatch.setattr(verb, "write_whole", full)
     with pytest.raises(ResourceError):
-        cli_finders.tune_lr([*words_for(tiny), "--out", str(tmp_path / "lr.yaml"), "--steps", "40"])
+        verb.tune_lr([*words_for(tiny), "--out", str(tmp_path / "lr.yaml"), "--steps", "40"])
     assert "learning_rate:" in capsys.readouterr().out
     assert not (tmp_path / "lr.yaml").exists()
 
@@ -166,7 +166,7 @@ def test_a_search_finds_the_best_of_its_trials_and_writes_it(tiny, space, tmp_pa
     out = tmp_path / "best.yaml"
     words = [str(space()), *words_for(tiny), "--trials", "4", "--out", str(out)]
     before = torch.get_rng_state()
-    assert cli_finders.tune_search(words) == 0
+    assert verb.tune_search(words) == 0
     assert torch.equal(torch.get_rng_state(), before)
     shown = capsys.readouterr()
     assert shown.err.count("trial ") == 4
@@ -265,7 +265,7 @@ def test_bad_trials_are_cut_short(tiny, space):
 def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
     file = tmp_path / "study.db"
     words = [str(space()), *words_for(tiny, "train.steps=20"), "--study", str(file), "--trials", "400"]
-    command = "import sys; from flatout.cli_finders import tune_search; sys.exit(tune_search(sys.argv[1:]))"
+    command = "import sys; from flatout.verbs.finders import tune_search; sys.exit(tune_search(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", command, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
@@ -292,7 +292,7 @@ def test_interrupting_ends_with_what_to_do_next(tiny, space, tmp_path: Path, cap
 
     monkeypatch.setattr(study, "train_loop", stopped)
     words = [str(space()), *words_for(tiny), "--study", str(tmp_path / "study.db"), "--out", str(tmp_path / "b.yaml")]
-    assert cli_finders.tune_search(words) == 130
+    assert verb.tune_search(words) == 130
     assert "keeps the trials so far" in capsys.readouterr().err
     assert not (tmp_path / "b.yaml").exists()
 
@@ -307,9 +307,9 @@ def test_without_the_package_there_is_one_hint(tiny, space, monkeypatch: pytest.
 
 def test_the_space_comes_first():
     with pytest.raises(UsageError, match="needs a file"):
-        cli_finders.tune_search(["--trials", "3"])
+        verb.tune_search(["--trials", "3"])
     with pytest.raises(ConfigError, match="no such file"):
-        cli_finders.tune_search(["nowhere.yaml"])
+        verb.tune_search(["nowhere.yaml"])
 
 
 @pytest.mark.slow

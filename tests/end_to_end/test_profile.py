@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from flatout import cli_profile
-from flatout.cli_profile import profile
 from flatout.diagnose import profile as profiling
 from flatout.diagnose.profile import can_have, fitted, named_ranges, profile_run
 from flatout.engine.setup import Run, setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.tuning.measure import borrowed_run
+from flatout.verbs import profile as verb
+from flatout.verbs.profile import profile
 from tests.conftest import TINY
 
 FILES = {"trace.json.gz", "kernels.csv", "profile.json", "reading.md"}
@@ -158,7 +158,7 @@ def test_an_empty_folder_is_taken_and_a_full_one_refused(words, tmp_path: Path):
 
 @pytest.mark.parametrize("bad", [["--steps", "0"], ["--steps", "many"], ["--out", ""], ["speed.precision=bf17"]])
 def test_mistakes_answer_before_anything_is_made(words, tmp_path: Path, bad: list[str], monkeypatch):
-    monkeypatch.setattr(cli_profile, "profile_into", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr(verb, "profile_into", lambda *_, **__: pytest.fail("it went on"))
     with pytest.raises((UsageError, ConfigError)):
         profile([*words, *bad])
     assert not list(tmp_path.iterdir())

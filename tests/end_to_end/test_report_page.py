@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from flatout.observe.report import write_report
-from flatout.observe.report_server import Source, open_server
+from flatout.observe.report.report import write_report
+from flatout.observe.report.server import Source, open_server
 from flatout.records import SampleRecord, record_to_json
 from tests.end_to_end import chromium
 from tests.made_runs import CONFIG, end_of, finished_run, info_of, machine_of, notice_of, step_of, training, write_run

@@ -14,7 +14,7 @@ from flatout.config.load import LoadedConfig
 from flatout.data import plan, stream, stream_loader, stream_parts
 from flatout.engine.checkpoint import read_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
-from flatout.observe.console import TerminalReader
+from flatout.observe.live.console import TerminalReader
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, EpochRecord, EvalRecord, NoticeRecord, RunInfo, SampleRecord, StepRecord
 from tests.end_to_end.test_resume import stop_after

@@ -9,7 +9,7 @@ import flatout
 from flatout.engine.compiling import compile_counts
 from flatout.engine.setup import setup_run
 from flatout.errors import HardwareError
-from flatout.observe.console import TerminalReader
+from flatout.observe.live.console import TerminalReader
 from flatout.records import NoticeRecord, RunInfo, StepRecord
 from tests.end_to_end.test_resume import stop_after
 

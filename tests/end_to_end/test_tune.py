@@ -26,7 +26,7 @@ from flatout.device import detect_device
 from flatout.engine.features import resolve_speed
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.model.gpt import GPT
-from flatout.observe.tune_table import TuneReader
+from flatout.observe.measured.tune_table import TuneReader
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
 from flatout.tuning import probe, tuner
 from flatout.tuning.search import Candidate, Trial

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from flatout import api
-from flatout.cli_watch import watch
 from flatout.config.load import LoadedConfig
 from flatout.errors import DataError, UsageError
 from flatout.observe.sinks import MetricsFile
 from flatout.records import Record, record_to_json
+from flatout.verbs.watch import watch
 from tests.conftest import TINY
 from tests.unit.seen import end, info, machine, step
 from tests.unit.test_follow import locked
@@ -158,9 +158,9 @@ def test_the_browser_gets_the_report(
         ready("http://127.0.0.1:8760/")
         raise KeyboardInterrupt
 
-    server = types.ModuleType("flatout.observe.report_server")
+    server = types.ModuleType("flatout.observe.report.server")
     server.serve = serve
-    monkeypatch.setitem(sys.modules, "flatout.observe.report_server", server)
+    monkeypatch.setitem(sys.modules, "flatout.observe.report.server", server)
     folder = write(tmp_path / "run", info(), step(1))
     assert watch([str(folder), "--web", "--port", "0"]) == 130
     assert asked == [([folder], 0)]
@@ -169,7 +169,7 @@ def test_the_browser_gets_the_report(
 
 def test_watching_needs_no_torch(tmp_path: Path):
     folder = write(tmp_path / "run", info(), step(1), end(1))
-    code = "import sys; from flatout.cli_watch import watch; watch(sys.argv[1:]); print('torch' in sys.modules)"
+    code = "import sys; from flatout.verbs.watch import watch; watch(sys.argv[1:]); print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, env=environment)
     assert result.stdout.endswith("False\n"), result.stderr
@@ -182,7 +182,7 @@ def test_a_terminal_that_stops_watching_is_put_right(tmp_path: Path, number: sig
     ours, theirs = pty.openpty()
     with locked(folder):
         before = sorted(path.name for path in folder.iterdir())
-        command = "import sys; from flatout.cli_watch import watch; sys.exit(watch(sys.argv[1:]))"
+        command = "import sys; from flatout.verbs.watch import watch; sys.exit(watch(sys.argv[1:]))"
         process = subprocess.Popen(
             [sys.executable, "-c", command, str(folder)], stdin=theirs, stdout=theirs, stderr=theirs,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},

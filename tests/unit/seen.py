@@ -59,6 +59,7 @@ def machine(number: int, **changes: Any) -> MachineRecord:
         "elapsed": 1.0,
         "utilisation": 0.97,
         "memory_bytes": 2**34,
+        "memory_total_bytes": 2**35,
         "power_watts": 650.0,
         "power_limit_watts": 700.0,
         "temperature": 66.0,

@@ -346,7 +346,7 @@ def test_a_folder_without_a_dataset(tmp_path: Path) -> None:
 def test_inspecting_needs_no_torch(tmp_path: Path) -> None:
     folder = write_texts(tmp_path, CharTokenizer("ab"), ["abab"], ["a"], report=REPORT, problems=[])
     code = (
-        "import sys, flatout.data.inspect as inspect, flatout.observe.data_picture as look;"
+        "import sys, flatout.data.inspect as inspect, flatout.observe.measured.data_picture as look;"
         f"look.print_data(inspect.summarize({str(folder)!r}));"
         "print('torch' in sys.modules, 'matplotlib' in sys.modules)"
     )

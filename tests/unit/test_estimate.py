@@ -10,8 +10,9 @@ from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
 from flatout.engine.loop import _due
 from flatout.engine.setup import setup_run
-from flatout.observe.estimate_table import print_estimate, short_line
-from flatout.records import RunInfo
+from flatout.observe.live.console import TerminalReader
+from flatout.observe.measured.estimate_table import expected, print_estimate
+from flatout.records import RunInfo, StepRecord
 from flatout.tuning.estimate import Visits, _steps, _windows, visits_of
 from flatout.tuning.estimate_probe import EnergyMeter
 
@@ -139,18 +140,35 @@ INFO = RunInfo(
 
 def test_the_sentence_leaves_the_first_steps_out():
     # 990 steps of 0.5 s, 10 evaluations of 60,000 tokens at three times the speed of training: 5 s each
-    line = short_line([60.0, 9.0, 3.0, 1.0, *[0.5] * 6], INFO, price=3600.0)
-    assert line is not None
-    assert line.startswith(
-        "about 9m05s to go, costs about 545.00 at 3600 per hour: 990 steps of 500 ms, measured over 6"
-    )
-    assert "10 evaluations" in line
-    assert "2M tokens in all, 2.0 per parameter" in line
+    left = expected([60.0, 9.0, 3.0, 1.0, *[0.5] * 6], INFO)
+    assert left is not None
+    assert left.seconds == pytest.approx(545.0)
+    assert left.sentence.startswith("about 9m05s to go: 990 steps of 500 ms, measured over 6")
+    assert "10 evaluations" in left.sentence
+    assert "2M tokens in all, 2.0 per parameter" in left.sentence
 
 
 def test_the_sentence_waits_for_steps_and_knows_a_resumed_run():
-    assert short_line([1.0] * 6, INFO) is None
+    assert expected([1.0] * 6, INFO) is None
     resumed = dataclasses.replace(INFO, start_step=900, config={"eval": {"every": 0, "tokens": 600}})
-    line = short_line([1.0] * 10, resumed)
-    assert line is not None
-    assert line.startswith("about 1m30s to go: 90 steps of 1.0s, measured over 6, and 1 evaluation;")
+    left = expected([1.0] * 10, resumed)
+    assert left is not None
+    assert left.sentence.startswith("about 1m30s to go: 90 steps of 1.0s, measured over 6, and 1 evaluation;")
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.4, 1), (0.2, 0)])
+def test_a_long_run_says_once_what_it_will_take(seconds: float, told: int):
+    stream = io.StringIO()
+    reader = TerminalReader(log_every=1000, stream=stream)
+    features = {"flatout": "0", "folder": "runs/\x1b[2J"}
+    reader.show(dataclasses.replace(INFO, **features))
+    for step in range(1, 30):
+        reader.show(
+            StepRecord(
+                step=step, epoch=None, loss=1.0, learning_rate=1e-3, grad_norm=1.0, applied=True, tokens=step * 2000,
+                seconds=seconds, tokens_per_second=2000 / seconds, mfu=None, memory_bytes=None, loss_scale=None,
+                micro_batch=1,
+            )
+        )  # fmt: skip
+    assert stream.getvalue().count(" to go: ") == told
+    assert "\x1b" not in stream.getvalue()

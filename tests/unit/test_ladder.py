@@ -23,9 +23,9 @@ from flatout.device import Device
 from flatout.engine.features import Probes, resolve_speed
 from flatout.engine.setup import Run, setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
-from flatout.observe import bench_picture
-from flatout.observe.bench_picture import draw_bench
-from flatout.observe.bench_table import BenchReader, print_bench, total_lines
+from flatout.observe.measured import bench_picture
+from flatout.observe.measured.bench_picture import draw_bench
+from flatout.observe.measured.bench_table import BenchReader, print_bench, total_lines
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
 from flatout.tuning import ladder, plan
 from flatout.tuning.claims import CLAIMS, TOTALS, claim_of

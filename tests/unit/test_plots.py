@@ -17,16 +17,17 @@ from typing import Any
 import numpy
 import pytest
 
-from flatout.cli_plot import plot
 from flatout.errors import DataError, ResourceError, UsageError, UserError
-from flatout.observe import plot_run, plots
 from flatout.observe.history import RunHistory, read_history
-from flatout.observe.plot_compare import comparison_figure
-from flatout.observe.plot_panels import short_number, time_unit
-from flatout.observe.plot_run import metrics_figure, panel_figure, results_figure
-from flatout.observe.plot_series import Curve, run_numbers, smooth, thin, thin_marks, usual_range, window_of
-from flatout.observe.plots import distinct_names, write_comparison, write_run_plots
+from flatout.observe.plot import plots
+from flatout.observe.plot import run as plot_run
+from flatout.observe.plot.compare import comparison_figure
+from flatout.observe.plot.panels import short_number, time_unit
+from flatout.observe.plot.plots import distinct_names, write_comparison, write_run_plots
+from flatout.observe.plot.run import metrics_figure, panel_figure, results_figure
+from flatout.observe.plot.series import Curve, run_numbers, smooth, thin, thin_marks, usual_range, window_of
 from flatout.records import StepRecord
+from flatout.verbs.plot import plot
 
 Row = dict[str, Any]
 NASTY = "$x_1^2$ \\frac{1}{0} <script>"
@@ -433,7 +434,7 @@ def test_names_in_tables_are_one_line_and_no_formula(tmp_path: Path) -> None:
 def test_needs_no_torch_and_opens_no_window(tmp_path: Path) -> None:
     save(tmp_path / "run", CASES["two steps"])
     code = (
-        "import sys; from pathlib import Path; from flatout.observe.plots import write_run_plots;"
+        "import sys; from pathlib import Path; from flatout.observe.plot.plots import write_run_plots;"
         "print(len(write_run_plots(Path(sys.argv[1]), form='svg')));"
         "assert not {'torch', 'matplotlib.pyplot'} & set(sys.modules)"
     )

@@ -13,7 +13,7 @@ import torch
 from flatout.diagnose.profile_memory import shared_frames, write_snapshot
 from flatout.diagnose.reading import Measurements, judge
 from flatout.diagnose.trace import OUR_KERNELS, kind_of_kernel, kind_of_operator, read_trace
-from flatout.observe.profile_page import as_markdown, page_of, print_page
+from flatout.observe.measured.profile_page import as_markdown, page_of, print_page
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "src" / "flatout" / "ops" / "kernels"

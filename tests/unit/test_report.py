@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from flatout import cli_report
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.observe.history import RunHistory, read_history
-from flatout.observe.report import MOST_RUNS, json_for_page, page_of, read_runs, write_report
-from flatout.observe.report_data import distinct_names, report_data
-from flatout.observe.report_series import MOST_POINTS, curves_of, smoothed, thinned
+from flatout.observe.report.data import distinct_names, report_data
+from flatout.observe.report.report import MOST_RUNS, json_for_page, page_of, read_runs, write_report
+from flatout.observe.report.series import MOST_POINTS, curves_of, smoothed, thinned
 from flatout.records import Record, SampleRecord, StepRecord
+from flatout.verbs import report as verb
 from tests.made_runs import (
     CONFIG,
     end_of,
@@ -486,20 +486,20 @@ def test_places_where_no_report_can_be(tmp_path: Path, name: str, error: type[Us
 
 def test_the_verb_writes_beside_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = finished_run(tmp_path / "run")
-    assert cli_report.report([str(folder)]) == 0
+    assert verb.report([str(folder)]) == 0
     assert (folder / "report.html").is_file()
     assert f"wrote {folder / 'report.html'}" in capsys.readouterr().out
 
 
 def test_the_verb_writes_several_runs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert cli_report.report([str(finished_run(tmp_path / "a")), str(finished_run(tmp_path / "b"))]) == 0
+    assert verb.report([str(finished_run(tmp_path / "a")), str(finished_run(tmp_path / "b"))]) == 0
     assert json.loads(page_parts(Path("report.html").read_bytes())["data"])["title"] == "2 runs: a, b"
 
 
 def test_the_verb_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     folder = finished_run(tmp_path / "run")
-    assert cli_report.report([str(folder), "--json"]) == 0
+    assert verb.report([str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["name"] == "run"
     assert not (folder / "report.html").exists()
 
@@ -521,7 +521,7 @@ def test_mistakes_are_answered_in_words(
     monkeypatch.chdir(tmp_path)
     finished_run(tmp_path / "run")
     with pytest.raises(error) as caught:
-        cli_report.report(words)
+        verb.report(words)
     assert caught.value.message
     assert caught.value.hint
 
@@ -529,7 +529,7 @@ def test_mistakes_are_answered_in_words(
 def test_a_folder_without_a_run_is_named(tmp_path: Path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no metrics\.jsonl"):
-        cli_report.report([str(tmp_path / "empty")])
+        verb.report([str(tmp_path / "empty")])
 
 
 def test_a_report_needs_no_torch(tmp_path: Path):
@@ -537,8 +537,8 @@ def test_a_report_needs_no_torch(tmp_path: Path):
     code = (
         "import sys\n"
         "sys.modules['torch'] = None  # an import of it fails\n"
-        "from flatout.cli_report import report, serve_report\n"
-        "import flatout.observe.report_server\n"
+        "from flatout.verbs.report import report, serve_report\n"
+        "import flatout.observe.report.server\n"
         f"sys.exit(report([{str(folder)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -548,7 +548,7 @@ def test_a_report_needs_no_torch(tmp_path: Path):
 def test_every_record_of_a_step_can_be_hovered(tmp_path: Path):
     """Fields of StepRecord that are numbers over time are all curves, so that a new one is not forgotten."""
     fields = {field.name for field in dataclasses.fields(StepRecord)}
-    from flatout.observe import report_series
+    from flatout.observe.report import series as report_series
 
     drawn = set(report_series._STEP_FIELDS.values())
     assert fields - drawn == {"step", "epoch", "applied", "tokens", "micro_batch"}

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from flatout import cli_report
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.observe.report_server import ADDRESS, ReportServer, Source, open_server, serve
+from flatout.observe.report.server import ADDRESS, ReportServer, Source, open_server, serve
 from flatout.records import record_to_json
+from flatout.verbs import report as verb
 from tests.made_runs import finished_run, info_of, step_of, write_run
 
 
@@ -196,7 +196,7 @@ def test_a_run_that_has_said_nothing_yet_is_waited_for(tmp_path: Path):
 
 
 def test_data_is_read_again_only_when_something_was_written(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    from flatout.observe import report_server
+    from flatout.observe.report import server as report_server
 
     reads: list[Any] = []
     read_run = report_server.read_run
@@ -241,13 +241,13 @@ def test_mistakes_answer_before_anything_listens(tmp_path: Path):
     with pytest.raises(DataError):
         serve([tmp_path / "none"], ready=lambda url: pytest.fail(url))
     with pytest.raises(UsageError, match="port"):
-        cli_report.serve_report([str(tmp_path), "--port", "99999"])
+        verb.serve_report([str(tmp_path), "--port", "99999"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_verb_cleanly(tmp_path: Path, number: signal.Signals):
     folder = finished_run(tmp_path / "run", steps=20, every=10)
-    code = f"import sys; from flatout.cli_report import serve_report; sys.exit(serve_report([{str(folder)!r}]))"
+    code = f"import sys; from flatout.verbs.report import serve_report; sys.exit(serve_report([{str(folder)!r}]))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

@@ -8,7 +8,7 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.errors import ConfigError
-from flatout.observe.study_picture import at_the_edge, draw_study, print_study, trial_line
+from flatout.observe.measured.study_picture import at_the_edge, draw_study, print_study, trial_line
 from flatout.tuning.search_space import Dimension, Space, read_space, with_values
 from flatout.tuning.study import TrialRow, config_facts, importance
 

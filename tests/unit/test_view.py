@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from flatout.observe.console import TerminalReader
-from flatout.observe.view import ViewReader
-from flatout.observe.view_panel import panel, spark
-from flatout.observe.view_state import QUIET_SECONDS, Curve, ViewState
+from flatout.observe.live.console import TerminalReader
+from flatout.observe.live.panel import panel, spark
+from flatout.observe.live.state import QUIET_SECONDS, Curve, ViewState
+from flatout.observe.live.view import ViewReader
 from flatout.records import CheckpointRecord, EvalRecord, Feature, NoticeRecord, Record, SampleRecord
 from tests.unit.seen import end, info, machine, step
 
@@ -212,7 +212,7 @@ def test_lines_of_hostile_records_are_harmless():
 
 SHOWS = """
 import sys, time
-from flatout.observe.view import ViewReader
+from flatout.observe.live.view import ViewReader
 from tests.unit.test_view import a_run
 reader = ViewReader(10)
 try:

@@ -37,14 +37,15 @@ class MachineWatch:
             return None
         self.next = now + SECONDS_BETWEEN
         library, handle = self.library, self.handle
-        memory = _told(lambda: library.nvmlDeviceGetMemoryInfo(handle).used)
+        memory = _told(lambda: library.nvmlDeviceGetMemoryInfo(handle))
         utilisation = _told(lambda: library.nvmlDeviceGetUtilizationRates(handle).gpu / 100)
         reasons = _told(lambda: _clock_reasons(library, handle)) or 0
         return MachineRecord(
             step=step,
             elapsed=now - self.began,
             utilisation=utilisation,
-            memory_bytes=memory,
+            memory_bytes=None if memory is None else memory.used,
+            memory_total_bytes=None if memory is None else memory.total,
             power_watts=_told(lambda: library.nvmlDeviceGetPowerUsage(handle) / 1000),
             power_limit_watts=_told(lambda: library.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
             temperature=_told(lambda: float(library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU))),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import disk_errors, write_whole
-from flatout.observe.console import printable
+from flatout.observe.human import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

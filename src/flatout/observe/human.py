@@ -1,0 +1,34 @@
+"""Numbers as people write them, and text that cannot move the cursor or rename the window."""
+
+import re
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """The text without control characters, newlines and tabs kept."""
+    return _CONTROL.sub("\ufffd", text)
+
+
+def human_count(value: float) -> str:
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{suffix}"
+    return f"{value:.0f}"
+
+
+def human_bytes(value: float) -> str:
+    for limit, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= limit:
+            return f"{value / limit:.1f} {suffix}"
+    return f"{value:.0f} B"
+
+
+def human_seconds(value: float) -> str:
+    if value < 90:
+        return f"{value:.0f}s"
+    minutes, seconds = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds:02d}s"
+    return f"{hours // 24}d{hours % 24}h"

@@ -1,0 +1,188 @@
+"""Records to the terminal: one live line while training, plain lines where nobody watches, records only for pipes.
+
+Text that comes from data or a model is stripped of control characters before it is shown: a sample must not be able
+to move the cursor or rename the window.
+"""
+
+import math
+import sys
+from typing import TextIO
+
+from rich.live import Live
+from rich.text import Text
+
+from flatout.config.schema import SpeedConfig
+from flatout.observe.human import human_bytes, human_count, human_seconds, printable
+from flatout.observe.measured.estimate_table import expected
+from flatout.observe.terminal import Terminal
+from flatout.records import (
+    CheckpointRecord,
+    EndRecord,
+    EpochRecord,
+    EvalRecord,
+    Feature,
+    NoticeRecord,
+    Record,
+    RunInfo,
+    SampleRecord,
+    StepRecord,
+    record_to_json,
+)
+
+LONG = 300.0  # seconds a run takes before a sentence says so
+
+
+class JsonReader:
+    """Prints every record as a JSON line and nothing else."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+
+    def show(self, record: Record) -> None:
+        print(record_to_json(record), file=self.stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class TerminalReader:
+    """Prints what a person wants to see: a live line on a terminal, a plain line every `log_every` steps elsewhere."""
+
+    def __init__(self, log_every: int, stream: TextIO | None = None) -> None:
+        self.console = Terminal(file=stream, highlight=False, soft_wrap=True)
+        self.log_every = log_every
+        self.info: RunInfo | None = None
+        self.val_loss: float | None = None
+        self.speed: float | None = None
+        self.live: Live | None = None
+        self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
+
+    def show(self, record: Record) -> None:
+        if isinstance(record, StepRecord):
+            self._step(record)
+            return
+        for line in self._lines(record):
+            self.console.print(Text(printable(line)))
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def _step(self, record: StepRecord) -> None:
+        # The first steps hold compilation and cold caches; a running mean forgets them.
+        rate = record.tokens_per_second
+        if rate is not None:
+            self.speed = rate if self.speed is None or record.step < 5 else 0.9 * self.speed + 0.1 * rate
+        if self.step_seconds is not None and self.info is not None:
+            self.step_seconds.append(record.seconds)
+            if (total := expected(self.step_seconds, self.info)) is not None:
+                self.step_seconds = None
+                if total.seconds >= LONG:
+                    self.console.print(Text(total.sentence))
+        if self.console.is_terminal:
+            if self.live is None:
+                self.live = Live(console=self.console, refresh_per_second=8, transient=True)
+                self.live.start()
+            self.live.update(Text(self._line(record), style="cyan", no_wrap=True, overflow="ellipsis"))
+        elif record.step % self.log_every == 0 or record.step == 1 or (self.info and record.step == self.info.steps):
+            self.console.print(Text(self._line(record)))
+
+    def _line(self, record: StepRecord) -> str:
+        steps = self.info.steps if self.info else record.step
+        parts = [f"step {record.step:>{len(str(steps))}}/{steps}", f"loss {record.loss:.4f}"]
+        if self.val_loss is not None:
+            parts.append(f"val {self.val_loss:.4f}")
+        parts.append(f"lr {record.learning_rate:.2e}")
+        if self.speed:
+            parts.append(f"{human_count(self.speed)} tok/s")
+        if record.mfu is not None:
+            parts.append(f"MFU {100 * record.mfu:.0f}%")
+        if record.memory_bytes is not None:
+            parts.append(human_bytes(record.memory_bytes))
+        if self.speed and self.info:
+            left = (steps - record.step) * self.info.batch_tokens / self.speed
+            parts.append(f"ETA {human_seconds(left)}")
+        if not record.applied:
+            parts.append("SKIPPED")
+        return "  ".join(parts)
+
+    def _lines(self, record: Record) -> list[str]:
+        match record:
+            case RunInfo():
+                self.info = record
+                return _banner(record)
+            case EvalRecord():
+                self.val_loss = record.loss
+                bits = "" if record.bits_per_byte is None else f"  {record.bits_per_byte:.3f} bits/byte"
+                best = "  best so far" if record.best else ""
+                where = f"{record.tokens:,} tokens in {record.seconds:.1f}s"
+                return [f"eval at step {record.step}: val loss {record.loss:.4f}{bits}  ({where}){best}"]
+            case EpochRecord():
+                return [
+                    f"epoch {record.epoch} done: mean loss {record.mean_loss:.4f}  {human_seconds(record.seconds)}  "
+                    f"{human_count(record.windows_per_second)} windows/s  {human_count(record.tokens_per_second)} tok/s"
+                ]
+            case SampleRecord():
+                body = (record.prompt + record.text).strip("\n")
+                return [f"--- sample at step {record.step} ---", *body.split("\n"), "---"]
+            case CheckpointRecord():
+                what = f"{human_bytes(record.bytes)} in {record.seconds:.1f}s"
+                return [f"saved {record.path} ({what}{', best so far' if record.best else ''})"]
+            case NoticeRecord():
+                return [f"note: {record.message}"]
+            case EndRecord():
+                return _ending(record)
+            case _:
+                return []
+
+
+def _banner(info: RunInfo) -> list[str]:
+    start = f", from step {info.start_step}" if info.start_step else ""
+    size = human_count(info.parameters)
+    shape = f"{info.micro_batch} x {info.context} x {info.accumulation}"
+    epochs = f", {info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs" if info.windows else ""
+    training = "streamed training text" if info.train_tokens is None else f"{info.train_tokens:,} training"
+    shown = [f for f in info.features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
+    used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
+    fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
+    return [
+        f"flatout {info.flatout}: {info.family}, {size} parameters, on {info.device} (torch {info.torch})",
+        f"data: {training} and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab:,} ids)",
+        f"run: {info.steps:,} steps of {info.batch_tokens:,} tokens ({shape}){epochs}{start}, in {info.folder}",
+        f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}",
+        *(f"note: speed.{f.name} {f.asked} became {f.used}: {f.why}" for f in fallbacks),
+        *([f"resuming from {info.resumed_from}"] if info.resumed_from else []),
+    ]
+
+
+# Always on the speed line, or only with a value other than these; and what is told when it is not what was asked for.
+_SHOWN = ("precision", "kernels", "attention", "loss", "compile", "fused_optimizer", "loader", "checkpointing")
+_QUIET = {
+    "products": ("torch",),
+    "residual": ("fp32",),
+    "fp8": ("[]",),
+    "cuda_graphs": ("off",),
+    "fused_qkv": ("true",),
+    "optimizer_state": ("fp32",),
+    "optimizer_offload": ("false",),
+    "activation_offload": ("false",),
+    "memory_limit": ("null",),
+}
+_TOLD = (*_SHOWN, *_QUIET, "expandable_segments", "micro_batch")
+_TOLD_IF_CHANGED = ("loss_chunk", "workers")  # numbers that wait for their use: told only where somebody set them
+
+
+def _is_told(feature: Feature) -> bool:
+    if feature.name in _TOLD_IF_CHANGED:
+        return feature.asked != str(SpeedConfig.model_fields[feature.name].default)
+    return feature.name in _TOLD
+
+
+def _ending(record: EndRecord) -> list[str]:
+    words = {"finished": "finished", "early_stop": "stopped early, no more improvement", "interrupted": "interrupted"}
+    why = words.get(record.reason, record.reason)
+    line = f"{why} at step {record.step} after {human_seconds(record.seconds)} of training"
+    if record.best_loss is not None and math.isfinite(record.best_loss):
+        line += f"; best val loss {record.best_loss:.4f} at step {record.best_step}"
+    return [line]

@@ -1,0 +1,301 @@
+"""The panel of the live view as lines of text: pure, for a screen of any size, without a terminal.
+
+Contract: never more lines than asked for, none wider than the screen. Parts that do not fit are left out, the least
+important first; figures that are not known are not shown. Text of data, model, config and folder is stripped.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from flatout.observe.human import human_bytes, human_count, human_seconds, printable
+from flatout.observe.live.alerts import STALL_SHARE
+from flatout.observe.live.state import ViewState, mean_of
+from flatout.records import MachineRecord, SampleRecord
+
+ZOOM = 100  # steps of the second chart
+ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_FAINT, _STRONG, _WARN, _GOOD = "bright_black", "bold", "yellow", "green"
+
+
+def panel(state: ViewState, width: int, height: int) -> list[Text]:
+    """The lines of the panel, at most `height` of at most `width` cells.
+
+    Rows are given away in order of importance; what is left over goes to the chart and the sample.
+    """
+    inner = max(width - 4, 1)
+    if height < 6 or width < 24:
+        return [_cut(line, width) for line in _brief(state)[: max(height, 1)]]
+    room = height - 3  # the frame, and the line of progress
+    alerts = _alert_lines(state, inner, 1 if room < 12 else 3 if room < 24 else 6)
+    facts = _facts(state, inner)
+    facts = facts[: max(room - len(alerts) - 1, 1)]
+    room -= len(alerts) + len(facts)
+    gap = 1 if room >= 8 else 0
+    room -= gap
+    sample_rows = 0
+    if state.sample is not None and room >= 5:
+        sample_rows = min(max(room // 3, 3), 12)
+    sample = _sample_lines(state.sample, inner, sample_rows) if sample_rows and state.sample is not None else []
+    chart_rows = min(room - len(sample), 16)
+    body = [_progress(state, inner), *_charts(state, inner, chart_rows), *([Text("")] * gap), *facts, *sample, *alerts]
+    return _framed(body, width, _title(state), _status(state))
+
+
+def spark(values: Sequence[float], width: int, height: int) -> list[str]:
+    """A series as columns of blocks, `height` rows of at most `width` cells, the top row first.
+
+    The scale ends at the 90th percentile: the first losses would press everything else flat. What is above fills its
+    column; a column without a finite value is a cross.
+    """
+    columns = _columns(values, width)
+    low, high = _range(columns)
+    if math.isnan(low) or height < 1:
+        return ["×" * len(columns)][:height]
+    scale = (8 * height - 1) / (high - low) if high > low else 0.0
+    rows = [""] * height
+    for value in columns:
+        if not math.isfinite(value):
+            cells = [" "] * (height - 1) + ["×"]
+        else:
+            level = 1 + round(min(value - low, high - low) * scale)
+            cells = [_BLOCKS[min(max(level - 8 * (height - 1 - row), 0), 8)] for row in range(height)]
+        rows = [row + cell for row, cell in zip(rows, cells, strict=True)]
+    return rows
+
+
+def _range(columns: Sequence[float]) -> tuple[float, float]:
+    """From the lowest value to the 90th percentile; NaN where there is none."""
+    finite = sorted(value for value in columns if math.isfinite(value))
+    return (finite[0], finite[int(0.9 * (len(finite) - 1))]) if finite else (math.nan, math.nan)
+
+
+def _columns(values: Sequence[float], width: int) -> list[float]:
+    """The series in at most `width` means; a short one is stretched so that it fills the width."""
+    count = len(values)
+    if count == 0 or width < 1:
+        return []
+    if count >= width:
+        edges = [index * count // width for index in range(width + 1)]
+        return [mean_of(values[low:high]) for low, high in itertools.pairwise(edges)]
+    return [values[index * count // width] for index in range(width)]
+
+
+def _charts(state: ViewState, width: int, height: int) -> list[Text]:
+    if height < 1:
+        return []
+    if state.step is None:
+        waiting = "waiting for the first step" if state.info is not None else "waiting for the run to begin"
+        return [Text(waiting, style=_FAINT), *[Text("")] * (height - 1)]
+    if height == 1:
+        return [
+            _joined([Text("loss ", style=_FAINT), Text(spark(state.losses.values(), width - 5, 1)[0], style="cyan")])
+        ]
+    recent = list(state.latest)
+    if width < 96 or len(recent) <= 2 * ZOOM:
+        return _chart(state.losses.values(), "training loss, whole run", width, height)
+    left = width * 3 // 5
+    first = _chart(state.losses.values(), "training loss, whole run", left - 2, height)
+    second = _chart(recent[-ZOOM:], f"last {ZOOM} steps", width - left, height)
+    return [_joined([_padded(one, left), two]) for one, two in zip(first, second, strict=True)]
+
+
+def _chart(values: Sequence[float], title: str, width: int, height: int) -> list[Text]:
+    """A title, then the curve with its scale on the left."""
+    low, high = _range(_columns(values, max(width - 8, 1)))
+    rows = spark(values, max(width - 8, 1), height - 1)
+    lines = [_cut(Text(title, style=_FAINT), width)]
+    for number, row in enumerate(rows):
+        value = high if number == 0 else low if number == len(rows) - 1 else None
+        label = "" if value is None else _loss(value)
+        lines.append(_joined([Text(f"{label:>7} ", style=_FAINT), Text(row, style="cyan")]))
+    return lines + [Text("")] * (height - len(lines))
+
+
+def _facts(state: ViewState, width: int) -> list[Text]:
+    """Figures in two to four columns, the most important first, so that what is cut off is the least."""
+    cells = _figures(state)
+    columns = min(max(width // 28, 1), 4)
+    each = width // columns
+    lines = []
+    for start in range(0, len(cells), columns):
+        parts = []
+        for name, value, style in cells[start : start + columns]:
+            cell = Text.assemble((f"{name:<12}", _FAINT), (value, style))
+            parts.append(_padded(_cut(cell, each - 1), each))
+        lines.append(_joined(parts))
+    return lines
+
+
+def _figures(state: ViewState) -> list[tuple[str, str, str]]:
+    """(name, value, style) of everything that is known; a run on a CPU has no clock of a card to show."""
+    step, machine, evaluation = state.step, state.machine, state.evaluation
+    if step is None:
+        return []
+    rate, share, best = state.tokens_per_second, state.data_share, state.best
+    held = machine is not None and bool(machine.throttled)
+    found: list[tuple[str, str | None, str]] = [
+        ("loss", _loss(step.loss), _STRONG),
+        ("speed", f"{human_count(rate)} tokens/s" if rate else None, _STRONG),
+        ("val loss", evaluation and f"{_loss(evaluation.loss)} at {evaluation.step:,}", ""),
+        ("MFU", None if step.mfu is None else f"{step.mfu:.1%}", ""),
+        ("best val", best and f"{_loss(best[0])} at {best[1]:,}", _GOOD),
+        ("peak memory", None if step.memory_bytes is None else human_bytes(step.memory_bytes), ""),
+        ("learn rate", f"{step.learning_rate:.2e}", ""),
+        ("data wait", None if share is None else f"{share:.1%}", _WARN if (share or 0.0) > STALL_SHARE else ""),
+        ("grad norm", f"{step.grad_norm:.3g}", ""),
+        ("GPU use", None if machine is None or machine.utilisation is None else f"{machine.utilisation:.0%}", ""),
+        (
+            "skipped",
+            "1 update" if state.skipped == 1 else f"{state.skipped:,} updates" if state.skipped else None,
+            _WARN,
+        ),
+        ("power", machine and _power(machine), ""),
+        ("trained", human_seconds(state.trained_seconds), ""),
+        ("clock", machine and _clock(machine), _WARN if held else ""),
+        ("heat", None if machine is None or machine.temperature is None else f"{machine.temperature:.0f} °C", ""),
+        ("tokens", human_count(step.tokens), ""),
+        ("reserved", None if step.reserved_bytes is None else human_bytes(step.reserved_bytes), ""),
+        ("epoch", None if step.epoch is None else f"{step.epoch:.2f}", ""),
+    ]
+    return [(name, value, style) for name, value, style in found if value is not None]
+
+
+def _power(machine: MachineRecord) -> str | None:
+    if machine.power_watts is None:
+        return None
+    limit = "" if machine.power_limit_watts is None else f" of {machine.power_limit_watts:.0f}"
+    return f"{machine.power_watts:.0f}{limit} W"
+
+
+def _clock(machine: MachineRecord) -> str | None:
+    if machine.clock_mhz is None:
+        return None
+    held = f" ({one_line(machine.throttled)})" if machine.throttled else ""
+    return f"{machine.clock_mhz:.0f} MHz{held}"
+
+
+def _progress(state: ViewState, width: int) -> Text:
+    total = state.info.steps if state.info is not None else 0
+    done = state.step.step if state.step is not None else (state.info.start_step if state.info is not None else 0)
+    share = min(done / total, 1.0) if total else 0.0
+    left = "" if state.seconds_left is None or state.end is not None else f"  ETA {human_seconds(state.seconds_left)}"
+    before, after = f"step {done:,}/{total:,} ", f" {share:.1%}{left}"
+    bar = width - len(before) - len(after)
+    if bar < 4:
+        return _cut(Text(before.strip() + after), width)
+    full = int(share * bar)
+    return Text.assemble((before, _STRONG), ("━" * full, "cyan"), ("─" * (bar - full), _FAINT), (after, ""))
+
+
+def _sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
+    lines = [Text(f"sample at step {sample.step:,}", style=_FAINT)]
+    body = [line.expandtabs(4).rstrip() for line in printable(sample.prompt + sample.text).split("\n")]
+    for line in [line for line in body if line]:
+        cut = _cut(Text(line, style="italic"), width)
+        lines.append(cut)
+        if len(lines) == height:
+            break
+    return lines
+
+
+def _alert_lines(state: ViewState, width: int, most: int) -> list[Text]:
+    """The latest alert of each kind, newest last, each on one line or, where there is room, on two."""
+    lines: list[Text] = []
+    shown: set[str] = set()
+    for alert in reversed(state.alerts):
+        room = min(most - len(lines), 2)
+        if alert.kind not in shown and room > 0:
+            words = one_line(f"! step {alert.step:,} {alert.kind}: {alert.message}")
+            lines = [Text(part, style=_WARN) for part in _wrapped(words, width, room)] + lines
+        shown.add(alert.kind)
+    return lines
+
+
+def _wrapped(words: str, width: int, most: int) -> list[str]:
+    """Text in at most `most` lines, the later ones indented; what does not fit is cut with an ellipsis."""
+    lines, rest = [], words
+    while rest and len(lines) < most:
+        indent = "  " if lines else ""
+        if cell_len(indent + rest) <= width or len(lines) == most - 1:
+            lines.append(_cut(Text(indent + rest), width).plain)
+            break
+        head = set_cell_size(rest, width - len(indent))
+        cut = head.rfind(" ")
+        cut = cut if cut > width // 2 else len(head)
+        lines.append(indent + rest[:cut])
+        rest = rest[cut:].lstrip()
+    return lines
+
+
+def _title(state: ViewState) -> str:
+    if state.info is None:
+        return "flatout"
+    info = state.info
+    return one_line(f"{info.folder}: {info.family} {human_count(info.parameters)} on {info.device}")
+
+
+def _status(state: ViewState) -> tuple[str, str]:
+    """What stands in the lower edge, and its style."""
+    if state.end is not None:
+        word = ENDINGS.get(state.end.reason, "ended")
+        return f"{word} at step {state.end.step:,}", _GOOD if state.end.reason == "finished" else _WARN
+    if (quiet := state.quiet_seconds) is not None:
+        return f"nothing heard for {human_seconds(quiet)}", _WARN
+    if state.notice is not None and (state.step is None or state.step.step - state.notice.step < 50):
+        return one_line(state.notice.message), ""
+    if state.saved is not None:
+        return f"saved at step {state.saved.step:,} ({human_bytes(state.saved.bytes)})", _FAINT
+    return "", ""
+
+
+def _brief(state: ViewState) -> list[Text]:
+    """For screens too small for a panel."""
+    step = state.step
+    words = _progress(state, 200).plain.replace("━", "").replace("─", "")
+    lines = [Text(" ".join(words.split()))]
+    if step is not None:
+        lines.append(Text(f"loss {_loss(step.loss)}  lr {step.learning_rate:.2e}"))
+    if state.evaluation is not None:
+        lines.append(Text(f"val {_loss(state.evaluation.loss)}"))
+    if state.tokens_per_second:
+        lines.append(Text(f"{human_count(state.tokens_per_second)} tokens/s"))
+    return lines + _alert_lines(state, 200, 1)
+
+
+def _framed(lines: Sequence[Text], width: int, title: str, status: tuple[str, str]) -> list[Text]:
+    inner = width - 4
+    top = _cut(Text(f" {title} ", style=_STRONG), inner)
+    bottom = _cut(Text(f" {status[0]} ", style=status[1]), inner) if status[0] else Text("")
+    frame = [_joined([Text("╭─", _FAINT), top, Text("─" * (inner - top.cell_len) + "─╮", _FAINT)])]
+    sides = Text("│ ", _FAINT), Text(" │", _FAINT)
+    frame += [_joined([sides[0], _padded(_cut(line, inner), inner), sides[1]]) for line in lines]
+    frame.append(_joined([Text("╰─", _FAINT), bottom, Text("─" * (inner - bottom.cell_len) + "─╯", _FAINT)]))
+    return frame
+
+
+def one_line(text: str) -> str:
+    return " ".join(printable(text).split())
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def _cut(line: Text, width: int) -> Text:
+    if line.cell_len > width:
+        line = line.copy()
+        line.truncate(max(width, 1), overflow="ellipsis")
+    return line
+
+
+def _padded(line: Text, width: int) -> Text:
+    return _joined([line, Text(" " * max(width - line.cell_len, 0))])
+
+
+def _joined(parts: Sequence[Text]) -> Text:
+    return Text("", no_wrap=True, end="").join(parts)

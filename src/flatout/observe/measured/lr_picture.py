@@ -1,0 +1,131 @@
+"""A learning-rate range test as a picture and in the terminal: the loss over the rate, suggestions named, one chosen.
+
+Contract: it reads the JSON form of a result (`LrResult.to_json`). The rate is on a logarithmic axis; what lies beyond
+the first clear rise was not read and is pale. A loss that blew up at the end does not flatten the rest: the axis ends a
+little above the first loss. Labels never lie on each other: each stands on a line of its own above the curve.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.table import Table
+from rich.text import Text
+
+from flatout.observe.human import human_seconds, printable
+from flatout.observe.picture import write_picture
+from flatout.observe.terminal import Terminal
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_INK, _FAINT, _LINE, _CHOSEN = "#22272e", "#6e7781", "#2f6db5", "#c0392b"
+_SMALL = 9.0
+
+
+def draw_rates(body: Mapping[str, Any], path: str | Path) -> None:
+    """Writes the picture to `path`, as PNG or SVG by its suffix."""
+    write_picture(path, lambda: _figure(body))
+
+
+def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
+    """The suggestions as a table, the chosen one marked, and in a sentence what was done."""
+    console = Terminal(file=stream, highlight=False)
+    if not console.is_terminal:  # a file or pipe has no edge at which to cut
+        console.width = 160
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("", "suggestion", "rate", "meaning"):
+        table.add_column(name, justify="right" if name == "rate" else "left", no_wrap=True)
+    for suggestion in body["reading"]["suggestions"]:
+        own = suggestion["name"] == body["reading"]["chosen"]
+        cells = ["*" if own else "", suggestion["name"], f"{suggestion['rate']:.1e}", suggestion["meaning"]]
+        table.add_row(*cells, style="bold" if own else "")
+    console.print(table)
+    losses = [float(point["loss"]) for point in body["points"]]
+    best = min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
+    told = (
+        f"{len(losses)} steps on {body['device']} in {human_seconds(body['seconds'])}, loss {losses[0]:.3f} to "
+        f"{best:.3f} at best; {body['ended']}; the config had {body['before']:g}"
+    )
+    console.print(Text(printable(told)), soft_wrap=True)
+
+
+def _figure(body: Mapping[str, Any]) -> "Figure":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 5.6), dpi=120, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.08, 0.11, 0.89, 0.72))
+    figure.text(0.015, 0.945, f"Learning rate: {body['rate']:g}", size=15, weight="bold", color=_INK)
+    for height, line in zip((0.906, 0.872), _sentences(body), strict=True):
+        figure.text(0.015, height, printable(line), size=_SMALL, color=_FAINT)
+    _draw_curve(axes, body)
+    _draw_suggestions(axes, body)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=_SMALL, colors=_FAINT)
+    axes.set_xlabel("learning rate", size=10, color=_INK)
+    axes.set_ylabel("training loss", size=10, color=_INK)
+    axes.grid(axis="y", color="#e7eaee", linewidth=0.8)
+    axes.set_axisbelow(True)
+    return figure
+
+
+def _sentences(body: Mapping[str, Any]) -> tuple[str, str]:
+    count, chosen = len(body["points"]), body["reading"]["chosen"]
+    return (
+        f"range test of {str(body['config'])[:60]} on {str(body['device'])[:80]}",
+        f"{count} steps in {human_seconds(body['seconds'])}, {body['ended']}; chosen by {chosen}, the config had "
+        f"{body['before']:g}",
+    )
+
+
+def _draw_curve(axes: "Axes", body: Mapping[str, Any]) -> None:
+    reading = body["reading"]
+    points = [(point["rate"], float(point["loss"])) for point in body["points"]]
+    points = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
+    rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
+    smoothed, read = reading["smoothed"], reading["read"]
+    axes.set_xscale("log")
+    axes.scatter(rates, losses, s=9, color=_FAINT, alpha=0.45, linewidths=0, label="loss of a step")
+    axes.plot(rates[:read], smoothed[:read], color=_LINE, linewidth=2.2, label="smoothed")
+    if read < len(rates):
+        axes.plot(rates[read - 1 :], smoothed[read - 1 :], color=_LINE, linewidth=1.4, alpha=0.35)
+        axes.axvspan(rates[read - 1], rates[-1], color="#f3f4f6", zorder=0)
+        axes.text(
+            1.0, 1.01, "grey: risen for good, not read", size=8, color=_FAINT, ha="right", transform=axes.transAxes
+        )
+    low, first = min(smoothed), smoothed[0]
+    top = max([first, *(loss for loss in losses[:read])])
+    room = top - low or 1.0
+    # A band above the curve is for the names.
+    axes.set_ylim(low - 0.08 * room, top + (0.12 + 0.075 * len(reading["suggestions"])) * room)
+    axes.set_xlim(rates[0] / 1.15, rates[-1] * 1.15)
+    decades = range(math.ceil(math.log10(rates[0]) - 0.01), math.floor(math.log10(rates[-1]) + 0.01) + 1)
+    axes.set_xticks([10.0**decade for decade in decades], [f"1e{decade}" if decade else "1" for decade in decades])
+    axes.legend(loc="lower left", fontsize=8, frameon=False, labelcolor=_FAINT)
+
+
+def _draw_suggestions(axes: "Axes", body: Mapping[str, Any]) -> None:
+    reading = body["reading"]
+    bottom, top = axes.get_ylim()
+    left, right = (math.log10(limit) for limit in axes.get_xlim())
+    suggestions = sorted(reading["suggestions"], key=lambda suggestion: suggestion["rate"])
+    for place, suggestion in enumerate(suggestions):
+        chosen = suggestion["name"] == reading["chosen"]
+        colour, rate = (_CHOSEN if chosen else _FAINT), suggestion["rate"]
+        height = top - (0.025 + 0.048 * place) * (top - bottom)
+        axes.plot(
+            [rate, rate], [bottom, height], color=colour, linewidth=1.6 if chosen else 1.0,
+            linestyle="-" if chosen else (0, (4, 3)), zorder=1,
+        )  # fmt: skip
+        words = f"{suggestion['name']}  {rate:.1e}" + ("  (chosen)" if chosen else "")
+        # Names run to the side that has room for them, over the lines of the others.
+        leftwards = math.log10(rate) > left + 0.72 * (right - left)
+        axes.annotate(
+            words, (rate, height), xytext=(-5 if leftwards else 5, 0), textcoords="offset points", size=_SMALL,
+            va="center", ha="right" if leftwards else "left", color=colour, weight="bold" if chosen else "normal",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}, zorder=5,
+        )  # fmt: skip

@@ -1,0 +1,120 @@
+"""What `flatout tune` tries, while it does, and the table it chose from."""
+
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from flatout.observe.human import human_seconds
+from flatout.observe.terminal import Terminal
+from flatout.records import TuneProgress, TuneResult, TuneRow
+
+_STATUS = {"fits": "", "over": "no margin", "out_of_memory": "out of memory", "absent": "not here"}
+FAR = 0.05  # from here on the search's figure and the confirmed one are told side by side
+
+
+class TuneReader:
+    """A live line on stderr where somebody watches, a plain line per trial elsewhere; the table goes to stdout."""
+
+    def __init__(self, stream: TextIO | None = None, progress_stream: TextIO | None = None) -> None:
+        self.console = Terminal(file=progress_stream or sys.stderr, highlight=False, soft_wrap=True)
+        self.output = Terminal(file=stream, highlight=False)
+        if not self.output.is_terminal:  # a file or pipe has no edge at which to cut
+            self.output.width = 160
+        self.live: Live | None = None
+
+    def progress(self, progress: TuneProgress) -> None:
+        used = f"{human_seconds(progress.seconds)} of at most {human_seconds(progress.budget)}"
+        line = f"trial {progress.number}: {progress.text} ({used})"
+        if not self.console.is_terminal:
+            self.console.print(Text(line))
+            return
+        if self.live is None:
+            self.live = Live(console=self.console, refresh_per_second=8, transient=True)
+            self.live.start()
+        self.live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
+
+    def close(self) -> None:
+        if self.live is not None:
+            self.live.stop()
+            self.live = None
+
+    def table(self, rows: Sequence[TuneRow], result: TuneResult | None) -> None:
+        """All rows, the fastest first, with the chosen one marked; then in a sentence what was chosen and why then.
+
+        Order and share are by the search's figures, which are all of one kind. The chosen row shows what was confirmed.
+        """
+        if not rows:
+            return
+        chosen = None if result is None else result.chosen.number
+        confirmed = result.chosen if result is not None and result.confirmed else None
+        best = max((row.tokens_per_second or 0.0 for row in rows if row.status == "fits"), default=0.0)
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        offloads = any(row.optimizer_offload for row in rows)
+        compiles = len({(row.kernels, row.compile) for row in rows}) > 1
+        names = ["", "micro-batch", "checkpointing", "loss", *(["kernels", "compile"] if compiles else [])]
+        names += [*(["optimizer"] if offloads else []), "tokens/s", "of best", "ms", "peak GiB", "estimate", ""]
+        right = {"micro-batch", "tokens/s", "of best", "ms", "peak GiB", "estimate"}
+        for name in names:
+            table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+        for row in sorted(rows, key=lambda row: (row.status != "fits", -(row.tokens_per_second or 0.0))):
+            cells = ["*" if row.number == chosen else "", f"{row.micro_batch} x {row.accumulation}", row.checkpointing]
+            cells += [row.loss if row.loss == "plain" else f"{row.loss} {row.loss_chunk}"]
+            cells += [row.kernels, row.compile] if compiles else []
+            cells += ["host" if row.optimizer_offload else "device"] if offloads else []
+            figures = confirmed if confirmed is not None and row.number == chosen else row
+            rate = figures.tokens_per_second
+            share = _share(row.tokens_per_second or 0.0, best)
+            cells += ["-", "-", "-"] if rate is None else [f"{rate:,.0f}", share, _number(figures.milliseconds)]
+            cells += ["-" if figures.peak_bytes is None else _gib(figures.peak_bytes), _gib(row.estimate_bytes)]
+            notes = [
+                "whole steps" if figures is confirmed else "",
+                _STATUS[row.status],
+                "graphs" if row.cuda_graphs else "",
+                row.reason if row.status == "absent" else "",
+            ]
+            cells += [", ".join(note for note in notes if note)]
+            table.add_row(*cells, style="bold" if row.number == chosen else "dim" if row.status != "fits" else "")
+        self.output.print(table)
+        if result is not None:
+            # Whoever shows it may break the line: breaks of ours would stay in files, and leave spaces at their ends.
+            self.output.print(Text(_sentence(result, rows)), soft_wrap=True)
+
+
+def _share(rate: float, best: float) -> str:
+    return f"{rate / best:.1%}" if best else "-"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
+
+
+def _gib(value: int) -> str:
+    return f"{value / 2**30:.2f}"
+
+
+def _sentence(result: TuneResult, rows: Sequence[TuneRow]) -> str:
+    row = result.chosen
+    memory = "" if result.capacity_bytes is None or row.peak_bytes is None else (
+        f", {row.peak_bytes / 2**30:.2f} of {result.capacity_bytes / 2**30:.1f} GiB"
+    )  # fmt: skip
+    return (
+        f"chose micro-batch {row.micro_batch} x {row.accumulation}, checkpointing {row.checkpointing}, "
+        f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result, rows)}){memory}, "
+        f"on {result.device}; {result.tried} {'trial' if result.tried == 1 else 'trials'} in "
+        f"{human_seconds(result.seconds)} on {result.data}; {result.ended}"
+    )
+
+
+def _how(result: TuneResult, rows: Sequence[TuneRow]) -> str:
+    """Where the figure of the chosen row comes from, and what the search had thought if that was far off."""
+    if not result.confirmed:
+        return "put together from shorter steps"
+    rate = result.chosen.tokens_per_second or 0.0
+    before = next((row.tokens_per_second or 0.0 for row in rows if row.number == result.chosen.number), rate)
+    far = abs(rate - before) > FAR * before
+    others = "; the other rows are the search's, put together from shorter steps" if len(rows) > 1 else ""
+    return f"of whole steps{f', where the search had {before:,.0f}' if far else ''}{others}"

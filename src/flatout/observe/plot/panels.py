@@ -1,0 +1,413 @@
+"""One panel: lines over steps, tokens or time, and small marks for what happened on the way.
+
+Idea: a panel is told what it shows (a `Quantity`) and which lines (`Line`s), and finds the rest itself: units, limits,
+whether an axis is logarithmic. Raw values are pale, their smooth line is strong. The limits are those of the usual
+values: one step of compiling, or a spike, does not press all else flat; what is beyond is a triangle at the edge.
+
+Contract: any number of points can be drawn, none and one among them, of any size. A value that was NaN or infinite is a
+red cross at the upper edge, above the place where it happened. Text is never taken as a formula.
+
+Trap: matplotlib computes with what lies outside the limits too, and 1e300 overflows there. So values are cut off a few
+heights of the panel beyond its edge, where nobody sees it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from flatout.observe.human import human_count
+from flatout.observe.plot.series import (
+    Array,
+    Curve,
+    evenly_in_logarithm,
+    smooth,
+    thin,
+    thin_marks,
+    usual_range,
+    window_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.lines import Line2D
+
+INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
+BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
+PURPLE, GREY = "#7b5aa6", "#8a929b"
+SMALL = 9.0
+_FEW = 40  # points, up to which each one is a dot
+_TINY = 1e-30  # what is smaller has no place on a logarithmic axis
+_NICE = [1, 2, 2.5, 5, 10]  # between two ticks, times a power of ten
+_MARKS = 9  # on an inch; more would touch each other
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """What a panel shows. `unit` takes the largest value and gives the divisor and the name on the axis; `tell` puts a
+    value into words.
+
+    `slack` is as in `usual_range`. Where the highest value is more than `logarithmic_from` times the lowest, the axis
+    is logarithmic.
+    """
+
+    unit: Callable[[float], tuple[float, str]]
+    slack: float = math.inf
+    from_zero: bool = False
+    logarithmic_from: float = math.inf
+    tell: Callable[[float], str] = lambda value: short_number(float(f"{value:.3g}"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One curve. `smoothed` ones are drawn pale with their mean on top, or with `raw` off by the mean alone."""
+
+    curve: Curve
+    colour: str
+    label: str = ""
+    smoothed: bool = False
+    raw: bool = True
+    dots: bool = False
+    style: str = "-"
+    best: bool = False  # a star at the lowest point
+
+
+@dataclasses.dataclass(frozen=True)
+class Marks:
+    """Steps at which something happened: at the lower edge, or as lines from bottom to top."""
+
+    places: Array
+    label: str
+    colour: str
+    marker: str = ""  # a line where empty
+
+
+@dataclasses.dataclass(frozen=True)
+class Across:
+    """The horizontal axis: step, tokens or seconds."""
+
+    kind: str
+    logarithmic: bool = False
+
+
+def draw_panel(
+    axes: "Axes",
+    title: str,
+    lines: Sequence[Line],
+    quantity: Quantity,
+    across: Across,
+    *,
+    marks: Sequence[Marks] = (),
+    words: str = "",
+    legend: bool = True,
+    beside: Sequence[Line] = (),
+) -> None:
+    """Draws everything into `axes`; `words` stand above its right end, and lines `beside` share its horizontal axis."""
+    axes.set_title(title, loc="left", size=11.5, weight="bold", color=INK, pad=7)
+    axes.set_title(words, loc="right", size=SMALL, color=FAINT, pad=7)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(LINE)
+    axes.tick_params(length=3, color=LINE, labelcolor=INK, labelsize=SMALL)
+    axes.grid(True, color="#e6e9ec", linewidth=0.8)
+    axes.set_axisbelow(True)
+    lines = [line for line in lines if len(line.curve.x)]
+    places = numpy.concatenate([line.curve.x for line in (*lines, *beside)] or [numpy.zeros(0)])
+    decade = len(places) > 0 and places.min() > _TINY and places.max() >= 10 * places.min()
+    across = dataclasses.replace(across, logarithmic=across.logarithmic and bool(decade))
+    stretch = _set_horizontal(axes, places if len(places) else numpy.zeros(1), across)
+    if not lines:
+        _say(axes, "not recorded")
+        axes.set_xticks([])
+        return
+    low, high, divisor = _set_vertical(axes, lines, quantity, across)
+    for line in lines:
+        shown = Curve(line.curve.x / stretch, line.curve.y / divisor)
+        _draw_line(axes, dataclasses.replace(line, curve=shown), across, low, high, divisor, quantity)
+    for kind in marks:
+        _draw_marks(axes, dataclasses.replace(kind, places=kind.places / stretch), across)
+    if not any(len(line.curve.values) for line in lines):
+        _say(axes, "no finite value")
+    if legend:
+        _draw_legend(axes)
+
+
+# --- quantities -------------------------------------------------------------------------------------------------------
+
+
+def _bytes(high: float) -> tuple[float, str]:
+    return (2.0**30, "GiB") if high >= 2**30 else (2.0**20, "MiB")
+
+
+def _step_seconds(high: float) -> tuple[float, str]:
+    return (1.0, "seconds") if high >= 2 else (1e-3, "milliseconds")
+
+
+def short_time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 2 else f"{seconds:.3g} s"
+
+
+LOSS = Quantity(lambda high: (1.0, "loss, nats per token"), slack=1.5, logarithmic_from=100)
+LEARNING_RATE = Quantity(lambda high: (1.0, "learning rate"), from_zero=True)
+THROUGHPUT = Quantity(lambda high: (1.0, "tokens per second"), slack=1, from_zero=True)
+MEMORY = Quantity(_bytes, from_zero=True)
+GRADIENT_NORM = Quantity(lambda high: (1.0, "norm, before clipping"), slack=2, logarithmic_from=30)
+PARAMETER_NORM = Quantity(lambda high: (1.0, "norm of all weights"), slack=20)
+STEP_TIME = Quantity(_step_seconds, slack=1, from_zero=True, tell=short_time)
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Divisor and name of the unit in which so long a time is told."""
+    for limit, divisor, name in ((4 * 86400, 86400, "days"), (3 * 3600, 3600, "hours"), (180, 60, "minutes")):
+        if seconds >= limit:
+            return float(divisor), name
+    return 1.0, "seconds"
+
+
+def short_number(value: float, _place: object = None) -> str:
+    """A tick's text: thousands as k, millions as M, and no more digits than needed."""
+    size = abs(value)
+    if size >= 1e15 or 0 < size < 1e-4:
+        return f"{value:.3g}"
+    if size >= 10_000:
+        text = human_count(size)
+        return f"-{text}" if value < 0 else text
+    return f"{value:,.6g}"
+
+
+# --- axes -------------------------------------------------------------------------------------------------------------
+
+
+def _set_horizontal(axes: "Axes", places: Array, across: Across) -> float:
+    """Limits and ticks; returns what places are divided by."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    low, high = float(places.min()), float(places.max())
+    stretch, unit = 1.0, ""
+    if across.kind == "seconds":
+        stretch, unit = time_unit(math.sqrt(low * high) if across.logarithmic else high)
+    names = {"step": "step", "tokens": "tokens seen", "seconds": f"training time, {unit}"}
+    axes.set_xlabel(names[across.kind] + (" (logarithmic)" if across.logarithmic else ""), size=SMALL, color=FAINT)
+    low, high = low / stretch, high / stretch
+    if across.logarithmic:
+        axes.set_xscale("log")
+        margin = (high / low) ** 0.02
+        axes.set_xlim(low / margin, high * margin)
+        _set_logarithmic_ticks(axes.xaxis)
+        return stretch
+    if across.kind != "step" or 0 < low < 0.1 * high:
+        low = min(low, 0.0)
+    margin = 0.015 * (high - low) or max(1.0, 0.05 * abs(high))
+    axes.set_xlim(low - (margin if low or high <= 0 or low == high else 0.3 * margin), high + margin)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE, integer=across.kind != "seconds"))
+    axes.xaxis.set_major_formatter(FuncFormatter(short_number))
+    return stretch
+
+
+def _set_vertical(
+    axes: "Axes", lines: Sequence[Line], quantity: Quantity, across: Across
+) -> tuple[float, float, float]:
+    """Limits and ticks; returns the limits as drawn, and what values are divided by."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    values, slack = [line.curve.values for line in lines], quantity.slack
+    if across.logarithmic:  # what is usual depends on the room it takes, and the beginning takes most of it
+        values, slack = [evenly_in_logarithm(line.curve) for line in lines], min(slack, 0.5)
+    ranges = [found for array in values if (found := usual_range(array, slack)) is not None]
+    low, high = min((pair[0] for pair in ranges), default=0.0), max((pair[1] for pair in ranges), default=1.0)
+    logarithmic = low > _TINY and high / low > quantity.logarithmic_from
+    if quantity.from_zero and not logarithmic:
+        low = min(low, 0.0)
+    divisor, name = quantity.unit(high)
+    axes.set_ylabel(name + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
+    low, high = low / divisor, high / divisor
+    if logarithmic:
+        axes.set_yscale("log")
+        margin = (high / low) ** 0.06
+        low, high = low / margin, high * margin
+        axes.set_ylim(low, high)
+        _set_logarithmic_ticks(axes.yaxis)
+        return low, high, divisor
+    least = 1e-2 * max(abs(low), abs(high)) or 1.0  # a line that is flat looks flat
+    if high - low < least:
+        middle = (high + low) / 2
+        low, high = middle - least / 2, middle + least / 2
+    margin = 0.07 * (high - low)
+    axes.set_ylim(low if quantity.from_zero and low == 0 else low - margin, high + margin)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE))
+    axes.yaxis.set_major_formatter(FuncFormatter(short_number))
+    low, high = axes.get_ylim()
+    return low, high, divisor
+
+
+def _set_logarithmic_ticks(axis: object) -> None:
+    from matplotlib.axis import Axis
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+
+    assert isinstance(axis, Axis)
+    low, high = sorted(axis.get_view_interval())
+    decades = math.log10(high / low)
+    subs = (1.0, 2.0, 5.0) if decades < 3 else (1.0,)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=8))
+    axis.set_major_formatter(FuncFormatter(short_number))
+    axis.set_minor_locator(NullLocator())
+    axis.set_minor_formatter(NullFormatter())
+
+
+# --- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def _draw_line(
+    axes: "Axes", line: Line, across: Across, low: float, high: float, divisor: float, quantity: Quantity
+) -> None:
+    curve = line.curve
+    window = window_of(len(curve.x)) if line.smoothed else 1
+    strong = {"color": line.colour, "linestyle": line.style, "linewidth": 1.7, "zorder": 3}
+    if window > 1:
+        mean = Curve(curve.x, smooth(numpy.clip(curve.y, low, high), window))
+        if line.raw:
+            pale = thin(curve, logarithmic=across.logarithmic)
+            axes.plot(pale.x, _near(axes, pale.y, low, high), color=line.colour, alpha=0.28, linewidth=0.8)
+        drawn = thin(mean, logarithmic=across.logarithmic)
+        axes.plot(drawn.x, _near(axes, drawn.y, low, high), label=line.label, **strong)
+    else:
+        drawn = thin(curve, logarithmic=across.logarithmic)
+        dots = {"marker": "o", "markersize": 3.5} if line.dots or len(curve.x) <= _FEW else {}
+        axes.plot(drawn.x, _near(axes, drawn.y, low, high), label=line.label, **strong, **dots)
+    _draw_lonely(axes, drawn, line.colour, low, high)
+    if line.best and len(curve.values):
+        place = int(numpy.nanargmin(curve.y))
+        axes.plot(
+            curve.x[place : place + 1], numpy.clip(curve.y[place : place + 1], low, high), "*", color=line.colour,
+            markersize=13, markeredgecolor="white", markeredgewidth=0.8, zorder=5, clip_on=False,
+            label=f"lowest {line.label}" if line.label else "",
+        )  # fmt: skip
+    _draw_edges(axes, line, low, high, lambda value: quantity.tell(divisor * value), logarithmic=across.logarithmic)
+
+
+def _near(axes: "Axes", y: Array, low: float, high: float) -> Array:
+    """The values, none of them far outside the panel."""
+    if axes.get_yscale() == "log":
+        return numpy.clip(y, low / 1e3, high * 1e3)
+    return numpy.clip(y, low - 5 * (high - low), high + 5 * (high - low))
+
+
+def _draw_lonely(axes: "Axes", curve: Curve, colour: str, low: float, high: float) -> None:
+    """Dots for points between two that are not finite: a line through one point cannot be seen."""
+    finite = numpy.concatenate(([False], numpy.isfinite(curve.y), [False]))
+    lonely = finite[1:-1] & ~finite[:-2] & ~finite[2:]
+    if lonely.any():
+        axes.plot(curve.x[lonely], _near(axes, curve.y[lonely], low, high), "o", color=colour, markersize=3.5, zorder=4)
+
+
+def _draw_edges(
+    axes: "Axes", line: Line, low: float, high: float, tell: Callable[[float], str], *, logarithmic: bool
+) -> None:
+    """A triangle for what is beyond the limits, a cross for what is no number."""
+    curve = line.curve
+    with numpy.errstate(invalid="ignore"):
+        above, below = curve.y > high, curve.y < low
+    ends = axes.get_xlim()
+    edge = axes.get_xaxis_transform()
+    plain = {"linestyle": "none", "transform": edge, "clip_on": False, "zorder": 6}
+    for beyond, marker, height in ((above, "^", 0.985), (below, "v", 0.015)):
+        if not beyond.any():
+            continue
+        extreme = curve.y[beyond].max() if marker == "^" else curve.y[beyond].min()
+        places = thin_marks(curve.x[beyond], *ends, _room(axes), logarithmic=logarithmic)
+        words = f"{line.label} off the scale, {'up' if marker == '^' else 'down'} to {tell(float(extreme))}"
+        axes.plot(
+            places, numpy.full(len(places), height), marker=marker, markersize=5, color=line.colour,
+            markeredgecolor="white", markeredgewidth=0.5, label=words if line.label else "", **plain,
+        )  # fmt: skip
+    if len(curve.bad):
+        places = thin_marks(curve.bad, *ends, _room(axes), logarithmic=logarithmic)
+        axes.plot(
+            places, numpy.full(len(places), 0.95), marker="X", markersize=7 if line.label else 9, color=RED,
+            markeredgecolor="white" if line.label else line.colour, markeredgewidth=0.6 if line.label else 1.8,
+            label=f"{line.label}: {_times(len(curve.bad), 'NaN or infinite')}" if line.label else "", **plain,
+        )  # fmt: skip
+
+
+def _draw_marks(axes: "Axes", kind: Marks, across: Across) -> None:
+    low, high = axes.get_xlim()
+    places = kind.places[numpy.isfinite(kind.places) & (kind.places >= low) & (kind.places <= high)]
+    if not len(places):
+        return
+    count = len(places)
+    places = thin_marks(places, low, high, _room(axes), logarithmic=across.logarithmic)
+    edge = axes.get_xaxis_transform()
+    if not kind.marker:
+        axes.vlines(
+            places, 0, 1, transform=edge, color=kind.colour, linewidth=1.0, linestyle=(0, (4, 3)), zorder=2
+        )  # fmt: skip
+        return
+    axes.plot(
+        places, numpy.full(len(places), 0.025), linestyle="none", marker=kind.marker, markersize=6, color=kind.colour,
+        markeredgecolor="white", markeredgewidth=0.5, transform=edge, clip_on=False, zorder=6,
+        label=_times(count, kind.label),
+    )  # fmt: skip
+
+
+def _inches(axes: "Axes") -> tuple[float, float]:
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    box = axes.get_window_extent()
+    return box.width / figure.dpi, box.height / figure.dpi
+
+
+def _room(axes: "Axes") -> int:
+    """How many marks fit beside each other."""
+    return int(_MARKS * _inches(axes)[0])
+
+
+def _draw_legend(axes: "Axes") -> None:
+    """Names, where there is more than one, where they cover least of the lines."""
+    handles, labels = axes.get_legend_handles_labels()
+    named = dict(zip(reversed(labels), reversed(handles), strict=True))  # of equal names, the first
+    if len(named) < 2:
+        return
+    width, height = _inches(axes)
+    columns = 2 if width > 6 and len(named) > 4 else 1
+    tall = (0.35 + 0.165 * math.ceil(len(named) / columns)) / height
+    wide = columns * (0.6 + 0.068 * max(map(len, named))) / width
+    # Marks stand along the edges; no name may hide one.
+    low, high = (0.05, 0.91) if any(line.get_linestyle() == "None" for line in axes.lines) else (0.0, 1.0)
+    across = {"left": 0.0, "center": (1 - wide) / 2, "right": 1 - wide}
+    up = {"upper": high - tall, "lower": low, "center": (1 - tall) / 2}
+    points = numpy.concatenate([_places(axes, line) for line in axes.lines if line.get_alpha() is None])
+
+    def covered(place: tuple[str, str]) -> int:
+        inside = points - (across[place[1]], up[place[0]])
+        return int(((inside >= 0) & (inside <= (wide, tall))).all(axis=1).sum())
+
+    corners = [(high, side) for high in ("upper", "lower", "center") for side in ("right", "left", "center")]
+    place: Any = " ".join(min(corners, key=covered)).replace("center center", "center")
+    ordered = list(dict.fromkeys(labels))
+    axes.legend(
+        [named[label] for label in ordered], ordered, loc=place, ncols=columns, fontsize=8, labelcolor=INK,
+        bbox_to_anchor=(0.0, low, 1.0, high - low), framealpha=0.85, edgecolor="none", borderpad=0.3, handlelength=1.6,
+        borderaxespad=0.8,
+    ).set_zorder(8)  # fmt: skip
+
+
+def _places(axes: "Axes", line: "Line2D") -> Array:
+    """Points of a line as shares of the panel, evenly along its way."""
+    points = axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()))
+    points = numpy.clip(points[numpy.isfinite(points).all(axis=1)], 0.0, 1.0)
+    if line.get_linestyle() == "None" or len(points) < 2:
+        return points
+    way = numpy.concatenate(([0.0], numpy.cumsum(numpy.hypot(*numpy.diff(points, axis=0).T))))
+    even = numpy.linspace(0.0, way[-1], 400)
+    return numpy.stack([numpy.interp(even, way, points[:, side]) for side in (0, 1)], axis=1)
+
+
+def _say(axes: "Axes", words: str) -> None:
+    axes.set_yticks([])
+    axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", size=11, color=FAINT)
+
+
+def _times(count: int, label: str) -> str:
+    return label if count == 1 else f"{label} ({count:,})"

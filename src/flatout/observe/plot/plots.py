@@ -1,0 +1,136 @@
+"""A run as pictures and tables: what it learned, how it ran, and how it compares with other runs.
+
+Idea: two pictures per run. `metrics` shows how it ran: learning rate, throughput, memory, gradient norm, parameter norm
+and step time. `results` shows what it learned: loss over steps, tokens and time. Several runs share one picture, with a
+table of names as its legend. The numbers lie beside as CSV, so that everything can be drawn again in another way.
+
+Contract: needs no torch and opens no window. Every run that can be read can be drawn, also one that is still going on.
+Files are whole or not there. Runs are drawn from at most a few thousand points each, however long they are.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatout.errors import DataError, UsageError
+from flatout.files import disk_errors
+from flatout.observe.history import RunHistory, read_history
+from flatout.observe.human import printable
+from flatout.observe.picture import write_picture
+from flatout.observe.plot.compare import comparison_figure
+from flatout.observe.plot.run import (
+    DPI,
+    MARK,
+    NARROW,
+    PANELS,
+    WIDE,
+    WIDTH,
+    metrics_figure,
+    panel_figure,
+    results_figure,
+)
+from flatout.observe.plot.series import run_numbers
+from flatout.observe.plot.tables import EVALS, STEPS, write_tables
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METRICS, RESULTS, COMPARISON, FOLDER = "metrics", "results", "comparison", "plots"
+
+
+def write_run_plots(
+    folder: Path, *, out: Path | None = None, form: str = "png", tables: bool = True, each: bool = False
+) -> list[Path]:
+    """Draws the run in `folder`, by default into its own `plots` folder; returns the files written.
+
+    With `each`, every panel is a picture of its own as well.
+    """
+    run = run_numbers(_read(folder))
+    target = _make_folder(folder / FOLDER if out is None else out)
+    written = write_tables([run], target / STEPS, target / EVALS) if tables else []
+    pictures: dict[str, Callable[[], Figure]] = {
+        METRICS: lambda: metrics_figure(run),
+        RESULTS: lambda: results_figure(run),
+        **{name: lambda draw=draw: panel_figure(run, draw) for name, draw in PANELS.items() if each},
+    }
+    for name, make in pictures.items():
+        path = target / f"{name}.{form}"
+        write_picture(path, make)
+        written.append(path)
+    return written
+
+
+def write_comparison(
+    folders: Sequence[Path], picture: Path, steps: Path | None = None, evals: Path | None = None
+) -> list[Path]:
+    """Draws several runs into one picture, PNG or SVG by its name, and writes their numbers where tables are named."""
+    names = distinct_names(folders)
+    runs = [run_numbers(_read(folder), name) for folder, name in zip(folders, names, strict=True)]
+    _make_folder(picture.parent)
+    written = [] if steps is None or evals is None else write_tables(runs, steps, evals, names=True)
+    write_picture(picture, lambda: comparison_figure(runs))
+    return [*written, picture]
+
+
+def draw_metrics(history: RunHistory, path: str | Path) -> None:
+    """How a run ran, to `path`, as PNG or SVG by its suffix."""
+    write_picture(path, lambda: metrics_figure(run_numbers(history)))
+
+
+def draw_results(history: RunHistory, path: str | Path) -> None:
+    """What a run learned, to `path`, as PNG or SVG by its suffix."""
+    write_picture(path, lambda: results_figure(run_numbers(history)))
+
+
+def picture_names(*, each: bool) -> list[str]:
+    """What the pictures of one run are called, without their endings."""
+    return [METRICS, RESULTS, *(PANELS if each else ())]
+
+
+def is_plot(path: Path) -> bool:
+    """Whether a picture looks like one of ours. Nothing in a PNG tells who made it; ours have certain widths."""
+    with path.open("rb") as file:
+        begin = file.read(4096)
+    if begin[:8] == b"\x89PNG\r\n\x1a\n":
+        return int.from_bytes(begin[16:20], "big") in [round(width * DPI) for width in (WIDTH, WIDE, NARROW)]
+    return f'id="{MARK}"'.encode() in begin
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """The runs' names, with as much of their paths as tells them apart; the same run twice is an error."""
+    paths = [folder.resolve() for folder in folders]
+    for place, path in enumerate(paths):
+        if path in paths[:place]:
+            raise UsageError(f"the run {folders[place]} is named twice", "name each run once")
+    names = []
+    for path in paths:
+        length = 1
+        while length < len(path.parts) and sum(other.parts[-length:] == path.parts[-length:] for other in paths) > 1:
+            length += 1
+        names.append("/".join(path.parts[-length:]))
+    return names
+
+
+def _make_folder(folder: Path) -> Path:
+    """Makes a folder for files, or says why there cannot be one."""
+    shown = printable(str(folder))
+    with disk_errors(f"the folder {shown}", safe=", or name another one with --out"):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise UsageError(
+                f"{shown} cannot be a folder: there is a file in the way", "move it, or name another folder with --out"
+            ) from error
+        except ValueError as error:  # a name with a zero in it
+            raise UsageError(f"{shown} is no name for a folder", "name another one with --out") from error
+    return folder
+
+
+def _read(folder: Path) -> RunHistory:
+    try:
+        return read_history(folder)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise DataError(
+            f"{folder / 'metrics.jsonl'} cannot be read: {reason}", "check its permissions and the disk"
+        ) from error

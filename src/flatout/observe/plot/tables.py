@@ -1,0 +1,105 @@
+"""The numbers of runs as CSV: one row per step, and one per evaluation.
+
+Contract: every field of a step that is a number has its column, and so has what the pictures draw besides: seconds of
+training so far, and the validation loss of the steps that had one. A missing value is an empty cell; NaN and infinity
+are `nan` and `inf`. Files are whole or not there, and are written row by row: a long run needs no memory for them.
+
+Trap: a spreadsheet takes text that begins with `=` as a formula. Names of runs are text, so such a name gets an
+apostrophe before it.
+"""
+
+import csv
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.files import disk_errors
+from flatout.observe.human import printable
+from flatout.observe.plot.series import RunNumbers
+from flatout.records import EvalRecord, StepRecord
+
+STEPS, EVALS = "steps.csv", "evals.csv"
+_STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord))
+_EVAL_FIELDS = tuple(field.name for field in dataclasses.fields(EvalRecord))
+STEP_HEADER = (*_STEP_FIELDS, "training_seconds", "val_loss")
+EVAL_HEADER = (*_EVAL_FIELDS, "tokens_seen", "training_seconds")
+
+
+def write_tables(runs: Sequence[RunNumbers], steps: Path, evals: Path, *, names: bool = False) -> list[Path]:
+    """Writes both tables and returns their paths; with `names`, the first column is the run's name."""
+    first = ("run",) if names else ()
+    _write(steps, (*first, *STEP_HEADER), (_named(run, _step_rows(run), names=names) for run in runs))
+    _write(evals, (*first, *EVAL_HEADER), (_named(run, _eval_rows(run), names=names) for run in runs))
+    return [steps, evals]
+
+
+def is_table(path: Path, *, names: bool) -> bool:
+    """Whether the file looks like one of ours, of this version or another one: by the columns that it begins with."""
+    with path.open("rb") as file:
+        columns = file.readline(2000).decode("utf-8", "replace").strip().split(",")
+    begin = ["run", "step"] if names else ["step"]
+    return columns[: len(begin)] == begin and "training_seconds" in columns
+
+
+def _named(run: RunNumbers, rows: Iterable[tuple[Any, ...]], *, names: bool) -> Iterable[tuple[Any, ...]]:
+    first = (_safe(run.name),)
+    return (first + row for row in rows) if names else rows
+
+
+def _step_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    losses = {row["step"]: _cell(row.get("loss")) for row in run.evals}
+    columns = [_column(run.rows, field) for field in _STEP_FIELDS]
+    spent = map(_known, run.axes["seconds"].tolist())
+    return zip(*columns, spent, (losses.get(row["step"]) for row in run.rows), strict=True)
+
+
+def _eval_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    steps = [row["step"] for row in run.evals]
+    columns = [_column(run.evals, field) for field in _EVAL_FIELDS]
+    tokens, seconds = (run.place(steps, axis).tolist() for axis in ("tokens", "seconds"))
+    return zip(*columns, map(_whole, tokens), map(_known, seconds), strict=True)
+
+
+def _column(rows: Sequence[dict[str, Any]], field: str) -> Iterable[Any]:
+    values = [row.get(field) for row in rows]
+    return values if set(map(type, values)) <= {float, int, type(None)} else map(_cell, values)
+
+
+def _cell(value: Any) -> Any:
+    """What stands in the table; None is an empty cell."""
+    if isinstance(value, bool):
+        return int(value)
+    return _safe(value) if isinstance(value, str) else value if isinstance(value, int | float) else None
+
+
+def _known(value: float) -> float | None:
+    """A place on an axis; None where it is not known."""
+    return value if math.isfinite(value) else None
+
+
+def _whole(value: float) -> int | None:
+    return int(value) if math.isfinite(value) else None
+
+
+def _safe(text: str) -> str:
+    """Text in one line that no spreadsheet takes as a formula."""
+    text = printable(" ".join(text.split())).encode("utf-8", "backslashreplace").decode("utf-8")
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
+
+
+def _write(path: Path, header: Iterable[str], parts: Iterable[Iterable[tuple[Any, ...]]]) -> None:
+    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    with disk_errors(f"the table {printable(str(path))}", safe=", or name another folder with --out"):
+        try:
+            with temporary.open("w", encoding="utf-8", newline="") as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(header)
+                for rows in parts:
+                    writer.writerows(rows)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,316 @@
+"""What a report tells of runs, as plain values: figures, tables, curves, texts. No HTML here.
+
+Contract: `report_data` takes histories and returns what JSON can hold; the same runs give the same values. Every text
+that came from a run has lost its control characters and its excess of length. What an older run did not write is
+missing, not zero. Nothing here guesses: a run without an end says that it has none.
+
+Trap: records can be of any age and a file can be damaged, so no field is taken for granted.
+"""
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from flatout.config.yaml_loader import format_value
+from flatout.observe.history import RunHistory
+from flatout.observe.human import human_bytes, human_count, printable
+from flatout.observe.report.figures import figures_of, speed_groups, time_parts
+from flatout.observe.report.series import amount, curves_of, number, places_of, points_for, rows_with_step
+from flatout.observe.report.state import RunState, state_of
+
+_MOST_SAMPLES, _MOST_NOTICES, _MOST_CHECKPOINTS = 60, 200, 100
+_MOST_TEXT = 6000  # characters of one sample or message
+
+
+def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[str, Any]:
+    """Everything the page shows of these runs, side by side where there are several."""
+    names = distinct_names([history.folder for history in histories])
+    states = [state_of(history) for history in histories]
+    configs = [_flat_config(history.info.get("config")) for history in histories]
+    different = [path for path in _paths(configs) if len({config.get(path) for config in configs}) > 1]
+    samples = max(4, _MOST_SAMPLES // max(len(histories), 1))
+    runs = [
+        _run(history, name, state, config, points_for(len(histories)), samples)
+        for history, name, state, config in zip(histories, names, states, configs, strict=True)
+    ]
+    rows = [{"path": path, "values": [config.get(path, "–") for config in configs]} for path in different]
+    title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
+    return _inert({"title": title, "live": live, "runs": runs, "differences": rows})
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Each folder's name, with as many parents as it takes to tell it from the others."""
+    parts = [path.resolve().parts for path in folders]
+    names: list[str] = []
+    for own in parts:
+        depth = 1
+        while depth < len(own) and sum(other[-depth:] == own[-depth:] for other in parts) > 1:
+            depth += 1
+        names.append("/".join(own[-depth:]).replace("//", "/"))
+    return names
+
+
+def _run(
+    history: RunHistory, name: str, state: RunState, config: dict[str, str], points: int, samples: int
+) -> dict[str, Any]:
+    info, steps = history.info, rows_with_step(history.steps)
+    places = places_of(steps)
+    resumes = [start for row in history.infos[1:] if (start := amount(row.get("start_step")))]
+    shown, left_out = _spread(rows_with_step(history.samples), samples)
+    notices, notices_left_out = _notices(history)
+    checkpoints = rows_with_step(history.checkpoints)
+    return {
+        "name": name,
+        "folder": str(history.folder),
+        "state": {"kind": state.kind, "word": state.word, "text": state.text, "goes_on": state.goes_on},
+        "summary": _summary(info, state),
+        "figures": figures_of(history, state),
+        "facts": _facts(info),
+        "speed": speed_groups(history),
+        "time": time_parts(history),
+        "curves": curves_of(history, points),
+        "resumes": [[int(step), *places.at(int(step))] for step in resumes],
+        "throttled": [row["step"] for row in rows_with_step(history.machine) if row.get("throttled")][:500],
+        "switches": _switches(info),
+        "samples": [[row["step"], _cut(row.get("prompt")), _cut(row.get("text"))] for row in reversed(shown)],
+        "samples_left_out": left_out,
+        "warnings": _warnings(history, state),
+        "notices": notices,
+        "notices_left_out": notices_left_out,
+        "checkpoints": [_checkpoint(row, history.folder) for row in reversed(checkpoints[-_MOST_CHECKPOINTS:])],
+        "checkpoints_left_out": max(0, len(checkpoints) - _MOST_CHECKPOINTS),
+        "environment": _environment(info),
+        "starts": _starts(history),
+        "commands": _commands(history, state),
+        "config": _yaml(info.get("config")),
+        "paths": list(config),
+    }
+
+
+def _summary(info: dict[str, Any], state: RunState) -> str:
+    size = amount(info.get("parameters"))
+    what = f"{info.get('family', 'model')}" + ("" if size is None else f" with {human_count(size)} parameters")
+    tokens = amount(info.get("train_tokens"))
+    source = _at(info, "data.source")
+    from_where = source if isinstance(source, str) else "several sources" if isinstance(source, list) else "its data"
+    length = "a stream" if tokens is None else f"{human_count(tokens)} tokens"
+    return f"{what}, trained on {length} of {from_where}, on {info.get('device', 'an unknown device')}. {state.text}"
+
+
+def _facts(info: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was trained on what, in three groups of label and text; unknown things are left out."""
+    at = lambda path: _at(info, path)  # noqa: E731
+    shape = [at("model.layers"), at("model.width"), at("model.heads")]
+    steps, batch = amount(info.get("steps")), amount(info.get("batch_tokens"))
+    size, windows = amount(info.get("parameters")), amount(info.get("windows"))
+    context, planned = amount(info.get("context")), None
+    if steps is not None and batch is not None:
+        planned = steps * batch
+    mixture = [info.get(name) for name in ("micro_batch", "context", "accumulation")]
+    source = at("data.source")
+    groups: dict[str, list[tuple[str, Any]]] = {
+        "Model": [
+            ("Family", info.get("family")),
+            ("Parameters", _whole(size)),
+            ("Blocks, width, heads", None if None in shape else " × ".join(str(item) for item in shape)),
+            ("Context", _whole(context, " tokens")),
+            ("Vocabulary", _whole(info.get("vocab"), " ids")),
+            ("Norm, positions, MLP", _joined(at("model.norm"), at("model.positions"), at("model.mlp"))),
+            ("Arithmetic per token", None if (flops := amount(info.get("flops_per_token"))) is None else
+             f"{human_count(flops)} FLOP, forward and backward"),
+        ],
+        "Data": [
+            ("Source", format_value(source) if isinstance(source, list | dict) else source),
+            ("Tokenizer", info.get("tokenizer")),
+            ("Training", _whole(info.get("train_tokens"), " tokens") or "streamed, length not known"),
+            ("Validation", _whole(info.get("val_tokens"), " tokens")),
+            ("Windows", _whole(windows)),
+            ("Packing", at("data.packing")),
+            ("Fingerprint", _shortened(info.get("dataset"))),
+        ],
+        "Training": [
+            ("Planned", None if planned is None else f"{steps:,} steps, {human_count(planned)} tokens"),
+            ("Epochs", f"{planned / (windows * context):.2f}" if planned and windows and context else None),
+            ("Tokens per parameter", f"{planned / size:,.2f} planned" if planned and size else None),
+            ("Tokens per step", None if batch is None or None in mixture else
+             f"{batch:,} ({' × '.join(str(item) for item in mixture)})"),
+            ("Learning rate", _joined(at("optim.learning_rate"), at("optim.schedule"))),
+            ("Warm-up", _whole(at("optim.warmup_steps"), " steps")),
+            ("Weight decay, clip", _joined(at("optim.weight_decay"), at("optim.clip"))),
+            ("Seed", at("train.seed")),
+        ],
+    }  # fmt: skip
+    return [
+        {"group": group, "rows": [[label, str(value)] for label, value in rows if value is not None]}
+        for group, rows in groups.items()
+    ]
+
+
+def _switches(info: dict[str, Any]) -> list[list[str]]:
+    features = info.get("features")
+    rows = [row for row in features if isinstance(row, dict)] if isinstance(features, list) else []
+    return [[str(row.get(name, "")) for name in ("name", "asked", "used", "why")] for row in rows]
+
+
+def _warnings(history: RunHistory, state: RunState) -> list[str]:
+    """What should not be overlooked, found in the numbers themselves."""
+    found: list[str] = []
+    steps = rows_with_step(history.steps)
+    if state.kind == "stopped":
+        found.append(state.text)
+    bad = [row["step"] for row in steps if (loss := number(row.get("loss"))) is not None and not math.isfinite(loss)]
+    if bad:
+        found.append(f"The loss was not a finite number in {_times(len(bad), 'step')}, first in step {bad[0]:,}.")
+    skipped = [row["step"] for row in steps if row.get("applied") is False]
+    if skipped:
+        found.append(f"{_times(len(skipped), 'update')} skipped, first in step {skipped[0]:,}; weights stayed clean.")
+    held = [row for row in rows_with_step(history.machine) if row.get("throttled")]
+    if held:
+        share = len(held) / max(len(history.machine), 1)
+        why = ", ".join(sorted({str(row["throttled"]) for row in held}))
+        found.append(f"The card's clock was held down ({why}) in {share:.0%} of the readings.")
+    sizes = {size for row in steps if (size := amount(row.get("micro_batch"))) is not None}
+    if len(sizes) > 1:
+        found.append(f"The device ran out of memory: the micro-batch went from {max(sizes):g} to {min(sizes):g}.")
+    return found
+
+
+def _times(count: int, word: str) -> str:
+    return f"1 {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def _notices(history: RunHistory) -> tuple[list[list[Any]], int]:
+    """[step, message, how often] of each message, in order of its first time; the first and the last of very many."""
+    seen: dict[str, list[Any]] = {}
+    for row in rows_with_step(history.notices):
+        message = _cut(row.get("message"))
+        if message in seen:
+            seen[message][2] += 1
+        else:
+            seen[message] = [row["step"], message, 1]
+    rows = list(seen.values())
+    if len(rows) <= _MOST_NOTICES:
+        return rows, 0
+    half = _MOST_NOTICES // 2
+    return rows[:half] + rows[-half:], len(rows) - _MOST_NOTICES
+
+
+def _checkpoint(row: dict[str, Any], folder: Path) -> list[Any]:
+    """[step, folder, size, seconds, whether it was the best so far, whether it is still there]."""
+    size, seconds = amount(row.get("bytes")), amount(row.get("seconds"))
+    name = f"step-{row['step']:08d}"  # where it lies now, which need not be where it was written
+    return [
+        row["step"],
+        f"checkpoints/{name}",
+        "–" if size is None else human_bytes(size),
+        "–" if seconds is None else f"{seconds:.2f} s",
+        bool(row.get("best")),
+        (folder / "checkpoints" / name).is_dir(),
+    ]
+
+
+def _environment(info: dict[str, Any]) -> list[list[str]]:
+    names = {"Flatout": "flatout", "torch": "torch", "Device": "device", "Folder": "folder"}
+    return [[label, str(info[key])] for label, key in names.items() if info.get(key) is not None]
+
+
+def _starts(history: RunHistory) -> list[list[str]]:
+    """Every time the run was started: step, what it went on from, and with what; empty for a run started once."""
+    if len(history.infos) < 2:
+        return []
+    return [
+        [
+            f"{row.get('start_step', 0)}",
+            str(row.get("resumed_from") or "from the beginning"),
+            *(str(row.get(name, "–")) for name in ("flatout", "torch", "device")),
+        ]
+        for row in history.infos
+    ]
+
+
+def _commands(history: RunHistory, state: RunState) -> list[list[str]]:
+    folder = str(history.folder)
+    quoted = shlex.quote(folder)
+    config, again = shlex.quote(str(history.folder / "config.yaml")), shlex.quote(f"{folder}-again")
+    commands = [["The same run again, in a new folder", f"flatout train {config} output.folder={again}"]]
+    if state.kind in ("interrupted", "stopped"):
+        commands.append(["Go on with it", f"flatout train --resume {quoted}"])
+    if history.checkpoints:
+        commands.append(["Text from it", f"flatout generate {quoted}"])
+        commands.append(["Its loss once more", f"flatout eval {quoted}"])
+    commands.append(["This page", f"flatout report {quoted}"])
+    return commands
+
+
+def _yaml(config: Any) -> str:
+    """The stored config as a config file, section by section."""
+    if not isinstance(config, dict):
+        return ""
+    lines: list[str] = []
+    for section, values in config.items():
+        if not isinstance(values, dict) or not values:
+            lines.append(f"{section}: {format_value(values)}")
+            continue
+        lines.append(f"{section}:")
+        lines += [f"  {name}: {format_value(value)}" for name, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _flat_config(config: Any) -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for section, values in config.items() if isinstance(config, dict) else ():
+        if isinstance(values, dict):
+            flat |= {f"{section}.{name}": format_value(value) for name, value in values.items()}
+        else:
+            flat[str(section)] = format_value(values)
+    return flat
+
+
+def _paths(configs: Sequence[dict[str, str]]) -> list[str]:
+    return list(dict.fromkeys(path for config in configs for path in config))
+
+
+def _at(info: dict[str, Any], path: str) -> Any:
+    value = info.get("config")
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _whole(value: Any, unit: str = "") -> str | None:
+    return None if amount(value) is None else f"{value:,}{unit}"
+
+
+def _joined(*values: Any) -> str | None:
+    known = [str(value) for value in values if value is not None]
+    return ", ".join(known) or None
+
+
+def _shortened(value: Any) -> str | None:
+    return None if value is None else str(value)[:16]
+
+
+def _spread(rows: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:
+    """At most so many of them, evenly over time, first and last among them; and how many are left out."""
+    if len(rows) <= most:
+        return rows, 0
+    chosen = sorted({round(index * (len(rows) - 1) / (most - 1)) for index in range(most)})
+    return [rows[index] for index in chosen], len(rows) - len(chosen)
+
+
+def _cut(text: Any) -> str:
+    text = "" if text is None else str(text)
+    return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]} … ({len(text) - _MOST_TEXT:,} characters more)"
+
+
+def _inert(value: Any) -> Any:
+    """The same value without characters that could move, hide or reorder text around them."""
+    if isinstance(value, str):
+        return printable(value).encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_inert(key): _inert(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_inert(item) for item in value]
+    return value

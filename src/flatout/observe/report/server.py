@@ -1,0 +1,248 @@
+"""The report in the browser while runs go on: a small server for this machine alone.
+
+Contract: listens on 127.0.0.1 and nowhere else; answers GET and HEAD of two paths, the page and its data, to whoever
+named it localhost or 127.0.0.1. Another name is refused: a page of somebody else could make its own name mean this
+machine (DNS rebinding) and read along. Nothing is ever read by a path that came over the wire.
+
+Trap: reading a long run takes time, which training needs more. Data is read again only when a file has changed, by
+one thread at a time, and never for more than a small share of the time.
+"""
+
+import contextlib
+import dataclasses
+import http.server
+import os
+import socketserver
+import threading
+import time
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from flatout.errors import DataError, ResourceError, UserError
+from flatout.observe.history import RunHistory
+from flatout.observe.report.data import report_data
+from flatout.observe.report.report import chosen_folders, json_for_page, page_of, read_run
+from flatout.observe.report.state import at_work
+
+FIRST_PORT, TRIED_PORTS = 8484, 20
+ADDRESS = "127.0.0.1"
+_NAMES = ("localhost", "127.0.0.1")
+_READING_SHARE = 0.1  # of the time may go into reading what was written
+_SILENCE_SECONDS = 20.0  # after which a connection is given up
+
+
+def serve(
+    folders: Sequence[str | Path],
+    *,
+    port: int | None = None,
+    ready: Callable[[str], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> None:
+    """Serves the report of these runs until Ctrl-C, or until `stop()` says so; `ready` is told the address.
+
+    Without a port it takes a free one, the first from 8484 on.
+    """
+    source = Source(chosen_folders(folders))
+    source.current()  # mistakes in the folders answer before anything listens
+    with open_server(source, port) as server:
+        server.stop = stop
+        if ready is not None:
+            ready(server.url)
+        server.serve_forever(poll_interval=0.25)
+
+
+def open_server(source: "Source", port: int | None = None) -> "ReportServer":
+    """A server that listens already, and answers once `serve_forever` is called."""
+    ports = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + TRIED_PORTS), 0]
+    for number in ports:
+        try:
+            return ReportServer(source, number)
+        except (OSError, OverflowError) as error:
+            if port is not None:
+                reason = getattr(error, "strerror", None) or str(error)
+                raise ResourceError(
+                    f"could not listen on port {port}: {reason}",
+                    "name another one with --port, or leave it out for a free one",
+                ) from error
+    raise ResourceError("no port is free on this machine", "close a program that listens, then try again")
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """What the runs said up to now; `version` changes when it does."""
+
+    version: str
+    data: dict[str, Any]
+
+
+class Source:
+    """The report's data, read anew when a run has written something; safe to ask from several threads."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = folders
+        self.lock = threading.Lock()
+        self.snapshot: Snapshot | None = None
+        self.marks: list[Any] = []
+        self.rest_until = 0.0
+
+    def current(self) -> Snapshot:
+        with self.lock:
+            if self.snapshot is not None and time.monotonic() < self.rest_until:
+                return self.snapshot
+            marks = [_mark(folder) for folder in self.folders]
+            if self.snapshot is None or marks != self.marks:
+                self.snapshot = self._read(marks)
+            return self.snapshot
+
+    def _read(self, marks: list[Any]) -> Snapshot:
+        began = time.monotonic()
+        try:
+            data = report_data([_read_begun(folder) for folder in self.folders], live=True)
+        except UserError:
+            if self.snapshot is None:
+                raise
+            return self.snapshot  # a folder that was moved away: what is known of it stays on the page
+        finally:
+            ended = time.monotonic()
+            self.rest_until = ended + (ended - began) * (1 / _READING_SHARE - 1)
+        self.marks = marks
+        return self.snapshot if self.snapshot and self.snapshot.data == data else Snapshot(f"{time.time_ns():x}", data)
+
+
+def _read_begun(folder: Path) -> RunHistory:
+    """The run in a folder; of one that was just started and has said nothing yet, nothing."""
+    try:
+        return read_run(folder)
+    except DataError:
+        if not (folder / "run.lock").is_file():
+            raise
+        return RunHistory(folder, ({},), *[()] * 9)
+
+
+def _mark(folder: Path) -> tuple[int, int, int, bool] | None:
+    """Changes when the run writes something, and when its process ends without a word."""
+    try:
+        status = (folder / "metrics.jsonl").stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns, at_work(folder)
+    except OSError:
+        return None
+
+
+class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
+    """Listens on this machine's own address; each request has a thread of its own."""
+
+    daemon_threads = True
+    request_queue_size = 64  # of connections not yet taken up: with the usual 5, some slow ones keep others waiting
+    # So that a port is free again at once after Ctrl-C; on Windows the same word would let two programs share it.
+    allow_reuse_address = os.name == "posix"
+
+    def __init__(self, source: Source, port: int) -> None:
+        self.source = source
+        self.stop: Callable[[], bool] | None = None
+        super().__init__((ADDRESS, port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.server_address[1]}/"
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's own, which asks the network for this machine's name and may wait long for an answer.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = ADDRESS, self.server_address[1]
+
+    def service_actions(self) -> None:
+        if self.stop is not None and self.stop():
+            raise _Stopped
+
+    def serve_forever(self, poll_interval: float = 0.5) -> None:
+        with contextlib.suppress(_Stopped):
+            super().serve_forever(poll_interval)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that hangs up in the middle is no news; anything else is our mistake, and keeps its traceback."""
+        import sys
+
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+class _Stopped(Exception):
+    """Somebody asked for the end."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.0"  # one answer per connection: nothing is left open when the server ends
+    server_version, sys_version = "flatout", ""
+    timeout = _SILENCE_SECONDS
+    server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def do_GET(self) -> None:
+        if not self._is_for_us():
+            return
+        parts = urlsplit(self.path)
+        if parts.path in ("/", "/index.html"):
+            snapshot = self.server.source.current()
+            page = page_of({**snapshot.data, "version": snapshot.version}, live=True)
+            self._answer(HTTPStatus.OK, "text/html; charset=utf-8", page)
+        elif parts.path == "/data.json":
+            snapshot = self.server.source.current()
+            if parse_qs(parts.query).get("version") == [snapshot.version]:
+                self._answer(HTTPStatus.NOT_MODIFIED, None, b"")
+                return
+            body = json_for_page({"version": snapshot.version, "data": snapshot.data})
+            self._answer(HTTPStatus.OK, "application/json", body.encode("ascii"))
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here; the report is at /")
+
+    do_HEAD = do_GET
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other method: the base class looks for a function of its name."""
+        if name.startswith("do_"):
+            return self._refuse_method
+        raise AttributeError(name)
+
+    def _is_for_us(self) -> bool:
+        host = self.headers.get_all("Host") or []
+        name, colon, port = (host[0] if len(host) == 1 else "").strip().lower().partition(":")
+        if name in _NAMES and (not colon or (port.isascii() and port.isdigit())):
+            return True
+        self._refuse(HTTPStatus.FORBIDDEN, f"this server answers to {' and '.join(_NAMES)} only")
+        return False
+
+    def _refuse_method(self) -> None:
+        if self._is_for_us():
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered", [("Allow", "GET, HEAD")])
+
+    def _refuse(self, status: HTTPStatus, text: str, headers: Sequence[tuple[str, str]] = ()) -> None:
+        self._answer(status, "text/plain; charset=utf-8", f"{text}\n".encode(), headers)
+
+    def _answer(
+        self, status: HTTPStatus, kind: str | None, body: bytes, headers: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        self.send_response(status)
+        for name, value in [
+            *([("Content-Type", kind), ("Content-Length", str(len(body)))] if kind else []),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+            ("X-Frame-Options", "DENY"),
+            ("Content-Security-Policy", "frame-ancestors 'none'"),
+            ("Cross-Origin-Resource-Policy", "same-origin"),
+            ("Referrer-Policy", "no-referrer"),
+            *headers,
+        ]:
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What the base class refuses, a malformed request, gets a plain line instead of its page."""
+        self.command = getattr(self, "command", None) or "GET"
+        self._refuse(HTTPStatus(code), message or HTTPStatus(code).phrase)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nobody wants a line for every question of the page."""

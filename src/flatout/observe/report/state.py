@@ -1,0 +1,87 @@
+"""How a run stands: it goes on, it has ended and how, or it stopped without a word.
+
+Trap: a killed run and a running one have the same last record. `run.lock` tells them apart, which holds the number of
+the process at work; it is only read, never locked, since a look at a run must not be able to keep it from starting.
+"""
+
+import dataclasses
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+from flatout.observe.history import RunHistory
+from flatout.observe.human import human_seconds
+from flatout.observe.report.series import amount, rows_with_step
+
+_QUIET_SECONDS = 120.0  # without a new record; asked only where the process cannot be
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """`kind` is running, finished, early_stop, interrupted or stopped; `word` and `text` are for people."""
+
+    kind: str
+    word: str
+    text: str
+    step: int
+    steps: int | None
+
+    @property
+    def goes_on(self) -> bool:
+        return self.kind == "running"
+
+
+def state_of(history: RunHistory) -> RunState:
+    rows = rows_with_step(history.steps)
+    start = amount(history.info.get("start_step"))
+    step = rows[-1]["step"] if rows else int(start or 0)
+    planned = amount(history.info.get("steps"))
+    steps = None if planned is None else int(planned)
+    ends = rows_with_step(history.ends)
+    end = ends[-1] if ends and ends[-1]["step"] >= step else None
+    reason = None if end is None else str(end.get("reason"))
+    where = f"step {step:,}" + ("" if steps is None else f" of {steps:,}")
+    # An interrupted run that was started again has said so, and not yet taken a step.
+    again = reason == "interrupted" and len(history.infos) > len(history.ends)
+    if (reason is None or again) and at_work(history.folder):
+        return RunState("running", "running", f"It goes on, at {where}.", step, steps)
+    spent = None if end is None else amount(end.get("seconds"))
+    after = "" if spent is None else f" after {human_seconds(spent)} of training"
+    if reason == "finished":
+        return RunState("finished", "finished", f"It finished at {where}{after}.", step, steps)
+    if reason == "early_stop":
+        text = f"It stopped early at {where}{after}: the validation loss no longer fell."
+        return RunState("early_stop", "stopped early", text, step, steps)
+    if reason is not None:
+        return RunState("interrupted", "interrupted", f"It was interrupted at {where}{after}.", step, steps)
+    if len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):
+        return RunState("stopped", "diverged", f"It diverged and was stopped at {where}.", step, steps)
+    text = f"It stopped at {where} without an end: killed, or ended by an error."
+    return RunState("stopped", "stopped", text, step, steps)
+
+
+def at_work(folder: Path) -> bool:
+    """Whether a process works in the folder, as far as can be told from here."""
+    try:
+        owner = (folder / "run.lock").read_text(encoding="utf-8", errors="replace")[:200]
+    except OSError:
+        owner = ""
+    match = re.match(r"pid (\d{1,9}) on (\S+)", owner)
+    if match and match[2] == socket.gethostname() and os.name == "posix":
+        return _lives(int(match[1]))
+    try:
+        return time.time() - (folder / "metrics.jsonl").stat().st_mtime < _QUIET_SECONDS
+    except OSError:
+        return False
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing, only asks
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

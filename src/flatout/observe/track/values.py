@@ -1,0 +1,141 @@
+"""What a tracker is told of a record: numbers and texts by tag. One list for all of them, so that they agree.
+
+Contract: a scalar is a finite float; values that are not finite are named apart, since trackers draw them as gaps,
+zeros or not at all. Text is stripped of control characters. Settings that look like secrets are masked: a tracker may
+live on somebody else's machine.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+from flatout.observe.human import human_count, human_seconds, printable
+from flatout.records import (
+    CheckpointRecord,
+    EndRecord,
+    EpochRecord,
+    EvalRecord,
+    MachineRecord,
+    NoticeRecord,
+    Record,
+    RunInfo,
+    SampleRecord,
+    SpanRecord,
+    StepRecord,
+)
+
+GIB = 2**30
+_SECRET = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|(access|auth|hf|bearer)_?token)(_|$)", re.I)
+_IN_ADDRESS = re.compile(r"(\w+://)[^/@\s]+@")
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """`odd` are the values that are not finite, by tag."""
+
+    step: int
+    scalars: dict[str, float]
+    texts: dict[str, str]
+    odd: dict[str, float]
+
+
+def values_of(record: Record) -> Values:
+    step = record.start_step if isinstance(record, RunInfo) else record.step
+    numbers = {tag: float(value) for tag, value in _numbers(record).items() if value is not None}
+    return Values(
+        step=step,
+        scalars={tag: value for tag, value in numbers.items() if math.isfinite(value)},
+        texts={tag: printable(text) for tag, text in _texts(record).items()},
+        odd={tag: value for tag, value in numbers.items() if not math.isfinite(value)},
+    )
+
+
+def safe_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config without secrets: by the name of the field, and passwords in addresses."""
+    return {
+        name: "(hidden)" if isinstance(value, str) and _SECRET.search(name) else _safe(value)
+        for name, value in config.items()
+    }
+
+
+def _safe(value: Any) -> Any:
+    if isinstance(value, dict):
+        return safe_config(value)
+    if isinstance(value, list):
+        return [_safe(item) for item in value]
+    return _IN_ADDRESS.sub(r"\1(hidden)@", printable(value)) if isinstance(value, str) else value
+
+
+def _numbers(record: Record) -> dict[str, float | None]:
+    match record:
+        case StepRecord():
+            waited = record.data_seconds
+            return {
+                "loss/train": record.loss,
+                "optimizer/learning_rate": record.learning_rate,
+                "optimizer/gradient_norm": record.grad_norm,
+                "optimizer/parameter_norm": record.parameter_norm,
+                "optimizer/loss_scale": record.loss_scale,
+                "optimizer/skipped": None if record.applied else 1.0,
+                "throughput/tokens_per_second": record.tokens_per_second,
+                "throughput/mfu": record.mfu,
+                "throughput/step_seconds": record.seconds,
+                "throughput/data_wait_share": waited / record.seconds
+                if waited is not None and record.seconds
+                else None,
+                "memory/peak_gib": _gib(record.memory_bytes),
+                "memory/reserved_gib": _gib(record.reserved_bytes),
+                "progress/tokens": float(record.tokens),
+                "progress/epoch": record.epoch,
+            }
+        case EvalRecord():
+            return {
+                "loss/validation": record.loss,
+                "loss/validation_perplexity": record.perplexity,
+                "loss/validation_bits_per_byte": record.bits_per_byte,
+            }
+        case EpochRecord():
+            return {"loss/epoch_mean": record.mean_loss}
+        case SpanRecord():
+            steps = max(record.steps, 1)
+            return {f"spans/{_tag(name)}_seconds_per_step": value / steps for name, value in record.seconds.items()}
+        case MachineRecord():
+            return {
+                "machine/utilisation": record.utilisation,
+                "machine/memory_gib": _gib(record.memory_bytes),
+                "machine/power_watts": record.power_watts,
+                "machine/temperature": record.temperature,
+                "machine/clock_mhz": record.clock_mhz,
+                "machine/throttled": float(bool(record.throttled)),
+            }
+        case CheckpointRecord():
+            return {"checkpoint/seconds": record.seconds, "checkpoint/gib": _gib(record.bytes)}
+        case EndRecord():
+            return {"loss/best_validation": record.best_loss}
+        case _:
+            return {}
+
+
+def _texts(record: Record) -> dict[str, str]:
+    match record:
+        case RunInfo():
+            size = f"{record.family}, {human_count(record.parameters)} parameters, on {record.device}"
+            used = "\n".join(f"{item.name}: {item.used}" for item in record.features)
+            return {"run": f"flatout {record.flatout}, torch {record.torch}\n{size}\n{used}"}
+        case SampleRecord():
+            return {"samples": record.prompt + record.text}
+        case NoticeRecord():
+            return {"notices": record.message}
+        case EndRecord():
+            return {"notices": f"{record.reason} at step {record.step} after {human_seconds(record.seconds)}"}
+        case _:
+            return {}
+
+
+def _gib(value: int | None) -> float | None:
+    return None if value is None else value / GIB
+
+
+def _tag(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name)[:60] or "unnamed"

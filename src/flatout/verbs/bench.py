@@ -1,0 +1,246 @@
+"""The verb bench: words in, `flatout.api.bench` called, a table, rows and a picture out.
+
+Contract: as in `flatout.cli`. Mistakes in the words, unknown rungs and a folder that cannot be written answer before
+anything is built. Rows are on disk as soon as they are measured; Ctrl-C and SIGTERM end with the table, the rows and
+the picture of what was measured so far. The exit code is 4 when a rung's losses were wrong or a rung broke, 2 when this
+machine can have none of the rungs that were named; that leaves no file. A picture that is not of this ladder is never
+written over.
+"""
+
+import argparse
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatout.errors import HardwareError, ResourceError, UsageError
+from flatout.files import disk_errors, write_whole
+from flatout.words import Parser, add_config, load, number_between, quoted
+
+if TYPE_CHECKING:
+    from flatout.records import BenchRow
+
+GROUPS = ("ladder", "without", "extra")
+ROWS, PICTURE = "bench.jsonl", "bench.png"
+
+
+def bench(words: list[str]) -> int:
+    parsed = _parser().parse_words(words)
+    names = None if parsed.rungs is None else [name.strip() for name in parsed.rungs.split(",") if name.strip()]
+    if names is not None and not names:
+        raise UsageError("--rungs needs names of rungs", "for example --rungs bf16,compile")
+    if names is not None and parsed.only is not None:
+        raise UsageError(
+            "--rungs goes without --only: the one names rungs, the other a part of the ladder", "leave one of them out"
+        )
+    if parsed.go_on and parsed.out is None:
+        raise UsageError("--go-on needs the folder of the rows", "name it with --out FOLDER")
+    from flatout.tuning.rungs import check_asked
+
+    loaded = load(parsed)
+    check_asked(loaded, names)
+    folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
+    _check_folder(folder, "" if parsed.out == "" else str(folder))
+    from flatout.observe.measured.bench_table import BenchReader
+
+    reader = BenchReader()
+    rows: list[BenchRow] = _earlier_rows(folder, reader.notice) if parsed.go_on else []
+    _check_picture(folder, rows, going_on=parsed.go_on)
+    from flatout import api
+    from flatout.records import record_to_json
+    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+
+    before = len(rows)
+    stopped: KeyboardInterrupt | None = None
+    try:
+        with terminated_like_interrupted():
+            for row in api.bench(
+                loaded,
+                steps=parsed.steps,
+                parity_steps=parsed.parity_steps,
+                batch_tokens=parsed.batch_tokens,
+                rungs=names,
+                only=parsed.only,
+                folder=folder,
+                go_on=parsed.go_on,
+                notice=reader.notice,
+                progress=reader.progress,
+            ):
+                rows.append(row)
+                reader.row(row)
+                if parsed.json:
+                    print(record_to_json(row), flush=True)
+    except KeyboardInterrupt as signalled:
+        stopped = signalled
+    finally:
+        reader.close()
+    bad = any(row.status in ("red", "failed") for row in rows[before:])
+    measured = any(row.status != "absent" for row in rows)
+    ladder = _ladder_names(loaded.config.speed.device) if rows else []
+    _finish(rows, folder, ladder, quiet=parsed.json, went_on=before > 0)
+    if stopped is not None:
+        kept = (
+            f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if measured else "nothing was measured yet"
+        )
+        print(f"{word_of(stopped)}; {kept}", file=sys.stderr)
+        return exit_code_of(stopped)
+    _check_something_was_had(names, rows)
+    return 4 if bad else 0
+
+
+def _parser() -> Parser:
+    from flatout.tuning.rungs import every_name  # which needs no torch
+
+    about = (
+        "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
+        "full set, then the rest. A rung whose losses are not the reference's prints no speed."
+    )
+    parser = Parser("bench", _filled(about))
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the names below are not to be broken at hyphens
+    add_config(parser)
+    settings = (
+        f"{parser.epilog} The ladder sets the switches of `speed` itself; speed.micro_batch is the most it tries."
+    )
+    listing = f"rungs (docs/bench.md tells what each one is):\n{_filled(', '.join(every_name()), '  ')}"
+    parser.epilog = f"{_filled(settings)}\n\n{listing}"
+    parser.add_argument(
+        "--steps", type=number_between(int, 3, 10_000), default=12, help="most steps to time per rung; default 12"
+    )
+    parser.add_argument(
+        "--parity-steps",
+        type=number_between(int, 2, 10_000),
+        default=20,
+        help="steps whose losses must be the reference's; default 20",
+    )
+    parser.add_argument(
+        "--batch-tokens",
+        type=number_between(int, 1, 2**40),
+        help="tokens per step; default: the config's, at most 64 sequences",
+    )
+    parser.add_argument(
+        "--rungs", metavar="A,B,C", help="only these rungs, and what they are compared with; the names are below"
+    )
+    parser.add_argument("--only", choices=GROUPS, help="only this part of the ladder")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help=f"where {ROWS} and {PICTURE} go; default: bench/NAME, numbered when taken"
+    )
+    parser.add_argument(
+        "--go-on", action="store_true", help="measure what is missing in the rows that --out holds already"
+    )
+    parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
+    return parser
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 78, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+
+def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow]":
+    """What is there to go on from; that there is nothing is told."""
+    from flatout.observe.measured.bench_rows import read_bench
+
+    rows = read_bench(folder / ROWS, notice) if (folder / ROWS).exists() else []
+    if not rows:
+        notice(f"there is nothing to go on from in {folder}: the ladder starts at its beginning")
+    return rows
+
+
+def _check_picture(folder: Path, rows: "Sequence[BenchRow]", *, going_on: bool) -> None:
+    """Refuses a folder with a picture that is not of the ladder whose rows lie beside it."""
+    if (folder / ROWS).exists() and not going_on:
+        return  # its rows are refused anyway, and in better words
+    if os.path.lexists(folder / PICTURE) and all(row.status == "absent" for row in rows):
+        raise UsageError(
+            f"{folder / PICTURE} is there, and no measured rows beside it: it is not of this ladder",
+            "name another folder with --out, or move the picture away",
+        )
+
+
+def _ladder_names(device: str) -> list[str]:
+    """The ladder of this kind of device, bottom to top, also what this very one cannot have."""
+    from flatout.device import detect_device
+    from flatout.tuning.rungs import all_rungs
+
+    listed = all_rungs(kind=detect_device(device).kind, micro_batch=1, attention="sdpa")
+    return [rung.name for rung in listed if rung.group == "ladder"]
+
+
+def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, went_on: bool) -> None:
+    """The table and the picture of what was measured, each gain over what is known by now."""
+    if not rows:
+        return
+    from flatout.observe.measured.bench_picture import draw_bench
+    from flatout.observe.measured.bench_table import print_bench
+    from flatout.records import record_to_json
+    from flatout.tuning.claims import TOTALS
+    from flatout.tuning.ladder import with_gains
+
+    by_name = {row.rung: row for row in rows}
+    complete = [with_gains(row, by_name) for row in rows]
+    if went_on and complete != rows:
+        with disk_errors(str(folder / ROWS), safe="; the rows that are there are whole"):
+            write_whole(folder / ROWS, "".join(f"{record_to_json(row)}\n" for row in complete).encode("utf-8"))
+    complete.sort(key=lambda row: row.place)
+    if not quiet:
+        print_bench(complete, [claim.text for claim in TOTALS], ladder=ladder)
+    if not (folder / ROWS).exists():
+        return
+    made = [folder / ROWS]
+    if any(row.status != "absent" for row in complete):
+        try:
+            draw_bench(complete, folder / PICTURE, ladder)
+        except ResourceError as error:
+            raise ResourceError(error.message, f"{error.hint}; the rows are kept, and --go-on draws them") from error
+        made.append(folder / PICTURE)
+    print(f"wrote {' and '.join(str(path) for path in made)}", file=sys.stderr if quiet else sys.stdout)
+
+
+def _check_something_was_had(names: Sequence[str] | None, rows: "Sequence[BenchRow]") -> None:
+    asked = [row for row in rows if row.rung in (names or ())]
+    if asked and len(asked) == len(set(names or ())) and all(row.status == "absent" for row in asked):
+        why = f"this machine cannot have {', '.join(row.rung for row in asked)}"
+        why += f" ({asked[0].reason})" if len(asked) == 1 else ""
+        raise HardwareError(f"nothing was measured: {why}", "without --rungs, all that this machine has is measured")
+
+
+def _rungs(count: int) -> str:
+    return "1 rung is" if count == 1 else f"{count} rungs are"
+
+
+def _free_folder(name: str) -> Path:
+    """bench/NAME, or the first bench/NAME-2, bench/NAME-3 ... that holds neither rows nor a picture."""
+    first = Path("bench") / name
+    number, folder = 1, first
+    while any(os.path.lexists(folder / made) for made in (ROWS, PICTURE)):
+        number += 1
+        folder = first.with_name(f"{name}-{number}")
+    return folder
+
+
+def _check_folder(folder: Path, written: str) -> None:
+    """Tries whether a folder can be made and written, and leaves nothing behind."""
+    if not written:
+        raise UsageError("--out needs a folder", "for example --out rows")
+    missing: list[Path] = []
+    with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
+        while not os.path.lexists(folder):
+            missing.append(folder)
+            folder = folder.parent
+        if not folder.is_dir():
+            raise UsageError(f"--out {quoted(written)}: {str(folder)!r} is not a folder", "name another one with --out")
+        made: list[Path] = []
+        try:
+            for path in reversed(missing):
+                path.mkdir()
+                made.append(path)
+                folder = path
+            probe = folder / f".flatout-{os.getpid()}"
+            try:
+                probe.write_bytes(b"?")
+            finally:
+                probe.unlink(missing_ok=True)
+        finally:
+            for path in reversed(made):
+                path.rmdir()

@@ -1,0 +1,312 @@
+"""The verbs about text and tokens: prepare, data, tokenizer. None of them needs torch.
+
+Contract: as in `flatout.cli`. Input that could not be used is listed after the result, and the exit code is 3.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import DataError, UsageError
+from flatout.words import Parser, add_config, choose_action, load, number_between, quoted, sentence
+
+if TYPE_CHECKING:
+    from flatout.config.schema import RunConfig
+    from flatout.data.shards import Verify
+
+_MOST_LISTED = 10
+DATA_ACTIONS = {
+    "inspect": "what a prepared dataset holds, what was dropped and why, with a picture",
+    "verify": "check every byte of a prepared dataset",
+}
+TOKENIZER_ACTIONS = {
+    "train": "learn a byte-pair encoding from the config's text",
+    "report": "bytes per token of one or more tokenizers on the config's text",
+}
+
+
+def prepare(words: list[str]) -> int:
+    parser = Parser("prepare", "Turn the config's text into token shards with a manifest. Goes on after a kill.")
+    add_config(parser)
+    _add_engine(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parsed = parser.parse_words(words)
+    config = load(parsed).config
+    from flatout.data.prepare import prepare_data, refuse_second_pipe
+    from flatout.observe.live.prepare_bar import PrepareBar
+
+    if not parsed.overwrite:
+        refuse_second_pipe(config.data)
+    started = time.monotonic()
+    with PrepareBar() as bar:
+        try:
+            folder, fresh = prepare_data(
+                config.data,
+                config.clean,
+                bar,
+                overwrite=parsed.overwrite,
+                workers=parsed.workers,
+                engine=parsed.engine,
+            )
+        except KeyboardInterrupt:
+            bar.close()
+            print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+            return 130
+    seconds = time.monotonic() - started
+    facts = _facts(folder, config, "sizes" if fresh else "full")
+    if parsed.json:
+        print(json.dumps({**facts, "seconds": round(seconds, 3), "made": fresh}))
+    else:
+        for line in _lines(facts, seconds if fresh else None):
+            print(line)
+    return _tell_problems(folder, facts["report"])
+
+
+def _add_engine(parser: Parser) -> None:
+    parser.add_argument(
+        "--workers", type=number_between(int, 0, 1024), help="worker processes; default: one per core; 0: none"
+    )
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where workers run; default: local")
+
+
+def _facts(folder: Path, config: "RunConfig", verify: "Verify") -> dict[str, Any]:
+    from flatout.data.inspect import read_report
+    from flatout.data.sampler import remainder, window_count
+    from flatout.data.shards import open_dataset
+
+    dataset = open_dataset(folder, verify=verify)
+    context, stride = config.model.context, config.data.stride or config.model.context
+    windows = window_count(dataset.train.tokens, context, stride)
+    return {
+        "folder": str(folder),
+        "train_tokens": dataset.train.tokens,
+        "val_tokens": dataset.val.tokens,
+        "vocab": dataset.tokenizer.vocab,
+        "tokenizer": dataset.tokenizer.kind,
+        "fingerprint": dataset.manifest.fingerprint,
+        "documents": {name: split.documents for name, split in dataset.manifest.splits.items()},
+        "text_bytes": sum(split.text_bytes for split in dataset.manifest.splits.values()),
+        "context": context,
+        "packing": config.data.packing,
+        "windows": windows,
+        "remainder": remainder(dataset.train.tokens, context, stride) if windows else None,
+        "report": read_report(folder),
+    }
+
+
+def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
+    tokens = facts["train_tokens"] + facts["val_tokens"]
+    yield (
+        f"{facts['folder']}: {facts['train_tokens']:,} training and {facts['val_tokens']:,} validation tokens "
+        f"({facts['tokenizer']}, {facts['vocab']} ids, {facts['text_bytes'] / tokens:.2f} bytes a token)"
+    )
+    report = facts["report"]
+    if report is not None:
+        kept = sum(report["kept"].values())
+        rate = f", {report['input_bytes'] / 1e6:,.1f} MB in {seconds:.1f} s" if seconds is not None else ""
+        yield f"kept {kept:,} of {report['records']:,} records from {report['files']:,} files{rate}"
+        if report["dropped"]:
+            reasons = sorted(report["dropped"].items(), key=lambda pair: (-pair[1], pair[0]))
+            yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)
+        if report["replaced_characters"]:
+            yield f"replaced {report['replaced_characters']:,} invalid byte sequences by U+FFFD"
+        if report["passed_over"]:
+            others = ", ".join(f"{count:,} {suffix}" for suffix, count in sorted(report["passed_over"].items()))
+            yield f"passed over files of other types: {others}"
+    if facts["packing"] == "best_fit":
+        yield f"windows of {facts['context']:,} tokens are fitted to whole documents when training starts"
+    elif facts["remainder"] is not None:
+        yield (
+            f"{facts['windows']:,} windows of {facts['context']:,} tokens an epoch; "
+            f"{facts['remainder']:,} tokens at the end fill no window"
+        )
+    else:
+        yield f"too short for one window of {facts['context']:,} tokens: set a smaller model.context to train on it"
+
+
+def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
+    if report is None or not report["problem_count"]:
+        return 0
+    from flatout.data.inspect import read_problems
+    from flatout.data.prepare import check_complete
+    from flatout.words import one_line
+
+    problems = read_problems(folder, _MOST_LISTED)
+    for problem in problems:
+        place = f", {problem['place']}" if problem["place"] else ""
+        print(one_line(f"problem: {problem['file']}{place}: {problem['message']}"), file=sys.stderr)
+    if report["problem_count"] > len(problems):
+        print(f"problem: ... and {report['problem_count'] - len(problems):,} more", file=sys.stderr)
+    check_complete(folder)
+    return 0
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+def data(words: list[str]) -> int:
+    action, rest = choose_action("data", words, DATA_ACTIONS)
+    if action is None:
+        return 0
+    parser = Parser(f"data {action}", sentence(DATA_ACTIONS[action]))
+    parser.add_argument("folder", help="folder of prepared shards")
+    if action == "inspect":
+        parser.add_argument("--context", type=number_between(int, 1, 2**24), help="count windows of this many tokens")
+        parser.add_argument("--picture", metavar="FILE", help="PNG or SVG to draw; default: FOLDER.png beside it")
+        parser.add_argument("--no-picture", action="store_true", help="draw nothing")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parsed = parser.parse_words(rest)
+    if not Path(parsed.folder).is_dir():
+        raise UsageError(f"{quoted(parsed.folder)} is not a folder", "name a folder that `flatout prepare` made")
+    return _inspect(parsed) if action == "inspect" else _verify(parsed)
+
+
+def _inspect(parsed: argparse.Namespace) -> int:
+    from flatout.data.inspect import summarize
+    from flatout.data.shards import verify_dataset
+    from flatout.files import disk_errors
+    from flatout.observe.measured.data_picture import draw_data, print_data
+    from flatout.records import record_to_json
+
+    folder = Path(parsed.folder)
+    beside = folder.resolve().with_name(f"{folder.resolve().name}.png")
+    picture = None if parsed.no_picture else Path(parsed.picture or os.path.relpath(beside))
+    if picture is not None and picture.suffix.lower() not in (".png", ".svg"):
+        raise UsageError(f"--picture {quoted(str(picture))} is of an unknown type", "name a .png or .svg file")
+    verify_dataset(folder)  # a picture of damaged shards would be of nothing
+    summary = summarize(folder, context=parsed.context)
+    if parsed.json:
+        print(record_to_json(summary))
+    else:
+        print_data(summary)
+    if picture is not None:
+        unfinished = picture.with_name(f".unfinished-{picture.name}")
+        with disk_errors(str(picture), safe=""):
+            try:
+                draw_data(summary, unfinished)
+                unfinished.replace(picture)
+            finally:
+                unfinished.unlink(missing_ok=True)
+        print(f"picture: {picture}", file=sys.stderr if parsed.json else sys.stdout)
+    return 0
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    from flatout.data.shards import verify_dataset
+
+    manifest = verify_dataset(parsed.folder)
+    size = sum(file.bytes for file in manifest.files)
+    if parsed.json:
+        print(json.dumps({"folder": parsed.folder, "fingerprint": manifest.fingerprint, "bytes": size, "good": True}))
+    else:
+        print(f"{parsed.folder}: {len(manifest.files)} files, {size / 1e6:,.1f} MB, every byte, id and offset is right")
+    return 0
+
+
+# --- tokenizer --------------------------------------------------------------------------------------------------------
+
+
+def tokenizer(words: list[str]) -> int:
+    action, rest = choose_action("tokenizer", words, TOKENIZER_ACTIONS)
+    if action is None:
+        return 0
+    parser = Parser(f"tokenizer {action}", sentence(TOKENIZER_ACTIONS[action]))
+    add_config(parser)
+    if action == "train":
+        parser.add_argument("--vocab", type=number_between(int, 257, 2**24), required=True, help="ids in all")
+        parser.add_argument("--out", metavar="FILE", default="tokenizer.json", help="file to write")
+        parser.add_argument("--split", choices=("gpt2", "gpt4"), default="gpt4", help="how text is cut into words")
+        parser.add_argument("--overwrite", action="store_true", help="replace the file")
+    else:
+        parser.add_argument(
+            "--tokenizer", action="append", metavar="NAME", help="gpt2, bytes or a tokenizer.json; may be repeated"
+        )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parsed = parser.parse_words(rest)
+    config = load(parsed).config
+    if action == "train":
+        return _train_tokenizer(config, parsed)
+    return _report_tokenizers(config, parsed)
+
+
+def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
+    from flatout.data.tokenizer import load_tokenizer
+    from flatout.data.train_tokenizer import train_bpe, write_tokenizer
+
+    target = Path(parsed.out)
+    if target.exists() and not parsed.overwrite:
+        raise UsageError(f"{quoted(str(target))} is already there", "name another file with --out, or add --overwrite")
+    started = time.monotonic()
+    content = train_bpe(_texts(config), parsed.vocab, split=parsed.split)
+    write_tokenizer(content, target, overwrite=parsed.overwrite)
+    seconds = time.monotonic() - started
+    row = _fertility(str(target), load_tokenizer(str(target), None), config)
+    if parsed.json:
+        print(json.dumps({**row, "seconds": round(seconds, 3)}))
+    else:
+        print(f"wrote {target}: {parsed.vocab:,} ids, learned in {seconds:.1f} s")
+        _print_fertility([row])
+    return 0
+
+
+def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
+    from flatout.data.tokenizer import load_tokenizer
+
+    names = parsed.tokenizer or ["bytes", "gpt2"]
+    rows = [_fertility(name, load_tokenizer(name, lambda: _texts(config)), config) for name in names]
+    if parsed.json:
+        print(json.dumps(rows))
+    else:
+        _print_fertility(rows)
+    return 0
+
+
+def _texts(config: "RunConfig") -> Iterator[str]:
+    """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
+    from flatout.corpus.document import Document, Problem
+    from flatout.data.part import Part, Recipe, judged
+    from flatout.data.plan import Done, find_inputs, parts_of, request_of
+
+    request = request_of(config.data, config.clean)
+    if request.piped:
+        raise UsageError("standard input cannot be read more than once", "name a file or folder as data.source")
+    inputs = find_inputs(request, Path())
+    recipe = Recipe(request.options, request.rules)
+    problems: list[Problem] = list(inputs.problems)
+    for part in parts_of(inputs, request.options, Done()):
+        assert isinstance(part, Part), "nothing is done yet"
+        for _, item in judged(recipe, part):
+            if isinstance(item, Problem):
+                problems.append(item)
+            elif isinstance(item, Document) and item.text and item.rejected is None:
+                yield item.text
+    if problems:
+        first = problems[0]
+        raise DataError(
+            f"{len(problems):,} places of the source could not be read: {first.file} {first.place}: {first.message}",
+            "`flatout prepare` lists them all; mend them, or take them out of the source",
+        )
+
+
+def _fertility(name: str, made: Any, config: "RunConfig") -> dict[str, Any]:
+    import dataclasses
+
+    from flatout.data.train_tokenizer import fertility
+
+    return {"tokenizer": name, "vocab": made.vocab, **dataclasses.asdict(fertility(made, _texts(config)))}
+
+
+def _print_fertility(rows: list[dict[str, Any]]) -> None:
+    width = max(len("tokenizer"), *(len(row["tokenizer"]) for row in rows))
+    print(f"{'tokenizer':<{width}}  {'vocab':>9}  {'tokens':>14}  {'bytes/token':>11}  {'tokens/word':>11}")
+    for row in rows:
+        print(
+            f"{row['tokenizer']:<{width}}  {row['vocab']:>9,}  {row['tokens']:>14,}  "
+            f"{row['bytes_per_token']:>11.3f}  {row['tokens_per_word']:>11.3f}"
+        )

@@ -1,0 +1,161 @@
+"""The verb doctor: words in, `flatout.diagnose.examine` called, a line for each check and advice for each problem out.
+
+Contract: as in `flatout.cli`, with one difference: a mistake in the config is a finding among others, so that the rest
+is checked too; mistakes in the options are errors as everywhere. Works without torch, and with a broken one. The exit
+code is 0 when nothing is bad (warnings are allowed), 2 for the machine or the config, 3 for data, 5 for memory or disk.
+With --json there is one JSON object a line, findings first and a summary last, and nothing else on stdout.
+"""
+
+import dataclasses
+import json
+import os
+import sys
+import textwrap
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from flatout.words import Parser, add_config
+
+if TYPE_CHECKING:
+    from flatout.diagnose.doctor import Finding
+
+# A mark that reads without colour, and the colour that helps where there is one.
+_MARKS = {"ok": ("ok", "32"), "note": ("note", "36"), "warn": ("WARN", "33"), "bad": ("BAD", "31")}
+_TITLES = {
+    "machine": "Machine",
+    "gpu": "GPU",
+    "kernels": "What really runs",
+    "environment": "Environment variables",
+    "disk": "Disk",
+    "data": "Data",
+    "config": "Config",
+    "memory": "Memory and speed",
+}
+_NAME_WIDTH = 20
+
+
+def doctor(words: list[str]) -> int:
+    parser = Parser(
+        "doctor",
+        "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
+    )
+    add_config(parser)
+    parser.add_argument("--quick", action="store_true", help="leave out what takes seconds, such as compiling")
+    parser.add_argument("--json", action="store_true", help="print findings as JSON lines")
+    parsed = parser.parse_words(words)
+    from flatout.diagnose.doctor import exit_code
+    from flatout.diagnose.examine import examine
+    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+
+    printer = _Printer(as_json=parsed.json)
+    findings: list[Finding] = []
+    try:
+        with terminated_like_interrupted():
+            for finding in examine(
+                parsed.config,
+                parsed.overrides,
+                hardware=parsed.hardware,
+                quick=parsed.quick,
+                progress=printer.progress,
+            ):
+                findings.append(finding)
+                printer.finding(finding)
+            printer.end(findings, exit_code(findings))
+    except KeyboardInterrupt as stopped:
+        printer.clear()
+        print(f"{word_of(stopped)}; the checks above were made, the rest was not", file=sys.stderr)
+        return exit_code_of(stopped)
+    return exit_code(findings)
+
+
+class _Printer:
+    """Findings to the terminal as they come, or as JSON lines."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.as_json = as_json
+        self.area = ""
+        self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        # A line that is wiped away again: only where somebody watches.
+        self.watched = not as_json and sys.stdout.isatty() and sys.stderr.isatty()
+        self.waiting = False
+
+    def progress(self, text: str) -> None:
+        if self.watched:
+            self.clear()
+            print(f"  ... {text}", end="", file=sys.stderr, flush=True)
+            self.waiting = True
+
+    def clear(self) -> None:
+        if self.waiting:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self.waiting = False
+
+    def finding(self, finding: "Finding") -> None:
+        if self.as_json:
+            print(json.dumps({"type": "finding", **dataclasses.asdict(finding)}, ensure_ascii=False), flush=True)
+            return
+        self.clear()
+        if finding.area != self.area:
+            print(f"{'' if not self.area else chr(10)}{self._styled(_TITLES[finding.area], '1')}")
+            self.area = finding.area
+        print(
+            f"  {self._mark(finding.status)}  {_clean(finding.name):<{_NAME_WIDTH}}  {_clean(finding.found)}",
+            flush=True,
+        )
+
+    def end(self, findings: "list[Finding]", code: int) -> None:
+        counts = Counter(finding.status for finding in findings)
+        if self.as_json:
+            summary = {status: counts[status] for status in _MARKS}
+            print(json.dumps({"type": "doctor", "checks": len(findings), **summary, "exit_code": code}), flush=True)
+            return
+        self.clear()
+        worth = [one for one in findings if one.status in ("ok", "note") and one.advice]
+        self._section("Worth knowing", worth)
+        self._section("Warnings: it works, but not well", [one for one in findings if one.status == "warn"])
+        self._section("Problems: training would not work", [one for one in findings if one.status == "bad"])
+        print(f"\n{self._styled(_summary(counts, len(findings)), '1')}")
+
+    def _section(self, title: str, findings: "list[Finding]") -> None:
+        if not findings:
+            return
+        print(f"\n{self._styled(title, '1')}")
+        for finding in findings:
+            head = f"{_TITLES[finding.area]}, {_clean(finding.name)}: {_clean(finding.found)}"
+            for text, indent in ((head, "        "), (_clean(finding.advice), "        ")):
+                lines = textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False) or []
+                if text is head:
+                    print(f"  {self._mark(finding.status)}  {lines[0]}")
+                    lines = lines[1:]
+                    for line in lines:
+                        print(f"{indent}{line}")
+                    continue
+                for number, line in enumerate(lines):
+                    print(f"{indent}{'-> ' if number == 0 else '   '}{line}")
+
+    def _mark(self, status: str) -> str:
+        word, colour = _MARKS[status]
+        return self._styled(f"{word:<4}", colour)
+
+    def _styled(self, text: str, code: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
+
+
+def _summary(counts: Counter[str], checks: int) -> str:
+    def count(status: str, one: str, many: str) -> str:
+        return f"{counts[status]} {one if counts[status] == 1 else many}"
+
+    if counts["bad"]:
+        found = f"{count('bad', 'problem', 'problems')}, {count('warn', 'warning', 'warnings')}"
+        return f"{checks} checks: {found}. Mend the problems first; they stand last in the list."
+    if counts["warn"]:
+        found = f"{count('warn', 'warning', 'warnings')}, no problems"
+        return f"{checks} checks: {found}. Training works; the warnings say what it would waste."
+    return f"{checks} checks, all fine."
+
+
+def _clean(text: str) -> str:
+    """One line without control characters: paths and values come from the user's files."""
+    from flatout.observe.human import printable
+
+    return printable(" ".join(text.split()))

@@ -1,0 +1,176 @@
+"""The verb profile: words in, a few steps under torch's profiler, a page and a folder of files out.
+
+Contract: as in `flatout.cli`. Mistakes in the words and a folder that cannot be written answer before all else.
+The folder appears under its name only when everything in it is there; Ctrl-C and SIGTERM leave none. Files that are
+there already are never written over. No run is written, and no data is prepared where the config asks for it.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout.errors import UsageError
+from flatout.files import disk_errors, write_whole
+from flatout.words import Parser, add_config, load, number_between, quoted
+
+if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
+
+PAGE = "reading.md"
+_LOG_LEVEL = "KINETO_LOG_LEVEL"
+
+
+def profile(words: list[str]) -> int:
+    parser = Parser(
+        "profile",
+        "Take some real training steps under torch's profiler and say what holds them: arithmetic, memory, launches or "
+        "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--steps",
+        type=number_between(int, 1, 1000),
+        help="steps under the profiler; default 4, fewer if a step has many micro-batches",
+    )
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where the files go; default: profile/NAME, numbered when that is taken"
+    )
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead of the page")
+    parsed = parser.parse_words(words)
+    loaded = load(parsed)
+    folder = _free_folder(loaded.config.output.name) if parsed.out is None else _named_folder(parsed.out)
+    with _whole_folder(folder) as unfinished:
+        from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+
+        try:
+            with terminated_like_interrupted(), _quiet_profiler():
+                report = profile_into(loaded, unfinished, folder, steps=parsed.steps, progress=_say)
+        except KeyboardInterrupt as stopped:
+            print(f"{word_of(stopped)}; nothing was written", file=sys.stderr)
+            shutil.rmtree(unfinished)
+            return exit_code_of(stopped)
+    if parsed.json:
+        import json
+
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        from flatout.observe.measured.profile_page import page_of, print_page
+
+        print_page(page_of(report, str(folder)))
+    return 0
+
+
+def profile_into(
+    loaded: "LoadedConfig",
+    unfinished: Path,
+    folder: Path,
+    *,
+    steps: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Profiles a config; writes all files into `unfinished`, which will be called `folder`; returns profile.json."""
+    import dataclasses
+
+    from flatout.diagnose.profile import fitted, profile_run
+    from flatout.observe.measured.profile_page import as_markdown, page_of
+    from flatout.tuning.measure import borrowed_run
+    from flatout.tuning.practice_data import practice_data, scratch_folder
+
+    with scratch_folder("flatout-profile-") as scratch:
+        data, described = loaded.config.data, str(loaded.config.data.source)
+        if not data.streaming:  # of a stream its reading and tokenizing is what there is to see
+            data, described = practice_data(loaded.config, scratch)
+        progress("building the model")
+        with borrowed_run(fitted(loaded, data, steps)) as run:
+            found = profile_run(run, unfinished, steps=steps, data=described, progress=progress)
+    report = dataclasses.asdict(found)
+    with disk_errors(str(folder / PAGE), safe=""):
+        write_whole(unfinished / PAGE, as_markdown(page_of(report, str(folder))).encode("utf-8"))
+    return report
+
+
+def _say(text: str) -> None:
+    print(f"profile: {text}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _quiet_profiler() -> Iterator[None]:
+    """Keeps torch's profiler, which asks when it is first used, from printing lines for its own developers."""
+    if _LOG_LEVEL in os.environ:
+        yield
+        return
+    os.environ[_LOG_LEVEL] = "99"
+    try:
+        yield
+    finally:
+        del os.environ[_LOG_LEVEL]
+
+
+def _free_folder(name: str) -> Path:
+    """profile/NAME, or the first profile/NAME-2, profile/NAME-3 ... that is not there."""
+    first = Path("profile") / name
+    number, folder = 1, first
+    while os.path.lexists(folder):
+        number += 1
+        folder = first.with_name(f"{name}-{number}")
+    return folder
+
+
+def _named_folder(written: str) -> Path:
+    if not written.strip():
+        raise UsageError("--out needs a folder", "for example --out profiles/first")
+    folder = Path(written)
+    with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
+        if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UsageError(f"--out {quoted(written)} is there already and is not an empty folder", "name a new one")
+    return folder
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into that gets its name at the end of the block, or goes with everything made for it."""
+    made: list[Path] = []
+    with disk_errors(f"to the folder {folder}", safe=", or name another one with --out"):
+        parent = folder.absolute().parent
+        missing = [path for path in (parent, *parent.parents) if not os.path.lexists(path)]
+        nearest = missing[-1].parent if missing else parent
+        if not nearest.is_dir():
+            raise UsageError(
+                f"{quoted(str(folder))} lies in {quoted(str(nearest))}, which is no folder", "name another one"
+            )
+        try:
+            for path in reversed(missing):
+                path.mkdir()
+                made.append(path)
+            unfinished = Path(tempfile.mkdtemp(prefix=".flatout-profile-", dir=parent))
+        except BaseException:
+            _remove_empty(made)
+            raise
+    try:
+        yield unfinished
+        if unfinished.exists():
+            with disk_errors(f"to the folder {folder}", safe=", or name another one with --out"):
+                unfinished.chmod(0o777 & ~_umask())  # a temporary folder is its owner's alone
+                if folder.is_dir():
+                    folder.rmdir()
+                unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for path in reversed(folders):
+        with contextlib.suppress(OSError):  # something is in it by now
+            path.rmdir()
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask

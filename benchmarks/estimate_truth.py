@@ -1,20 +1,28 @@
 """`flatout estimate` against the run it estimates: time and peak memory, over presets, micro-batches, checkpointing.
 
-    python benchmarks/estimate_truth.py [--preset NAME ...] [--steps N] [--seconds N] >> benchmarks/estimate_truth.jsonl
+    python benchmarks/estimate_truth.py [CASE ...] [--steps N] [--seconds N] >> benchmarks/estimate_truth.jsonl
 
-Each row: what was estimated, what a run of the same config then took, and the one as a share of the other; on the error
-output the shares. Both are of one process with the same data, random tokens, and the kernels of a case are warmed up by
-a few steps before, so that neither pays for compiling what the other finds in a cache. `--preset shakespeare-char` has
-cases for a CPU. The last line on the error output says how many cases are within a tenth.
+CASES are names PRESET-MICRO_BATCH-CHECKPOINTING, or patterns of them: gpt2-124m-8-none, 'gpt2-350m-*-full'; none means
+all that are for a GPU, and 'shakespeare-char-*' those for a CPU. `--list` prints the names. `--steps 40 --seconds 3` is
+short. One JSON line per case comes as soon as it is done: what was estimated, what a run of the same config then took,
+and the one as a share of the other. A case that fails, or does not fit here, is a line with `error`, and the next one
+follows. On the error output are the shares for people, and last how many cases are within a tenth.
+
+Both are of one process with the same data, random tokens, and the kernels of a case are warmed up by a few steps, an
+evaluation and a sample before, so that neither pays for compiling what the other finds in a cache.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import fnmatch
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 # (preset, sequences at once, checkpointing)
@@ -25,12 +33,16 @@ CASES = [
 CPU_CASES = [("shakespeare-char", size, how) for how in ("none", "full") for size in (4, 8, 16)]
 
 
+def name_of(case: tuple[str, int, str]) -> str:
+    return "-".join(str(part) for part in case)
+
+
 def case_row(preset: str, micro_batch: int, checkpointing: str, steps: int, seconds: float, scratch: Path) -> dict:
     import torch
 
     from flatout import api
     from flatout.config.load import LoadedConfig, load_config
-    from flatout.records import CheckpointRecord, EvalRecord, StepRecord
+    from flatout.records import CheckpointRecord, EvalRecord, SampleRecord, StepRecord
     from flatout.tuning.estimate import estimate
     from flatout.tuning.practice_data import practice_data
 
@@ -50,9 +62,11 @@ def case_row(preset: str, micro_batch: int, checkpointing: str, steps: int, seco
         data = loaded.config.data.model_validate_json(kept.read_text(encoding="utf-8"))
         return dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
 
-    name = f"{preset}-{micro_batch}-{checkpointing}"
-    for _ in api.train(config(3, f"{name}-warm")):
-        pass
+    name = name_of((preset, micro_batch, checkpointing))
+    with contextlib.closing(api.train(config(3, f"{name}-warm"))) as warming:
+        for record in warming:
+            if isinstance(record, SampleRecord):  # all that is left is a checkpoint, which has no kernels
+                break
     found = estimate(config(steps, name), seconds=seconds)
     began = time.perf_counter()
     records = list(api.train(config(steps, name)))
@@ -82,40 +96,71 @@ def case_row(preset: str, micro_batch: int, checkpointing: str, steps: int, seco
         "device": found.device,
         "torch": torch.__version__,
     }
-    for folder in (name, f"{name}-warm"):
-        subprocess.run(["rm", "-r", str(scratch / folder)], check=False)
+    for folder in (name, f"{name}-warm"):  # disks are small, and checkpoints are not
+        shutil.rmtree(scratch / folder, ignore_errors=True)
     return row
 
 
-def main() -> None:
-    from flatout.errors import UserError
+def within_a_tenth(row: dict) -> bool:
+    # On a CPU the formula knows the tensors only, and the process is most of the peak.
+    memory = row["probe_share"] if row["preset"] == "shakespeare-char" else row["formula_share"]
+    return abs(row["time_share"] - 1) <= 0.1 and abs(memory - 1) <= 0.1
 
+
+def shown(row: dict) -> str:
+    """A row for people."""
+    if "error" in row:
+        return f"{row['case']}: {row['error']}"
+    told = f"time {row['time_share']:.3f} of {row['seconds_truth']:.1f} s, memory by formula {row['formula_share']:.3f}"
+    told += f", by the probe {row['probe_share']:.3f} of {row['peak_truth'] / 2**30:.2f} GiB"
+    return f"{row['case']}: {told}{'' if within_a_tenth(row) else '   NOT WITHIN A TENTH'}"
+
+
+def main() -> int:
+    everything = {name_of(case): case for case in CASES + CPU_CASES}
     parser = argparse.ArgumentParser()
-    parser.add_argument("--preset", action="append")
+    parser.add_argument("cases", nargs="*", metavar="CASE")
+    parser.add_argument("--list", action="store_true")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=5.0)
-    words = parser.parse_args()
+    words = parser.parse_intermixed_args()
+    if words.list:
+        print("\n".join(everything))
+        return 0
+    for pattern in words.cases:
+        if not fnmatch.filter(everything, pattern):
+            parser.error(f"no case {pattern!r}; --list prints their names")
+    asked = words.cases or [name_of(case) for case in CASES]
+    names = [name for name in everything if any(fnmatch.fnmatch(name, pattern) for pattern in asked)]
+
+    from flatout.errors import UserError
+    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
-    cases = [case for case in CASES + CPU_CASES if case[0] in (words.preset or [case[0] for case in CASES])]
-    within, rows = 0, 0
-    with tempfile.TemporaryDirectory() as folder:
-        for case in cases:
-            try:
-                row = case_row(*case, words.steps, words.seconds, Path(folder))
-            except UserError as error:  # what does not fit here is left out, and the others go on
-                print(f"left out {case}: {error}", file=sys.stderr)
-                continue
-            print(json.dumps({**row, "commit": commit}), flush=True)
-            # On a CPU the formula knows the tensors only, and the process is most of the peak.
-            memory = row["formula_share"] if case[0] != "shakespeare-char" else row["probe_share"]
-            rows += 1
-            within += abs(row["time_share"] - 1) <= 0.1 and abs(memory - 1) <= 0.1
-            told = f"time {row['time_share']:.3f} of {row['seconds_truth']:.1f} s, memory by formula "
-            told += f"{row['formula_share']:.3f}, by the probe {row['probe_share']:.3f} of "
-            print(f"{case}: {told}{row['peak_truth'] / 2**30:.2f} GiB", file=sys.stderr)
-    print(f"{within} of {rows} within a tenth in time and memory", file=sys.stderr)
+    rows: list[dict] = []
+    try:
+        with terminated_like_interrupted(), tempfile.TemporaryDirectory() as folder:
+            for name in names:
+                began = time.perf_counter()
+                try:
+                    row = {"case": name, **case_row(*everything[name], words.steps, words.seconds, Path(folder))}
+                except Exception as error:  # noqa: BLE001 - whatever it is, the other cases still have something to say
+                    if not isinstance(error, UserError):
+                        traceback.print_exc()
+                    row = {"case": name, "error": f"{type(error).__name__}: {error}"}
+                row |= {"wall_seconds": round(time.perf_counter() - began, 1), "commit": commit}
+                print(json.dumps(row, ensure_ascii=False), flush=True)
+                print(shown(row), file=sys.stderr, flush=True)
+                rows.append(row)
+    except KeyboardInterrupt as stopped:
+        print(f"{word_of(stopped)}; the cases above are done, the others are not", file=sys.stderr)
+        return exit_code_of(stopped)
+    measured = [row for row in rows if "error" not in row]
+    within = sum(within_a_tenth(row) for row in measured)
+    print(f"{within} of {len(measured)} within a tenth in time and memory", file=sys.stderr)
+    return 0 if len(measured) == len(rows) else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

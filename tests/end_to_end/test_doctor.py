@@ -223,7 +223,11 @@ def test_on_a_gpu_everything_is_tried_and_right(here: Path, capsys: pytest.Captu
     assert found["card"]["status"] == "ok"
     assert not [row for row in rows if row.get("status") == "bad"]
     assert not [row for row in rows if "broke" in row.get("found", "")]
-    assert found["products"]["status"] == "ok"
+    products = found["products"]
+    assert re.match(r"a bf16 matrix product runs at \d+ TFLOP/s", products["found"])
+    # Whoever shares the card, or a cap on its power, may take from the rate; both are told by checks of their own.
+    alone = found.get("in use", {}).get("status") == "ok" and "throttling" not in found
+    assert products["status"] == "ok" or not alone, products
     for trial in ("triton kernels", "cuBLASLt", "torch.compile"):
         assert found[trial]["found"].startswith("works"), found[trial]
     assert "cudnn" in found["attention"]["found"]

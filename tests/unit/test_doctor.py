@@ -3,18 +3,21 @@
 Machines are described, not patched: `MACHINE` is a healthy one with an H200, and each case changes what is wrong.
 """
 
+import contextlib
 import dataclasses
 import gzip
 import json
+import statistics
 import types
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from flatout.config.load import load_config
 from flatout.data.prepare import prepare_data
-from flatout.diagnose import check_disk, check_fit
+from flatout.diagnose import check_disk, check_fit, trials
 from flatout.diagnose import machine as machine_module
 from flatout.diagnose.cards import held_by, report_of_nvml, report_of_program, xids_in
 from flatout.diagnose.check_card import generation_of
@@ -746,3 +749,56 @@ def test_torchs_cards_get_the_state_of_the_same_card():
     seen = [(Card(name="NVIDIA H200", capability=(9, 0), memory_bytes=5, identity="GPU-b"), 0)]
     (card,) = merged(told_by_driver, seen)
     assert (card.temperature, card.memory_bytes) == (2.0, 5)
+
+
+class SharedCard:
+    """A card that works off its queue and gives `others` a turn of 2 ms each after 2 ms of ours; times in seconds."""
+
+    product, turn = 0.0002, 0.002
+
+    def __init__(self, others: int) -> None:
+        self.others, self.now, self.ours, self.products = others, 0.0, 0.0, 0
+
+    def multiply(self) -> None:
+        self.products += 1
+        self.ours += self.product
+        self.now += self.product
+        if self.ours >= self.turn:
+            self.ours, self.now = 0.0, self.now + self.others * self.turn
+
+    def wait(self, _device: object) -> None:
+        self.now += self.others * self.turn  # nothing is queued, so the turn ends
+
+    def event(self, *, enable_timing: bool) -> types.SimpleNamespace:
+        assert enable_timing
+        mark = types.SimpleNamespace(at=0.0)
+        mark.record = lambda: setattr(mark, "at", self.now)
+        mark.elapsed_time = lambda later: 1000 * (later.at - mark.at)
+        return mark
+
+
+@pytest.mark.parametrize("others", [0, 1, 13])
+def test_the_rate_of_a_product_is_the_cards_own_whoever_else_computes_there(here: Path, others: int, monkeypatch):
+    card = SharedCard(others)
+    monkeypatch.setattr(trials, "time", types.SimpleNamespace(perf_counter=lambda: card.now))
+    monkeypatch.setattr(torch.cuda, "Event", card.event)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "synchronize", card.wait)
+    seconds = trials.product_seconds(card.multiply, torch.device("cuda", 0))
+    assert len(seconds) == card.products >= 16
+    flops = 2.0 * 4096**3
+    rate = flops / statistics.median(seconds)
+    assert rate == pytest.approx(flops / card.product)
+    findings = visit(machine=MACHINE, trials=dataclasses.replace(TRIALS, product_flops=rate))
+    assert [one.status for one in findings if one.name == "products"] == ["ok"]
+    if others == 13:  # as an H200 with 13 other test processes on it was first called slow
+        by_the_hosts_clock = card.products * flops / card.now
+        findings = visit(machine=MACHINE, trials=dataclasses.replace(TRIALS, product_flops=by_the_hosts_clock))
+        assert [one.status for one in findings if one.name == "products"] == ["warn"]
+
+
+def test_a_product_is_timed_on_a_cpu_too():
+    calls: list[int] = []
+    seconds = trials.product_seconds(lambda: calls.append(1), torch.device("cpu"))
+    assert len(seconds) == len(calls) > 1
+    assert min(seconds) >= 0

@@ -25,7 +25,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def _profiled(run: Run, batches: Iterator[Any], steps: int, folder: Path) -> tup
     """(the trace's events, seconds of a step under the profiler); the trace is in the folder then."""
     device = run.speed.device
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.kind == "cuda" else [])]
-    with named_ranges(run.step), torch.profiler.profile(activities=activities) as profiler:
+    with named_ranges(run.step), quiet_profiler(activities) as profiler:
         _wait(device)
         began = time.perf_counter()
         for _ in range(steps):
@@ -227,6 +228,20 @@ def _profiled(run: Run, batches: Iterator[Any], steps: int, folder: Path) -> tup
         write_whole(folder / TRACE, gzip.compress(content, 6, mtime=0))
     # A kernel's name may hold anything; a trace that only a strict reader refuses is still worth reading.
     return json.loads(content.decode("utf-8", errors="replace"), strict=False)["traceEvents"], seconds
+
+
+@contextlib.contextmanager
+def quiet_profiler(activities: Sequence[ProfilerActivity]) -> Iterator[torch.profiler.profile]:
+    """torch's profiler without the reminder, at every first start in torch 2.11, that a second cycle forgets the first.
+
+    There is one cycle here. `acc_events`, which the reminder names, would silence it too, but makes a Python object of
+    every event when the profiler stops: seconds of work that nobody asked for.
+    """
+    with contextlib.ExitStack() as stack:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
+            profiler = stack.enter_context(torch.profiler.profile(activities=activities))
+        yield profiler
 
 
 @contextlib.contextmanager

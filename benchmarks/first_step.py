@@ -1,6 +1,6 @@
 """Seconds from the command to the end of the first optimizer step of `gpt2-124m`, as JSON lines.
 
-    python benchmarks/first_step.py DATA_FOLDER COMMIT >> benchmarks/first_step.jsonl
+    python benchmarks/first_step.py DATA_FOLDER COMMIT [CASE ...] >> benchmarks/first_step.jsonl
 
 Each case is a process of its own, as a user starts it, timed from outside until its first step record appears. The
 first case fills the caches of Python's bytecode, of Triton and of torch's compiler; the others find them. The bytecode
@@ -41,9 +41,10 @@ def seconds_to_first_step(data: str, words: list[str], folder: str, bytecode: st
 
 
 def main() -> None:
-    data, commit = sys.argv[1:3]
+    data, commit, *names = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        for case, words in CASES.items():
+        for case in names or CASES:
+            words = CASES[case]
             seconds = seconds_to_first_step(data, words, f"{folder}/{case}", f"{folder}/bytecode")
             print(json.dumps({"case": case, "commit": commit, "seconds": round(seconds, 1)}), flush=True)
 

@@ -114,6 +114,31 @@ def test_forced_attention_under_the_compiler(backend, mode):
     assert losses(records) == pytest.approx(expected, abs=3e-2)
 
 
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "regional"])
+def test_the_fused_loss_under_the_compiler(mode):
+    """Rungs `loss`, `without-triton` and `compile-...` of the ladder: torch's operations alone, several chunks."""
+    words = ["speed.precision=bf16", "speed.kernels=torch", "speed.pad_vocab=64", "speed.loss=fused"]
+    words += ["speed.loss_chunk=384"]  # two whole chunks and a shorter one in a micro-batch of 1,024 tokens
+    expected = losses(train(*EAGER, *words, "output.folder=eager"))
+    before = compile_counts()
+    records = train(*words, f"speed.compile={mode}", "output.folder=compiled")
+    assert {name: used(records)[name] for name in ("compile", "loss", "kernels")} == {
+        "compile": mode, "loss": "fused", "kernels": "torch",
+    }  # fmt: skip
+    assert compile_counts().since(before).breaks == 0
+    assert losses(records) == pytest.approx(expected, abs=3e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "fp16"])
+def test_the_fused_loss_compiled_and_recorded(precision):
+    words = [f"speed.precision={precision}", "speed.kernels=torch", "speed.loss=fused", "speed.loss_chunk=384"]
+    expected = losses(train(*EAGER, *words, "output.folder=eager"))
+    records = train(*words, "speed.compile=default", "speed.cuda_graphs=on", "output.folder=recorded")
+    assert (used(records)["compile"], used(records)["cuda_graphs"]) == ("default", "on")
+    assert not [message for message in notices(records) if "became off" in message]
+    assert losses(records) == pytest.approx(expected, abs=2e-3 if precision == "fp32" else 3e-2)
+
+
 def test_a_second_run_reuses_the_compile_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     for folder in ("cold", "warm"):

@@ -139,6 +139,21 @@ def test_graphs_are_counted_and_told(tiny, mode, graphs, monkeypatch):
 
 
 @HIDDEN
+@pytest.mark.parametrize(("mode", "graphs"), [("default", "1 graph"), ("regional", "2 graphs")])
+def test_the_fused_loss_is_part_of_the_graph(tiny, mode, graphs, monkeypatch):
+    """The ladder's rung `loss`, as far as a CPU goes: bf16, a padded vocabulary, several chunks, no break."""
+    without_code_generation(monkeypatch)
+    words = ["train.steps=4", "eval.tokens=64", "speed.precision=bf16", "speed.pad_vocab=64", "speed.loss=fused"]
+    words += ["speed.loss_chunk=24"]  # chunks of a micro-batch and a shorter one
+    expected = losses(flatout.train(tiny(*words, "output.folder=eager")))
+    records = list(flatout.train(tiny(*words, f"speed.compile={mode}", "output.folder=compiled")))
+    torch._dynamo.reset()
+    assert losses(records) == pytest.approx(expected, abs=5e-3)
+    told = [message for message in notices(records) if message.startswith("compile")]
+    assert told[0] == f"compile {mode}: {graphs}; no graph breaks"
+
+
+@HIDDEN
 def test_a_graph_break_is_counted_and_explained(tiny, monkeypatch):
     without_code_generation(monkeypatch)
     run = setup_run(tiny("train.steps=2", "speed.compile=default"))

@@ -4,10 +4,12 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flatout.engine.compiling import compile_counts
 from flatout.model.layers import RMSNorm, Rotary
 from flatout.ops.attention import causal_attention
-from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
+from flatout.ops.linear_cross_entropy import _torch_rows_loss, linear_cross_entropy, padded_logits
 from flatout.ops.reference import (
     IGNORED,
     attention_reference,
@@ -101,14 +103,30 @@ def test_rms_norm():
     assert_same(norm(x), rms_norm_reference(x, norm.weight, 1e-5), [x, norm.weight])
 
 
+@pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_fused_loss_makes_none(scope, monkeypatch):
+    hidden, weight, targets = draw(11, 5), draw(13, 5, seed=1), torch.arange(11)
+    expected = linear_cross_entropy(hidden, weight, targets)
+    made = []
+    monkeypatch.setattr("flatout.ops.linear_cross_entropy._write_product", lambda *_, **__: made.append(1))
+    with scope():
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, path="fused", chunk=4), expected)
+    assert not made
+
+
+# --- head and loss under the compiler -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("path", ["plain", "chunked", "fused"])
-def test_every_path_keeps_its_gradients_under_the_compiler(path):
+def test_every_path_keeps_its_gradients_under_the_compiler(path, half):
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 6, generator=generator, requires_grad=True) for n in (20, 11))
     targets = torch.randint(0, 11, (20,), generator=generator)
 
     def loss(hidden, weight):
-        return linear_cross_entropy(hidden, weight, targets, path=path, chunk=8, pad_vocab=8) / 20
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            return linear_cross_entropy(hidden, weight, targets, path=path, chunk=8, pad_vocab=8) / 20
 
     torch._dynamo.reset()
     with warnings.catch_warnings(action="ignore"):  # torch 2.11's compiler warns about its own ways
@@ -116,4 +134,131 @@ def test_every_path_keeps_its_gradients_under_the_compiler(path):
     ours = torch.autograd.grad(total, (hidden, weight))
     theirs = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
     for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == other.dtype
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("learning", [False, True])
+def test_the_compiler_does_not_look_into_the_fused_loss(learning):
+    """It would reorder the chunks, and the one of torch 2.11 fails at sums in a wider type than their products'."""
+    hidden, weight = (torch.randn(n, 6, requires_grad=learning) for n in (20, 11))
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _):
+        pieces = [piece for piece in graph.modules() if isinstance(piece, torch.fx.GraphModule)]
+        seen.extend(str(node.target) for piece in pieces for node in piece.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    loss = torch.compile(linear_cross_entropy, backend=backend, fullgraph=True)
+    loss(hidden, weight, torch.arange(20) % 11, path="fused", chunk=8, pad_vocab=8)
+    assert seen.count("flatout.loss_and_gradients.default") == 1
+    assert not [name for name in seen if "mm" in name or "softmax" in name]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("learning", [False, True])
+def test_the_fused_loss_tells_the_compiler_what_it_will_return(dtype, learning):
+    hidden, weight, targets = torch.randn(20, 6, dtype=dtype), torch.randn(11, 6), torch.arange(20) % 11
+    how = (0.1, 8, 8, "torch", False, False, learning)
+    operation = torch.ops.flatout.loss_and_gradients.default
+    torch.library.opcheck(operation, (hidden, weight, targets, *how))
+    with FakeTensorMode():  # no card is needed to ask what the operation would do on one
+        values = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in (hidden, weight, targets)]
+        promised = operation(*values, *how)
+    for made, told in zip(operation(hidden, weight, targets, *how), promised, strict=True):
+        assert (made.shape, made.stride(), made.dtype) == (told.shape, told.stride(), told.dtype)
+        assert told.device.type == "cuda"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gradient", [False, True])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_softmax_of_a_chunk_compiled_is_the_same(smoothing, gradient, dtype):
+    logits = torch.randn(7, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    targets = torch.tensor([0, 12, 3, IGNORED, 5, 6, 10])
+    torch._dynamo.reset()
+    compiled = torch.compile(_torch_rows_loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    ours, theirs = logits.clone(), logits.clone()
+    losses = compiled(ours, targets, 13, smoothing, gradient)
+    torch.testing.assert_close(losses, _torch_rows_loss(theirs, targets, 13, smoothing, gradient))
+    torch.testing.assert_close(ours, theirs)
+    assert torch.equal(ours, logits) == (not gradient)
+    if gradient:
+        assert (ours[:, 13:] == 0).all()
+        assert (ours[3] == 0).all()
+
+
+def test_the_softmax_inside_the_fused_loss_is_compiled_once_for_each_shape(monkeypatch):
+    """As on a GPU. torch watches the first call of compiled code, and a later one may be recorded as a CUDA graph."""
+    shapes: list[torch.Size] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs):
+        shapes.append(inputs[0].shape)
+        return graph.forward
+
+    torch._dynamo.reset()
+    softmax = torch.compile(_torch_rows_loss, backend=backend, dynamic=False)
+    monkeypatch.setattr("flatout.ops.linear_cross_entropy._torch_rows_loss", softmax)
+    hidden, weight = (torch.randn(n, 6, requires_grad=True) for n in (20, 11))
+    loss = torch.compile(linear_cross_entropy, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        loss(hidden, weight, torch.arange(20) % 11, path="fused", chunk=8, pad_vocab=8).backward()
+    assert shapes == [(8, 16), (4, 16)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, None])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_fused_loss_compiled_on_a_gpu(smoothing, dtype):
+    """torch's operations alone, a padded vocabulary, several chunks of which the last is shorter."""
+    tokens, width, vocab = 4000, 128, 1013
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator).cuda().requires_grad_()
+    weight = (torch.randn(vocab, width, generator=generator) * width**-0.5).cuda().requires_grad_()
+    targets = torch.randint(0, vocab, (tokens,), generator=generator).cuda()
+    targets[5:50] = IGNORED
+
+    def loss(hidden, weight):
+        with torch.autocast("cuda", dtype=dtype, enabled=dtype is not None):
+            how = {"label_smoothing": smoothing, "path": "fused", "chunk": 1024, "pad_vocab": 64}
+            return linear_cross_entropy(hidden, weight, targets, **how) / tokens
+
+    torch._dynamo.reset()
+    before = compile_counts()
+    total = torch.compile(loss, fullgraph=True, dynamic=False)(hidden, weight)
+    ours = torch.autograd.grad(total, (hidden, weight))
+    done = compile_counts().since(before)
+    assert (done.graphs, done.breaks) == (3, 0), "the whole, and the softmax of a whole and of a shorter chunk"
+    expected = loss(hidden, weight)
+    theirs = torch.autograd.grad(expected, (hidden, weight))
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+    # A gradient of the logits may be rounded to the neighbour in half precision: compiled code has another exp.
+    error = 1e-5 if dtype is None else 2e-3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine - other).norm() < error * other.norm()
+
+
+@pytest.mark.gpu
+def test_the_fused_loss_compiled_keeps_the_logits_of_one_chunk_only():
+    tokens, width, vocab, chunk = 16384, 256, 50257, 1024
+    hidden = torch.randn(tokens, width, device="cuda", requires_grad=True)
+    weight = torch.randn(vocab, width, device="cuda", requires_grad=True)
+    targets = torch.randint(0, vocab, (tokens,), device="cuda")
+
+    def loss(hidden, weight):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return linear_cross_entropy(hidden * 2, weight, targets, path="fused", chunk=chunk, pad_vocab=64)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, dynamic=False)
+    compiled(hidden, weight).backward()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    total = compiled(hidden, weight)
+    torch.cuda.synchronize()
+    assert total.requires_grad
+    logits, gradients = 2 * chunk * vocab, 4 * vocab * width + 2 * tokens * width
+    rounded = 2 * vocab * width + 2 * tokens * width  # weights and hidden states
+    assert torch.cuda.max_memory_allocated() - before < 2 * logits + 1.1 * (gradients + rounded)

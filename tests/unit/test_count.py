@@ -130,6 +130,7 @@ def test_every_switch_that_saves_memory_saves_it_in_the_estimate():
     kept = [total_of(loss="fused", checkpointing=how) for how in ("none", "selective", "full")]
     assert kept == sorted(kept, reverse=True)
     assert total_of(loss="fused", loss_chunk=2048) < total_of(loss="fused")
+    assert total_of(loss="fused", compiled=True) < min(total_of(loss="fused"), total_of(compiled=True))
     assert total_of(activation_offload=True) < total_of()
     parameters = parameter_count(GPT2, 50257)
     assert total_of() - total_of(optimizer_offload=True) == 8 * parameters

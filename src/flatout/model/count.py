@@ -164,8 +164,8 @@ def _loss_bytes(
     # writes the gradient over the logits.
     each = cell if compiled else 12
     if execution.loss == "fused":
-        # Our kernel writes the gradient over the logits; torch's operations need three wide copies more.
-        each = cell if execution.kernels == "triton" else 12 + (2 if half else 0)
+        # Our kernel and compiled code write the gradient over the logits; torch's operations need three wide copies.
+        each = cell if compiled or execution.kernels == "triton" else 12 + (2 if half else 0)
         stays = 4 * matrix if config.tied else 0  # waits for the embedding's own gradient, to be added to it
         return chunk * padded * each + tokens * cell * config.width + 4 * matrix + (2 * matrix if half else 0), stays
     if execution.loss == "chunked" and chunk < tokens:

@@ -7,10 +7,18 @@ Three paths, one result. `plain` keeps all logits: 6.6 GB for 65,536 tokens of G
 each chunk's logits again in backward. `fused` differentiates each chunk while its logits are there: nothing is
 computed twice, and what waits for backward is one gradient of the hidden states and one of the weights.
 
+Under torch.compile `fused` is one operation of its own, with its loop inside. A compiler that looks into the loop may
+put all chunks' logits first and their products last, and keeps the logits of many chunks; torch 2.11's cannot even
+trace the sum of products that are added up in a wider type. What can be fused, the softmax between two products, is
+compiled alone, once for all chunks.
+
 Shape legend: N tokens, W width, V vocabulary, P padded vocabulary.
 """
 
+import dataclasses
+import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +45,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Sum of the cross-entropy over targets that are not IGNORED, as a scalar of at least fp32."""
     if path == "fused":
-        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned)
+        # Asked here: what autograd tells a function of its inputs is the same without gradients.
+        learning = torch.is_grad_enabled() and (hidden_NW.requires_grad or weight_VW.requires_grad)
+        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning)
         return _FusedLoss.apply(hidden_NW, weight_VW, targets_N, *how)  # pyright: ignore
     if path == "plain" or hidden_NW.shape[0] <= chunk:
         return _plain_loss(hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab)
@@ -74,39 +84,20 @@ class _FusedLoss(torch.autograd.Function):
     """Loss and, chunk by chunk, its gradients; backward only multiplies them by the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx, hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, chunk, kernels, fp8, tuned):
-        device = hidden_NW.device
-        autocast = torch.is_autocast_enabled(device.type)
-        narrow = torch.get_autocast_dtype(device.type) if autocast else hidden_NW.dtype
-        exact = torch.promote_types(hidden_NW.dtype, torch.float32)
-        vocab, width = weight_VW.shape
-        learning = any(ctx.needs_input_grad[:2])
-        multiple = math.lcm(pad_vocab, 16) if fp8 else pad_vocab
-        with torch.autocast(device.type, enabled=False):
-            weight_PW = weight_VW.new_zeros((vocab + -vocab % multiple, width), dtype=narrow)
-            weight_PW[:vocab] = weight_VW
-            head = _NarrowHead(hidden_NW, weight_PW, learning) if fp8 else None
-            total = torch.zeros((), dtype=exact, device=device)
-            dhidden_NW = torch.empty_like(hidden_NW, dtype=narrow) if learning else None
-            dweight_PW = None
-            for start in range(0, hidden_NW.shape[0], chunk):
-                part = slice(start, start + chunk)
-                hidden_CW = hidden_NW[part].to(narrow)
-                logits_CP = _multiply(hidden_CW, weight_PW.t(), tuned) if head is None else head.logits(part, narrow)
-                narrow_CP = None if head is None or dhidden_NW is None else head.room_for_gradient(logits_CP)
-                losses_C = _rows_loss(logits_CP, targets_N[part], vocab, label_smoothing, learning, kernels, narrow_CP)
-                # Not in place: torch 2.11's compiler would lose the gradient of a result that was written into.
-                total = total + losses_C.sum(dtype=exact)
-                if dhidden_NW is None:
-                    continue
-                if head is None:
-                    _multiply(logits_CP, weight_PW, tuned, dhidden_NW[part])  # the logits are their own gradient by now
-                else:
-                    head.input_gradient(logits_CP, narrow_CP, out=dhidden_NW[part])
-                dweight_PW = _add_product(dweight_PW, logits_CP.t(), hidden_CW, exact, tuned)
-                del logits_CP
-        ctx.save_for_backward(dhidden_NW, dweight_PW)
-        ctx.hidden_dtype, ctx.weight_dtype, ctx.vocab, ctx.kernels = hidden_NW.dtype, weight_VW.dtype, vocab, kernels
+    def forward(ctx, hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning):
+        kind = hidden_NW.device.type
+        narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NW.dtype
+        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning)
+        if torch.compiler.is_compiling():
+            # Rounded out here, where the compiler can do it together with the norm before.
+            total, *gradients = _one_operation(hidden_NW.to(narrow), weight_VW, targets_N, *how)
+        else:
+            work = _Work(*how, narrow, _torch_rows_loss)
+            total, *gradients = room = work.room(hidden_NW, weight_VW)
+            work.fill(room, hidden_NW, weight_VW, targets_N)
+        ctx.save_for_backward(*gradients)
+        ctx.hidden_dtype, ctx.weight_dtype, ctx.vocab = hidden_NW.dtype, weight_VW.dtype, weight_VW.shape[0]
+        ctx.kernels = kernels
         return total
 
     @staticmethod
@@ -121,8 +112,119 @@ class _FusedLoss(torch.autograd.Function):
         return (
             scaled(dhidden_NW, dtotal).to(ctx.hidden_dtype),
             scaled(dweight_PW, dtotal)[: ctx.vocab].to(ctx.weight_dtype),
-            *([None] * 7),
+            *([None] * 8),
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """How the fused loss is computed; `rows_loss` is the softmax of a chunk where torch's operations do it."""
+
+    label_smoothing: float
+    pad_vocab: int
+    chunk: int
+    kernels: str
+    fp8: bool
+    tuned: bool
+    learning: bool
+    narrow: torch.dtype
+    rows_loss: Callable[..., Tensor]
+
+    def room(self, hidden_NW: Tensor, weight_VW: Tensor) -> list[Tensor]:
+        """Where the summed loss goes, and when learning its gradients: of the hidden states, of the padded weights."""
+        exact = torch.promote_types(self.narrow, torch.float32)
+        total = hidden_NW.new_empty((), dtype=exact)
+        if not self.learning:
+            return [total]
+        dweight_PW = hidden_NW.new_empty((self.padded(weight_VW.shape[0]), weight_VW.shape[1]), dtype=exact)
+        return [total, torch.empty_like(hidden_NW, dtype=self.narrow), dweight_PW]
+
+    def padded(self, vocab: int) -> int:
+        return vocab + -vocab % (math.lcm(self.pad_vocab, 16) if self.fp8 else self.pad_vocab)
+
+    def fill(self, room: list[Tensor], hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor) -> None:
+        total, *gradients = room
+        total.zero_()
+        vocab, width = weight_VW.shape
+        with torch.autocast(hidden_NW.device.type, enabled=False):
+            weight_PW = weight_VW.new_zeros((self.padded(vocab), width), dtype=self.narrow)
+            weight_PW[:vocab] = weight_VW
+            head = _NarrowHead(hidden_NW, weight_PW, self.learning) if self.fp8 else None
+            for start in range(0, hidden_NW.shape[0], self.chunk):
+                part = slice(start, start + self.chunk)
+                hidden_CW, targets_C = hidden_NW[part].to(self.narrow), targets_N[part]
+                if head is None:
+                    logits_CP = _multiply(hidden_CW, weight_PW.t(), self.tuned)
+                else:
+                    logits_CP = head.logits(part, self.narrow)
+                narrow_CP = head.room_for_gradient(logits_CP) if head is not None and self.learning else None
+                if self.kernels == "triton":
+                    how = (vocab, self.label_smoothing, self.learning, narrow_CP)
+                    losses_C = _triton_rows_loss(logits_CP, targets_C, *how)
+                else:
+                    losses_C = self.rows_loss(logits_CP, targets_C, vocab, self.label_smoothing, self.learning)
+                total += losses_C.sum(dtype=total.dtype)
+                if not self.learning:
+                    continue
+                dhidden_NW, dweight_PW = gradients  # the logits are their own gradient by now
+                if head is None:
+                    _multiply(logits_CP, weight_PW, self.tuned, dhidden_NW[part])
+                else:
+                    head.input_gradient(logits_CP, narrow_CP, out=dhidden_NW[part])
+                _write_product(dweight_PW, logits_CP.t(), hidden_CW, self.tuned, add=start > 0)
+                del logits_CP
+
+
+@torch.library.custom_op("flatout::loss_and_gradients", mutates_args=())
+def _one_operation(
+    hidden_NW: Tensor,
+    weight_VW: Tensor,
+    targets_N: Tensor,
+    label_smoothing: float,
+    pad_vocab: int,
+    chunk: int,
+    kernels: str,
+    fp8: bool,
+    tuned: bool,
+    learning: bool,
+) -> list[Tensor]:
+    """The fused loss for compiled code, which calls it without a look inside. Products are in the type of `hidden_NW`.
+
+    A CPU spends its time in the products and compiles slowly, so that only a GPU has the softmax compiled.
+    """
+    rows_loss = _compiled_rows_loss() if hidden_NW.is_cuda else _torch_rows_loss
+    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning)
+    work = _Work(*how, hidden_NW.dtype, rows_loss)
+    room = work.room(hidden_NW, weight_VW)
+    # torch runs the first call of compiled code under a watch of its own, in which tensors seem to be of another kind.
+    # Tensors of inference mode are always of the same: the softmax is compiled once, and never while a graph is
+    # recorded. What is returned was made outside.
+    with torch.inference_mode():
+        work.fill(room, hidden_NW, weight_VW, targets_N.clone())
+    return room
+
+
+@_one_operation.register_fake
+def _(
+    hidden_NW: Tensor,
+    weight_VW: Tensor,
+    targets_N: Tensor,
+    label_smoothing: float,
+    pad_vocab: int,
+    chunk: int,
+    kernels: str,
+    fp8: bool,
+    tuned: bool,
+    learning: bool,
+) -> list[Tensor]:
+    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning)
+    return _Work(*how, hidden_NW.dtype, _torch_rows_loss).room(hidden_NW, weight_VW)
+
+
+@functools.cache
+def _compiled_rows_loss() -> Callable[..., Tensor]:
+    """Compiled once for all chunks. A shorter last chunk is another shape and compiled apart."""
+    return torch.compile(_torch_rows_loss, dynamic=False)
 
 
 class _NarrowHead:
@@ -153,37 +255,47 @@ class _NarrowHead:
         self.fp8.narrow_product(narrow_CP, units[0], turned_WP, units[1], out.dtype, out=out)
 
 
-def _rows_loss(
+def _triton_rows_loss(
     logits_CP: Tensor,
     targets_C: Tensor,
     vocab: int,
     label_smoothing: float,
     gradient: bool,
-    kernels: str,
     narrow_CP: Tensor | None,
 ) -> Tensor:
-    """Loss per row; with `gradient` the logits are overwritten with their gradient, and so is `narrow_CP` in 8 bits."""
-    if kernels == "triton":
-        from flatout.ops.kernels.cross_entropy import cross_entropy_rows
-        from flatout.ops.kernels.fp8 import GRADIENT_SCALE
+    """`_torch_rows_loss` by our kernel, which writes the gradient in 8 bits too where there is room for it."""
+    from flatout.ops.kernels.cross_entropy import cross_entropy_rows
+    from flatout.ops.kernels.fp8 import GRADIENT_SCALE
 
-        return cross_entropy_rows(
-            logits_CP,
-            targets_C.contiguous(),
-            vocab=vocab,
-            label_smoothing=label_smoothing,
-            gradient=gradient,
-            narrow_NP=narrow_CP,
-            narrow_scale=GRADIENT_SCALE,
-        )
+    return cross_entropy_rows(
+        logits_CP,
+        targets_C.contiguous(),
+        vocab=vocab,
+        label_smoothing=label_smoothing,
+        gradient=gradient,
+        narrow_NP=narrow_CP,
+        narrow_scale=GRADIENT_SCALE,
+    )
+
+
+def _torch_rows_loss(
+    logits_CP: Tensor, targets_C: Tensor, vocab: int, label_smoothing: float, gradient: bool
+) -> Tensor:
+    """Loss per row; with `gradient` the logits are overwritten with their gradient."""
     wide = logits_CP[:, :vocab].to(torch.promote_types(logits_CP.dtype, torch.float32))
     log_p_CV = torch.log_softmax(wide, dim=-1)
     labelled_C = targets_C != IGNORED
     index_C1 = targets_C.clamp(min=0)[:, None]
-    losses_C = -(1 - label_smoothing) * log_p_CV.gather(1, index_C1)[:, 0] - label_smoothing * log_p_CV.mean(dim=-1)
+    losses_C = (label_smoothing - 1) * log_p_CV.gather(1, index_C1)[:, 0]
+    if label_smoothing > 0:
+        losses_C = losses_C - label_smoothing * log_p_CV.mean(dim=-1)
     if gradient:
-        share_CV = log_p_CV.exp_().sub_(label_smoothing / vocab)
-        share_CV.scatter_add_(1, index_C1, torch.full_like(share_CV[:, :1], label_smoothing - 1.0))
+        if torch.compiler.is_compiling():  # fused into what is around it; a scatter would be a wide copy in memory
+            hit_CV = index_C1 == torch.arange(vocab, device=logits_CP.device)
+            share_CV = log_p_CV.exp() - label_smoothing / vocab - (1 - label_smoothing) * hit_CV
+        else:
+            share_CV = log_p_CV.exp_().sub_(label_smoothing / vocab)
+            share_CV.scatter_add_(1, index_C1, torch.full_like(share_CV[:, :1], label_smoothing - 1.0))
         logits_CP[:, :vocab] = share_CV * labelled_C[:, None]
         logits_CP[:, vocab:] = 0.0
     return losses_C * labelled_C
@@ -197,18 +309,17 @@ def _multiply(a: Tensor, b: Tensor, tuned: bool, out: Tensor | None = None) -> T
     return a @ b if out is None else torch.mm(a, b, out=out)
 
 
-def _add_product(total: Tensor | None, a: Tensor, b: Tensor, dtype: torch.dtype, tuned: bool) -> Tensor:
-    """total + a @ b in `dtype`, the products of narrower inputs added up in it."""
-    if a.dtype == dtype:
-        return a @ b if total is None else total.addmm_(a, b)
-    if a.device.type != "cuda" or dtype != torch.float32:
-        made = a.to(dtype) @ b.to(dtype)
-        return made if total is None else total.add_(made)
-    adding = total is not None
-    into = torch.empty(a.shape[0], b.shape[1], dtype=dtype, device=a.device) if total is None else total
-    from flatout.ops.kernels.cublaslt import by_torch, multiply
+def _write_product(into: Tensor, a: Tensor, b: Tensor, tuned: bool, *, add: bool) -> None:
+    """a @ b into a tensor of the same or a wider type, or added to it; the sums are in that type."""
+    if a.dtype == into.dtype:
+        into.addmm_(a, b) if add else torch.mm(a, b, out=into)
+    elif a.device.type != "cuda" or into.dtype != torch.float32:
+        made = a.to(into.dtype) @ b.to(into.dtype)
+        into.add_(made) if add else into.copy_(made)
+    else:
+        from flatout.ops.kernels.cublaslt import by_torch, multiply
 
-    if tuned:
-        return multiply(a, b, out=into, add=adding)
-    by_torch(a, b, into, None, add=adding)
-    return into
+        if tuned:
+            multiply(a, b, out=into, add=add)
+        else:
+            by_torch(a, b, into, None, add=add)

@@ -20,6 +20,7 @@ TITLES = {
     "without": "each one taken out of the full set (gain: what it is worth there)",
     "extra": "what the full set leaves out, each added to it alone",
 }
+LOST = ("red", "failed", "out_of_memory")  # a switch this device has, but the ladder went on without
 _STYLES = {"green": "green", "red": "bold red", "out_of_memory": "yellow", "failed": "bold red", "absent": "dim"}
 _WORDS = {"out_of_memory": "no memory"}
 ROUGH = 0.25  # a spread from which on a gain is marked: its steps lie too far apart to say much
@@ -164,7 +165,9 @@ def total_lines(rows: Sequence[BenchRow], names: Sequence[str] = ()) -> list[str
     lines: list[str] = []
     if len(ladder) > 1 and ladder[-1].factor is not None and ladder[0].rung == "baseline":
         top, base = ladder[-1], ladder[0]
-        end = "the full set" if full_set(rows, names) else f"{top.rung}, the last rung that was measured"
+        lost = [row.rung for row in rows if row.group == "ladder" and row.status in LOST]
+        without = f" without {', '.join(lost)}" if lost else ""
+        end = f"the full set{without}" if full_set(rows, names) else f"{top.rung}, the last rung that was measured"
         lines.append(
             f"from the baseline to {end}: {top.factor:.1f} times "
             f"({base.tokens_per_second:,.0f} to {top.tokens_per_second:,.0f} tokens/s)"

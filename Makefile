@@ -12,8 +12,9 @@ train: $(VENV)/.core
 # Readers and cleaning beyond text, JSON and CSV.
 data: $(VENV)/.data
 
+# One process per core, up to eight: each holds torch.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" -n auto --maxprocesses 8 --dist worksteal
 
 # The long campaigns: hundreds of kills and bit flips, thousands of fuzzed inputs. About half an hour.
 test-slow: $(VENV)/.dev

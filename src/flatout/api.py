@@ -4,8 +4,11 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 """
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from flatout.config.load import (
     LoadedConfig,
@@ -17,17 +20,20 @@ from flatout.config.load import (
     show,
 )
 from flatout.config.schema import RunConfig
+from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
 from flatout.data.loader import evaluation_batches
+from flatout.data.model_folder import read_model_tokenizer, read_templates
 from flatout.data.pack import Progress
 from flatout.data.prepare import data_folder, prepare_data
 from flatout.data.shards import Tokens, open_dataset
 from flatout.data.stream import open_stream
-from flatout.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.workers import EngineName
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
+from flatout.engine.fine_tuning import adapter_plan, base_of
 from flatout.engine.loop import train_loop
 from flatout.engine.run_folder import (
     checkpoint_to_load,
@@ -39,12 +45,17 @@ from flatout.engine.run_folder import (
     set_later_aside,
 )
 from flatout.engine.setup import Run, check_disk, out_of_memory, setup_run
+from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.files import disk_errors
 from flatout.generation.decode import generate_tokens
-from flatout.model.count import parameter_count
+from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
-from flatout.model.weights import assign_weights, export_huggingface, from_huggingface
+from flatout.model.hub import DTYPES, Description, read_description
+from flatout.model.hub_weights import export_huggingface, load_described
+from flatout.model.merge import LogitDifference, MergeReport, logit_difference
+from flatout.model.merge import merge as merge_adapters
+from flatout.model.weights import assign_weights
 from flatout.observe.measured.bench_rows import read_bench
 from flatout.observe.sinks import MetricsFile
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
@@ -103,7 +114,7 @@ def train(
     with run_lock(folder):
         point = find_resume_point(folder, resume, messages.append)
         resumed = None if point is None else read_checkpoint(point, verified=True)
-        run = setup_run(config if resumed is None else _without_init(config), progress)
+        run = setup_run(config, progress, weights=resumed is None)
         if resumed is not None:
             if run.steps < resumed.step:
                 raise ConfigError(
@@ -113,7 +124,7 @@ def train(
             messages += check_same_run(run, resumed)
             if point is not None and resume != "auto":
                 set_later_aside(folder, point, messages.append)
-        check_disk(folder, parameter_count(run.config.model, run.model.vocab), run.config.checkpoint.keep + 2)
+        check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
         with disk_errors(f"{folder / 'config.yaml'}"):
             (folder / "config.yaml").write_text(show(run.config), encoding="utf-8")
         start = 0 if resumed is None else resumed.step
@@ -146,13 +157,6 @@ def _tracked(records: Iterable[Record], run: Run, metrics: MetricsFile) -> Gener
     finally:
         for message in () if trackers is None else trackers.close():
             metrics.write(NoticeRecord(step=step, message=message))
-
-
-def _without_init(config: Config) -> Config:
-    """A resumed run has weights of its own; those it once started from may be gone."""
-    plain = _plain(config)
-    plain = plain.model_copy(update={"model": plain.model.model_copy(update={"init_from": None})})
-    return plain if isinstance(config, RunConfig) else dataclasses.replace(config, config=plain)
 
 
 def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -198,33 +202,62 @@ class LoadedModel:
     step: int | None
     config: RunConfig | None
     dataset: str | None
+    description: Description | None = None  # of the Hugging Face folder it came from
+    adapters: Adapters | None = None  # that it carries
+    template: ChatTemplate | None = None  # that it was taught to chat by
 
 
 def load_model(path: str | Path | None = None, *, device: str = "auto", best: bool = True) -> LoadedModel:
-    """A model from a run folder (its best checkpoint), a checkpoint folder or a Hugging Face GPT-2 folder.
+    """A model from a run folder (its best checkpoint), a checkpoint folder or a Hugging Face folder.
 
     Without a path, the newest run under runs/.
     """
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
     if (origin / "config.json").is_file() and not is_checkpoint(origin):
-        model = from_huggingface(origin)
-        tokenizer = load_tokenizer("gpt2", None)
-        if tokenizer.vocab != model.vocab:
-            raise CheckpointError(
-                f"{origin} has {model.vocab} token ids, the GPT-2 tokenizer has {tokenizer.vocab}",
-                "only weights with GPT-2's own vocabulary can be used here",
-            )
-        return LoadedModel(_ready(model, found), tokenizer, found, origin, None, None, None)
+        description = read_description(origin)
+        tokenizer = _tokenizer_of(description)
+        model = _ready(load_described(description), found)
+        return LoadedModel(model, tokenizer, found, origin, None, None, None, description)
     origin = checkpoint_to_load(origin, best=best)
     checkpoint = read_checkpoint(origin)
     config = resolve_from_mapping(checkpoint.config)
-    model = build_model(config.model, checkpoint.state["vocab"])
-    assign_weights(model, checkpoint.model, str(origin))
+    description = adapters = None
+    if config.lora.rank:
+        model, description = base_of(config)
+        adapters = attach(model, adapter_plan(config.lora), seed=0)
+        only_adapters(adapters).assign(checkpoint.model, str(origin))
+    else:
+        model = build_model(config.model, checkpoint.state["vocab"])
+        assign_weights(model, checkpoint.model, str(origin))
+    template = checkpoint.state.get("template")
     tokenizer = tokenizer_from_json(checkpoint.tokenizer)
     return LoadedModel(
-        _ready(model, found), tokenizer, found, origin, checkpoint.step, config, checkpoint.state["dataset"]
+        _ready(model, found),
+        tokenizer,
+        found,
+        origin,
+        checkpoint.step,
+        config,
+        checkpoint.state["dataset"],
+        description,
+        adapters,
+        None if template is None else template_from_json(template),
     )
+
+
+def _tokenizer_of(description: Description) -> Tokenizer:
+    """The tokenizer beside the weights, or GPT-2's own. Models often have some more ids than it, which are not used."""
+    path = description.folder / "tokenizer.json"
+    tokenizer = read_model_tokenizer(description.folder) if path.is_file() else load_tokenizer("gpt2", None)
+    fits = tokenizer.vocab <= description.vocab if path.is_file() else tokenizer.vocab == description.vocab
+    if not fits:
+        what = "its tokenizer.json" if path.is_file() else "it has no tokenizer.json, and GPT-2's tokenizer"
+        raise CheckpointError(
+            f"{description.folder} has {description.vocab} token ids; {what} has {tokenizer.vocab}",
+            "put the tokenizer.json of this model beside its weights",
+        )
+    return tokenizer
 
 
 def _ready(model: GPT, device: Device) -> GPT:
@@ -362,15 +395,75 @@ def _streamed_validation(loaded: LoadedModel, split: str) -> Tokens:
     return dataset.val
 
 
-def export(model: LoadedModel | str | Path | None, folder: str | Path) -> Path:
-    """Writes a trained gpt2-family model as a Hugging Face folder."""
+def export(model: LoadedModel | str | Path | None, folder: str | Path, *, dtype: str = "fp32") -> Path:
+    """Writes a trained model as a Hugging Face folder, its weights in fp32, bf16 or fp16.
+
+    Refused where transformers has no model that computes the same.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} is a file or not empty", "name a new folder to export into")
     with disk_errors(str(target), safe=""):
-        export_huggingface(loaded.model, target, end_of_text=loaded.tokenizer.end_of_text)
+        export_huggingface(
+            loaded.model,
+            target,
+            dtype=getattr(torch, DTYPES[dtype]),
+            end_of_text=loaded.tokenizer.end_of_text,
+            source=loaded.description,
+        )
     return target
+
+
+@dataclasses.dataclass(frozen=True)
+class Merged:
+    """A merge: where it lies, how much of the adapters' update survived, how far its logits are from the adapters'."""
+
+    folder: Path
+    report: MergeReport
+    difference: LogitDifference
+
+
+def merge(
+    model: LoadedModel | str | Path | None, folder: str | Path, *, dtype: str = "bf16", prompt: str | None = None
+) -> Merged:
+    """Writes a fine-tuned model as one Hugging Face folder, its adapters inside the weights.
+
+    The sum is made in fp32 and rounded once. Logits are compared on `prompt`, or on a short text of our own.
+    """
+    if dtype not in ("bf16", "fp32"):
+        raise UsageError(f"merged weights are bf16 or fp32, not {dtype}", "use bf16 or fp32")
+    loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
+    if loaded.adapters is None:
+        raise UsageError(f"{loaded.origin} has no adapters to merge", "write it as it is with `flatout export`")
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} is a file or not empty", "name a new folder to write into")
+    ids = loaded.tokenizer.encode(prompt or chat_prompt(loaded, MERGE_PROMPT))[: loaded.model.config.context]
+    tokens = torch.tensor([ids.tolist()], device=loaded.device.torch_device)
+    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    with torch.no_grad():
+        before = loaded.model.logits(tokens).double().cpu()
+        report = merge_adapters(loaded.adapters, kind)
+        after = loaded.model.logits(tokens).double().cpu()
+    with disk_errors(str(target), safe=""):
+        export_huggingface(loaded.model, target, dtype=kind, source=loaded.description)
+    return Merged(target, report, logit_difference(before, after))
+
+
+MERGE_PROMPT = "Name three things that fly, and say in one sentence how they do it."
+
+
+def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The text after which the model answers `message`, by the template it was taught with; without one, as it is."""
+    template, folder = model.template, None if model.description is None else model.description.folder
+    if template is None and folder is not None and isinstance(model.tokenizer, ModelTokenizer):
+        template = load_template("model", folder, model.tokenizer) if read_templates(folder) else None
+    if template is None:
+        return message
+    return template.render([*history, {"role": "user", "content": message}], add_generation_prompt=True)
 
 
 def bench(

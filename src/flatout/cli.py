@@ -19,8 +19,19 @@ from typing import Any
 import flatout
 from flatout import records
 from flatout.errors import UsageError, UserError
-from flatout.verbs import bench, data, doctor, estimate, finders, plot, profile, report, tune, watch
-from flatout.words import Parser, add_config, choose_action, load, number_between, one_line, quoted, sentence
+from flatout.verbs import bench, chat, data, doctor, estimate, finders, plot, profile, report, tune, watch
+from flatout.words import (
+    Parser,
+    add_config,
+    add_model,
+    check_model,
+    choose_action,
+    load,
+    number_between,
+    one_line,
+    quoted,
+    sentence,
+)
 
 HELP = """\
 Flatout trains GPTs as fast as your machine allows.
@@ -29,6 +40,7 @@ usage: flatout VERB [CONFIG] [SECTION.FIELD=VALUE ...] [options]
 
 verbs:
   train      train a model; without a CONFIG, a small Shakespeare model
+  finetune   LoRA or full fine-tuning of a chat model on conversations
   prepare    turn text into token shards (train does this when needed)
   data       inspect or verify prepared shards
   tokenizer  train a byte-pair encoding, or compare tokenizers
@@ -43,7 +55,9 @@ verbs:
   watch      follow a run from another terminal, or in the browser
   plot       curves of one run or several, as pictures and CSV
   report     one run or several as a page; serve-report shows it live
-  export     write a trained gpt2 model as a Hugging Face folder
+  chat       talk to a fine-tuned model
+  merge      write a fine-tuned model as one folder, its adapters inside the weights
+  export     write a trained model as a Hugging Face folder
   config     explain, show, schema, presets, copy
 
 CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
@@ -120,6 +134,16 @@ def _dispatch(words: list[str]) -> int:
 def _train(words: list[str]) -> int:
     parser = Parser("train", "Train a model. SIGINT and SIGTERM save first; a second Ctrl-C quits at once.")
     add_config(parser)
+    return _run_training(parser, words)
+
+
+def _finetune(words: list[str]) -> int:
+    parser = Parser("finetune", "Fine-tune a model on conversations or instructions, by LoRA unless lora.rank=0.")
+    add_config(parser, default="lora")
+    return _run_training(parser, words)
+
+
+def _run_training(parser: Parser, words: list[str]) -> int:
     parser.add_argument(
         "--resume", metavar="auto|PATH", help="go on with a run: auto (if there is one), a run folder or a checkpoint"
     )
@@ -131,12 +155,14 @@ def _train(words: list[str]) -> int:
     resume: str | None = parsed.resume
     if resume == "":
         raise UsageError("--resume needs auto or a folder", "for example --resume auto")
-    place = None if resume in (None, "auto") or parsed.config is not None else Path(resume)
+    place = None if resume in (None, "auto") or parsed.config_given else Path(resume)
     if place is not None and not place.is_dir():
         raise UsageError(
             f"--resume {quoted(str(place))} is not a folder", "name a run folder, a checkpoint folder, or auto"
         )
     loaded = None if place is not None else load(parsed)
+    if loaded is not None and parser.verb == "finetune" and loaded.config.chat.source is None:
+        raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
     from flatout import api
     from flatout.observe.live.console import JsonReader, TerminalReader
     from flatout.observe.live.prepare_bar import PrepareBar
@@ -167,7 +193,8 @@ def _train(words: list[str]) -> int:
         _draw(Path(folder))
     if interrupted and stop.number is not None:
         if checkpoint is not None:
-            print(f"saved {checkpoint}; go on with: {_program()} train --resume {folder}", file=sys.stderr)
+            verb = "finetune" if loaded.config.chat.source is not None else "train"
+            print(f"saved {checkpoint}; go on with: {_program()} {verb} --resume {folder}", file=sys.stderr)
         return 128 + stop.number
     if not parsed.json:
         print(f"try it: {_program()} generate {folder}")
@@ -229,34 +256,15 @@ class StopOnSignal:
 # --- the other verbs --------------------------------------------------------------------------------------------------
 
 
-def _add_model(parser: Parser) -> None:
-    parser.add_argument(
-        "run", nargs="?", help="a run, checkpoint or Hugging Face GPT-2 folder; default: the newest run"
-    )
-    parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
-    parser.add_argument("--device", default="auto", help="auto, cpu, mps, cuda or cuda:N")
-
-
-def _check_model(parsed: argparse.Namespace) -> None:
-    if parsed.run is not None and not Path(parsed.run).is_dir():
-        raise UsageError(
-            f"{quoted(parsed.run)} is not a folder", "name a run folder, for example runs/shakespeare-char"
-        )
-    import re
-
-    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", parsed.device):
-        raise UsageError(f"--device {quoted(parsed.device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
-
-
 def _eval(words: list[str]) -> int:
     parser = Parser("eval", "Measure a trained model on its validation text: loss, perplexity, bits per byte.")
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument("--data", metavar="FOLDER", help="prepared shards to use instead of the run's own")
     parser.add_argument("--split", choices=("val", "train"), default="val", help="which split to measure")
     parser.add_argument("--tokens", type=number_between(int, 1, 2**40), help="measure this many tokens from the start")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parsed = parser.parse_words(words)
-    _check_model(parsed)
+    check_model(parsed)
     from flatout import api
 
     model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last)
@@ -272,7 +280,7 @@ def _eval(words: list[str]) -> int:
 
 def _generate(words: list[str]) -> int:
     parser = Parser("generate", "Continue a prompt with a trained model, printed as it comes.")
-    _add_model(parser)
+    add_model(parser)
     parser.add_argument("--prompt", default="\n", help="text to continue; default: a new line")
     parser.add_argument(
         "--tokens", type=number_between(int, 1, 10_000_000), default=300, help="how many tokens; default 300"
@@ -289,7 +297,7 @@ def _generate(words: list[str]) -> int:
     )
     parser.add_argument("--interactive", action="store_true", help="ask for prompts until end of input")
     parsed = parser.parse_words(words)
-    _check_model(parsed)
+    check_model(parsed)
     from flatout import api
     from flatout.observe.human import printable
 
@@ -320,16 +328,20 @@ def _generate(words: list[str]) -> int:
 
 
 def _export(words: list[str]) -> int:
-    parser = Parser("export", "Write a trained gpt2 model as config.json and model.safetensors for Hugging Face tools.")
+    parser = Parser("export", "Write a trained model as config.json and model.safetensors for Hugging Face tools.")
     parser.add_argument("run", help="a run or checkpoint folder")
     parser.add_argument("folder", help="new folder to write")
     parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights; default fp32"
+    )
     parser.set_defaults(device="cpu")
     parsed = parser.parse_words(words)
-    _check_model(parsed)
+    check_model(parsed)
     from flatout import api
 
-    target = api.export(api.load_model(parsed.run, device="cpu", best=not parsed.last), parsed.folder)
+    model = api.load_model(parsed.run, device="cpu", best=not parsed.last)
+    target = api.export(model, parsed.folder, dtype=parsed.dtype)
     print(f"wrote {target}")
     return 0
 
@@ -384,6 +396,8 @@ def _tune(words: list[str]) -> int:
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
+    "finetune": _finetune,
+    "lora": _finetune,
     "prepare": data.prepare,
     "data": data.data,
     "tokenizer": data.tokenizer,
@@ -398,6 +412,8 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "plot": plot.plot,
     "report": report.report,
     "serve-report": report.serve_report,
+    "chat": chat.chat,
+    "merge": chat.merge,
     "export": _export,
     "config": _config,
 }

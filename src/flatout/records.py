@@ -47,6 +47,8 @@ class RunInfo:
     resumed_from: str | None
     features: tuple[Feature, ...]
     config: dict[str, Any]
+    batch_samples: int | None = None  # of a fine-tuning run, whose steps have other numbers of tokens each
+    trained_parameters: int | None = None  # where not all are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,9 @@
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flatout.errors import HardwareError, UsageError
@@ -18,6 +20,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, verb: str, description: str) -> None:
         super().__init__(prog=f"flatout {verb}", description=description, allow_abbrev=False)
         self.verb = verb
+        self.default_config: str | None = None
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see `{self.prog} --help`")
@@ -39,6 +42,8 @@ class Parser(argparse.ArgumentParser):
                 self._refuse(word)
         if takes_overrides:
             known.overrides = overrides
+            known.config_given = known.config is not None
+            known.config = known.config if known.config_given else self.default_config
         return known
 
     def parse_mixed(self, words: Sequence[str]) -> argparse.Namespace:
@@ -69,9 +74,11 @@ class Parser(argparse.ArgumentParser):
         return f"see `{self.prog} --help` for its options"
 
 
-def add_config(parser: Parser) -> None:
+def add_config(parser: Parser, default: str | None = None) -> None:
     """Makes a verb take a config, a hardware overlay and settings."""
-    parser.add_argument("config", nargs="?", help="a preset's name or a YAML file; default: shakespeare-char")
+    name = default or "shakespeare-char"
+    parser.add_argument("config", nargs="?", help=f"a preset's name or a YAML file; default: {name}")
+    parser.default_config = default
     parser.add_argument(
         "--hardware", metavar="NAME", help="memory overlay: 4gb to 80gb, or auto for this machine's GPU"
     )
@@ -90,6 +97,23 @@ def load(words: argparse.Namespace) -> "LoadedConfig":
         load_config(words.config, words.overrides)
         hardware = _hardware_here()
     return load_config(words.config, words.overrides, hardware=hardware)
+
+
+def add_model(parser: Parser) -> None:
+    """Makes a verb take a trained model."""
+    parser.add_argument("run", nargs="?", help="a run, checkpoint or Hugging Face folder; default: the newest run")
+    parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
+    parser.add_argument("--device", default="auto", help="auto, cpu, mps, cuda or cuda:N")
+
+
+def check_model(parsed: argparse.Namespace) -> None:
+    """Refuses a model or a device that cannot be one, before anything heavy is imported."""
+    if parsed.run is not None and not Path(parsed.run).is_dir():
+        raise UsageError(
+            f"{quoted(parsed.run)} is not a folder", "name a run folder, for example runs/shakespeare-char"
+        )
+    if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", parsed.device):
+        raise UsageError(f"--device {quoted(parsed.device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
 
 
 def _hardware_here() -> str:

@@ -13,12 +13,16 @@ import flatout
 from flatout.config.complain import field_facts
 from flatout.config.load import load_config
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
-from flatout.model.weights import export_huggingface
+from flatout.model.hub_weights import export_huggingface
 from flatout.records import RunInfo, SampleRecord, StepRecord
+from tests.chat_models import write_chat_model
 from tests.conftest import TINY
 from tests.damaged import build
 
 STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
+LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
+CHAT = ["model.init_from=chatty", "chat.source=rows.json", "model.context=64"]
+ADAPTERS = [*CHAT, "lora.rank=4"]
 # One other value for each field. A list of words where a field only makes sense beside another.
 OTHER: dict[str, str | list[str]] = {
     "model.family": "gpt2",
@@ -26,14 +30,22 @@ OTHER: dict[str, str | list[str]] = {
     "model.width": "48",
     "model.heads": "4",
     "model.kv_heads": "1",
+    "model.head_size": "20",
     "model.context": "32",
     "model.vocab": "100",
     "model.norm": "rmsnorm",
+    "model.norm_eps": "0.01",
     "model.positions": "learned",
     "model.rope_base": "100.0",
+    "model.rope_scaling": "linear",
+    "model.rope_factor": ["model.rope_scaling=linear", "model.rope_factor=2.0"],
+    "model.rope_low": [*LLAMA3, "model.rope_low=2.0"],
+    "model.rope_high": [*LLAMA3, "model.rope_high=2.0"],
+    "model.rope_original_context": [*LLAMA3, "model.rope_original_context=128"],
     "model.mlp": "swiglu",
     "model.mlp_width": "40",
     "model.bias": "true",
+    "model.qkv_bias": "true",
     "model.qk_norm": "false",
     "model.residual_scale": "0.1",
     "model.tied": "false",
@@ -62,6 +74,22 @@ OTHER: dict[str, str | list[str]] = {
     "clean.repetition": ["clean.repetition=true", "data.source=web.jsonl"],
     "clean.quality": ["clean.quality=true", "data.source=web.jsonl"],
     "clean.blocked_urls": ["clean.blocked_urls=blocked", "data.source=pages.warc"],
+    "chat.source": [*CHAT, "chat.source=others.json"],
+    "chat.val_source": [*CHAT, "chat.val_source=others.json"],
+    "chat.format": [*CHAT, "chat.format=text"],
+    "chat.fields": [*CHAT, "chat.fields=[completion=second]"],
+    "chat.template": [*CHAT, "chat.template=chatml"],
+    "chat.train_on": [*CHAT, "chat.train_on=all"],
+    "chat.too_long": [*CHAT, "chat.too_long=drop"],
+    "chat.val_fraction": [*CHAT, "chat.val_fraction=0.5"],
+    "chat.packing": [*CHAT, "chat.packing=false"],
+    "chat.batch_samples": [*CHAT, "chat.batch_samples=3"],
+    "lora.rank": [*CHAT, "lora.rank=2"],
+    "lora.alpha": [*ADAPTERS, "lora.alpha=3.0"],
+    "lora.targets": [*ADAPTERS, "lora.targets=[q_proj]"],
+    "lora.dropout": [*ADAPTERS, "lora.dropout=0.5"],
+    "lora.rank_stabilised": [*ADAPTERS, "lora.rank_stabilised=true"],
+    "lora.dora": [*ADAPTERS, "lora.dora=true"],
     "optim.learning_rate": "1e-3",
     "optim.schedule": "linear",
     "optim.warmup_steps": "1",
@@ -121,6 +149,10 @@ OTHER: dict[str, str | list[str]] = {
 WEB_RULES = ("exact_duplicates", "near_duplicates", "languages", "repetition", "quality")
 # What each case is compared with, where that is not the plain run.
 BESIDE: dict[str, list[str]] = {
+    **{name: CHAT for name in OTHER if name.startswith("chat.") or name == "lora.rank"},
+    **{name: ADAPTERS for name in OTHER if name.startswith("lora.") and name != "lora.rank"},
+    "model.rope_factor": ["model.rope_scaling=linear"],
+    **{f"model.rope_{name}": LLAMA3 for name in ("low", "high", "original_context")},
     "model.init_from": ["model.family=gpt2"],
     "data.format": ["data.source=rows.txt"],
     "data.field": ["data.source=many.jsonl"],
@@ -159,6 +191,8 @@ def signature(words: list[str]) -> Any:
     lengths = ("train.steps", "train.epochs", "train.tokens")
     length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=6"]
     base = [*TINY, "data.source=text.txt", "optim.warmup_steps=2", *length]
+    if any(word.startswith("chat.") for word in words):  # the shape is the model's own
+        base = [word for word in base if not word.startswith(("model.", "data."))]
     records = list(flatout.train(load_config("shakespeare-char", [*base, *words])))
     info = records[0]
     assert isinstance(info, RunInfo)
@@ -194,6 +228,12 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (path / "blocked").write_text("a.example/1\na.example/2\n", encoding="utf-8")
     web = [json.dumps({"text": text}) for text in web_texts()]
     (path / "web.jsonl").write_text("\n".join(web), encoding="utf-8")
+    write_chat_model(path / "chatty")
+    pairs = [(f"What is {number} and {number + 1}?", f"It is {2 * number + 1}.") for number in range(40)]
+    rows = [{"prompt": ask, "completion": say, "second": say[::-1], "text": f"{ask} {say}"} for ask, say in pairs]
+    rows[7]["completion"] *= 20  # longer than the context
+    (path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    (path / "others.json").write_text(json.dumps(rows[::-2]), encoding="utf-8")
     return path
 
 
@@ -233,9 +273,9 @@ def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch
         BASE[tuple(beside)] = signature(beside)
     other = OTHER[field]
     shutil.rmtree("shards", ignore_errors=True)
-    if field.startswith(("data.", "clean.")):
+    if field.startswith(("data.", "clean.", "chat.")):
         shutil.rmtree("data", ignore_errors=True)
     changed = signature(other if isinstance(other, list) else [f"{field}={other}"])
-    if field.startswith(("data.", "clean.")):
+    if field.startswith(("data.", "clean.", "chat.")):
         shutil.rmtree("data", ignore_errors=True)
     assert changed != BASE[tuple(beside)], f"{field} changes nothing"

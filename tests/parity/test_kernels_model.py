@@ -60,6 +60,15 @@ def same(mine, theirs, dtype, slack=1.0):
             {"checkpointing": "selective", "loss": "fused"},
         ),
         ({"family": "gpt", "mlp": "gelu", "qk_norm": False, "layers": 1}, {"attention": "reference"}),
+        (
+            {"family": "gpt", "head_size": 10, "kv_heads": 2, "qkv_bias": True, "norm_eps": 1e-2, "layers": 1},
+            {"checkpointing": "full", "loss": "fused"},
+        ),
+        (
+            {"family": "gpt", "head_size": 4, "bias": True, "qkv_bias": False, "qk_norm": False, "norm_eps": 0.1}
+            | {"rope_scaling": "llama3", "rope_original_context": 8, "layers": 1},
+            {"loss": "fused"},
+        ),
     ],
     ids=str,
 )

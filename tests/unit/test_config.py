@@ -542,7 +542,7 @@ def test_lists_survive_showing_and_storing(
         ([], "not a mapping"),
         ({}, "train is missing"),
         ({"train": {"steps": 5, "stepz": 5}}, "train.stepz is not a known key"),
-        ({"train": {"steps": 5}, "lora": {}}, "lora is not a known key"),
+        ({"train": {"steps": 5}, "adapters": {}}, "adapters is not a known key"),
         ({"train": {"steps": 5}, 1: {}}, "1 is not a known key"),
         ({"train": {"steps": 5, 2: 3}}, "train.2 is not a known key"),
         ({"train": 5}, "train is 5, but it must be a section"),
@@ -591,11 +591,24 @@ def test_no_pattern_is_shown_to_a_user() -> None:
             "micro_batch=4",
         ),
         (["model.heads=7", "model.width=105"], "set model.width=112, or model.positions=learned"),
+        (["model.head_size=15"], "set model.head_size=16, or model.positions=learned"),
+        (["model.rope_scaling=llama3", "model.rope_low=4.0"], "model.rope_low lower or model.rope_high higher"),
+        (["model.rope_scaling=linear", "model.positions=learned"], "or leave model.rope_scaling out"),
+        (["model.family=gpt2", "model.head_size=16"], "leave model.head_size out, or set model.family=gpt"),
+        (["model.family=gpt2", "model.norm_eps=1e-6"], "leave model.norm_eps out, or set model.family=gpt"),
         (["train.steps=1", "train.epochs=1"], "keep one of train.steps, train.epochs and train.tokens"),
     ],
 )
 def test_the_hint_of_a_conflict_says_what_would_do(overrides: list[str], hint: str) -> None:
     assert hint in refused(overrides=overrides).hint
+
+
+def test_a_head_size_makes_the_width_free() -> None:
+    model = load_config(overrides=["model.width=100", "model.heads=7", "model.head_size=12"]).config.model
+    assert (model.size, model.queries) == (12, 84)
+    plain = load_config(overrides=["model.width=96", "model.heads=4", "model.bias=true"]).config.model
+    assert (plain.size, plain.queries, plain.has_qkv_bias) == (24, 96, True)
+    assert not load_config(overrides=["model.bias=true", "model.qkv_bias=false"]).config.model.has_qkv_bias
 
 
 def test_limits_of_options_are_written_out() -> None:
@@ -630,7 +643,15 @@ def test_schema_is_a_json_schema_and_agrees_with_the_loader() -> None:
 
 
 def test_the_shipped_names() -> None:
-    assert PRESETS == ["common-crawl", "gpt-124m", "gpt2-124m", "gpt2-350m", "shakespeare-bpe", "shakespeare-char"]
+    assert PRESETS == [
+        "common-crawl",
+        "gpt-124m",
+        "gpt2-124m",
+        "gpt2-350m",
+        "lora",
+        "shakespeare-bpe",
+        "shakespeare-char",
+    ]
     assert OVERLAYS == ["4gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"]
 
 
@@ -659,7 +680,11 @@ def test_overlays_only_make_a_run_fit(preset: str, overlay: str) -> None:
     if plain.config.speed.micro_batch is not None:
         assert (fitted.config.speed.micro_batch or 0) <= plain.config.speed.micro_batch
     size, count = micro_batch_of(fitted.config)
-    assert size * count * fitted.config.model.context == plain.config.train.batch_tokens
+    chat = plain.config.chat
+    if chat.source is not None:
+        assert size * count == chat.batch_samples
+    else:
+        assert size * count * fitted.config.model.context == plain.config.train.batch_tokens
     changed = {path for path in field_facts() if value_at(plain.config, path) != value_at(fitted.config, path)}
     assert changed <= {"speed.micro_batch", "speed.accumulation", "speed.checkpointing", "model.context"}
 

@@ -12,7 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
-from flatout.model.count import estimate_memory, flops_per_token, parameter_count
+from flatout.model.adapter_targets import AdapterPlan
+from flatout.model.adapters import attach
+from flatout.model.count import adapter_count, estimate_memory, flops_per_token, parameter_count
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 
@@ -25,6 +27,8 @@ VARIANTS = [
     {"kv_heads": 2, "mlp": "relu2", "tied": False},
     {"norm": "layernorm", "bias": True, "positions": "learned", "mlp": "gelu", "qk_norm": False},
     {"residual_scale": 0.1, "mlp_width": 100},
+    {"head_size": 20, "kv_heads": 2, "qkv_bias": True, "tied": False},
+    {"bias": True, "qkv_bias": False, "qk_norm": False, "head_size": 6, "mlp": "gelu"},
 ]
 
 
@@ -97,7 +101,9 @@ def test_activation_estimate_matches_what_autograd_keeps(variant, half):
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the peak is measured instead")
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
-@pytest.mark.parametrize(("variant", "half"), [(VARIANTS[0], True), (VARIANTS[0], False), (VARIANTS[2], True)])
+@pytest.mark.parametrize(
+    ("variant", "half"), [(VARIANTS[0], True), (VARIANTS[0], False), (VARIANTS[2], True), (VARIANTS[5], True)]
+)
 def test_activation_estimate_of_our_kernels_matches_what_autograd_keeps(variant, half, checkpointing):
     config = ModelConfig(**{"layers": 3, "width": 96, "heads": 4, "context": 32, **variant})
     how = Execution(
@@ -171,3 +177,17 @@ def test_memory_estimate_is_within_a_tenth_of_what_a_gpu_measured(line):
         optimizer_offload=row.get("optimizer_offload", False),
     )
     assert estimate.total == pytest.approx(row["measured"], rel=0.10)
+
+
+def test_adapters_of_a_tinyllama_are_counted():
+    config = ModelConfig(
+        layers=22, width=2048, heads=32, kv_heads=4, mlp_width=5632, qk_norm=False, tied=False, context=2048
+    )
+    assert parameter_count(config, 32000) == 1_100_048_384
+    assert adapter_count(config, 16) == 12_615_680
+
+
+@pytest.mark.parametrize("family", ["gpt", "gpt2"])
+def test_the_count_of_adapters_is_what_is_attached(family: str):
+    model = build_model(ModelConfig(family=family, layers=2, width=32, heads=4), 50)
+    assert attach(model, AdapterPlan(rank=3), seed=0).count == adapter_count(model.config, 3)

@@ -12,6 +12,7 @@ FAMILIES = [
     {"family": "gpt2"},
     {"family": "gpt"},
     {"family": "gpt", "kv_heads": 2, "mlp": "relu2", "tied": False},
+    {"family": "gpt", "head_size": 6, "qkv_bias": True, "rope_scaling": "llama3", "rope_original_context": 8},
     {"family": "gpt", "positions": "learned", "norm": "layernorm", "bias": True, "qk_norm": False},
 ]
 

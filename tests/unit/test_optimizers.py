@@ -27,6 +27,10 @@ MODEL = ModelConfig(layers=1, width=64, heads=2, context=8, bias=True)
 KINDS = {"fp32": {}, "8bit": {"state": "8bit"}, "host": {"offload": True}}
 
 
+def named(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return dict(model.named_parameters())
+
+
 def make(kind: str, *, fused: bool = True, seed: int = 1, **more) -> tuple[GPT, TrainStep]:
     model = build_model(MODEL, VOCAB, seed=seed)
     optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2), fused=fused, **KINDS[kind])
@@ -145,12 +149,14 @@ def test_nothing_moves_on_a_non_finite_gradient(kind, fused):
     model, step = make(kind, fused=fused)
     step(*batch())
     before = weights(model)
-    moments = {name: value.clone() for name, value in optimizer_tensors(model, step.optimizer).items()}
+    moments = {name: value.clone() for name, value in optimizer_tensors(named(model), step.optimizer).items()}
     handle = model.norm.weight.register_hook(lambda grad: grad * float("nan"))
     assert step(*batch(1))[2] == 0.0
     handle.remove()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert all(torch.equal(value, moments[name]) for name, value in optimizer_tensors(model, step.optimizer).items())
+    assert all(
+        torch.equal(value, moments[name]) for name, value in optimizer_tensors(named(model), step.optimizer).items()
+    )
     report = step(*batch(1))
     assert report[2] == 1.0
     assert report[3] == pytest.approx(0.02), "the schedule did not move either"
@@ -187,10 +193,10 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(kind):
     with torch.no_grad():
         for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
-    saved = {name: value.clone() for name, value in optimizer_tensors(model, step.optimizer).items()}
-    assert assign_optimizer(other, fresh.optimizer, saved, "a file") == []
+    saved = {name: value.clone() for name, value in optimizer_tensors(named(model), step.optimizer).items()}
+    assert assign_optimizer(named(other), fresh.optimizer, saved, "a file") == []
     fresh.updates.copy_(step.updates)
-    back = optimizer_tensors(other, fresh.optimizer)
+    back = optimizer_tensors(named(other), fresh.optimizer)
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[name], saved[name]) for name in saved)
     for seed in range(3, 6):
@@ -205,7 +211,12 @@ def test_state_of_another_kind_is_converted_and_told(origin, target):
     for seed in range(3):
         step(*batch(seed))
     other, fresh = make(target)
-    told = assign_optimizer(other, fresh.optimizer, optimizer_tensors(model, step.optimizer), "the checkpoint")
+    told = assign_optimizer(
+        named(other),
+        fresh.optimizer,
+        optimizer_tensors(named(model), step.optimizer),
+        "the checkpoint",
+    )
     if origin == target or {origin, target} == {"fp32", "host"}:
         assert told == []
     else:
@@ -224,7 +235,12 @@ def test_state_of_another_kind_is_converted_and_told(origin, target):
 def test_state_of_another_model_is_refused():
     model, step = make("8bit")
     with pytest.raises(CheckpointError, match=r"unknown blocks\.7"):
-        assign_optimizer(model, step.optimizer, {"blocks.7.weight.exp_avg": torch.zeros(1)}, "the checkpoint")
+        assign_optimizer(
+            named(model),
+            step.optimizer,
+            {"blocks.7.weight.exp_avg": torch.zeros(1)},
+            "the checkpoint",
+        )
 
 
 def test_all_moments_or_none(monkeypatch):

@@ -48,7 +48,11 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "residual_scale": None,
         "tied": True,
         "kv_heads": None,
+        "head_size": None,
         "mlp_width": None,
+        "qkv_bias": None,
+        "norm_eps": 1e-5,
+        "rope_scaling": None,
     },
     "gpt2": {
         "norm": "layernorm",
@@ -59,7 +63,11 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "residual_scale": None,
         "tied": True,
         "kv_heads": None,
+        "head_size": None,
         "mlp_width": None,
+        "qkv_bias": None,
+        "norm_eps": 1e-5,
+        "rope_scaling": None,
     },
 }
 
@@ -71,11 +79,14 @@ class ModelConfig(Section):
     layers: Annotated[int, Field(ge=1, le=1000)] = Field(default=6, description="Number of transformer blocks.")
     width: Annotated[int, Field(ge=1, le=65536)] = Field(default=384, description="Size of the residual stream.")
     heads: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=6, description="Query heads per block; must divide width."
+        default=6, description="Query heads per block; must divide width unless head_size is given."
     )
     kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None,
         description="Key and value heads per block, fewer than heads for grouped-query attention; null means heads.",
+    )
+    head_size: Annotated[int, Field(ge=1, le=4096)] | None = Field(
+        default=None, description="Size of each head; null means width over heads."
     )
     context: Annotated[int, Field(ge=1, le=2**24)] = Field(default=256, description="Tokens the model sees at once.")
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
@@ -84,10 +95,29 @@ class ModelConfig(Section):
     norm: Literal["rmsnorm", "layernorm"] = Field(
         default="rmsnorm", description="Normalisation before attention and MLP."
     )
+    norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=1e-5, description="What norms add to the mean square or variance before the root."
+    )
     positions: Literal["rope", "learned"] = Field(
         default="rope", description="How the model knows where a token stands."
     )
     rope_base: Annotated[float, Field(gt=1.0)] = Field(default=10000.0, description="Base of the rotary frequencies.")
+    rope_scaling: Literal["linear", "llama3"] | None = Field(
+        default=None,
+        description="Rotary frequencies stretched for a longer context: all alike, or only the slow ones as Llama 3.1.",
+    )
+    rope_factor: Annotated[float, Field(ge=1.0, le=1e6)] = Field(
+        default=8.0, description="By how much rope_scaling slows rotary frequencies down."
+    )
+    rope_low: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        default=1.0, description="llama3 slows frequencies of fewer turns in rope_original_context by the whole factor."
+    )
+    rope_high: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
+        default=4.0, description="llama3 leaves frequencies of more turns in rope_original_context as they are."
+    )
+    rope_original_context: Annotated[int, Field(ge=1, le=2**24)] = Field(
+        default=8192, description="Context that llama3's model had before it was stretched."
+    )
     mlp: Literal["swiglu", "relu2", "gelu"] = Field(
         default="swiglu", description="Feed-forward kind; gelu is the tanh form."
     )
@@ -96,6 +126,9 @@ class ModelConfig(Section):
         description="Hidden size of the MLP; null means 4 times width, two thirds of that for swiglu's three matrices.",
     )
     bias: bool = Field(default=False, description="Bias vectors in linear layers and LayerNorm.")
+    qkv_bias: bool | None = Field(
+        default=None, description="Bias of the projection to queries, keys and values; null follows bias."
+    )
     qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys per head before the product.")
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = Field(
         default=None, description="Initial value of learned scales on both residual branches; null has no scales."
@@ -113,9 +146,23 @@ class ModelConfig(Section):
         family = values.get("family", "gpt") if isinstance(values, dict) else None
         return {**FAMILY_DEFAULTS[family], **values} if family in ("gpt", "gpt2") else values
 
+    @property
+    def size(self) -> int:
+        """Values in one head."""
+        return self.head_size or self.width // self.heads
+
+    @property
+    def queries(self) -> int:
+        """Values in the queries of one token, over all heads: what attention hands to its output projection."""
+        return self.heads * self.size
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.bias if self.qkv_bias is None else self.qkv_bias
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.width % self.heads:
+        if self.width % self.heads and self.head_size is None:
             near = _multiple_near(self.width, self.heads * (2 if self.positions == "rope" else 1))
             raise Conflict(
                 f"width {self.width} is not a multiple of heads {self.heads}",
@@ -126,10 +173,25 @@ class ModelConfig(Section):
                 f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}",
                 f"set model.kv_heads to a divisor of {self.heads}, or to null for as many as heads",
             )
-        if self.positions == "rope" and (self.width // self.heads) % 2:
+        if self.positions == "rope" and self.head_size is not None and self.head_size % 2:
+            raise Conflict(
+                f"rotary positions need an even head_size, not {self.head_size}",
+                f"set model.head_size={self.head_size + 1}, or model.positions=learned",
+            )
+        if self.positions == "rope" and self.size % 2:
             raise Conflict(
                 f"rotary positions need an even head size (width over heads), not {self.width // self.heads}",
                 f"set model.width={_multiple_near(self.width, 2 * self.heads)}, or model.positions=learned",
+            )
+        if self.rope_scaling is not None and self.positions != "rope":
+            raise Conflict(
+                f"rope_scaling {self.rope_scaling} needs rotary positions, not {self.positions} ones",
+                "set model.positions=rope, or leave model.rope_scaling out",
+            )
+        if self.rope_scaling == "llama3" and self.rope_low >= self.rope_high:
+            raise Conflict(
+                f"rope_low {self.rope_low} is not below rope_high {self.rope_high}",
+                "set model.rope_low lower or model.rope_high higher; Llama 3.1 has 1.0 and 4.0",
             )
         if self.family == "gpt2":
             for name, fixed in FAMILY_DEFAULTS["gpt2"].items():
@@ -138,8 +200,6 @@ class ModelConfig(Section):
                         f"family gpt2 fixes {name} to {format_value(fixed)}, not {format_value(getattr(self, name))}",
                         f"leave model.{name} out, or set model.family=gpt",
                     )
-        if self.init_from is not None and self.family != "gpt2":
-            raise Conflict("init_from loads GPT-2 weights and needs family gpt2", "set model.family=gpt2")
         return self
 
 
@@ -235,6 +295,53 @@ class CleanConfig(Section):
                 f"set clean.min_characters to at most {self.max_characters}, or clean.max_characters higher",
             )
         return self
+
+
+class ChatConfig(Section):
+    source: str | None = Field(
+        default=None,
+        description="File or folder of conversations or instructions to fine-tune on; null trains on plain text.",
+    )
+    val_source: str | None = Field(
+        default=None, description="File or folder to evaluate on; null holds out a share of the rows."
+    )
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = Field(
+        default="auto", description="How a row tells a conversation; auto looks at the first rows."
+    )
+    fields: list[Annotated[str, Field(pattern=r"^\w+=.+$")]] = Field(
+        default=[], description="Columns under other names, such as [prompt=question, completion=answer]."
+    )
+    template: Name = Field(
+        default="model", description="Chat template: the model's own, chatml, plain, none, or a file of Jinja."
+    )
+    train_on: Literal["assistant", "last", "all"] = Field(
+        default="assistant", description="What has a label: assistant turns, the last of them, or every token."
+    )
+    too_long: Literal["truncate", "drop"] = Field(
+        default="truncate", description="What happens to samples longer than model.context; both are counted."
+    )
+    val_fraction: Share = Field(default=0.05, description="Share of the rows that is held out for evaluation.")
+    packing: bool = Field(
+        default=True, description="Several samples in a row, none of which sees another; false pads each to a row."
+    )
+    batch_samples: Positive = Field(default=8, description="Samples per optimizer step.")
+
+
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=0, le=4096)] = Field(
+        default=0, description="Rank of the adapters that are trained beside frozen weights; 0 trains the weights."
+    )
+    alpha: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
+        default=None, description="Adapters count alpha / rank times; null is twice the rank."
+    )
+    targets: list[Name] = Field(
+        default=["all-linear"], description="Projections with an adapter, such as [q_proj, v_proj]; all-linear is all."
+    )
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
+        default=0.0, description="Dropout share on what adapters read, in training."
+    )
+    rank_stabilised: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead of alpha / rank.")
+    dora: bool = Field(default=False, description="Learn the length of every row of a weight apart from its direction.")
 
 
 class OptimConfig(Section):
@@ -445,6 +552,8 @@ class RunConfig(Section):
     model: ModelConfig = Field(default_factory=lambda: ModelConfig(), description="The network.")
     data: DataConfig = Field(default_factory=lambda: DataConfig(), description="The text and its tokens.")
     clean: CleanConfig = Field(default_factory=lambda: CleanConfig(), description="What is dropped of the text.")
+    chat: ChatConfig = Field(default_factory=lambda: ChatConfig(), description="What a model is fine-tuned on.")
+    lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="Adapters on a frozen model.")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(), description="The optimizer and its schedule.")
     train: TrainConfig = Field(description="Length, batch and seed of the run.")
     speed: SpeedConfig = Field(
@@ -460,6 +569,12 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.chat.source is not None:
+            return self._check_chat()
+        if self.lora.rank:
+            raise Conflict("lora.rank trains adapters, and there is nothing to fine-tune on", "set chat.source")
+        if self.model.init_from is not None and self.model.family != "gpt2":
+            raise Conflict("init_from loads GPT-2 weights and needs family gpt2", "set model.family=gpt2")
         context, batch = self.model.context, self.train.batch_tokens
         if self.data.streaming and (self.data.source is None or self.train.epochs is not None):
             raise Conflict(
@@ -495,13 +610,39 @@ class RunConfig(Section):
             )
         return self
 
+    def _check_chat(self) -> Self:
+        if self.model.init_from is None:
+            raise Conflict(
+                "chat.source is something to fine-tune on, and there is no model to start from",
+                "set model.init_from to a folder with a model, or to a name on the hub",
+            )
+        if self.train.tokens is not None:
+            raise Conflict(
+                "the length of a fine-tuning run is told in steps or epochs", "set train.epochs, such as train.epochs=3"
+            )
+        if self.data.streaming:
+            raise Conflict("data.streaming is for plain text", "leave data.streaming out, or chat.source")
+        count, samples = self.speed.accumulation, self.chat.batch_samples
+        if count is not None and samples % count:
+            raise Conflict(
+                f"a batch of {samples} samples does not split into speed.accumulation {count}",
+                f"set speed.accumulation to a divisor of {samples}",
+            )
+        return self
+
+
+def _sequences(config: RunConfig) -> int:
+    """Rows of a step: those of the batch, or as many as it has samples at most."""
+    chat = config.chat
+    return chat.batch_samples if chat.source is not None else config.train.batch_tokens // config.model.context
+
 
 def micro_batch_of(config: RunConfig) -> tuple[int, int]:
     """(sequences per micro-batch, micro-batches per step).
 
     The global batch never changes: a `micro_batch` that does not divide it is lowered to the next divisor.
     """
-    sequences = config.train.batch_tokens // config.model.context
+    sequences = _sequences(config)
     if config.speed.accumulation is not None:
         return sequences // config.speed.accumulation, config.speed.accumulation
     most = min(config.speed.micro_batch or sequences, sequences)

@@ -26,10 +26,13 @@ ProblemKind = Literal[
     "link",  # a link that leads out of the source folder
     "not-utf8",
     "record",  # a crawl record that is damaged
+    "role",  # a message whose role is not known
     "surrogate",  # JSON that escapes half of a surrogate pair
+    "template",  # a conversation that the chat template refuses
     "too-long",  # a record above the limit
     "tokenizer",  # a text that the tokenizer refuses
     "truncated",
+    "turns",  # a conversation with nothing to learn, or in an order that makes none
     "unreadable",  # the system says no
 ]
 InvalidUtf8 = Literal["strict", "replace", "skip"]
@@ -53,6 +56,14 @@ class Document:
     ends: bool = True
     replaced: int = 0
     rejected: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One record with all its fields, for those who need more of it than one text."""
+
+    value: object
+    place: str
 
 
 @dataclass(frozen=True)

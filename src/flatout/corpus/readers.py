@@ -23,7 +23,7 @@ from typing import NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
-from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Slice
+from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Row, Slice
 from flatout.corpus.fields import FieldError, text_of
 from flatout.corpus.shipped import gpt2_tokens
 from flatout.corpus.streams import (
@@ -90,6 +90,59 @@ def read_slice(
     else:
         with open_bytes(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options, piece, limit)
+
+
+def read_rows(file: InputFile, *, watch: Watch | None = None, limit: int = LINE_LIMIT) -> Iterator[Row | Problem]:
+    """The records of a JSON, JSON lines, CSV, TSV or parquet file with all their fields, in order."""
+    if file.format in _TEXT_FORMATS and _is_binary(file):
+        message = "it is binary, or text that is not in UTF-8: its first bytes hold NUL"
+        yield Problem(file.name, "", "binary", message, records=0)
+    elif file.format == "jsonl":
+        yield from _json_line_rows(file, limit, watch)
+    elif file.format == "parquet":
+        from flatout.corpus import tables
+
+        yield from tables.read_parquet_rows(file)
+    elif file.format in ("json", "csv", "tsv"):
+        with open_bytes(file, watch=watch) as stream:
+            if file.format == "json":
+                yield from _json_rows(stream, file, limit)
+                return
+            from flatout.corpus import tables
+
+            yield from tables.read_csv_rows(stream, file, "," if file.format == "csv" else "\t")
+    else:
+        raise ValueError(f"there are no rows in the format {file.format!r}")
+
+
+def _json_line_rows(file: InputFile, limit: int, watch: Watch | None) -> Iterator[Row | Problem]:
+    for line in _records(Slice(file), ReadOptions(), limit, watch):
+        if isinstance(line, Problem):
+            yield line
+        elif isinstance(line, tuple):
+            place, text, _ = line
+            try:
+                yield Row(json.loads(text), place)
+            except (ValueError, RecursionError) as error:
+                yield Problem(file.name, place, "json", _not_json(error), records=1)
+
+
+def _json_rows(stream: ByteStream, file: InputFile, limit: int) -> Iterator[Row | Problem]:
+    source = _JsonText(stream, file.name, limit)
+    try:
+        for number, value, raw in source.values():
+            place = f"element {number}"
+            try:
+                raw if raw.isascii() else decode(raw.encode("utf-8", "surrogateescape"), "strict")
+            except UnicodeDecodeError as error:
+                yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
+            else:
+                yield Row(value, place)
+    except _BrokenJsonError as broken:
+        yield replace(stream.problem or broken.problem, records=broken.problem.records)
+    else:
+        if stream.problem is not None:
+            yield stream.problem
 
 
 def _read_table(slice: Slice, options: ReadOptions) -> Results:

@@ -25,7 +25,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from flatout.corpus.document import INSTALL, Document, InputFile, InvalidUtf8, Problem, ProblemKind, ReadOptions, shown
+from flatout.corpus.document import (
+    INSTALL,
+    Document,
+    InputFile,
+    InvalidUtf8,
+    Problem,
+    ProblemKind,
+    ReadOptions,
+    Row,
+    shown,
+)
 from flatout.corpus.fields import EVERY, decoded, names_shown, not_utf8, text_of
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
 from flatout.errors import DataError
@@ -78,6 +88,38 @@ def read_parquet(file: InputFile, first_group: int, last_group: int | None, opti
                     yield from _row_group(parquet, number, first, sizes[number], column, file, options)
     if problem is not None and first_group == 0:
         yield problem
+
+
+def read_parquet_rows(file: InputFile) -> Iterator[Row | Problem]:
+    """All rows with all their columns. A row group with damage, or with text that is not UTF-8, ends where it is."""
+    pa = _import_arrow()
+    if (problem := _no_parquet(file)) is not None:
+        yield problem
+        return
+    with pa.OSFile(os.fsencode(file.path)) as source:
+        try:
+            parquet = _open_parquet(source)
+            sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
+        except Exception as error:  # noqa: BLE001  # as above
+            message = f"its footer is damaged, so that nothing of it can be read: {_reason(error)}"
+            yield Problem(file.name, "", "format", message, records=0)
+            return
+        first = 1
+        for number, rows in enumerate(sizes):
+            done = 0
+            broken = "it has fewer rows than its metadata says"
+            batches = (batch.to_pylist() for batch in _batches(parquet, number, None))
+            for batch in _until_damage(batches):
+                if isinstance(batch, Exception):
+                    broken = f"it is damaged: {_reason(batch)}"
+                    break
+                for value in batch:
+                    yield Row(value, f"row {first + done}")
+                    done += 1
+            if done < rows:
+                message = f"row group {number} ends here: {broken}"
+                yield Problem(file.name, f"row {first + done}", "format", message, records=rows - done)
+            first += rows
 
 
 def parquet_group_bytes(path: str) -> list[int]:
@@ -133,12 +175,13 @@ def _row_group(
         yield Problem(file.name, f"row {first + done}", "format", message, records=rows - done)
 
 
-def _batches(parquet: Any, number: int, path: str) -> Iterator[Any]:
+def _batches(parquet: Any, number: int, path: str | None) -> Iterator[Any]:
     # By the size of all columns: asked for one, pyarrow ends the process where the metadata is damaged.
     group = parquet.metadata.row_group(number)
     rows = _BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)
     rows = max(_BATCH_ROWS[0], min(_BATCH_ROWS[1], rows))
-    yield from parquet.iter_batches(rows, row_groups=[number], columns=[path], use_threads=False)
+    columns = None if path is None else [path]
+    yield from parquet.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False)
 
 
 # Saved datasets.
@@ -496,6 +539,36 @@ def read_csv(
             yield Problem(file.name, place, "binary", "the row holds NUL bytes", records=1)
         else:
             yield decoded(row.values[column], file, place, options)
+
+
+def read_csv_rows(stream: ByteStream, file: InputFile, delimiter: str) -> Iterator[Row | Problem]:
+    """The rows of a CSV file as objects of texts, named by its first row."""
+    rows = iter(_Rows(stream, file, delimiter.encode(), LINE_LIMIT))
+    header = next(rows, None)
+    if header is None:
+        if stream.problem is None:
+            yield Problem(file.name, "", "empty", "there is no row with the names of the columns", records=0)
+        return
+    if isinstance(header, Problem):
+        yield replace(header, message=f"the row with the names of the columns: {header.message}", records=0)
+        return
+    names = [name.decode("utf-8", "replace") for name in header.values]
+    for row in rows:
+        if isinstance(row, Problem):
+            yield row
+            continue
+        place = f"line {row.line}"
+        if len(row.values) != len(names):
+            message = f"the row has {len(row.values):,} columns and the first row {len(names):,}"
+            yield Problem(file.name, place, "csv", message, records=1)
+            continue
+        try:
+            texts = [value.decode("utf-8") for value in row.values]
+        except UnicodeDecodeError as error:
+            message = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
+            yield Problem(file.name, place, "not-utf8", message, records=1)
+        else:
+            yield Row(dict(zip(names, texts, strict=True)), place)
 
 
 class _Row(NamedTuple):

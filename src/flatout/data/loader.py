@@ -33,6 +33,7 @@ from flatout.data.sampler import WindowOrder, window_count, window_starts
 from flatout.data.shards import Tokens, TokenShards
 from flatout.data.tokenizer import Ids
 from flatout.errors import DataError, ResourceError
+from flatout.ops.documents import PackedRows
 from flatout.ops.reference import IGNORED
 
 PREFETCH = 4
@@ -46,13 +47,19 @@ class Batch:
     """Tokens and, for each, the token that follows it: both [B, T] int64 on the device; IGNORED has no label.
 
     `documents`, where there are any, is [B, T] int32: which document of its row each token belongs to, from 0 on, and
-    -1 for padding.
+    -1 for padding. `packed` says the same on the host, of rows in which attention must stay inside documents.
     """
 
     tokens: torch.Tensor
     targets: torch.Tensor
     step: int
     documents: torch.Tensor | None = None
+    packed: PackedRows | None = None
+
+    @property
+    def count(self) -> int:
+        """Tokens, without padding where that is known."""
+        return self.tokens.numel() if self.packed is None else self.packed.tokens
 
 
 @final

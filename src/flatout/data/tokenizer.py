@@ -1,11 +1,12 @@
-"""Text to token ids and back, by one of four tokenizers that all answer to the same few names.
+"""Text to token ids and back, by one of five tokenizers that all answer to the same few names.
 
 Idea: a tokenizer is a value. `to_json` describes it completely, `fingerprint` is the hash of that description, and two
 tokenizers with one fingerprint give the same ids for every text. Shards and checkpoints carry the description, so a
 model can always be asked in the language it was taught.
 
 Contract: `encode` gives a 1-D array of unsigned ids below `vocab`, and never the end-of-text id: that one is added
-between documents by whoever knows where documents end. Text that merely spells `<|endoftext|>` is ordinary text.
+between documents by whoever knows where documents end. Text that merely spells `<|endoftext|>` is ordinary text. The
+one exception is `model`, which reads what a chat template wrote: there the text of a special token is that token.
 `decode(encode(text)) == text` for every well-formed text, except where a Hugging Face file normalises text or lacks it,
 or a `char` tokenizer was told to drop or replace what it has never seen. `encode_batch` gives the ids that `encode`
 gives for each text; many short texts cost a fraction of the time that way.
@@ -36,7 +37,7 @@ import numpy.typing as npt
 from flatout.corpus.shipped import GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.errors import DataError
 
-TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface"]
+TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface", "model"]
 UnknownPolicy = Literal["error", "drop", "replace"]
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -279,10 +280,7 @@ class HuggingFaceTokenizer(Tokenizer):
         """`content` is what `tokenizer.json` holds; an unusable one is a `ValueError`."""
         import tokenizers
 
-        content = {**content, "truncation": None, "padding": None}
-        model = content.get("model")
-        if isinstance(model, dict) and model.get("dropout") is not None:
-            content["model"] = {**model, "dropout": None}
+        content = _deterministic(content)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # the library raises nothing more particular
@@ -361,6 +359,88 @@ class HuggingFaceTokenizer(Tokenizer):
         return {"kind": self.kind, "content": self._content}
 
 
+@final
+class ModelTokenizer(Tokenizer):
+    """The tokenizer of a Hugging Face model, for text that its chat template wrote.
+
+    Special tokens are parsed where the text spells them, and none is added: the post-processor, which would put a
+    second BOS in front, is left out. It would also move offsets away from white space, and masks go by offsets.
+    `special` holds the special tokens that the model's files name, such as `bos_token`; templates see them under these
+    names. `begin` is the token that the model expects before a text that no template wrote, which is BOS, or None.
+    """
+
+    def __init__(self, content: dict[str, Any], special: dict[str, str], begin: str | None) -> None:
+        """`content` is what `tokenizer.json` holds; an unusable one is a `ValueError`."""
+        import tokenizers
+
+        self._content = _deterministic(content)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**self._content, "post_processor": None}))
+        except Exception as error:  # the library raises nothing more particular
+            raise ValueError(str(error)) from error
+        self._tokenizer.encode_special_tokens = False
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise ValueError("it has no tokens")
+        named = {**special, "first token": begin} if begin is not None else special
+        missing = [f"{name} {token!r}" for name, token in named.items() if token not in ids]
+        if missing:
+            raise ValueError(f"the vocabulary lacks its {missing[0]}")
+        self.kind = "model"
+        self.vocab = max(ids.values()) + 1
+        self.special = dict(special)
+        self.begin = begin
+        self.begin_of_text = ids[begin] if begin is not None else None
+        self.end_of_text = ids[special["eos_token"]] if "eos_token" in special else None
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        # The longest first, so that one whose text begins another's is not found in its place.
+        texts = {token.content for token in added if token.special} | set(special.values())
+        self.special_texts = tuple(sorted(texts, key=lambda text: (-len(text), text)))
+        self.fingerprint = _fingerprint(self.to_json())
+
+    def encode(self, text: str) -> Ids:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        encoded = self._tokenizer.encode_batch_fast([_well_formed(text) for text in texts], add_special_tokens=False)
+        return [np.array(each.ids, dtype=token_dtype(self.vocab)) for each in encoded]
+
+    def encode_prompt(self, text: str) -> Ids:
+        """The ids of a text that no template wrote, after BOS where the model expects it and the text has none."""
+        ids = self.encode(text)
+        return np.concatenate([np.array([self.begin_of_text], ids.dtype), ids]) if self.needs_begin(ids) else ids
+
+    def needs_begin(self, ids: Ids) -> bool:
+        """Whether BOS is still to be put before the ids of a text that no template wrote."""
+        return self.begin_of_text is not None and not (len(ids) and int(ids[0]) == self.begin_of_text)
+
+    def encodings(self, texts: Sequence[str]) -> list[Any]:
+        """What the library says of each text: `ids`, and by `token_to_chars` the characters each token came from.
+
+        Texts are well-formed already: characters are counted in them. The library works on many at once.
+        """
+        return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its text."""
+        return self._tokenizer.token_to_id(text)
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        return self._tokenizer.decode(_checked_ids(ids, self.vocab).tolist(), skip_special_tokens=False)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "content": self._content, "special": self.special, "begin": self.begin}
+
+
+def _deterministic(content: dict[str, Any]) -> dict[str, Any]:
+    """A `tokenizer.json` that neither cuts, nor pads, nor drops merges at random."""
+    content = {**content, "truncation": None, "padding": None}
+    model = content.get("model")
+    if isinstance(model, dict) and model.get("dropout") is not None:
+        content["model"] = {**model, "dropout": None}
+    return content
+
+
 def load_tokenizer(
     spec: str, corpus: Callable[[], Iterable[str]] | None = None, unknown: UnknownPolicy = "error"
 ) -> Tokenizer:
@@ -412,14 +492,27 @@ def tokenizer_from_json(description: dict[str, Any]) -> Tokenizer:
             if not isinstance(content := description.get("content"), dict):
                 raise ValueError("its content is not a JSON object")
             return HuggingFaceTokenizer(content)
+        if kind == "model":
+            return _model_tokenizer(description)
     except ValueError as error:
         raise DataError(
             f"the description of a {kind} tokenizer is not usable: {error}", "give a tokenizer.json that is intact"
         ) from error
     raise DataError(
         f"a tokenizer of kind {kind!r} is unknown",
-        "the kinds are char, bytes, gpt2 and huggingface; is flatout up to date?",
+        "the kinds are char, bytes, gpt2, huggingface and model; is flatout up to date?",
     )
+
+
+def _model_tokenizer(description: dict[str, Any]) -> ModelTokenizer:
+    content, special, begin = (description.get(name) for name in ("content", "special", "begin"))
+    if not isinstance(content, dict):
+        raise ValueError("its content is not a JSON object")
+    if not isinstance(special, dict) or not all(isinstance(token, str) for token in special.values()):
+        raise ValueError("its special tokens are no names with texts")
+    if begin is not None and not isinstance(begin, str):
+        raise ValueError("the token that texts begin with is no text")
+    return ModelTokenizer(content, special, begin)
 
 
 def word_segments(text: str, size: int) -> Iterator[str]:

@@ -83,8 +83,8 @@ def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Iterator[
             "attention",
             "warn",
             f"no fast kernel runs here: {'; '.join(fails)}",
-            "Attention is then written out, which is slow and needs much memory. A head size (model.width over "
-            "model.heads) of 64 or 128 in half precision suits every kernel; older cards have fewer of them.",
+            "Attention is then written out, which is slow and needs much memory. A head size (model.head_size, or "
+            "model.width over model.heads) of 64 or 128 in half precision suits every kernel; older cards have fewer.",
         )
     elif "sdpa" in tried and tried["sdpa"].outcome == "fails":
         detail = tried["sdpa"].detail

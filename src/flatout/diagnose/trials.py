@@ -159,7 +159,7 @@ def attention_shape(model: ModelConfig) -> dict[str, Any]:
     return {
         "heads": model.heads,
         "groups": model.kv_heads or model.heads,
-        "size": model.width // model.heads,
+        "size": model.size,
         "context": min(model.context, _MOST_CONTEXT),
         "dropout": model.dropout,
     }

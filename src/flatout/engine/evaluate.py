@@ -25,7 +25,8 @@ def evaluate(
     try:
         with torch.no_grad(), scope():
             for batch in batches:
-                total += model(batch.tokens, batch.targets)
+                layout = () if batch.packed is None else (0.0, batch.packed.layout(slice(None), device))
+                total += model(batch.tokens, batch.targets, *layout)
                 labelled += (batch.targets != IGNORED).sum()
     finally:
         model.train(was_training)

@@ -111,7 +111,7 @@ def resolve_speed(
 
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
-    kernels = settle("kernels", asked.kernels, *_kernels(asked, device, model, probes))
+    kernels = settle("kernels", asked.kernels, *_kernels(asked, device, model, probes, adapters=config.lora.rank > 0))
     residual = settle("residual", asked.residual, *_residual(asked.residual, precision, kernels))
     deterministic = config.train.deterministic
     products = settle("products", asked.products, *_products(asked.products, precision, kernels, deterministic, probes))
@@ -120,7 +120,8 @@ def resolve_speed(
     settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, config, probes))
     why = "our kernels take one product" if kernels == "triton" and not asked.fused_qkv else ""
     fused_qkv = settle("fused_qkv", _word(asked.fused_qkv), _word(asked.fused_qkv or bool(why)), why) == "true"
-    compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, attention, probes))
+    packed = config.chat.source is not None
+    compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, attention, probes, packed=packed))
     loss = settle("loss", asked.loss, *_loss(asked.loss, kernels))
     why = "the plain loss takes all tokens at once" if loss == "plain" else ""
     used_chunk = "none" if why else str(asked.loss_chunk)  # harmless, so it is told and not refused, as with workers
@@ -128,7 +129,7 @@ def resolve_speed(
     fused = settle("fused_optimizer", asked.fused_optimizer, *_fused(asked, device))
     offload = switch("optimizer_offload", asked.optimizer_offload, _no_offload(device))
     state = settle("optimizer_state", asked.optimizer_state, *_optimizer_state(asked.optimizer_state, device, offload))
-    loader = settle("loader", asked.loader, *_loader(asked.loader, device, corpus_bytes))
+    loader = settle("loader", asked.loader, *_loader(asked.loader, device, corpus_bytes, packed=packed))
     size, count = micro_batch_of(config)
     wanted = "null" if asked.micro_batch is None else str(asked.micro_batch)
     why = "the largest divisor of the batch" if asked.micro_batch not in (None, size) else ""
@@ -142,7 +143,7 @@ def resolve_speed(
     graphs = settle(
         "cuda_graphs",
         asked.cuda_graphs,
-        *_cuda_graphs(asked, device, compiled, activation_offload, model, attention, flops),
+        *_cuda_graphs(asked, device, compiled, activation_offload, config, attention, flops),
     )
     used_workers = asked.workers if loader == "host" else 0
     why = "tokens already live on the device" if loader == "device" else ""
@@ -157,6 +158,7 @@ def resolve_speed(
         precision=precision,
         execution=Execution(
             attention=attention,
+            document_attention="flash" if device.kind == "cuda" and precision in ("bf16", "fp16") else "sdpa",
             kernels=kernels,
             products=products,
             residual=residual,
@@ -193,10 +195,12 @@ def _words(values: Sequence[str]) -> str:
     return f"[{', '.join(values)}]"
 
 
-def _kernels(asked: SpeedConfig, device: Device, model: ModelConfig, probes: Probes) -> tuple[str, str]:
+def _kernels(
+    asked: SpeedConfig, device: Device, model: ModelConfig, probes: Probes, *, adapters: bool
+) -> tuple[str, str]:
     if asked.kernels == "torch":
         return "torch", ""
-    reason = _kernels_missing(device, model, probes)
+    reason = "they know no adapters" if adapters else _kernels_missing(device, model, probes)
     if reason is None and asked.kernels == "auto":
         if asked.compile not in ("auto", "off"):
             reason = "compile was asked for"
@@ -251,7 +255,8 @@ def _fp8(asked: SpeedConfig, device: Device, kernels: str, model: ModelConfig) -
     if "head" in asked.fp8 and loss != "fused":
         return "[]", f"the head in 8 bits needs the fused loss, and loss is {loss}"
     groups, hidden = model.kv_heads or model.heads, mlp_width_of(model)
-    sizes = {"width": model.width, "qkv": model.width // model.heads * (model.heads + 2 * groups), "mlp": hidden}
+    columns = model.size * (model.heads + 2 * groups)
+    sizes = {"width": model.width, "qkv": columns, "heads": model.queries, "mlp": hidden}
     for name, size in sizes.items():
         if size % 16:
             return "[]", f"8-bit products need sizes that are multiples of 16, and {name} has {size}"
@@ -293,7 +298,7 @@ def _attention(
 
 def _faster_with_fa4(model: ModelConfig) -> str | None:
     """What beats cuDNN where flash-attn-4 is installed, as measured on an H200 (benchmarks/attention.jsonl)."""
-    size = model.width // model.heads
+    size = model.size
     if size not in (64, 128):
         return None
     return "cudnn+fa4" if size == 64 and model.context < 2048 else "fa4"
@@ -316,7 +321,7 @@ def _attention_shape(model: ModelConfig) -> dict[str, Any]:
     return {
         "heads": model.heads,
         "groups": model.kv_heads or model.heads,
-        "size": model.width // model.heads,
+        "size": model.size,
         "context": model.context,
         "dropout": model.dropout,
     }
@@ -349,13 +354,15 @@ def _cuda_graphs(
     device: Device,
     compiled: str,
     offload: bool,
-    model: ModelConfig,
+    config: RunConfig,
     attention: str,
     flops: float,
 ) -> tuple[str, str]:
-    wanted = asked.cuda_graphs
+    wanted, model = asked.cuda_graphs, config.model
     if wanted == "off":
         return "off", ""
+    if config.chat.source is not None:
+        return "off", "samples make other shapes at every step"
     if device.kind != "cuda":
         return "off", "" if wanted == "auto" else _NOT_CUDA
     if model.dropout > 0:
@@ -399,10 +406,14 @@ def _precision(asked: str, device: Device) -> tuple[str, str]:
     return "fp32", f"a CPU has no {asked} products"
 
 
-def _compile(asked: SpeedConfig, device: Device, kernels: str, attention: str, probes: Probes) -> tuple[str, str]:
+def _compile(
+    asked: SpeedConfig, device: Device, kernels: str, attention: str, probes: Probes, *, packed: bool
+) -> tuple[str, str]:
     wanted = asked.compile
     if wanted == "off":
         return "off", ""
+    if packed:
+        return "off", "samples make other shapes at every step"
     if wanted == "auto" and device.kind != "cuda":
         return "off", f"not worth its start-up on {device.kind}"
     if kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
@@ -432,9 +443,9 @@ def _fused(speed: SpeedConfig, device: Device) -> tuple[str, str]:
     return ("on", "") if device.fused_optimizer else ("off", f"torch has no fused AdamW on {device.kind}")
 
 
-def _loader(asked: str, device: Device, corpus_bytes: int | None) -> tuple[str, str]:
+def _loader(asked: str, device: Device, corpus_bytes: int | None, *, packed: bool) -> tuple[str, str]:
     if corpus_bytes is None:
-        return "host", "" if asked == "host" else "the text is streamed"
+        return "host", "" if asked == "host" else "samples are packed there" if packed else "the text is streamed"
     if asked != "auto":
         return asked, ""
     if device.kind != "cuda":

@@ -16,11 +16,13 @@ import torch
 
 import flatout
 from flatout.data.loader import Batch
+from flatout.data.sample_loader import SampleOrder
 from flatout.data.stream import TOLD_PROBLEMS
 from flatout.data.stream_loader import StreamLoader
 from flatout.device import peak_memory_bytes, reserved_memory_bytes
 from flatout.engine.checkpoint import Checkpoint, keep_newest, write_checkpoint, write_json_atomically
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
+from flatout.engine.fine_tuning import SampleData
 from flatout.engine.machine import MachineWatch
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.recovery import attempt_step, first_fitting, use_less_memory
@@ -30,7 +32,6 @@ from flatout.engine.spans import SpanTotals
 from flatout.errors import DataError, DivergedError
 from flatout.generation.decode import generate_tokens
 from flatout.model.count import parameter_count
-from flatout.model.weights import assign_weights, model_tensors
 from flatout.optim.optimizers import assign_optimizer, optimizer_tensors
 from flatout.records import (
     CheckpointRecord,
@@ -54,6 +55,7 @@ class Progress:
     """What the host remembers between steps; saved whole in every checkpoint."""
 
     step: int = 0
+    tokens: int = 0
     seconds: float = 0.0
     val_loss: float | None = None
     best_loss: float | None = None
@@ -64,6 +66,7 @@ class Progress:
     epoch_loss: float = 0.0
     epoch_steps: int = 0
     epoch_seconds: float = 0.0
+    epoch_tokens: int = 0
 
 
 def train_loop(
@@ -93,7 +96,7 @@ def train_loop(
                 yield NoticeRecord(step=step, message=use_less_memory(run, batch.tokens.shape[0], report))
                 pending.restart()
                 report = attempt_step(run, batch)
-            pending.push(step, report, marks=run.step.clock.take(), data_seconds=data_seconds)
+            pending.push(step, report, marks=run.step.clock.take(), tokens=batch.count, data_seconds=data_seconds)
             yield from (NoticeRecord(step=step, message=message) for message in run.news.take())
             if isinstance(loader, StreamLoader):
                 position = loader.position().to_json()
@@ -169,8 +172,8 @@ def settle(run: Run, progress: Progress, totals: SpanTotals, reports: Iterable[S
         totals.add("data", report.data_seconds)
         progress.step = report.step
         progress.seconds += report.seconds
-        tokens = run.config.train.batch_tokens
-        rate = tokens / report.seconds if report.seconds > 0 else None
+        progress.tokens += report.tokens
+        rate = report.tokens / report.seconds if report.seconds > 0 else None
         peak = run.speed.device.peak_flops
         yield StepRecord(
             step=report.step,
@@ -179,7 +182,7 @@ def settle(run: Run, progress: Progress, totals: SpanTotals, reports: Iterable[S
             learning_rate=report.learning_rate,
             grad_norm=report.grad_norm,
             applied=report.applied,
-            tokens=report.step * tokens,
+            tokens=progress.tokens,
             seconds=report.seconds,
             tokens_per_second=rate,
             mfu=rate * run.flops_per_token / peak if rate and peak else None,
@@ -197,6 +200,7 @@ def settle(run: Run, progress: Progress, totals: SpanTotals, reports: Iterable[S
         progress.epoch_loss += report.loss
         progress.epoch_steps += 1
         progress.epoch_seconds += report.seconds
+        progress.epoch_tokens += report.tokens
         if _ends_epoch(run, report.step):
             yield _end_epoch(run, progress)
 
@@ -225,15 +229,16 @@ def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
     assert run.windows is not None, "only an epoch that has been counted can end"
     seconds = max(progress.epoch_seconds, 1e-9)
     windows = progress.epoch_steps * run.sequences
+    tokens = progress.epoch_tokens or windows * run.config.model.context
     record = EpochRecord(
         step=progress.step,
         epoch=progress.step * run.sequences // run.windows,
         mean_loss=progress.epoch_loss / max(progress.epoch_steps, 1),
         seconds=progress.epoch_seconds,
         windows_per_second=windows / seconds,
-        tokens_per_second=windows * run.config.model.context / seconds,
+        tokens_per_second=tokens / seconds,
     )
-    progress.epoch_loss, progress.epoch_steps, progress.epoch_seconds = 0.0, 0, 0.0
+    progress.epoch_loss, progress.epoch_steps, progress.epoch_seconds, progress.epoch_tokens = 0.0, 0, 0.0, 0
     return record
 
 
@@ -288,6 +293,8 @@ def _sample(run: Run, step: int) -> SampleRecord:
         prompt = tokenizer.encode(settings.sample_prompt).tolist()
     except DataError:  # a prompt the vocabulary cannot spell must not end the run
         prompt = []
+    if isinstance(run.dataset, SampleData):
+        prompt = run.dataset.prompt()
     if not prompt:
         prompt = run.dataset.val.read(0, 1).tolist()
     prompt = prompt[-run.config.model.context :]
@@ -330,9 +337,11 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         "vocab": run.model.vocab,
         **({} if position is None else {"stream": position}),
     }
+    if isinstance(run.dataset, SampleData) and run.dataset.template is not None:
+        state["template"] = run.dataset.template.to_json()  # who talks to the model later must speak as it was taught
     return Checkpoint(
-        model=model_tensors(run.model),
-        optimizer=optimizer_tensors(run.model, run.step.optimizer),
+        model=run.trained.tensors(),
+        optimizer=optimizer_tensors(run.trained.moved, run.step.optimizer),
         run=tensors,
         state=state,
         config=run.config.model_dump(),
@@ -342,8 +351,8 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
 
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
-    assign_weights(run.model, checkpoint.model, "the checkpoint")
-    for message in assign_optimizer(run.model, run.step.optimizer, checkpoint.optimizer, "the checkpoint"):
+    run.trained.assign(checkpoint.model, "the checkpoint")
+    for message in assign_optimizer(run.trained.moved, run.step.optimizer, checkpoint.optimizer, "the checkpoint"):
         run.news.add(message)
     run.step.updates.copy_(checkpoint.run["updates"])
     run.random.assign(checkpoint.run)
@@ -354,11 +363,17 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
         run.step.loss_scale.scale.copy_(checkpoint.run["scale"])
         run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])
     fields = {field.name for field in dataclasses.fields(Progress)}
-    return Progress(**{name: value for name, value in checkpoint.state.items() if name in fields})
+    progress = Progress(**{name: value for name, value in checkpoint.state.items() if name in fields})
+    if "tokens" not in checkpoint.state:  # saved before tokens were counted
+        progress.tokens = progress.step * run.config.train.batch_tokens
+    return progress
 
 
 def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) -> RunInfo:
     config, dataset = run.config, run.dataset
+    tokens, samples = config.train.batch_tokens, None
+    if isinstance(run.order, SampleOrder):  # a mean: every step has its own
+        tokens, samples = round((dataset.train.tokens or 0) / run.order.steps_per_epoch), run.order.batch_samples
     return RunInfo(
         flatout=flatout.__version__,
         torch=torch.__version__,
@@ -369,7 +384,7 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         flops_per_token=run.flops_per_token,
         memory_estimate_bytes=run.memory.total,
         steps=run.steps,
-        batch_tokens=config.train.batch_tokens,
+        batch_tokens=tokens,
         micro_batch=run.speed.micro_batch,
         accumulation=run.speed.accumulation,
         context=config.model.context,
@@ -383,4 +398,6 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         resumed_from=resumed_from,
         features=run.speed.features,
         config=config.model_dump(),
+        batch_samples=samples,
+        trained_parameters=run.trained.count if config.lora.rank else None,
     )

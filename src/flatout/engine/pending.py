@@ -25,6 +25,7 @@ class StepReport:
     learning_rate: float
     loss_scale: float
     parameter_norm: float | None  # where it was asked for
+    tokens: int
     seconds: float
     data_seconds: float
     spans: tuple[tuple[str, float], ...]
@@ -37,6 +38,7 @@ class _Waiting:
     before: Mark
     after: Mark
     marks: Sequence[tuple[str, Mark]]
+    tokens: int
     data_seconds: float
 
 
@@ -53,16 +55,22 @@ class PendingReports:
         self.last = Mark(self.cuda)
 
     def push(
-        self, step: int, report: Tensor, *, marks: Sequence[tuple[str, Mark]] = (), data_seconds: float = 0.0
+        self,
+        step: int,
+        report: Tensor,
+        *,
+        marks: Sequence[tuple[str, Mark]] = (),
+        tokens: int = 0,
+        data_seconds: float = 0.0,
     ) -> None:
-        """`marks` are those of the step, `data_seconds` what the host waited for its batch."""
+        """`marks` are those of the step, `tokens` those of its batch, for which the host waited `data_seconds`."""
         if self.cuda:
             host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
             host.copy_(report, non_blocking=True)
         else:
             host = report
         mark = Mark(self.cuda)
-        self.queue.append(_Waiting(step, host, self.last, mark, marks, data_seconds))
+        self.queue.append(_Waiting(step, host, self.last, mark, marks, tokens, data_seconds))
         self.last = mark
 
     def ready(self) -> list[StepReport]:
@@ -88,6 +96,7 @@ class PendingReports:
             learning_rate=rate,
             loss_scale=scale,
             parameter_norm=None if parameter_norm < 0 else parameter_norm,
+            tokens=waiting.tokens,
             seconds=seconds,
             data_seconds=waiting.data_seconds,
             spans=tuple(spans_between(waiting.before, waiting.marks)),

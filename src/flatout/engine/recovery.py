@@ -28,7 +28,7 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
     before = run.random.tensors()
     try:
         with run.random.active():
-            return run.step(batch.tokens, batch.targets)
+            return run.step(batch.tokens, batch.targets, batch.packed)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

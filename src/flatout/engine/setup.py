@@ -9,13 +9,13 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from flatout.config.load import LoadedConfig
+from flatout.config.load import LoadedConfig, Source
 from flatout.config.schema import RunConfig
 from flatout.data.best_fit import Packing
 from flatout.data.inspect import read_report
@@ -23,7 +23,9 @@ from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batc
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.prepare import check_complete, prepare_data
+from flatout.data.sample_loader import SampleLoader, SampleOrder, sample_batches
 from flatout.data.sampler import WindowOrder
+from flatout.data.samples import Samples
 from flatout.data.shards import Dataset, Tokens, Verify, open_dataset
 from flatout.data.stream import StreamDataset, open_stream
 from flatout.data.stream_loader import StreamLoader, block_windows
@@ -39,14 +41,25 @@ from flatout.device import (
 )
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.fine_tuning import (
+    SampleData,
+    adapter_plan,
+    build_described,
+    open_sample_data,
+    remarks_on_samples,
+    with_described_model,
+)
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.news import News
 from flatout.engine.randomness import RandomStream
 from flatout.engine.step import LossScale, TrainStep
+from flatout.engine.trained import Trained, all_weights, only_adapters
 from flatout.errors import CheckpointError, ConfigError, HardwareError, ResourceError
-from flatout.model.count import MemoryEstimate, estimate_memory, flops_per_token
+from flatout.model.adapters import Adapters, attach
+from flatout.model.count import MemoryEstimate, adapter_count, estimate_memory, flops_per_token, parameter_count
 from flatout.model.gpt import GPT, build_model
-from flatout.model.weights import load_huggingface, read_huggingface_config
+from flatout.model.hub import Description, read_description
+from flatout.model.hub_weights import load_huggingface
 from flatout.ops.attention import install_flash
 from flatout.optim.optimizers import build_optimizer
 from flatout.optim.schedule import rate_factors
@@ -61,13 +74,15 @@ class Run:
 
     config: RunConfig
     speed: Speed
-    dataset: Dataset | StreamDataset
+    dataset: Dataset | StreamDataset | SampleData
     model: GPT
+    trained: Trained
+    adapters: Adapters | None
     step: TrainStep
     random: RandomStream
     steps: int
     sequences: int
-    order: WindowOrder
+    order: WindowOrder | SampleOrder
     packing: Packing | None  # of the training documents, when data.packing is best_fit
     flops_per_token: float
     memory: MemoryEstimate
@@ -76,7 +91,12 @@ class Run:
 
     @property
     def windows(self) -> int | None:
-        """Training windows, each seen once per epoch; None where nobody has counted them, in a stream."""
+        """Training windows, each seen once per epoch; None where nobody has counted them, in a stream.
+
+        Of samples it is what whole batches would hold, since the last batch of an epoch takes what is left.
+        """
+        if isinstance(self.order, SampleOrder):
+            return self.order.steps_per_epoch * self.order.batch_samples
         return None if isinstance(self.dataset, StreamDataset) else self.order.windows
 
     @property
@@ -85,7 +105,7 @@ class Run:
 
     def batches(
         self, first_step: int, position: dict[str, Any] | None = None
-    ) -> HostLoader | DeviceLoader | StreamLoader:
+    ) -> HostLoader | DeviceLoader | StreamLoader | SampleLoader:
         """The training batches from `first_step` to the end: a pure function of seed and step.
 
         `position` is what the checkpoint of that step says of a stream.
@@ -97,6 +117,11 @@ class Run:
             start = None if position is None else Position(**position)
             shape = {"batch_size": self.sequences, "context": context, "seed": seed}
             return StreamLoader(self.dataset.train, position=start, **shape, **span)
+        if isinstance(self.dataset, SampleData):
+            assert isinstance(self.order, SampleOrder)
+            rows = {"row_tokens": self.config.model.context, "packing": self.config.chat.packing}
+            return SampleLoader(self.dataset.train.samples, self.order, workers=self.speed.workers, **rows, **span)
+        assert isinstance(self.order, WindowOrder)
         shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
         plan = {"packing": self.packing, **shape, **span}
         if self.speed.loader == "device":
@@ -105,6 +130,14 @@ class Run:
 
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
         """The validation set, in batches of a micro-batch unless told otherwise."""
+        if isinstance(self.dataset, SampleData):
+            return sample_batches(
+                first_samples(self.dataset.val.samples, self.config.eval.tokens),
+                row_tokens=self.config.model.context,
+                batch_samples=batch_size or self.step.micro_batch,
+                packing=self.config.chat.packing,
+                device=self.speed.device.torch_device,
+            )
         return evaluation_batches(
             self.val,
             context=self.config.model.context,
@@ -128,8 +161,11 @@ def stride_of(config: RunConfig) -> int:
     return config.data.stride or config.model.context
 
 
-def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None) -> Run:
-    """Builds a run with fresh weights. Resuming overwrites its state afterwards."""
+def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None, *, weights: bool = True) -> Run:
+    """Builds a run with fresh weights. Resuming overwrites its state afterwards.
+
+    Without `weights`, those that `model.init_from` names are not read where a checkpoint brings all of them.
+    """
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     sources = {} if isinstance(loaded, RunConfig) else loaded.sources
     if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
@@ -137,7 +173,12 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
     dataset, remarks = _open_data(config, progress)
     context, stride = config.model.context, stride_of(config)
-    if isinstance(dataset, StreamDataset):
+    if isinstance(dataset, SampleData):
+        _check_no_shape(config, sources)
+        config = with_described_model(config, dataset.description)
+        packing, corpus_bytes = None, None
+        order = SampleOrder(len(dataset.train.samples), config.chat.batch_samples, config.train.seed)
+    elif isinstance(dataset, StreamDataset):
         packing, corpus_bytes = None, None
         order = WindowOrder(block_windows(context), config.train.seed)
     else:
@@ -154,22 +195,29 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     )
     memory = memory_of(config, vocab, speed)
     check_fits(memory, device)
-    steps = _steps(config, order.windows)
+    steps = _steps(config, order)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
     use_expandable_segments(device.torch_device, on=speed.expandable_segments)
     news = News()
-    model = _build(config, vocab, speed, news)
-    step = _build_step(config, model, speed, steps, news)
+    if isinstance(dataset, SampleData):
+        model = _build_described(config, dataset.description, speed, weights=weights)
+    else:
+        model = _build(config if weights else _without_init(config), vocab, speed, news)
+    adapters = attach(model, adapter_plan(config.lora), config.train.seed) if config.lora.rank else None
+    trained = all_weights(model) if adapters is None else only_adapters(adapters)
+    step = _build_step(config, model, trained, speed, steps, news)
     run = Run(
         config=config,
         speed=speed,
         dataset=dataset,
         model=model,
+        trained=trained,
+        adapters=adapters,
         step=step,
         random=RandomStream(config.train.seed, device.torch_device),
         steps=steps,
-        sequences=config.train.batch_tokens // config.model.context,
+        sequences=order.batch_samples if isinstance(order, SampleOrder) else config.train.batch_tokens // context,
         order=order,
         packing=packing,
         flops_per_token=flops_per_token(config.model, vocab),
@@ -193,13 +241,18 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
         run,
         config=config,
         speed=speed,
-        step=_build_step(config, run.model, speed, run.steps, run.news),
+        step=_build_step(config, run.model, run.trained, speed, run.steps, run.news),
         memory=memory_of(config, run.model.vocab, speed),
     )
 
 
-def _open_data(config: RunConfig, progress: Progress | None) -> tuple[Dataset | StreamDataset, tuple[str, ...]]:
+def _open_data(
+    config: RunConfig, progress: Progress | None
+) -> tuple[Dataset | StreamDataset | SampleData, tuple[str, ...]]:
     """The data that a config names, and what there is to say of it."""
+    if config.chat.source is not None:
+        samples = open_sample_data(config, progress)
+        return samples, remarks_on_samples(samples)
     if config.data.streaming:
         if config.eval.epoch_end:
             raise ConfigError(
@@ -213,7 +266,9 @@ def _open_data(config: RunConfig, progress: Progress | None) -> tuple[Dataset | 
     return open_dataset(folder, verify=_how_to_verify(folder)), tuple(_remarks_on_data(folder))
 
 
-def _vocabulary(config: RunConfig, dataset: Dataset | StreamDataset) -> int:
+def _vocabulary(config: RunConfig, dataset: Dataset | StreamDataset | SampleData) -> int:
+    if isinstance(dataset, SampleData):
+        return dataset.description.vocab
     known = dataset.tokenizer.vocab
     if config.model.vocab is not None and config.model.vocab < known:
         raise ConfigError(
@@ -223,14 +278,16 @@ def _vocabulary(config: RunConfig, dataset: Dataset | StreamDataset) -> int:
     return config.model.vocab or known
 
 
-def _steps(config: RunConfig, windows: int) -> int:
+def _steps(config: RunConfig, order: WindowOrder | SampleOrder) -> int:
     train, batch = config.train, config.train.batch_tokens // config.model.context
+    if isinstance(order, SampleOrder):
+        return train.steps or math.ceil((train.epochs or 0) * order.steps_per_epoch)
     if train.steps is not None:
         steps = train.steps
     elif train.tokens is not None:
         steps = -(-train.tokens // train.batch_tokens)
     else:
-        steps = math.ceil((train.epochs or 0) * windows / batch)
+        steps = math.ceil((train.epochs or 0) * order.windows / batch)
     if steps > MOST_STEPS:
         raise ConfigError(f"the run would have {steps:,} steps, more than {MOST_STEPS:,}", "raise train.batch_tokens")
     return steps
@@ -245,9 +302,14 @@ def _build(config: RunConfig, vocab: int, speed: Speed, news: News) -> GPT:
     )
     if config.model.init_from is not None:
         folder = Path(config.model.init_from)
-        found, found_vocab = read_huggingface_config(folder)
+        description = read_description(folder)
+        found = description.config
+        if found.family != config.model.family:
+            raise CheckpointError(
+                f"{folder} holds a {description.model_type} model, not a GPT-2", "name a folder of GPT-2 weights"
+            )
         asked = (config.model.layers, config.model.width, config.model.heads, config.model.context, vocab)
-        stored = (found.layers, found.width, found.heads, found.context, found_vocab)
+        stored = (found.layers, found.width, found.heads, found.context, description.vocab)
         if asked != stored:
             raise CheckpointError(
                 f"{folder} has (layers, width, heads, context, vocab) {stored}, the model section says {asked}",
@@ -264,7 +326,47 @@ def _build(config: RunConfig, vocab: int, speed: Speed, news: News) -> GPT:
     return model
 
 
-def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int, news: News) -> TrainStep:
+def _build_described(config: RunConfig, description: Description, speed: Speed, *, weights: bool) -> GPT:
+    """A frozen model is held in the type of its products; one that is trained in fp32."""
+    frozen = config.lora.rank > 0
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(speed.precision, torch.float32)
+    description = dataclasses.replace(description, config=config.model)
+    with out_of_memory():
+        return build_described(
+            description,
+            dtype=narrow if frozen else torch.float32,
+            device=speed.device.torch_device,
+            execution=speed.execution,
+            weights=weights or frozen,
+        )
+
+
+def _check_no_shape(config: RunConfig, sources: Mapping[str, Source]) -> None:
+    """The shape of a model that is fine-tuned is its own: what a user wrote about it would go unread."""
+    for path, source in sources.items():
+        section, _, field = path.partition(".")
+        if section == "model" and field not in ("init_from", "context", "dropout") and source.written is not None:
+            place = f"{source.written}: " if source.written else ""
+            raise ConfigError(
+                f"{place}{path} is set, but the model is that of {config.model.init_from}",
+                f"leave {path} out; model.context is how much of a sample is read",
+            )
+
+
+def _without_init(config: RunConfig) -> RunConfig:
+    return config.model_copy(update={"model": config.model.model_copy(update={"init_from": None})})
+
+
+def first_samples(samples: Samples, most_tokens: int | None) -> Samples:
+    """As many from the start as `most_tokens` hold, and at least one."""
+    if most_tokens is None or most_tokens >= len(samples.tokens):
+        return samples
+    count = max(1, int((samples.offsets <= most_tokens).sum()) - 1)
+    end = int(samples.offsets[count])
+    return Samples(samples.tokens[:end], samples.labelled[:end], samples.offsets[: count + 1])
+
+
+def _build_step(config: RunConfig, model: GPT, trained: Trained, speed: Speed, steps: int, news: News) -> TrainStep:
     device = speed.device.torch_device
     rates = [factor * config.optim.learning_rate for factor in rate_factors(config.optim, steps)]
     step = TrainStep(
@@ -275,6 +377,8 @@ def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int, news: N
             fused=speed.fused_optimizer,
             state=speed.optimizer_state,
             offload=speed.optimizer_offload,
+            matrices=trained.matrices,
+            vectors=trained.vectors,
         ),
         rates=rates,
         clip=config.optim.clip,
@@ -283,6 +387,7 @@ def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int, news: N
         loss_scale=LossScale.start(device) if speed.precision == "fp16" else None,
         keep_gradients=speed.cuda_graphs or graphs_of_its_own(speed.compile, our_graphs=speed.cuda_graphs),
         after_update=model.narrow.settle,
+        clear_gradients=trained.clear_gradients,
         scope=lambda: device_scope(speed, config.train.deterministic),
     )
     graph = None
@@ -304,7 +409,7 @@ def _build_step(config: RunConfig, model: GPT, speed: Speed, steps: int, news: N
 
 def memory_of(config: RunConfig, vocab: int, speed: Speed) -> MemoryEstimate:
     """What a step of this config needs with these switches."""
-    return estimate_memory(
+    estimate = estimate_memory(
         config.model,
         vocab,
         micro_batch=speed.micro_batch,
@@ -314,6 +419,13 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed) -> MemoryEstimate:
         optimizer_state=speed.optimizer_state,
         optimizer_offload=speed.optimizer_offload,
     )
+    if not config.lora.rank:
+        return estimate
+    # Frozen weights are held in the type of products, and only adapters have gradients and moments.
+    parameters, adapters = parameter_count(config.model, vocab), adapter_count(config.model, config.lora.rank)
+    narrow = 2 if speed.precision in ("bf16", "fp16") else 4
+    weights = narrow * parameters + (4 + narrow) * adapters
+    return dataclasses.replace(estimate, weights=weights, gradients=4 * adapters, optimizer=8 * adapters)
 
 
 def check_fits(memory: MemoryEstimate, device: Device) -> None:

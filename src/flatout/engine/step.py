@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.engine.spans import StepClock
+from flatout.ops.documents import Layout, PackedRows
 from flatout.ops.reference import IGNORED
 from flatout.optim.adamw import OurAdamW
 
@@ -89,11 +90,13 @@ class TrainStep:
         loss_scale: LossScale | None = None,
         keep_gradients: bool = False,
         after_update: Callable[[], None] = lambda: None,
+        clear_gradients: Callable[[], None] | None = None,
         scope: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need.
 
-        `after_update` follows every update, also one that was turned into nothing.
+        `after_update` follows every update, also one that was turned into nothing. `clear_gradients` is how gradients
+        that must stay where they are become zero.
         """
         first = next(model.parameters())
         self.model = model
@@ -102,10 +105,12 @@ class TrainStep:
         self.micro_batch = micro_batch
         self.label_smoothing = label_smoothing
         self.loss_scale = loss_scale
-        self.keep_gradients = keep_gradients
+        self.keep_gradients = keep_gradients or clear_gradients is not None
+        self.clear_gradients = clear_gradients
         self.after_update = after_update
         self.scope = scope
-        self.run_micro_batch = self.forward_backward  # engine/graphs.py puts a recording of it here
+        # engine/graphs.py puts a recording of it here
+        self.run_micro_batch: Callable[..., Tensor] = self.forward_backward
         self.rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
         self.updating = False  # weights may be half moved: there is no way back to before the step
         self.has_moments = False
@@ -116,13 +121,13 @@ class TrainStep:
         self.updates = torch.zeros((), dtype=torch.int64, device=first.device)
         self.one = torch.ones((), dtype=torch.float32, device=first.device)
 
-    def __call__(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def __call__(self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Six numbers on the device: loss, gradient norm before clipping, applied (0 or 1), rate, loss scale, norm of
         the parameters (-1 where it was not asked for)."""
         self.model.train()
         self.clock.begin()
         with self.scope():
-            loss = self.accumulate(tokens_BT, targets_BT)
+            loss = self.accumulate(tokens_BT, targets_BT, packed)
             report = self._update(loss)
         self.clock.mark("optimizer")
         return report
@@ -132,11 +137,11 @@ class TrainStep:
 
         Gradients of a step that was not finished are dropped, and what was compiled or recorded for the old shape goes.
         """
-        self.optimizer.zero_grad(set_to_none=True)
+        self._clear(drop=True)
         self.micro_batch = size
         self.rebuild()
 
-    def accumulate(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def accumulate(self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Adds the gradients of the whole batch and returns its mean loss."""
         if self.keep_gradients:
             hold_gradients(self.model)
@@ -144,16 +149,20 @@ class TrainStep:
         total = None
         for start in range(0, tokens_BT.shape[0], self.micro_batch):
             part = slice(start, start + self.micro_batch)
-            mean = self.run_micro_batch(tokens_BT[part], targets_BT[part], labelled)
+            layout = () if packed is None else (packed.layout(part, tokens_BT.device),)
+            mean = self.run_micro_batch(tokens_BT[part], targets_BT[part], labelled, *layout)
             if self.run_micro_batch != self.forward_backward:  # a replay, in which nothing can be marked
                 self.clock.mark("micro-batch")
             total = mean if total is None else total + mean
         assert total is not None, "a batch has at least one sequence"
         return total
 
-    def forward_backward(self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor) -> Tensor:
+    def forward_backward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None = None
+    ) -> Tensor:
         """Adds one micro-batch's gradients and returns its share of the step's mean loss."""
-        mean = self.model(tokens_BT, targets_BT, self.label_smoothing) / labelled
+        packed = () if layout is None else (layout,)
+        mean = self.model(tokens_BT, targets_BT, self.label_smoothing, *packed) / labelled
         self.clock.mark("forward")
         (mean if self.loss_scale is None else mean * self.loss_scale.scale).backward()
         self.clock.mark("backward")
@@ -183,13 +192,20 @@ class TrainStep:
         self.updates.add_(finite)
         self.after_update()
         self.updating = False
-        self.optimizer.zero_grad(set_to_none=not self.keep_gradients)
+        self._clear(drop=not self.keep_gradients)
         return report
+
+    def _clear(self, *, drop: bool) -> None:
+        if self.clear_gradients is not None:
+            self.clear_gradients()
+        else:
+            self.optimizer.zero_grad(set_to_none=drop)
 
     def _parameter_norm(self) -> Tensor:
         if not self.with_parameter_norm:
             return -self.one
-        return torch.nn.utils.get_total_norm([parameter.detach() for parameter in self.model.parameters()])
+        trained = [parameter.detach() for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.nn.utils.get_total_norm(trained)
 
     def _fused_update(self, rate: Tensor, divisor: Tensor, finite: Tensor) -> None:
         # The fused kernel divides gradients by `grad_scale` and does nothing at all where `found_inf` is 1: made for

@@ -2,7 +2,8 @@
 
 FLOP convention, here and everywhere in Flatout: a training token costs 6 per weight of a matrix product (2 forward,
 4 backward; the tied or untied head counts, embedding look-ups do not) plus 12·L·W·T for attention, not halved for
-causality. It is the convention of the figures others publish, so that utilisation numbers compare.
+causality (where `model.head_size` is given, W is heads times that size there). It is the convention of the figures
+others publish, so that utilisation numbers compare.
 
 Memory convention: bytes of torch's allocator at the peak of a step, which is either inside the loss (all blocks' kept
 values and the logits) or at the start of backward (all kept values and one block's gradients), whichever is more. What
@@ -20,13 +21,11 @@ from flatout.model.layers import mlp_width_of
 def parameter_count(config: ModelConfig, vocab: int) -> int:
     """Exactly the number of trained values; a tied head is counted once."""
     width, bias = config.width, 1 if config.bias else 0
-    size = width // config.heads
-    groups = config.kv_heads or config.heads
-    qkv = (config.heads + 2 * groups) * size
+    size, qkv = config.size, _qkv_columns(config)
     up, hidden = _mlp_widths(config)
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     block = 2 * norm
-    block += width * qkv + bias * qkv + width * width + bias * width
+    block += width * qkv + (qkv if config.has_qkv_bias else 0) + config.queries * width + bias * width
     block += width * up + bias * up + hidden * width + bias * width
     block += 2 * size if config.qk_norm else 0
     block += 2 * width if config.residual_scale is not None else 0
@@ -36,14 +35,24 @@ def parameter_count(config: ModelConfig, vocab: int) -> int:
     return total
 
 
+def adapter_count(config: ModelConfig, rank: int) -> int:
+    """Trained values of adapters on every projection of every block, fused matrices counted by their parts."""
+    groups, hidden = config.kv_heads or config.heads, mlp_width_of(config)
+    ends = 2 * (config.width + config.queries)  # queries, and the projection back
+    ends += 2 * (config.width + groups * config.size)
+    ends += (3 if config.mlp == "swiglu" else 2) * (config.width + hidden)
+    if config.family == "gpt2":  # one projection for queries, keys and values
+        ends -= 2 * config.width
+    return config.layers * rank * ends
+
+
 def flops_per_token(config: ModelConfig, vocab: int, context: int | None = None) -> float:
     """Forward and backward FLOPs of one training token, by the convention at the top of this file."""
     width = config.width
-    groups = config.kv_heads or config.heads
-    qkv = (config.heads + 2 * groups) * (width // config.heads)
     up, hidden = _mlp_widths(config)
-    matrices = config.layers * (width * qkv + width * width + width * up + hidden * width) + vocab * width
-    return 6.0 * matrices + 12.0 * config.layers * width * (context or config.context)
+    block = width * _qkv_columns(config) + config.queries * width + width * up + hidden * width
+    matrices = config.layers * block + vocab * width
+    return 6.0 * matrices + 12.0 * config.layers * config.queries * (context or config.context)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,8 +117,8 @@ def _narrow_bytes(config: ModelConfig, parameters: int, *, half: bool, execution
     if execution.kernels == "torch":
         return 2 * parameters if half else 0
     width, (up, hidden) = config.width, _mlp_widths(config)
-    columns = (config.heads + 2 * (config.kv_heads or config.heads)) * (width // config.heads)
-    sizes = {"qkv": width * columns, "out": width * width, "up": width * up, "down": width * hidden}
+    columns, rows = _qkv_columns(config), config.queries
+    sizes = {"qkv": width * columns, "out": width * rows, "up": width * up, "down": width * hidden}
     eight = sum(size for name, size in sizes.items() if name in execution.fp8)
     wide = sum(sizes.values()) - eight if half else 0
     staying = execution.checkpointing != "full" and not execution.activation_offload
@@ -128,10 +137,8 @@ def _kept_and_again(config: ModelConfig, block: int, *, half: bool, execution: E
     if execution.checkpointing == "selective":
         if triton:
             return block - cell * hidden, cell * hidden
-        groups = config.kv_heads or config.heads
-        columns = (config.heads + 2 * groups) * (width // config.heads)
         # The block's input and the results of its products and of attention.
-        kept = 4 * width + cell * (columns + up + 3 * width) + 4 * config.heads
+        kept = 4 * width + cell * (_qkv_columns(config) + up + 2 * width + config.queries) + 4 * config.heads
         return kept, max(0, block - kept)
     return block, 0
 
@@ -181,15 +188,15 @@ def _stream(execution: Execution) -> int:
 def _block_bytes(config: ModelConfig, *, half: bool, compiled: bool, execution: Execution) -> int:
     """Bytes that one block keeps per token until its backward, where nothing is computed again."""
     triton, stream, cell = execution.kernels == "triton", _stream(execution), 2 if half else 4
-    width, size = config.width, config.width // config.heads
-    values = (config.kv_heads or config.heads) * size
-    queries_keys = width + values
+    width, queries = config.width, config.queries
+    values = (config.kv_heads or config.heads) * config.size
+    queries_keys = queries + values
     up, hidden = _mlp_widths(config)
     parts = [
         2 * stream * width,  # inputs of both norms
         2 * cell * width,  # inputs of qkv and up
         cell * (queries_keys + values),  # output of qkv
-        cell * width + 4 * config.heads,  # output of attention, log-sum-exp
+        cell * queries + 4 * config.heads,  # output of attention, log-sum-exp
         cell * (up + hidden),  # input and output of the non-linearity
     ]
     if triton:
@@ -198,7 +205,7 @@ def _block_bytes(config: ModelConfig, *, half: bool, compiled: bool, execution: 
             parts.append(cell * queries_keys)  # turned queries and keys
         return sum(parts)
     if config.positions == "rope":
-        parts += [cell * queries_keys, cell * width]  # turned queries and keys; attention's output in out's layout
+        parts += [cell * queries_keys, cell * queries]  # turned queries and keys; attention's output in out's layout
     if compiled:  # the rest is recomputed in backward
         return sum(parts)
     if config.norm == "rmsnorm":
@@ -210,6 +217,10 @@ def _block_bytes(config: ModelConfig, *, half: bool, compiled: bool, execution: 
     if config.residual_scale is not None:
         parts.append(2 * cell * width)
     return sum(parts)
+
+
+def _qkv_columns(config: ModelConfig) -> int:
+    return config.queries + 2 * (config.kv_heads or config.heads) * config.size
 
 
 def _mlp_widths(config: ModelConfig) -> tuple[int, int]:

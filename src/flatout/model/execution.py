@@ -8,6 +8,7 @@ class Execution:
     """The model's share of the `speed` section, as it was resolved for a device. The defaults run everywhere."""
 
     attention: str = "sdpa"
+    document_attention: str = "sdpa"  # in packed rows: reference, sdpa, flash, fa4
     kernels: str = "torch"  # or triton
     products: str = "torch"  # or tuned
     residual: str = "fp32"  # or bf16

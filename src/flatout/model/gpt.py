@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from flatout.config.schema import ModelConfig
 from flatout.model.activations import ActivationOffload, recomputed
 from flatout.model.execution import Execution
-from flatout.model.layers import Block, Cache, LayerCache, Norm, Rotary, build_norm, product_type
+from flatout.model.layers import Block, Cache, LayerCache, Norm, build_norm, build_rotary, product_type
 from flatout.model.narrow import ModelNarrow, gradient_slot
+from flatout.ops.documents import Layout
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
 
 
@@ -31,9 +32,9 @@ class GPT(nn.Module):
         self.execution = execution
         self.embedding = _table(vocab, config.width)
         self.positions = _table(config.context, config.width) if config.positions == "learned" else None
-        rope = config.positions == "rope"
-        self.rotary = Rotary(config.width // config.heads, config.context, config.rope_base) if rope else None
+        self.rotary = build_rotary(config) if config.positions == "rope" else None
         self.dropout = nn.Dropout(config.dropout)
+        self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, execution) for _ in range(config.layers))
         self.norm = build_norm(config, config.width)
         self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
@@ -52,9 +53,15 @@ class GPT(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Cross-entropy summed over the targets that are not IGNORED."""
-        return self.head_and_loss(self.hidden(tokens_BT), targets_BT, label_smoothing)
+    def forward(
+        self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None
+    ) -> Tensor:
+        """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents."""
+        hidden_BTW = self.hidden(tokens_BT, layout=layout)
+        if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
+            hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
+            targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
+        return self.head_and_loss(hidden_BTW, targets_BT, label_smoothing)
 
     def head_and_loss(self, hidden_BTW: Tensor, targets_BT: Tensor, label_smoothing: float) -> Tensor:
         """The last part of `forward`, apart from it so that it can be compiled alone."""
@@ -72,50 +79,60 @@ class GPT(nn.Module):
             tuned=how.products == "tuned",
         )
 
-    def logits(self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False) -> Tensor:
+    def logits(
+        self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False, layout: Layout | None = None
+    ) -> Tensor:
         """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
-        hidden_BTW = self.hidden(tokens_BT, cache)
+        hidden_BTW = self.hidden(tokens_BT, cache, layout)
         if last:
             hidden_BTW = hidden_BTW[:, -1:]
         logits_BTV = padded_logits(hidden_BTW, self.head_weight, self.execution.pad_vocab)
         return logits_BTV.float() if logits_BTV.element_size() < 4 else logits_BTV
 
-    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
         position = 0 if cache is None else cache.length
         length = tokens_BT.shape[1]
-        if position + length > self.config.context:
-            raise ValueError(f"{position + length} positions do not fit the context of {self.config.context}")
+        last = position + (length if layout is None else layout.longest)
+        if last > self.config.context:
+            raise ValueError(f"{last} positions do not fit the context of {self.config.context}")
         if self.execution.kernels == "triton" and cache is None:
-            return self._fused_blocks(tokens_BT)
+            return self._fused_blocks(tokens_BT, layout)
         x_BTW = self.embedding(tokens_BT)
         if self.positions is not None:
-            x_BTW = x_BTW + self.positions.weight[position : position + length]
+            places = slice(position, position + length) if layout is None else layout.positions_BT
+            x_BTW = x_BTW + self.positions.weight[places]
+        turn = None if self.rotary is None else self.rotary(position, length, layout)
         x_BTW = self.dropout(x_BTW)
         decoding = cache is not None or (not torch.compiler.is_compiling() and torch.is_inference_mode_enabled())
         for index, block in enumerate(self.blocks):
             layer = None if cache is None else cache.layers[index]
             # Decoding has another shape for every token: it must not meet blocks that were compiled one by one.
             function = block.forward if decoding else block
-            x_BTW = self._recomputed(function, x_BTW, self.rotary, layer, position)
+            x_BTW = self._recomputed(function, x_BTW, turn, layer, position, layout)
         if cache is not None:
             cache.length = position + length
         return self.norm(x_BTW)
 
-    def _fused_blocks(self, tokens_BT: Tensor) -> Tensor:
+    def _fused_blocks(self, tokens_BT: Tensor, layout: Layout | None) -> Tensor:
         """The blocks in our kernels. A block's last addition waits for the norm after it: one pass over memory."""
         from flatout.ops.kernels.embedding import embed
 
+        shape = tokens_BT.shape
+        if layout is not None:  # one row: kernels look positions up by the place in a row
+            tokens_BT, layout = tokens_BT.flatten()[None], layout.in_one_row
         table_VW = self.embedding.weight
-        positions_TW = None if self.positions is None else self.positions.weight[: tokens_BT.shape[1]]
+        places = slice(0, tokens_BT.shape[1]) if layout is None else layout.positions_BT.flatten()
+        positions_TW = None if self.positions is None else self.positions.weight[places]
+        turn = None if self.rotary is None else self.rotary(0, self.config.context, layout)
         stream = torch.bfloat16 if self.execution.residual == "bf16" else table_VW.dtype
         x_BTW = embed(tokens_BT, table_VW, positions_TW, stream)
         branch_BTW, bias_W, slot = None, None, None
         all_narrow = self.narrow.begin(product_type(table_VW), recording=self.training and torch.is_grad_enabled())
         for block, narrow in zip(self.blocks, all_narrow, strict=True):
             assert isinstance(block, Block)
-            x_BTW, branch_BTW = self._recomputed(block.fused, x_BTW, branch_BTW, bias_W, self.rotary, narrow, slot)
+            x_BTW, branch_BTW = self._recomputed(block.fused, x_BTW, branch_BTW, bias_W, turn, narrow, slot, layout)
             bias_W, slot = block.mlp.out.bias, gradient_slot(narrow.down)
-        return self.norm.after_adding(x_BTW, branch_BTW, bias_W, None, slot)[1]
+        return self.norm.after_adding(x_BTW, branch_BTW, bias_W, None, slot)[1].view(*shape, -1)
 
     def prepare(self) -> Hashable:
         """What must be done before a recorded pass is replayed; another answer means another recording."""
@@ -130,12 +147,12 @@ class GPT(nn.Module):
         keeping = self.offload.hooks() if how.activation_offload else contextlib.nullcontext()
         with keeping:
             if what == "full" or (what == "selective" and how.kernels == "torch"):
-                return recomputed(function, *values, what=what, random=self.config.dropout > 0)
+                return recomputed(function, *values, what=what, random=self.random)
             return function(*values)
 
     def empty_cache(self, batch: int = 1) -> Cache:
         config, weight = self.config, self.embedding.weight
-        groups, size = config.kv_heads or config.heads, config.width // config.heads
+        groups, size = config.kv_heads or config.heads, config.size
         dtype = torch.get_autocast_dtype(weight.device.type) if _autocasting(weight.device) else weight.dtype
         make = (batch, groups, config.context, size, dtype, weight.device)
         return Cache([LayerCache(*make) for _ in range(config.layers)])
@@ -162,8 +179,6 @@ class GPT(nn.Module):
                 module.weight.fill_(1.0)
                 if module.bias is not None:
                     module.bias.zero_()
-            elif isinstance(module, Rotary):
-                module.fill()
             elif isinstance(module, Block) and module.attention_scale is not None and module.mlp_scale is not None:
                 module.attention_scale.fill_(self.config.residual_scale or 0.0)
                 module.mlp_scale.fill_(self.config.residual_scale or 0.0)
@@ -171,10 +186,32 @@ class GPT(nn.Module):
 
 def build_model(config: ModelConfig, vocab: int, *, seed: int = 0, execution: Execution | None = None) -> GPT:
     """A model on the CPU with weights drawn from `seed`. Built without memory first, so nothing is drawn twice."""
+    model = empty_model(config, vocab, execution=execution)
+    model.init_weights(seed)
+    return model
+
+
+def empty_model(
+    config: ModelConfig,
+    vocab: int,
+    *,
+    execution: Execution | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> GPT:
+    """A model whose weights are to be written yet: whatever lay in memory. Its tables are in place, and in fp32.
+
+    On the device `meta` it has shapes and nothing else.
+    """
     with torch.device("meta"):
         model = GPT(config, vocab, execution or Execution())
-    model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype))  # torch's to_empty would import half of its compiler
-    model.init_weights(seed)
+    tables = {id(table) for table in model.buffers()}
+    # torch's own to_empty would import half of its compiler
+    model._apply(
+        lambda x: torch.empty(x.shape, dtype=torch.float32 if id(x) in tables else dtype, device=torch.device(device))
+    )
+    if model.rotary is not None and not model.rotary.cos_TD.is_meta:
+        model.rotary.fill()
     return model
 
 

@@ -4,17 +4,22 @@ Shape legend: B batch, T positions of this call, S positions with the cache, H q
 D head size, W width, M MLP width.
 """
 
+import dataclasses
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
+from flatout.model.adapted import AdaptedLinear
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
 from flatout.ops.attention import causal_attention
+from flatout.ops.documents import Layout, document_attention
 from flatout.ops.scales import Slot
 
-NORM_EPS = 1e-5
+Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, T, D/2] of packed rows
 
 
 class Norm(nn.Module):
@@ -22,8 +27,9 @@ class Norm(nn.Module):
 
     centred: bool
 
-    def __init__(self, width: int, bias: bool) -> None:
+    def __init__(self, width: int, bias: bool, eps: float) -> None:
         super().__init__()
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
 
@@ -38,7 +44,7 @@ class Norm(nn.Module):
         """(x + branch + branch_bias, its norm), by our kernel; the slots get the norm and the branch's gradient."""
         from flatout.ops.kernels.norm import add_norm
 
-        how = {"centred": self.centred, "eps": NORM_EPS, "dtype": product_type(x)}
+        how = {"centred": self.centred, "eps": self.eps, "dtype": product_type(x)}
         values = (x, branch, branch_bias, self.weight, self.bias)
         return add_norm(*values, **how, slot=slot, branch_slot=branch_slot)
 
@@ -46,18 +52,18 @@ class Norm(nn.Module):
 class RMSNorm(Norm):
     centred = False
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, bias=False)
+    def __init__(self, width: int, eps: float = 1e-5) -> None:
+        super().__init__(width, bias=False, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), NORM_EPS)
+        return F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
 
 
 class LayerNorm(Norm):
     centred = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, NORM_EPS)
+        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
 
 
 def product_type(x: Tensor) -> torch.dtype:
@@ -69,7 +75,8 @@ def product_type(x: Tensor) -> torch.dtype:
 
 
 def build_norm(config: ModelConfig, width: int) -> Norm:
-    return RMSNorm(width) if config.norm == "rmsnorm" else LayerNorm(width, config.bias)
+    eps = config.norm_eps
+    return RMSNorm(width, eps) if config.norm == "rmsnorm" else LayerNorm(width, config.bias, eps)
 
 
 class LayerCache:
@@ -96,12 +103,44 @@ class Cache:
         self.length = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are stretched for a longer context; the last three are for `llama3` alone."""
+
+    kind: str
+    factor: float
+    low: float = 1.0
+    high: float = 4.0
+    original_context: int = 8192
+
+
+def scaled_rates(rates_D: Tensor, scaling: RopeScaling) -> Tensor:
+    """Radians per position of every channel pair, slowed down: all alike, or by how often a pair turns.
+
+    `llama3` counts a pair's turns within the original context: few are slowed by the whole factor, many are left alone,
+    and in between the share that is left alone grows with the turns.
+    """
+    slow_D = rates_D / scaling.factor
+    if scaling.kind == "linear":
+        return slow_D
+    assert scaling.kind == "llama3", scaling.kind
+    turns_D = scaling.original_context * rates_D / (2 * math.pi)
+    kept_D = ((turns_D - scaling.low) / (scaling.high - scaling.low)).clamp(0.0, 1.0)
+    return slow_D + kept_D * (rates_D - slow_D)
+
+
+def build_rotary(config: ModelConfig) -> "Rotary":
+    kind, factor, low, high = config.rope_scaling, config.rope_factor, config.rope_low, config.rope_high
+    scaling = None if kind is None else RopeScaling(kind, factor, low, high, config.rope_original_context)
+    return Rotary(config.size, config.context, config.rope_base, scaling)
+
+
 class Rotary(nn.Module):
     """Rotary positions from a table in fp32; the table is derived from the config and never saved."""
 
-    def __init__(self, size: int, context: int, base: float) -> None:
+    def __init__(self, size: int, context: int, base: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        self.size, self.context, self.base = size, context, base
+        self.size, self.context, self.base, self.scaling = size, context, base, scaling
         self.register_buffer("cos_TD", torch.empty(context, size // 2), persistent=False)
         self.register_buffer("sin_TD", torch.empty(context, size // 2), persistent=False)
         self.cos_TD: Tensor
@@ -111,16 +150,24 @@ class Rotary(nn.Module):
     def fill(self) -> None:
         """Computes the table, in float64 first: at large positions fp32 angles lose digits."""
         rates_D = self.base ** (-torch.arange(0, self.size, 2, dtype=torch.float64) / self.size)
+        if self.scaling is not None:
+            rates_D = scaled_rates(rates_D, self.scaling)
         angles_TD = torch.arange(self.context, dtype=torch.float64)[:, None] * rates_D
         self.cos_TD.copy_(angles_TD.cos())
         self.sin_TD.copy_(angles_TD.sin())
 
-    def forward(self, x_BHTD: Tensor, position: int) -> Tensor:
-        cos_TD = self.cos_TD[position : position + x_BHTD.shape[2]]
-        sin_TD = self.sin_TD[position : position + x_BHTD.shape[2]]
-        first, second = x_BHTD.chunk(2, dim=-1)
-        turned = torch.cat([first * cos_TD - second * sin_TD, first * sin_TD + second * cos_TD], dim=-1)
-        return turned.to(x_BHTD.dtype)
+    def forward(self, position: int, length: int, layout: Layout | None = None) -> Turn:
+        """Cosines and sines, the same for all layers: of `length` positions, or of each token in its document."""
+        if layout is None:
+            return self.cos_TD[position : position + length], self.sin_TD[position : position + length]
+        return self.cos_TD[layout.positions_BT], self.sin_TD[layout.positions_BT]
+
+
+def turned(x_BHTD: Tensor, turn: Turn) -> Tensor:
+    """Queries or keys at their positions."""
+    cos, sin = (table if table.dim() == 2 else table[:, None] for table in turn)
+    first, second = x_BHTD.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x_BHTD.dtype)
 
 
 class Attention(nn.Module):
@@ -130,28 +177,41 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = config.heads
         self.groups = config.kv_heads or config.heads
-        self.size = config.width // config.heads
+        self.size = config.size
         self.execution = execution
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.groups) * self.size, bias=config.bias)
-        self.out = nn.Linear(config.width, config.width, bias=config.bias)
-        self.q_norm = RMSNorm(self.size) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.size) if config.qk_norm else None
+        self.qkv = nn.Linear(config.width, (self.heads + 2 * self.groups) * self.size, bias=config.has_qkv_bias)
+        self.out = nn.Linear(config.queries, config.width, bias=config.bias)
+        self.q_norm = RMSNorm(self.size, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.size, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x_BTW: Tensor, rotary: Rotary | None, cache: LayerCache | None, position: int) -> Tensor:
-        batch, positions, width = x_BTW.shape
+    def forward(
+        self,
+        x_BTW: Tensor,
+        turn: Turn | None,
+        cache: LayerCache | None,
+        position: int,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        batch, positions, _ = x_BTW.shape
         q, k, v = self._project(x_BTW)
         q_BHTD = q.view(batch, positions, self.heads, self.size).transpose(1, 2)
         k_BGTD = k.view(batch, positions, self.groups, self.size).transpose(1, 2)
         v_BGTD = v.view(batch, positions, self.groups, self.size).transpose(1, 2)
-        q_BHTD, k_BGTD = self._prepare(q_BHTD, k_BGTD, rotary, position)
+        q_BHTD, k_BGTD = self._prepare(q_BHTD, k_BGTD, turn)
         if cache is not None:
             k_BGTD, v_BGTD = cache.append(position, k_BGTD, v_BGTD)
+        how = self.execution
         dropout = self.dropout if self.training else 0.0
-        y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=self.execution.attention, dropout=dropout)
-        return self.out(y_BHTD.transpose(1, 2).reshape(batch, positions, width))
+        if layout is not None and dropout > 0.0:
+            raise ValueError("attention between packed documents has no dropout")
+        if layout is None:
+            y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=how.attention, dropout=dropout)
+        else:
+            y_BHTD = document_attention(q_BHTD, k_BGTD, v_BGTD, layout, backend=how.document_attention)
+        return self.out(y_BHTD.transpose(1, 2).flatten(2))
 
-    def fused(self, h_BTW: Tensor, rotary: Rotary | None, narrow: NarrowBlock) -> Tensor:
+    def fused(self, h_BTW: Tensor, turn: Turn | None, narrow: NarrowBlock, layout: Layout | None = None) -> Tensor:
         """The same in our kernels, up to the output's bias, which the residual addition brings along."""
         from flatout.ops.kernels.heads import project_heads
         from flatout.ops.kernels.linear import linear
@@ -162,25 +222,34 @@ class Attention(nn.Module):
         q_BHTD, k_BGTD, v_BGTD = project_heads(
             h_BTW, weight, bias, heads=self.heads, groups=self.groups, narrow=narrow.qkv, tuned=tuned
         )
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        table = None if rotary is None else (rotary.cos_TD, rotary.sin_TD)
-        q_BHTD, k_BGTD = prepare_heads(q_BHTD, k_BGTD, *(norms or (None, None)), *(table or (None, None)), NORM_EPS)
-        y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=self.execution.attention)
-        return linear(y_BHTD.transpose(1, 2).reshape(h_BTW.shape), self.out.weight, narrow=narrow.out, tuned=tuned)
+        norms, eps = (None, None), 0.0
+        if self.q_norm is not None and self.k_norm is not None:
+            norms, eps = (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps
+        # Packed rows come as one row here, so what has a line for each token serves where each position has one.
+        cos, sin = (None, None) if turn is None else (turn[0].flatten(0, -2), turn[1].flatten(0, -2))
+        q_BHTD, k_BGTD = prepare_heads(q_BHTD, k_BGTD, *norms, cos, sin, eps)
+        how = self.execution
+        if layout is None:
+            y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=how.attention)
+        else:
+            y_BHTD = document_attention(q_BHTD, k_BGTD, v_BGTD, layout, backend=how.document_attention)
+        return linear(y_BHTD.transpose(1, 2).flatten(2), self.out.weight, narrow=narrow.out, tuned=tuned)
 
     def _project(self, x_BTW: Tensor) -> tuple[Tensor, ...]:
         sizes = [count * self.size for count in (self.heads, self.groups, self.groups)]
         if self.execution.fused_qkv:
             return self.qkv(x_BTW).split(sizes, dim=-1)
+        if isinstance(self.qkv, AdaptedLinear):
+            return self.qkv.separately(x_BTW, sizes)
         weights = self.qkv.weight.split(sizes)
         biases = (None, None, None) if self.qkv.bias is None else self.qkv.bias.split(sizes)
         return tuple(F.linear(x_BTW, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
-    def _prepare(self, q_BHTD: Tensor, k_BGTD: Tensor, rotary: Rotary | None, position: int) -> tuple[Tensor, Tensor]:
+    def _prepare(self, q_BHTD: Tensor, k_BGTD: Tensor, turn: Turn | None) -> tuple[Tensor, Tensor]:
         if self.q_norm is not None and self.k_norm is not None:
             q_BHTD, k_BGTD = self.q_norm(q_BHTD), self.k_norm(k_BGTD)
-        if rotary is not None:
-            q_BHTD, k_BGTD = rotary(q_BHTD, position), rotary(k_BGTD, position)
+        if turn is not None:
+            q_BHTD, k_BGTD = turned(q_BHTD, turn), turned(k_BGTD, turn)
         return q_BHTD, k_BGTD
 
 
@@ -254,10 +323,20 @@ class Block(nn.Module):
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
 
     def use(self, execution: Execution) -> None:
+        for layer in self.linears().values():
+            if isinstance(layer, AdaptedLinear):
+                layer.use(execution)
         self.attention.execution = execution
 
-    def forward(self, x_BTW: Tensor, rotary: Rotary | None, cache: LayerCache | None, position: int) -> Tensor:
-        branch = self.dropout(self.attention(self.attention_norm(x_BTW), rotary, cache, position))
+    def forward(
+        self,
+        x_BTW: Tensor,
+        turn: Turn | None,
+        cache: LayerCache | None,
+        position: int,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        branch = self.dropout(self.attention(self.attention_norm(x_BTW), turn, cache, position, layout))
         x_BTW = x_BTW + (branch if self.attention_scale is None else branch * self.attention_scale)
         branch = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return x_BTW + (branch if self.mlp_scale is None else branch * self.mlp_scale)
@@ -266,21 +345,32 @@ class Block(nn.Module):
         """The linear layers by their names in `speed.fp8`."""
         return {"qkv": self.attention.qkv, "out": self.attention.out, "up": self.mlp.up, "down": self.mlp.out}
 
+    def set_linear(self, name: str, layer: nn.Linear) -> None:
+        """Puts another layer in the place of one of `linears`."""
+        owner, attribute = {
+            "qkv": (self.attention, "qkv"),
+            "out": (self.attention, "out"),
+            "up": (self.mlp, "up"),
+            "down": (self.mlp, "out"),
+        }[name]
+        setattr(owner, attribute, layer)
+
     def fused(
         self,
         x_BTW: Tensor,
         branch_BTW: Tensor | None,
         bias_W: Tensor | None,
-        rotary: Rotary | None,
+        turn: Turn | None,
         narrow: NarrowBlock,
         slot: Slot | None,
+        layout: Layout | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The same in our kernels. Takes the branch that the block before has not added yet, and leaves its own.
 
         `slot` gets the gradient of that branch.
         """
         x_BTW, h_BTW = self.attention_norm.after_adding(x_BTW, branch_BTW, bias_W, input_slot(narrow.qkv), slot)
-        branch_BTW = self.attention.fused(h_BTW, rotary, narrow)
+        branch_BTW = self.attention.fused(h_BTW, turn, narrow, layout)
         x_BTW, h_BTW = self.mlp_norm.after_adding(
             x_BTW, branch_BTW, self.attention.out.bias, input_slot(narrow.up), gradient_slot(narrow.out)
         )

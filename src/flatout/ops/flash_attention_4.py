@@ -33,7 +33,7 @@ def fa4_missing() -> str | None:
 
 
 @functools.cache
-def _kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
+def fa4_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(forward, backward)."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
     from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
@@ -53,7 +53,7 @@ class _FlashAttention4(torch.autograd.Function):
         if cudnn:
             y_BTHD, lse_BHT = _cudnn_forward(q_BTHD, k_BTGD, v_BTGD)
         else:
-            y_BTHD, lse_BHT = _kernels()[0](q_BTHD, k_BTGD, v_BTGD, causal=True, return_lse=True)[:2]
+            y_BTHD, lse_BHT = fa4_kernels()[0](q_BTHD, k_BTGD, v_BTGD, causal=True, return_lse=True)[:2]
         ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT)
         return y_BTHD
 
@@ -66,7 +66,7 @@ class _FlashAttention4(torch.autograd.Function):
         if whole is not None:
             gradients = torch.empty_like(whole).split([part.shape[2] for part in parts], dim=2)
             into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        gradients = _kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, causal=True, **into)
+        gradients = fa4_kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, causal=True, **into)
         return *gradients[:3], None
 
 

@@ -13,18 +13,26 @@ from torch import Tensor
 IGNORED = -100  # a target with this value carries no label and counts nowhere
 
 
-def attention_reference(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, keep_BHTS: Tensor | None = None) -> Tensor:
+def attention_reference(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    *,
+    keep_BHTS: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
     """Causal softmax attention, written out. With S > T the queries are the last T of the S positions.
 
-    `keep_BHTS` holds the dropout factors (0 or 1/(1-p)) when there are any.
+    `keep_BHTS` holds the dropout factors (0 or 1/(1-p)) when there are any, `visible` what a query may look at where
+    that is not all before it.
     """
     heads, groups = q_BHTD.shape[1], k_BGSD.shape[1]
     k_BHSD = k_BGSD.repeat_interleave(heads // groups, dim=1)
     v_BHSD = v_BGSD.repeat_interleave(heads // groups, dim=1)
     queries, keys = q_BHTD.shape[2], k_BHSD.shape[2]
     scores_BHTS = q_BHTD @ k_BHSD.transpose(-1, -2) / math.sqrt(q_BHTD.shape[3])
-    visible_TS = causal_mask(queries, keys, q_BHTD.device)
-    weights_BHTS = torch.softmax(scores_BHTS.masked_fill(~visible_TS, -math.inf), dim=-1)
+    visible = causal_mask(queries, keys, q_BHTD.device) if visible is None else visible
+    weights_BHTS = torch.softmax(scores_BHTS.masked_fill(~visible, -math.inf), dim=-1)
     if keep_BHTS is not None:
         weights_BHTS = weights_BHTS * keep_BHTS
     return weights_BHTS.to(v_BHSD.dtype) @ v_BHSD

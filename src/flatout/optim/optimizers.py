@@ -1,6 +1,6 @@
 """The optimizer a run asks for, and its state by parameter name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +17,30 @@ def build_adamw(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimConfig, *, fused: bool, state: str = "fp32", offload: bool = False
+    model: nn.Module,
+    config: OptimConfig,
+    *,
+    fused: bool,
+    state: str = "fp32",
+    offload: bool = False,
+    matrices: Sequence[nn.Parameter] | None = None,
+    vectors: Sequence[nn.Parameter] = (),
 ) -> torch.optim.AdamW:
     """AdamW with moments in fp32 or 8 bits, on the device or on the host.
+
+    It moves `matrices` and `vectors`, of whatever shape they are held in, or else all that the model trains.
 
     Weight decay goes to parameters of two or more dimensions; biases, norms and residual scales have one. Grouping by
     dimension, not by name, cannot miss a layer. The fused kernel takes its rate from a tensor on the device, so that
     the schedule needs no host.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    if matrices is None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+    parameters = [*matrices, *vectors]
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": list(matrices), "weight_decay": config.weight_decay},
+        {"params": list(vectors), "weight_decay": 0.0},
     ]
     rate = torch.tensor(config.learning_rate, device=parameters[0].device) if fused else config.learning_rate
     kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else torch.optim.AdamW
@@ -47,26 +59,25 @@ def build_optimizer(
     return optimizer
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """Moments and step counts under `PARAMETER.exp_avg` and so on; empty before the first update.
 
     8-bit moments are saved as they are, with their scales under `PARAMETER.exp_avg_scale`.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             tensors[f"{name}.{key}"] = value
     return tensors
 
 
 def assign_optimizer(
-    model: nn.Module, optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor], origin: str
+    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor], origin: str
 ) -> list[str]:
     """Puts saved moments back; the counterpart of `optimizer_tensors`. Returns what there is to tell.
 
     State saved in 8 bits comes back bit for bit into an 8-bit optimizer; between the two kinds it is converted.
     """
-    parameters = dict(model.named_parameters())
     saved: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(".")

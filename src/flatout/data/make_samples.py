@@ -1,0 +1,436 @@
+"""Instruction files to samples: rows, conversations, text, tokens with labels, and those that are held out.
+
+Idea: a few hundred rows at a time go through all of it; the library that tokenizes works on them side by side. What
+comes out is kept in memory and handed to `samples`, which keeps it in a folder.
+
+Contract: the result is a pure function of source, template, tokenizer and settings, of which the folder keeps a hash. A
+folder that was made from the same is used as it is; another one is made anew, and the reason is told. Nothing is lost
+in silence: rows that could not be used are listed, samples that were cut or dropped are counted. A dataset in which
+nothing would be learned, or many of whose rows are bad, is refused.
+
+The held-out split goes by a hash of a conversation's text, so that the same conversation is never in both, wherever
+it stands in the file, and more rows do not move those that are there.
+
+Trap: a sample ends with its last labelled token. One of n tokens has n - 1 places at which something is predicted, so
+one of context + 1 tokens fits.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.corpus.document import InputFile, Problem, Row, shown
+from flatout.corpus.readers import read_rows
+from flatout.corpus.sources import find_files
+from flatout.data.chat_template import ChatTemplate
+from flatout.data.conversations import LOOK_AT, Conversation, Reading, check_fields, choose_reading, conversation_of
+from flatout.data.masking import TRAIN_ON, Rendered, TrainOn, render, tokenize
+from flatout.data.samples import VERSION, Samples, SampleSet, check_target, open_samples, why_not, write_samples
+from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
+from flatout.errors import ConfigError, DataError
+from flatout.files import hash_file
+from flatout.records import PrepareProgress
+
+_CHUNK = 512
+_ROWS = ("json", "jsonl", "csv", "tsv", "parquet")
+
+TooLong = Literal["truncate", "drop"]
+Progress = Callable[[PrepareProgress], None]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What samples are made of. Held out are `val_rows` rows, about `val_fraction` of them, or those of `val_source`.
+
+    `most_bad` is the share of rows that may be unusable before the dataset is refused.
+    """
+
+    source: str
+    context: int
+    val_source: str | None = None
+    format: str = "auto"
+    fields: Mapping[str, str] = field(default_factory=dict)
+    train_on: TrainOn = "assistant"
+    too_long: TooLong = "truncate"
+    val_fraction: float = 0.0
+    val_rows: int | None = None
+    seed: int = 0
+    most_bad: float = 0.2
+
+
+# What is counted, in the order in which it is of interest.
+COUNTS: Mapping[str, str] = {
+    "rows": "rows that were read",
+    "turns": "assistant turns that are learned",
+    "turns_apart": "turns in samples of their own, since the template writes them differently later on",
+    "prompts_apart": "turns that do not begin as the template's prompt does",
+    "turns_without_end_token": "turns that end without a special token, so that only text tells a model to stop",
+    "contents_changed": "turns that the template does not write as they stand in the file",
+    "tools_left_out": "rows with tools that the template does not mention",
+    "turns_unlabelled": "turns of which no token begins inside",
+    "straddling": "tokens across the border of a turn",
+    "empty_answers": "empty assistant turns",
+    "special_in_content": "rows whose own text spells a special token",
+    "truncated": "samples cut to the context",
+    "labels_cut": "labelled tokens that were cut away",
+    "dropped_too_long": "samples dropped for their length",
+    "dropped_labels_cut": "samples dropped since all their labels were cut away",
+    "dropped_unlabelled": "samples dropped since no token of them is labelled",
+    "longest": "tokens of the longest sample before it was cut",
+}
+
+
+def prepare_samples(
+    request: SampleRequest,
+    tokenizer: ModelTokenizer,
+    template: ChatTemplate | None,
+    folder: str | Path,
+    progress: Progress | None = None,
+) -> SampleSet:
+    """The samples that `request` asks for, in `folder`: those that are there, or made anew where they do not fit."""
+    _check_request(request)
+    target = Path(folder).resolve()
+    train_files = _files_of(request.source)
+    val_files = [] if request.val_source is None else _files_of(request.val_source)
+    key = _key(request, train_files, val_files, tokenizer, template)
+    check_target(target)
+    why = why_not(target, key)
+    if not why:
+        return open_samples(target)
+    maker = _Maker(request, tokenizer, template, progress, [*train_files, *val_files])
+    train = maker.read(train_files, request.source)
+    held_out = None if request.val_source is None else maker.read(val_files, request.val_source)
+    splits = _split(train, request) if held_out is None else {"train": train, "val": held_out}
+    for name, made in splits.items():
+        _check_learnable(made, name, request, maker)
+    maker.tell("merging")
+    arrays = {name: _arrays(made, token_dtype(tokenizer.vocab)) for name, made in splits.items()}
+    write_samples(target, key, arrays, maker.told(), maker.problems, tokenizer, template)
+    return dataclasses.replace(open_samples(target), made=why)
+
+
+def _check_request(request: SampleRequest) -> None:
+    check_fields(request.format, request.fields)
+    if request.train_on not in TRAIN_ON:
+        raise ConfigError(f"train_on is {request.train_on!r}", f"the choices are {', '.join(TRAIN_ON)}")
+    if request.too_long not in ("truncate", "drop"):
+        raise ConfigError(f"too_long is {request.too_long!r}", "the choices are truncate and drop")
+    if request.context < 1:
+        raise ConfigError(f"the context is {request.context}", "give at least 1 token")
+    if not 0.0 <= request.val_fraction < 1.0:
+        raise ConfigError(f"val_fraction is {request.val_fraction}", "give a share from 0 up to, but not including, 1")
+    if request.val_rows is not None and request.val_rows < 1:
+        raise ConfigError(f"val_rows is {request.val_rows}", "give 1 or more rows, or leave it out")
+    if not 0.0 <= request.most_bad <= 1.0:
+        raise ConfigError(f"most_bad is {request.most_bad}", "give a share from 0 to 1")
+    ways = (request.val_source is not None) + (request.val_rows is not None) + (request.val_fraction > 0)
+    if ways > 1:
+        raise ConfigError(
+            "rows are to be held out in more than one way", "give one of val_source, val_rows and val_fraction"
+        )
+
+
+def _files_of(source: str) -> list[InputFile]:
+    found = find_files(source)
+    if found.problems:
+        first = found.problems[0]
+        raise DataError(f"{first.file}: {first.message}", "mend the source, or leave the file out")
+    for file in found.files:
+        if file.format not in _ROWS:
+            raise DataError(
+                f"{file.name} holds no rows of instructions: its format is {file.format}",
+                "give .jsonl, .json, .csv, .tsv or .parquet files; text for pretraining goes to `flatout train`",
+            )
+    return list(found.files)
+
+
+def _key(
+    request: SampleRequest,
+    train: list[InputFile],
+    val: list[InputFile],
+    tokenizer: ModelTokenizer,
+    template: ChatTemplate | None,
+) -> dict[str, Any]:
+    """All that the bytes depend on."""
+    settings = dataclasses.asdict(request)
+    del settings["source"], settings["val_source"]  # content counts, not where it lies
+    return {
+        "version": VERSION,
+        "settings": {**settings, "fields": dict(request.fields)},
+        "source": [[file.format, hash_file(Path(file.path))] for file in train],
+        "val_source": [[file.format, hash_file(Path(file.path))] for file in val],
+        "tokenizer": tokenizer.fingerprint,
+        "template": None if template is None else template.fingerprint,
+    }
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Made:
+    """Samples with the number of the conversation each is of, and for each conversation a hash of its text."""
+
+    ids: list[Ids]
+    labelled: list[npt.NDArray[np.bool_]]
+    conversation: list[int]
+    hashes: list[int]
+
+    def chosen(self, which: npt.NDArray[np.bool_]) -> "_Made":
+        """The samples of the conversations that are chosen."""
+        keep = [number for number, owner in enumerate(self.conversation) if which[owner]]
+        return _Made(
+            [self.ids[number] for number in keep],
+            [self.labelled[number] for number in keep],
+            [self.conversation[number] for number in keep],
+            self.hashes,
+        )
+
+
+@final
+class _Maker:
+    """Reads sources into samples, and counts what happens on the way."""
+
+    def __init__(
+        self,
+        request: SampleRequest,
+        tokenizer: ModelTokenizer,
+        template: ChatTemplate | None,
+        progress: Progress | None,
+        files: list[InputFile],
+    ) -> None:
+        self.counts: Counter[str] = Counter()
+        self.problems: list[Problem] = []
+        self.readings: list[Reading] = []
+        self._request = request
+        self._tokenizer = tokenizer
+        self._template = template
+        self._progress = progress
+        self._total_bytes = sum(file.bytes for file in files)
+        self._total_files = len(files)
+        self._files = 0
+        self._bytes_before = 0
+        self._bytes = 0  # of the file that is being read
+        # Hardly any text holds one of these, so that most need not be searched for hundreds of tokens.
+        self._special_beginnings = {text[:2] for text in tokenizer.special_texts}
+
+    def read(self, files: list[InputFile], source: str) -> _Made:
+        made = _Made([], [], [], [])
+        rows_before, problems_before = self.counts["rows"], len(self.problems)
+        stream = iter(itertools.chain.from_iterable(self._rows(file) for file in files))
+        head = list(itertools.islice(stream, LOOK_AT))
+        first = [row for _, row in head if isinstance(row, Row)]
+        if first or self._request.format != "auto":
+            reading = choose_reading(self._request.format, self._request.fields, first, source)
+            self.readings.append(reading)
+            pending: list[Rendered] = []
+            owners: list[int] = []
+            for file, row in itertools.chain(head, stream):
+                self._take(
+                    row if isinstance(row, Problem) else conversation_of(row, reading, file.name), made, pending, owners
+                )
+                if len(pending) >= _CHUNK:
+                    self._flush(made, pending, owners)
+            self._flush(made, pending, owners)
+        else:
+            for _, row in head:
+                if isinstance(row, Problem):
+                    self._note(row)
+        self._check_share(source, self.counts["rows"] - rows_before, self.problems[problems_before:], bool(made.hashes))
+        return made
+
+    def _rows(self, file: InputFile) -> Iterator[tuple[InputFile, Row | Problem]]:
+        def watch(position: int) -> None:
+            self._bytes = position
+
+        for row in read_rows(file, watch=watch):
+            if isinstance(row, Problem):
+                _check_readable(file, row)
+            yield file, row
+        self._files += 1
+        self._bytes_before += file.bytes
+        self._bytes = 0
+
+    def _take(self, row: Conversation | Problem, made: _Made, pending: list[Rendered], owners: list[int]) -> None:
+        if isinstance(row, Problem):
+            self._note(row)
+            return
+        counts: Counter[str] = Counter()
+        rendered = render(row, self._template, self._request.train_on, self._tokenizer.special_texts, counts)
+        if isinstance(rendered, Problem):
+            self._note(rendered)
+            return
+        if rendered[-1].bare and self._tokenizer.end_of_text is None:
+            raise DataError(
+                "the tokenizer names no end-of-text token, so that a model could never learn to stop",
+                "name an eos_token in tokenizer_config.json, or use a chat template with an end of turn of its own",
+            )
+        self.counts["rows"] += 1
+        self.counts.update(counts)
+        self.counts["special_in_content"] += self._spells_special(row)
+        pending.extend(rendered)
+        owners.extend([len(made.hashes)] * len(rendered))
+        made.hashes.append(_hash_of(rendered[-1].text, self._request.seed))
+
+    def _spells_special(self, row: Conversation) -> bool:
+        """Whether what somebody said spells a special token: it becomes that token, as in every other program."""
+        said = [message["content"] for message in row.messages] or [row.prompt or "", row.completion or ""]
+        return any(
+            any(beginning in text for beginning in self._special_beginnings)
+            and any(token in text for token in self._tokenizer.special_texts)
+            for text in said
+        )
+
+    def _note(self, problem: Problem) -> None:
+        self.problems.append(problem)
+        self.counts["rows"] += problem.records
+
+    def _flush(self, made: _Made, pending: list[Rendered], owners: list[int]) -> None:
+        most = self._request.context + 1
+        for owner, (ids, labelled) in zip(owners, tokenize(pending, self._tokenizer, self.counts), strict=True):
+            if not labelled.any():
+                self.counts["dropped_unlabelled"] += 1
+                continue
+            # What comes after the last label is not predicted, and nothing that is predicted sees it.
+            last = int(np.flatnonzero(labelled)[-1]) + 1
+            ids, labelled = ids[:last], labelled[:last]
+            self.counts["longest"] = max(self.counts["longest"], len(ids))
+            if len(ids) > most:
+                if self._request.too_long == "drop":
+                    self.counts["dropped_too_long"] += 1
+                    continue
+                self.counts["truncated"] += 1
+                self.counts["labels_cut"] += int(np.count_nonzero(labelled[most:]))
+                ids, labelled = ids[:most], labelled[:most]
+                if not labelled.any():
+                    self.counts["dropped_labels_cut"] += 1
+                    continue
+            made.ids.append(ids)
+            made.labelled.append(labelled)
+            made.conversation.append(owner)
+            self.counts["tokens"] += len(ids)
+        pending.clear()
+        owners.clear()
+        self.tell("reading")
+
+    def tell(self, phase: str) -> None:
+        if self._progress is not None:
+            self._progress(
+                PrepareProgress(
+                    phase=phase,
+                    files=self._files,
+                    total_files=self._total_files,
+                    bytes=min(self._bytes_before + self._bytes, self._total_bytes),
+                    total_bytes=self._total_bytes,
+                    documents=self.counts["rows"],
+                    tokens=self.counts["tokens"],
+                    problems=len(self.problems),
+                )
+            )
+
+    def told(self) -> dict[str, Any]:
+        """What the manifest keeps of how the samples were made."""
+        kinds = Counter(problem.kind for problem in self.problems)
+        return {
+            "reading": [dataclasses.asdict(reading) for reading in self.readings],
+            "counts": {name: int(self.counts[name]) for name in COUNTS},
+            "problems": {"all": len(self.problems), **dict(sorted(kinds.items()))},
+        }
+
+    def _check_share(self, source: str, rows: int, problems: list[Problem], any_left: bool) -> None:
+        if any_left and sum(problem.records for problem in problems) <= self._request.most_bad * rows:
+            return
+        if not problems:
+            raise DataError(f"{shown(source)} has no rows", "give a file with at least one row")
+        first, bad = problems[0], sum(problem.records for problem in problems)
+        place = f", {first.place}" if first.place else ""
+        what = (
+            f"{bad:,} of {rows:,} rows of {shown(source)} cannot be used" if rows else f"{shown(source)} cannot be read"
+        )
+        kinds = Counter(problem.kind for problem in problems)
+        others = ", ".join(f"{count:,} of {kind}" for kind, count in kinds.most_common(4)) if len(kinds) > 1 else ""
+        raise DataError(
+            f"{what}; the first: {first.file}{place}: {first.message}{f' (problems: {others})' if others else ''}",
+            _HINTS.get(first.kind, "mend the rows, or choose the format and its fields yourself"),
+        )
+
+
+def _check_readable(file: InputFile, problem: Problem) -> None:
+    """Refuse a file that breaks off: how many rows are missing is not known. A bad row among good ones is no such."""
+    broken = ("truncated", "compression", "checksum", "bomb", "format")
+    if problem.records and problem.kind not in broken and not (file.format == "json" and problem.kind != "not-utf8"):
+        return
+    place = f", {problem.place}" if problem.place else ""
+    raise DataError(
+        f"{problem.file}{place}: {problem.message}",
+        _HINTS["json"] if problem.kind == "json" else "fetch or write the file again: it cannot be read to its end",
+    )
+
+
+_HINTS = {
+    "json": "one JSON value on each line is .jsonl, one list of all rows is .json: check the name and the content",
+    "role": "rename the roles in the file, or map the fields that hold them",
+    "template": "look at the order of the roles, or choose another template: chatml, plain, none, or a file",
+    "turns": "give rows with an assistant turn to learn, or set train_on to all",
+    "field": "map the fields to the columns that the file has, or choose its format yourself",
+    "empty": "leave empty rows out",
+}
+
+
+def _hash_of(text: str, seed: int) -> int:
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=str(seed).encode("ascii"))
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _split(made: _Made, request: SampleRequest) -> dict[str, _Made]:
+    """Some conversations held out, by their hashes. Where rows are few, at least one is on either side."""
+    if request.val_rows is None and request.val_fraction == 0.0:
+        return {"train": made}
+    hashes = np.array(made.hashes, dtype=np.uint64)
+    used = np.unique(hashes[made.conversation])
+    if len(used) < 2:
+        raise DataError(
+            "there are fewer than two different conversations, of which one cannot be held out",
+            "give more rows, or hold none out: val_fraction 0",
+        )
+    if request.val_rows is not None:
+        if request.val_rows >= len(used):
+            raise DataError(
+                f"{request.val_rows} rows are to be held out, and there are {len(used)} different ones",
+                "set val_rows to less than that",
+            )
+        border = used[request.val_rows - 1]
+    else:
+        within = int(np.searchsorted(used, np.uint64(min(int(request.val_fraction * 2.0**64), 2**64 - 1))))
+        border = used[min(max(within, 1), len(used) - 1) - 1]
+    held_out = hashes <= border
+    return {"train": made.chosen(~held_out), "val": made.chosen(held_out)}
+
+
+def _check_learnable(made: _Made, split: str, request: SampleRequest, maker: _Maker) -> None:
+    if made.ids:
+        return
+    counts = maker.counts
+    which = "" if split == "train" else " of the rows that are held out"
+    if counts["dropped_labels_cut"] or counts["dropped_too_long"]:
+        raise DataError(
+            f"nothing{which} is left to learn: every sample is longer than the context of {request.context} tokens "
+            f"(the longest has {counts['longest']:,}) and what it teaches lies behind the cut",
+            "raise the context, or shorten the prompts",
+        )
+    raise DataError(
+        f"nothing{which} is left to learn: no token of {counts['rows']:,} rows is labelled",
+        "look at a sample with its template: does it show what the assistant says, and does train_on fit?",
+    )
+
+
+def _arrays(made: _Made, dtype: np.dtype[Any]) -> Samples:
+    offsets = np.zeros(len(made.ids) + 1, dtype=np.int64)
+    np.cumsum([len(ids) for ids in made.ids], out=offsets[1:])
+    return Samples(np.concatenate(made.ids).astype(dtype), np.concatenate(made.labelled), offsets)

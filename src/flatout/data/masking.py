@@ -1,0 +1,304 @@
+"""Which tokens of a conversation are learned: by rendering its beginnings, never by looking for words in its text.
+
+Idea: what an assistant turn adds to the text is what the model has to write. The template renders the conversation up
+to the turn, with the prompt that makes a model answer, and up to the turn's end; if both are beginnings of the whole
+text, the turn is what lies between. Its end-of-turn token is learned, the line end that some templates put after it is
+not. The whole text is tokenized once, and a token is learned if it begins inside a turn.
+
+Contract: a label is a matter of place, never of a token's id, so that a padding token which is the end-of-text token
+cannot unlearn it. No token boundary is made up: the ids are those of the text as a model will see it. A token that lies
+across the border of a turn is counted, and learned only if it begins inside.
+
+Trap: some templates write earlier turns differently once later ones are there, such as without their reasoning. Then
+no one text shows every turn as the model would write it, and each such turn becomes a sample of its own, which ends
+with it. And some prompts hold more than a finished turn begins with; there the turn begins where the two part.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from flatout.corpus.document import Problem, ProblemKind
+from flatout.data.chat_template import ChatTemplate, TemplateRefusal
+from flatout.data.conversations import Conversation
+from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
+
+TrainOn = Literal["assistant", "last", "all"]
+TRAIN_ON: tuple[TrainOn, ...] = get_args(TrainOn)
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A text and the characters of it that are learned. `bare`: no template wrote it, and BOS and EOS are missing."""
+
+    text: str
+    spans: tuple[Span, ...]
+    bare: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a sample's text that is learned as a whole, or not at all."""
+
+    text: str
+    labelled: bool
+
+
+class _Unusable(Exception):  # a row is told of and left out
+    def __init__(self, kind: ProblemKind, message: str) -> None:
+        super().__init__(message)
+        self.kind: ProblemKind = kind
+        self.message = message
+
+
+def render(
+    conversation: Conversation,
+    template: ChatTemplate | None,
+    train_on: TrainOn,
+    special_texts: tuple[str, ...],
+    counts: Counter[str],
+) -> list[Rendered] | Problem:
+    """The samples of a conversation: mostly one, the last of which is the whole text. `counts` learns what was odd."""
+    try:
+        if template is None or not conversation.messages:
+            rendered = [_bare(conversation)]
+        elif template.prompts_always(conversation.tools):
+            raise _Unusable(
+                "template",
+                "the template writes an assistant's header after every conversation, asked for or not, so that the end "
+                "of a turn cannot be told",
+            )
+        elif train_on == "all":
+            rendered = [_everything(conversation, template)]
+        else:
+            rendered = _turns(conversation, template, train_on, special_texts, counts)
+        for sample in rendered:
+            _check_unicode(sample.text)
+    except _Unusable as error:
+        return Problem(conversation.file, conversation.place, error.kind, error.message, records=1)
+    except TemplateRefusal as error:
+        message = f"the chat template refuses it: {' '.join(str(error).split())[:300]}"
+        return Problem(conversation.file, conversation.place, "template", message, records=1)
+    return rendered
+
+
+def _bare(conversation: Conversation) -> Rendered:
+    prompt, completion = conversation.prompt, conversation.completion
+    if prompt is None or completion is None or conversation.tools:
+        raise _Unusable("template", "it has turns, a system text or tools, and there is no chat template to write them")
+    return Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), bare=True)
+
+
+def _everything(conversation: Conversation, template: ChatTemplate) -> Rendered:
+    """The whole text, less the messages that are marked as not to be learned."""
+    messages = conversation.messages
+    text = _text(template, conversation, len(messages))
+    spans: list[Span] = []
+    begin = 0
+    for number, flag in enumerate(conversation.train):
+        if flag is False:
+            before = _text(template, conversation, number) if number else ""
+            upto = _text(template, conversation, number + 1)
+            if not (text.startswith(before) and text.startswith(upto)):
+                raise _Unusable(
+                    "template", "a message is not to be learned, and the template does not show where it is"
+                )
+            spans.append((begin, len(before)))
+            begin = len(upto)
+    spans.append((begin, len(text)))
+    return Rendered(text, tuple(span for span in spans if span[0] < span[1]))
+
+
+def _turns(
+    conversation: Conversation,
+    template: ChatTemplate,
+    train_on: TrainOn,
+    special_texts: tuple[str, ...],
+    counts: Counter[str],
+) -> list[Rendered]:
+    messages = conversation.messages
+    spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not spoken:
+        raise _Unusable("turns", "it has no assistant turn, so there is nothing to learn")
+    learned = [
+        number for number in (spoken[-1:] if train_on == "last" else spoken) if conversation.train[number] is not False
+    ]
+    if not learned:
+        raise _Unusable("turns", "its assistant turns are all marked as not to be learned")
+    empty = [number for number in learned if _is_empty(messages[number])]
+    if len(empty) == len(learned):
+        raise _Unusable("empty", "what its assistant says is empty")
+    counts["empty_answers"] += len(empty)
+    last = learned[-1]
+    whole = _text(template, conversation, last + 1)
+    marks = _marks(template, conversation, last, whole, spoken)
+    spans: list[Span] = []
+    apart: list[Rendered] = []
+    for number in learned:
+        upto = whole if number == last else _text(template, conversation, number + 1)
+        within = whole.startswith(upto)
+        here = marks if within else _marks(template, conversation, number, upto, spoken)
+        if here is None:
+            start, end = _start(template, conversation, number, upto, counts), len(upto)
+        else:
+            start, end = here[spoken.index(number)]
+            end = _with_end_token(upto, end, special_texts)
+        end, ends = _without_trailing_space(upto, start, end, special_texts)
+        counts["turns"] += 1
+        counts["turns_without_end_token"] += not ends
+        if start >= end:
+            raise _Unusable("template", f"the template writes nothing for message {number + 1}, which is to be learned")
+        _check_written(messages[number], number, upto[start:end], counts)
+        if within:
+            spans.append((start, end))
+        else:
+            apart.append(Rendered(upto, ((start, end),)))
+    counts["turns_apart"] += len(apart)
+    if conversation.tools:
+        without = dataclasses.replace(conversation, tools=None)
+        counts["tools_left_out"] += _text(template, without, last + 1) == whole
+    return [*apart, Rendered(whole, tuple(spans))]
+
+
+def _check_written(message: dict[str, Any], number: int, turn: str, counts: Counter[str]) -> None:
+    """Notice a template that leaves out what a turn should teach: some have no form for tool calls, and say nothing."""
+    for call in message.get("tool_calls", ()):
+        if call["function"]["name"] not in turn:
+            raise _Unusable("template", f"the template leaves out the tool call of message {number + 1}")
+    counts["contents_changed"] += message["content"].strip() not in turn
+
+
+def _is_empty(message: dict[str, Any]) -> bool:
+    return not message["content"].strip() and not message.get("tool_calls") and not message.get("reasoning_content")
+
+
+def _start(template: ChatTemplate, conversation: Conversation, number: int, upto: str, counts: Counter[str]) -> int:
+    """Where in `upto` the turn begins that ends it: after the prompt that makes a model answer."""
+    prompt = _text(template, conversation, number, prompt=True)
+    if upto.startswith(prompt):
+        return len(prompt)
+    if not number:
+        raise _Unusable("turns", "it begins with an assistant turn, and the template does not show where that begins")
+    before = _text(template, conversation, number)
+    if not (upto.startswith(before) and prompt.startswith(before)):
+        raise _Unusable(
+            "template",
+            f"the template writes what comes before message {number + 1} differently once that is there, "
+            "so that where it begins cannot be told",
+        )
+    counts["prompts_apart"] += 1
+    return next(place for place, (one, other) in enumerate(zip(prompt, upto, strict=False)) if one != other)
+
+
+def _marks(
+    template: ChatTemplate, conversation: Conversation, number: int, text: str, spoken: Sequence[int]
+) -> list[Span] | None:
+    """The template's own marks in the text up to message `number`, if it has one for every assistant turn."""
+    if not template.has_marks(conversation.tools):
+        return None
+    messages = conversation.messages[: number + 1]
+    spans = template.marked_spans(messages, text, tools=conversation.tools, documents=conversation.documents)
+    turns = sum(1 for place in spoken if place <= number)
+    return spans if spans is not None and len(spans) == turns else None
+
+
+def _with_end_token(text: str, end: int, special_texts: tuple[str, ...]) -> int:
+    """Marks may leave out the token that ends the turn; without it a model never learns to stop."""
+    if text[:end].rstrip().endswith(special_texts):
+        return end
+    return next((end + len(token) for token in special_texts if text.startswith(token, end)), end)
+
+
+def _without_trailing_space(text: str, start: int, end: int, special_texts: tuple[str, ...]) -> tuple[int, bool]:
+    """The end of the turn without white space after its last special token, and whether it has such a token."""
+    turn = text[start:end].rstrip()
+    if turn.endswith(special_texts):
+        return start + len(turn), True
+    return end, False
+
+
+def _text(template: ChatTemplate, conversation: Conversation, count: int, *, prompt: bool = False) -> str:
+    return template.render(
+        conversation.messages[:count],
+        tools=conversation.tools,
+        documents=conversation.documents,
+        add_generation_prompt=prompt,
+    )
+
+
+def _check_unicode(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            half = f"{text[error.start]!a}"
+            raise _Unusable(
+                "surrogate", f"it escapes half of a surrogate pair, {half}, which is not Unicode text"
+            ) from error
+
+
+def tokenize(
+    rendered: Sequence[Rendered], tokenizer: ModelTokenizer, counts: Counter[str]
+) -> list[tuple[Ids, npt.NDArray[np.bool_]]]:
+    """Ids and labels of each text, many at once. The first token is never labelled: nothing comes before it."""
+    results: list[tuple[Ids, npt.NDArray[np.bool_]]] = []
+    dtype = token_dtype(tokenizer.vocab)
+    for sample, encoding in zip(rendered, tokenizer.encodings([sample.text for sample in rendered]), strict=True):
+        ids = np.array(encoding.ids, dtype=dtype)
+        labelled = _labelled(encoding, len(ids), sample, counts)
+        if sample.bare:
+            ids, labelled = _with_ends(ids, labelled, tokenizer)
+        labelled[:1] = False
+        results.append((ids, labelled))
+    return results
+
+
+def _labelled(encoding: Any, length: int, sample: Rendered, counts: Counter[str]) -> npt.NDArray[np.bool_]:
+    labelled = np.zeros(length, dtype=bool)
+    tokens = range(length)
+
+    def begin(token: int) -> int:
+        return encoding.token_to_chars(token)[0]
+
+    for start, end in sample.spans:
+        first = bisect.bisect_left(tokens, start, key=begin) if start else 0
+        after = length if end == len(sample.text) else bisect.bisect_left(tokens, end, lo=first, key=begin)
+        labelled[first:after] = True
+        counts["straddling"] += first > 0 and encoding.token_to_chars(first - 1)[1] > start
+        counts["straddling"] += after > first and encoding.token_to_chars(after - 1)[1] > end
+        counts["turns_unlabelled"] += after == first
+    return labelled
+
+
+def _with_ends(
+    ids: Ids, labelled: npt.NDArray[np.bool_], tokenizer: ModelTokenizer
+) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """BOS once, where the model expects it, and EOS once, which is learned."""
+    if tokenizer.needs_begin(ids):
+        ids = np.concatenate([np.array([tokenizer.begin_of_text], ids.dtype), ids])
+        labelled = np.concatenate([[False], labelled])
+    if tokenizer.end_of_text is not None and not (len(ids) and int(ids[-1]) == tokenizer.end_of_text):
+        ids = np.concatenate([ids, np.array([tokenizer.end_of_text], ids.dtype)])
+        labelled = np.concatenate([labelled, [True]])
+    return ids, labelled
+
+
+def preview(ids: npt.NDArray[Any], labelled: npt.NDArray[np.bool_], tokenizer: ModelTokenizer) -> list[Piece]:
+    """A sample as text, in pieces that are learned or not."""
+    borders = [0, *(np.flatnonzero(labelled[1:] != labelled[:-1]) + 1).tolist(), len(ids)]
+    pieces: list[Piece] = []
+    before = ""
+    for start, end in itertools.pairwise(borders):
+        # By the difference of two beginnings: many decoders take the space away from what stands first.
+        upto = tokenizer.decode(ids[:end])
+        pieces.append(Piece(upto[len(before) :], bool(labelled[start])))
+        before = upto
+    return [piece for piece in pieces if piece.text]

@@ -1,0 +1,195 @@
+"""Tokenizer and chat template from the folder of a Hugging Face model.
+
+Idea: three files speak about tokens. `tokenizer.json` is the tokenizer; `tokenizer_config.json` names the special
+tokens and often holds the chat template; `special_tokens_map.json` names special tokens in older models. They are read
+as the `transformers` library reads them, as far as ids can depend on it, and become values that know no folder.
+
+Contract: what is missing or contradicts itself is a `DataError` that names the file. Nothing is executed: a template is
+text here, and `chat_template` renders it in a sandbox.
+
+Trap: a token that `tokenizer_config.json` names as special need not be an added token in `tokenizer.json`; unless it is
+made one, its text falls apart into ordinary pieces. A token that only `added_tokens_decoder` knows is missing from
+`tokenizer.json` altogether.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flatout.corpus.document import shown
+from flatout.data.tokenizer import ModelTokenizer
+from flatout.errors import DataError
+
+TOKENIZER = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"
+OLD_TEMPLATE = "chat_template.json"
+DEFAULT = "default"
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+
+
+def read_model_tokenizer(folder: str | Path) -> ModelTokenizer:
+    """The tokenizer of the model in `folder`, with special tokens as its files name them."""
+    folder = Path(folder)
+    path = folder / TOKENIZER
+    if not path.is_file():
+        others = [name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).is_file()]
+        found = f"; it has {others[0]}, which is of another kind" if others else ""
+        raise DataError(
+            f"there is no {TOKENIZER} in {shown(folder)}{found}",
+            "give the folder of a Hugging Face model with its fast tokenizer, or save one there",
+        )
+    content = _json_object(path)
+    config = _json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    older = _json_object(folder / SPECIAL_TOKENS) if (folder / SPECIAL_TOKENS).is_file() else {}
+    try:
+        special = _special_tokens(config, older)
+        content = _with_added_tokens(content, config, special)
+        known = _known(content)
+        # A model can do without these, and files name some that it never had.
+        for name in ("pad_token", "mask_token", "sep_token", "cls_token", "unk_token"):
+            if special.get(name) not in known:
+                special.pop(name, None)
+        return ModelTokenizer(content, special, _first_token(content, config, special))
+    except ValueError as error:
+        raise DataError(
+            f"the tokenizer in {shown(folder)} is not usable: {error}",
+            f"check {TOKENIZER} and {CONFIG}, or fetch them again",
+        ) from error
+
+
+def read_templates(folder: str | Path) -> dict[str, str]:
+    """The chat templates of the model in `folder` by name; most have one, `default`, and some have none."""
+    folder = Path(folder)
+    found: dict[str, str] = {}
+    if (folder / CONFIG).is_file():
+        found |= _named(_json_object(folder / CONFIG).get("chat_template"), folder / CONFIG)
+    if (folder / OLD_TEMPLATE).is_file():
+        found |= _named(_json_object(folder / OLD_TEMPLATE).get("chat_template"), folder / OLD_TEMPLATE)
+    files = {path.stem: _text(path) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    if (folder / TEMPLATE).is_file():
+        files[DEFAULT] = _text(folder / TEMPLATE)
+    return files or found  # files of their own stand for all of what JSON says
+
+
+def _named(value: object, path: Path) -> dict[str, str]:
+    """What stands under `chat_template`: nothing, a text, or a list of names with texts."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    entries = (
+        value
+        if isinstance(value, list)
+        else [{"name": name, "template": text} for name, text in value.items()]
+        if isinstance(value, dict)
+        else None
+    )
+    if entries is None or not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+        for entry in entries
+    ):
+        raise DataError(
+            f"the chat_template in {shown(path)} is neither a text nor a list of names with templates",
+            "mend the file, or set the template to a file of its own",
+        )
+    return {entry["name"]: entry["template"] for entry in entries}
+
+
+def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
+    special: dict[str, str] = {}
+    for name in _NAMES:
+        value = config.get(name, older.get(name))
+        text = value.get("content") if isinstance(value, dict) else value
+        if text is None:
+            continue
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"its {name} is {text!r}, which is no text")
+        special[name] = text
+    return special
+
+
+def _known(content: dict[str, Any]) -> dict[str, int]:
+    """The ids of all tokens that the file knows by their text."""
+    model = content.get("model")
+    vocab = model.get("vocab", {}) if isinstance(model, dict) else {}
+    if isinstance(vocab, list):  # unigram: pairs of a text and its score
+        known = {str(entry[0]): number for number, entry in enumerate(vocab) if isinstance(entry, list) and entry}
+    else:
+        known = dict(vocab) if isinstance(vocab, dict) else {}
+    for entry in content.get("added_tokens") or []:
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and isinstance(entry.get("id"), int):
+            known[entry["content"]] = entry["id"]
+    return known
+
+
+def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special: dict[str, str]) -> dict[str, Any]:
+    """The file with added tokens that only the other files know of."""
+    known = _known(content)
+    added = list(content.get("added_tokens") or [])
+    present = {entry.get("content") for entry in added if isinstance(entry, dict)}
+    decoder = config.get("added_tokens_decoder") or {}
+    if not isinstance(decoder, dict):
+        raise ValueError("added_tokens_decoder is no object")
+    for number, entry in sorted(decoder.items(), key=lambda pair: int(pair[0]) if str(pair[0]).isdigit() else -1):
+        if not str(number).isdigit() or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
+            raise ValueError(f"added_tokens_decoder has {number!r}, which is no id with a token")
+        text = entry["content"]
+        if known.get(text, int(number)) != int(number):
+            raise ValueError(f"{text!r} has id {known[text]} in {TOKENIZER} and {number} in {CONFIG}")
+        if text not in present:
+            flags = {name: bool(entry.get(name, usual)) for name, usual in _FLAGS.items()}
+            added.append({"id": int(number), "content": text, **flags})
+            known[text] = int(number)
+            present.add(text)
+    more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    more = list(more.values()) if isinstance(more, dict) else more
+    texts = (
+        [entry.get("content") if isinstance(entry, dict) else entry for entry in more] if isinstance(more, list) else []
+    )
+    for text in (*special.values(), *texts):
+        if isinstance(text, str) and text in known and text not in present:
+            added.append({"id": known[text], "content": text, **_FLAGS})
+            present.add(text)
+    return {**content, "added_tokens": sorted(added, key=lambda entry: entry.get("id", 0))}
+
+
+def _first_token(content: dict[str, Any], config: dict[str, Any], special: dict[str, str]) -> str | None:
+    """The token that the model expects before a text: by the config, or else what the post-processor puts there."""
+    asked = config.get("add_bos_token")
+    if asked is False or (asked is True and "bos_token" in special):
+        return special["bos_token"] if asked else None
+    import tokenizers
+
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**content, "truncation": None, "padding": None}))
+    except Exception as error:  # the library raises nothing more particular
+        raise ValueError(str(error)) from error
+    bare, whole = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
+    added = whole[: len(whole) - len(bare)] if whole != bare else []
+    # Only one token, in front: some put others there or behind, which are none of a text's beginning.
+    first = tokenizer.id_to_token(added[0]) if added and whole[1 : 1 + len(bare)] == bare else None
+    return first if special.get("bos_token", first) == first else None
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(_text(path))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{shown(path)} is not JSON: {error}", "fetch the file again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{shown(path)} holds no JSON object", "fetch the file again")
+    return content
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{shown(path)} is not UTF-8 at byte {error.start}", "fetch the file again") from error
+    except OSError as error:
+        raise DataError(f"cannot read {shown(path)}: {error.strerror}", "check that you may read it") from error

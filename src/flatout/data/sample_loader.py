@@ -1,0 +1,233 @@
+"""Samples to batches: which ones a step takes, and how they share rows.
+
+Idea: step s takes the next `batch_samples` samples of its epoch's permutation. They are packed best-fit into as few
+rows as hold them, and the rows are made as short as they can be without needing one more, so that little is padding;
+or each has a row of its own. Row lengths come from a short list, so that shapes repeat and compilers have little to do.
+
+Contract: batches depend on nothing but (samples, seed, settings, step), so resuming needs the step number only. Every
+sample comes once per epoch; the last step of an epoch takes what is left and is not filled up. A sample is never cut:
+rows have room for the longest. Targets are those tokens that are labelled, and never cross from one sample to another.
+A loader is a one-pass iterator and a context manager, like those of `loader`.
+
+Trap: steps have different numbers of labelled tokens, so their mean loss must be over those of the whole step.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from flatout.data.best_fit import Layout, best_fit
+from flatout.data.loader import PREFETCH, Batch
+from flatout.data.sampler import WindowOrder
+from flatout.data.samples import Samples
+from flatout.ops.documents import PackedRows
+from flatout.ops.reference import IGNORED
+
+MULTIPLE = 64
+# Lengths between one power of two and the next. More of them pad less and repeat less often.
+_LENGTHS_PER_OCTAVE = 8
+
+# Shapes: B rows of the batch, T their length.
+
+
+@final
+@dataclass(frozen=True)
+class SampleOrder:
+    """Which samples each step takes."""
+
+    samples: int
+    batch_samples: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.batch_samples < 1:
+            raise ValueError(f"a batch has at least one sample, not {self.batch_samples}")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.batch_samples)
+
+    def indices(self, step: int) -> npt.NDArray[np.int64]:
+        """The numbers of the samples of a step."""
+        epoch, inside = divmod(step, self.steps_per_epoch)
+        first = inside * self.batch_samples
+        count = min(self.batch_samples, self.samples - first)
+        return WindowOrder(self.samples, self.seed).indices(epoch * self.samples + first, count)
+
+
+def row_lengths(most: int) -> list[int]:
+    """The lengths that rows can have, rising: multiples of 64, some to each octave, up to what holds `most` tokens."""
+    lengths = [MULTIPLE]
+    while lengths[-1] < most:
+        octave = 2 ** (lengths[-1].bit_length() - 1)
+        lengths.append(lengths[-1] + max(MULTIPLE, octave // _LENGTHS_PER_OCTAVE))
+    lengths[-1] = min(lengths[-1], -(-most // MULTIPLE) * MULTIPLE)
+    return lengths
+
+
+@final
+class SampleLoader:
+    """Batches of samples, made ahead of time by `workers` threads, or in the loop when there are none.
+
+    `row_tokens` is how much a row may hold; a sample of n tokens takes n - 1, since its last one is a target only.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        order: SampleOrder,
+        *,
+        row_tokens: int,
+        packing: bool,
+        device: torch.device | str,
+        workers: int,
+        first_step: int,
+        last_step: int,
+    ) -> None:
+        if order.samples != len(samples):
+            raise ValueError(f"the order is over {order.samples} samples, and there are {len(samples)}")
+        self._rows = _Rows(samples, row_tokens, packing)
+        self._order = order
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._next_step = self._asked = first_step
+        self._last_step = last_step
+        self._waiting: deque[Future[Batch]] = deque()
+        self._pool = ThreadPoolExecutor(workers, "flatout-samples", self._use_device) if workers else None
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        step = self._next_step
+        if step >= self._last_step:
+            self.close()
+            raise StopIteration
+        if self._pool is None:
+            batch = self._made(step)
+        else:
+            while self._asked < self._last_step and len(self._waiting) < PREFETCH:
+                self._waiting.append(self._pool.submit(self._made, self._asked))
+                self._asked += 1
+            try:
+                batch = self._waiting.popleft().result()
+            except BaseException:
+                self.close()
+                raise
+        self._next_step = step + 1
+        return _moved(batch, self._device)
+
+    def close(self) -> None:
+        """Stop the threads and end the iteration. May be called at any time and more than once."""
+        self._next_step = self._last_step
+        self._waiting.clear()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _use_device(self) -> None:
+        # The current CUDA device belongs to a thread; pinning would wake up the first one otherwise.
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _made(self, step: int) -> Batch:
+        batch = self._rows.batch(self._order.indices(step), step)
+        if self._device.type != "cuda":
+            return batch
+        tokens, targets, documents = (tensor.pin_memory() for tensor in _tensors(batch))
+        return Batch(tokens, targets, step, documents, batch.packed)
+
+
+def sample_batches(
+    samples: Samples, *, row_tokens: int, batch_samples: int, packing: bool, device: torch.device | str
+) -> Iterator[Batch]:
+    """Every sample once, in order: for evaluation."""
+    rows = _Rows(samples, row_tokens, packing)
+    for step, start in enumerate(range(0, len(samples), batch_samples)):
+        numbers = np.arange(start, min(start + batch_samples, len(samples)))
+        yield _moved(rows.batch(numbers, step), torch.device(device))
+
+
+@final
+class _Rows:
+    """Lays samples out in rows."""
+
+    def __init__(self, samples: Samples, row_tokens: int, packing: bool) -> None:
+        longest = int(samples.lengths.max()) - 1
+        if longest > row_tokens:
+            raise ValueError(f"a row of {row_tokens} tokens has no room for a sample of {longest + 1}")
+        self._samples = samples
+        self._packing = packing
+        self._lengths = row_lengths(row_tokens)
+
+    def batch(self, numbers: npt.NDArray[np.int64], step: int) -> Batch:
+        """The batch of these samples, on the host."""
+        samples, starts = self._samples, self._samples.offsets[numbers]
+        sizes = samples.offsets[numbers + 1] - starts
+        before = np.cumsum(sizes) - sizes
+        places = np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))
+        ids, labelled = samples.tokens[places].astype(np.int64), samples.labelled[places]
+        if self._packing:
+            layout = self._packed(sizes)
+            sources, documents = layout.sources(layout.starts), layout.documents
+        else:
+            sources, documents = self._one_each(sizes, before)
+        padding = sources < 0
+        inputs = np.maximum(sources, 0)
+        following = np.where(padding, 0, inputs + 1)
+        tokens = np.where(padding, 0, ids[inputs])
+        targets = np.where(padding | ~labelled[following], IGNORED, ids[following])
+        packed = PackedRows(documents, targets)
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), step, torch.from_numpy(documents), packed)
+
+    def _packed(self, sizes: npt.NDArray[np.int64]) -> Layout:
+        """As few rows as best fit finds, and of the lengths with which it finds no more the shortest."""
+        lengths = [length for length in self._lengths if length >= int(sizes.max()) - 1]
+        packing = best_fit(sizes, lengths[-1])
+        few = packing.windows
+        low, high = 0, len(lengths) - 1
+        while low < high:
+            middle = (low + high) // 2
+            tried = best_fit(sizes, lengths[middle])
+            if tried.windows <= few:
+                packing, high = tried, middle
+            else:
+                low = middle + 1
+        return packing.layout(np.arange(packing.windows))
+
+    def _one_each(
+        self, sizes: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+        longest = int(sizes.max()) - 1
+        length = next(length for length in self._lengths if length >= longest)
+        places = np.arange(length)
+        inside = places[None, :] < (sizes - 1)[:, None]
+        return np.where(inside, before[:, None] + places, -1), np.where(inside, 0, -1).astype(np.int32)
+
+
+def _tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    assert batch.documents is not None
+    return batch.tokens, batch.targets, batch.documents
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    tokens, targets, documents = (tensor.to(device, non_blocking=True) for tensor in _tensors(batch))
+    return Batch(tokens, targets, batch.step, documents, batch.packed)

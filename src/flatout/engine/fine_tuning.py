@@ -1,0 +1,150 @@
+"""What a fine-tuning run is made of: a model from elsewhere, and samples in its own language.
+
+The model section of the config gives way to what the model's folder says; only the context is the run's own, since it
+is how much of a sample is read. Everything after that (step, loop, checkpoints, records) is what pretraining has.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from flatout.config.schema import LoraConfig, RunConfig
+from flatout.data.chat_template import ChatTemplate, load_template
+from flatout.data.make_samples import COUNTS, Progress, SampleRequest, prepare_samples
+from flatout.data.model_folder import read_model_tokenizer
+from flatout.data.samples import Samples, SampleSet
+from flatout.data.tokenizer import Ids, ModelTokenizer
+from flatout.errors import CheckpointError, DataError
+from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
+from flatout.model.execution import Execution
+from flatout.model.gpt import GPT, empty_model
+from flatout.model.hub import Description, check_same_model, read_description
+from flatout.model.hub_find import find_model
+from flatout.model.hub_weights import load_described
+
+
+@dataclasses.dataclass
+class SampleSplit:
+    """Samples, answering to what others ask of the tokens of a split."""
+
+    samples: Samples
+    split: str
+    tokens: int
+    folder: Path
+    dtype: np.dtype[Any]
+    text_bytes: int = 0  # not known: loss per byte is not told
+
+    def read(self, start: int, length: int) -> Ids:
+        return self.samples.tokens[start : start + length]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleData:
+    """The samples of a run, in the place of a dataset."""
+
+    manifest: SampleSet
+    tokenizer: ModelTokenizer
+    template: ChatTemplate | None
+    description: Description
+    train: SampleSplit
+    val: SampleSplit
+
+    def prompt(self) -> list[int]:
+        """The first held-out sample up to its first label: something to answer, as the model will be asked."""
+        ids, labelled = self.val.samples.sample(0)
+        first = int(labelled.argmax()) if labelled.any() else len(ids)
+        return ids[: max(1, first)].tolist()
+
+
+def open_sample_data(config: RunConfig, progress: Progress | None) -> SampleData:
+    """The samples that a config asks for, made now unless they are there, and what is known of the model."""
+    chat, name = config.chat, config.model.init_from
+    assert chat.source is not None, "checked by the config"
+    assert name is not None, "checked by the config"
+    found = find_model(name)
+    if found.kind != "huggingface":
+        raise CheckpointError(
+            f"{name} is a {found.kind} of ours, which has no tokenizer of its own to chat with",
+            f"write it as a Hugging Face folder first: flatout export {name} FOLDER",
+        )
+    description = read_description(found.path, context=config.model.context)
+    tokenizer = read_model_tokenizer(found.path)
+    if tokenizer.vocab > description.vocab:
+        raise CheckpointError(
+            f"the tokenizer of {name} has {tokenizer.vocab:,} ids, the model {description.vocab:,}",
+            "fetch the folder again: its files do not belong together",
+        )
+    template = load_template(chat.template, found.path, tokenizer)
+    request = SampleRequest(
+        source=chat.source,
+        context=config.model.context,
+        val_source=chat.val_source,
+        format=chat.format,
+        fields=dict(pair.split("=", 1) for pair in chat.fields),
+        train_on=chat.train_on,
+        too_long=chat.too_long,
+        val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
+        seed=config.train.seed,
+    )
+    folder = Path(config.data.folder or f"data/{Path(chat.source).stem}-samples")
+    samples = prepare_samples(request, tokenizer, template, folder, progress)
+    if samples.val is None:
+        raise DataError(
+            f"nothing of {chat.source} is held out to evaluate on", "set chat.val_fraction, or name chat.val_source"
+        )
+    train, val = (
+        SampleSplit(part, split, len(part.tokens), samples.folder, part.tokens.dtype)
+        for split, part in (("train", samples.train), ("val", samples.val))
+    )
+    return SampleData(samples, tokenizer, template, description, train, val)
+
+
+def remarks_on_samples(data: SampleData) -> tuple[str, ...]:
+    """What a user should know of the samples before the first step."""
+    facts, counts = data.train.samples.facts(), data.manifest.manifest["counts"]
+    lines = [
+        f"samples: {facts['samples']:,} to train on and {len(data.val.samples):,} held out; "
+        f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned"
+    ]
+    told = ("truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
+            "turns_without_end_token", "turns_unlabelled", "special_in_content")  # fmt: skip
+    return (*lines, *(f"samples: {counts[name]:,} {COUNTS[name]}" for name in told if counts.get(name)))
+
+
+def with_described_model(config: RunConfig, description: Description) -> RunConfig:
+    """The config with the model that its folder describes."""
+    kept = {"init_from": config.model.init_from, "dropout": config.model.dropout}
+    return config.model_copy(update={"model": description.config.model_copy(update=kept)})
+
+
+def build_described(
+    description: Description, *, dtype: torch.dtype, device: torch.device, execution: Execution, weights: bool
+) -> GPT:
+    """The model with its weights, or without them where a checkpoint brings all of them."""
+    if weights:
+        return load_described(description, dtype=dtype, device=device, execution=execution)
+    return empty_model(description.config, description.vocab, execution=execution, dtype=dtype, device=device)
+
+
+def base_of(config: RunConfig) -> tuple[GPT, Description]:
+    """The frozen model under a run's adapters, read again from where it came from."""
+    name = config.model.init_from
+    assert name is not None, "checked by the config"
+    description = read_description(find_model(name).path, context=config.model.context)
+    check_same_model(config.model, description, "put the model that the adapters were trained on back in its place")
+    description = dataclasses.replace(description, config=config.model)
+    return load_described(description), description
+
+
+def adapter_plan(config: LoraConfig) -> AdapterPlan:
+    return AdapterPlan(
+        rank=config.rank,
+        alpha=2.0 * config.rank if config.alpha is None else config.alpha,
+        dropout=config.dropout,
+        targets=ALL_LINEAR if config.targets == [ALL_LINEAR] else tuple(config.targets),
+        rank_stabilised=config.rank_stabilised,
+        dora=config.dora,
+    )

@@ -1,0 +1,55 @@
+"""What a run learns: all weights of its model, or adapters beside frozen ones. Steps and checkpoints go by this."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import CheckpointError
+from flatout.model.adapters import Adapters
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    saved: Mapping[str, nn.Parameter]  # what a checkpoint holds, by name
+    moved: Mapping[str, nn.Parameter]  # what the optimizer moves, by name: the same, or one tensor that holds them all
+    matrices: Sequence[nn.Parameter]  # of what is moved, that which decays
+    vectors: Sequence[nn.Parameter]
+    clear_gradients: Callable[[], None] | None = None  # where gradients must stay in their places
+
+    @property
+    def count(self) -> int:
+        return sum(parameter.numel() for parameter in self.saved.values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.saved.items()}
+
+    @torch.no_grad()
+    def assign(self, tensors: Mapping[str, Tensor], origin: str) -> None:
+        """Puts a checkpoint's values back: all of them, or none."""
+        hint = "it belongs to another model; check the model and lora sections"
+        for name in sorted(self.saved.keys() ^ tensors.keys()):
+            what = "has no tensor" if name in self.saved else "holds an unknown tensor"
+            raise CheckpointError(f"{origin} {what} {name}", hint)
+        for name, parameter in self.saved.items():
+            if tensors[name].shape != parameter.shape:
+                shapes = f"{tuple(tensors[name].shape)}, the model needs {tuple(parameter.shape)}"
+                raise CheckpointError(f"{origin}: {name} has shape {shapes}", hint)
+        for name, parameter in self.saved.items():
+            parameter.copy_(tensors[name])
+
+
+def all_weights(model: nn.Module) -> Trained:
+    """Decay goes to what has two dimensions or more: never to biases, norms and scales."""
+    named = dict(model.named_parameters())
+    trained = [parameter for parameter in named.values() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
+    return Trained(named, named, matrices, [parameter for parameter in trained if parameter.ndim < 2])
+
+
+def only_adapters(adapters: Adapters) -> Trained:
+    """Adapters lie in one tensor, matrices first; with DoRA the magnitudes follow, which do not decay."""
+    matrices, *vectors = adapters.optimizer_parameters
+    moved: dict[str, nn.Parameter] = {"adapters": matrices, **({"magnitudes": vectors[0]} if vectors else {})}
+    return Trained(dict(adapters.named_parameters()), moved, [matrices], vectors, adapters.zero_gradients)

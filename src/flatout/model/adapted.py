@@ -1,0 +1,173 @@
+"""A linear layer of a block with adapters on some or all of its rows.
+
+It keeps `weight` and `bias`, the very parameters of the layer in whose place it stands, so code that reads those still
+works, and owns A of all parts stacked, B of every part, and DoRA's magnitudes.
+Trap: code that multiplies by `weight` itself leaves the adapter out. Whoever does so must ask for an AdaptedLinear
+first (layers.Attention._project does), and `use` refuses the kernels that do not.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.errors import ConfigError
+from flatout.model.execution import Execution
+from flatout.ops.lora import JoinedWeight, LoraCall, LoraLayout, LoraPart, dora_norm, lora_product
+from flatout.ops.scales import version_of
+
+
+class AdaptedLinear(nn.Linear):
+    def __init__(
+        self, base: nn.Linear, layout: LoraLayout, names: Sequence[str], *, dropout: float, dora: bool
+    ) -> None:
+        """`names` has those of the layout's parts. The values of A, B and magnitudes are for others to fill."""
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.base = (base,)  # in a tuple, so that torch does not take it for a part of this module
+        self.layout, self.names = layout, tuple(names)
+        self.dropout = dropout
+        device = base.weight.device
+
+        def room(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=device))
+
+        self.lora_a = room(layout.rank, base.in_features)
+        self.lora_b = nn.ParameterDict(
+            {name: room(part.rows, part.rank) for name, part in zip(names, layout.parts, strict=True)}
+        )
+        self.magnitude = room(layout.rows) if dora else None
+        self.enabled = True
+        self.in_place = True
+        self.fold_backward = False
+        self.joined: JoinedWeight | None = None
+        self._joined_state: object = None
+        self._norm: Tensor | None = None
+        self._norm_state: object = None
+
+    def own(self) -> dict[str, nn.Parameter]:
+        """What is trained, by its name in this module."""
+        magnitude = {} if self.magnitude is None else {"magnitude": self.magnitude}
+        return {"lora_a": self.lora_a, **{f"lora_b.{name}": self.lora_b[name] for name in self.names}, **magnitude}
+
+    def put(self, name: str, parameter: nn.Parameter) -> None:
+        """Takes another parameter for one of `own`."""
+        if name.startswith("lora_b."):
+            self.lora_b[name.removeprefix("lora_b.")] = parameter
+        else:
+            setattr(self, name, parameter)
+        self.forget()
+
+    @property
+    def b(self) -> list[Tensor]:
+        return [self.lora_b[name] for name in self.names]
+
+    def use(self, execution: Execution) -> None:
+        """Carries on in another way, or says why it cannot."""
+        reason = unsupported(execution)
+        if reason is not None:
+            raise ConfigError(reason, "set speed.kernels=torch")
+        # Selective checkpointing keeps results of products, and refuses to see them changed afterwards.
+        self.in_place = execution.checkpointing != "selective"
+
+    def train(self, mode: bool = True) -> "AdaptedLinear":
+        """Steps and evaluations begin here: what was derived from A and B is made again, however those were changed."""
+        self.forget()
+        return super().train(mode)
+
+    def forget(self) -> None:
+        self._joined_state = self._norm_state = self._norm = None
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if not self.enabled:
+            return F.linear(x, self.weight, self.bias)
+        how = LoraCall(
+            dropout=self.dropout if self.training else 0.0, in_place=self.in_place, fold_backward=self.fold_backward
+        )
+        magnitude, norm = self.magnitude, self.norm()
+        values = (x, self.weight, self.bias, self.lora_a, self.b, self.layout)
+        return lora_product(*values, joined=self.fresh(), magnitude_P=magnitude, norm_P=norm, how=how)
+
+    def separately(self, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        """The rows in groups of `sizes`, each by a product of its own: what `speed.fused_qkv=false` asks for."""
+        ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+        return tuple(self._rows(x, end - size, end) for end, size in zip(ends, sizes, strict=True))
+
+    def _rows(self, x: Tensor, first: int, end: int) -> Tensor:
+        weight, bias = self.weight[first:end], None if self.bias is None else self.bias[first:end]
+        parts, a, b, adapted = [], [], [], []
+        place = 0  # of the part's first row among all adapted rows
+        for part, span, b_p in zip(self.layout.parts, self.layout.spans, self.b, strict=True):
+            low, high = max(part.first, first), min(part.first + part.rows, end)
+            if low < high:
+                parts.append(LoraPart(low - first, high - low, part.rank, part.scale))
+                a.append(self.lora_a[span])
+                b.append(b_p[low - part.first : high - part.first])
+                adapted.append(slice(place + low - part.first, place + high - part.first))
+            place += part.rows
+        if not parts or not self.enabled:
+            return F.linear(x, weight, bias)
+        magnitude, norm = self.magnitude, self.norm()
+        if magnitude is not None and norm is not None:
+            magnitude = torch.cat([magnitude[rows] for rows in adapted])
+            norm = torch.cat([norm[rows] for rows in adapted])
+        how = LoraCall(dropout=self.dropout if self.training else 0.0, in_place=self.in_place)
+        values = (x, weight, bias, torch.cat(a), b, LoraLayout(end - first, tuple(parts)))
+        return lora_product(*values, magnitude_P=magnitude, norm_P=norm, how=how)
+
+    # --- what is derived from A and B ---------------------------------------------------------------------------------
+
+    def norm(self) -> Tensor | None:
+        """DoRA's norms, kept while nothing changes, so that decoding does not pay for them with every token."""
+        if self.magnitude is None:
+            return None
+        if torch.compiler.is_compiling() or self.training:
+            return dora_norm(self.weight, self.lora_a, self.b, self.layout)
+        state = (*self._state(), version_of(self.weight), self.weight.data_ptr())
+        if self._norm is None or self._norm_state != state:
+            with torch.inference_mode(False):  # made for sampling, it must still do for a gradient
+                self._norm = dora_norm(self.weight, self.lora_a, self.b, self.layout)
+            self._norm_state = state
+        return self._norm
+
+    def fold(self, dtype: torch.dtype | None = None, *, backward: bool = False) -> None:
+        """From now on one product for base and adapter. Where types agree the weight moves into the joined buffer."""
+        self.joined = JoinedWeight(self.weight, self.layout, dtype)
+        if self.joined.dtype == self.weight.dtype:
+            self.weight.data = self.joined.weight_OI
+        self.fold_backward = backward
+        self.forget()
+
+    def unfold(self) -> None:
+        if self.joined is not None and self.joined.dtype == self.weight.dtype:
+            self.weight.data = self.weight.data.contiguous()
+        self.joined, self.fold_backward = None, False
+
+    def fresh(self) -> JoinedWeight | None:
+        """The joined weight with today's A and B. Compiled code does not look: call `Adapters.refresh` before it."""
+        joined = self.joined
+        if joined is None or torch.compiler.is_compiling():
+            return joined
+        if joined.buffer.device != self.weight.device:
+            raise RuntimeError("the model was moved to another device after its adapters were folded: fold them again")
+        if self._joined_state != self._state():
+            with torch.inference_mode(False):
+                joined.refresh(self.lora_a, self.b)
+            self.is_fresh()
+        return joined
+
+    def is_fresh(self) -> None:
+        """Says that the joined weight has today's A and B."""
+        self._joined_state = self._state()
+
+    def _state(self) -> tuple[tuple[int, int], ...]:
+        return tuple((version_of(value), value.data_ptr()) for value in (self.lora_a, *self.b))
+
+
+def unsupported(execution: Execution) -> str | None:
+    """Why adapters cannot go with these switches, or None."""
+    if execution.kernels != "torch":
+        return f"adapters do not go with speed.kernels={execution.kernels}: its kernels read the base weights alone"
+    return None

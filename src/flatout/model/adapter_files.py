@@ -1,0 +1,338 @@
+"""Adapters to and from disk in PEFT's format: adapter_config.json and adapter_model.safetensors.
+
+What we stack and fuse is written as separate projections under PEFT's names, so PEFT, vLLM and others load our files
+and we load theirs. A folder is written whole or not at all, and read whole or not at all: everything is checked before
+the first value is taken over. Nothing in a config is passed over in silence: a field that would change the result and
+is not known here is refused by its name. No pickle: adapter_model.bin is not read.
+
+Contract: tensors are fp32 on disk, as PEFT writes them; fp16, bf16 and fp64 are read as well.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flatout.errors import CheckpointError, ConfigError
+from flatout.files import canonical_json, disk_errors, sync_and_hash, sync_folder
+from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Naming
+from flatout.model.adapters import Adapters, attach
+from flatout.model.gpt import GPT
+from flatout.model.weights import read_safetensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_KINDS = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
+
+# Fields of a config that have no say in what an adapter computes.
+_WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
+    "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+}  # fmt: skip
+_READ = {
+    "peft_type", "r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "target_modules", "rank_pattern",
+    "alpha_pattern", "exclude_modules", "layers_to_transform", "modules_to_save", "init_lora_weights", "lora_bias",
+}  # fmt: skip
+# Ways to draw the first values that leave the base as it is. The others (PiSSA, OLoRA, CorDA, LoftQ) change it.
+_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterOrigin:
+    """What an adapter's files say about themselves."""
+
+    folder: Path
+    plan: AdapterPlan
+    base: str | None  # the model it was trained on, as they name it; for people to read, nothing is checked by it
+    peft_version: str | None
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def save_adapter(
+    adapters: Adapters, folder: Path, *, base: str | None = None, files: Mapping[str, bytes] | None = None
+) -> int:
+    """Writes the adapter, and other `files` beside it (a tokenizer, a template); returns the bytes written.
+
+    An adapter that is there already is replaced. A folder with anything else in it is not touched.
+    """
+    folder = folder.absolute()
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG).is_file())):
+        raise CheckpointError(f"{folder} is there already, and is no adapter", "choose another folder")
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    tensors = adapter_tensors(adapters)
+    with disk_errors(f"adapter {folder}", safe=""):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)  # left by a process of the same number that was killed
+            temporary.mkdir()
+            save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+            for name, content in {CONFIG: canonical_json(peft_config(adapters, base)), **(files or {})}.items():
+                (temporary / name).write_bytes(content)
+            size = sum(sync_and_hash(path)["bytes"] for path in temporary.iterdir())
+            sync_folder(temporary)
+            _publish(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return size
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+    replacing = folder.exists()
+    if replacing:
+        os.rename(folder, old)
+    try:
+        os.rename(temporary, folder)
+    except BaseException:
+        if replacing:
+            os.rename(old, folder)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+    sync_folder(folder.parent)
+
+
+def adapter_tensors(adapters: Adapters) -> dict[str, Tensor]:
+    """Copies of all tensors on the CPU, under PEFT's names."""
+    tensors: dict[str, Tensor] = {}
+    for part in adapters.tensors():
+        path = _PREFIX + part.choice.target.path
+        values = {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}
+        for kind, value in values.items():
+            if value is not None:
+                tensors[path + _KINDS[kind]] = value.detach().to("cpu", torch.float32, copy=True).contiguous()
+    return tensors
+
+
+def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
+    """adapter_config.json. `all-linear` is written as the names it stands for: not every reader knows the word."""
+    plan = adapters.plan
+    targets: Any = plan.targets
+    if targets == ALL_LINEAR:
+        targets = sorted({choice.target.name for choice in adapters.choices})
+    return {
+        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in plan.alphas},
+        "base_model_name_or_path": base,
+        "bias": "none",
+        "exclude_modules": (plan.exclude if isinstance(plan.exclude, str) else list(plan.exclude)) or None,
+        "fan_in_fan_out": adapters.naming.fan_in_fan_out,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None if plan.layers is None else list(plan.layers),
+        "lora_alpha": _whole(plan.alpha),
+        "lora_dropout": plan.dropout,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": plan.rank,
+        "rank_pattern": dict(plan.ranks),
+        "revision": None,
+        "target_modules": targets if isinstance(targets, str) else list(targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": plan.dora,
+        "use_rslora": plan.rank_stabilised,
+    }
+
+
+def _whole(number: float) -> float | int:
+    return int(number) if float(number).is_integer() else number
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_origin(folder: Path) -> AdapterOrigin:
+    """What the adapter is, without its tensors."""
+    path = folder / CONFIG
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}", f"name a folder with {CONFIG} and {WEIGHTS}"
+        ) from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path} holds {type(values).__name__}, not an object", "fetch the adapter again")
+    _refuse_unknown(values, path)
+    try:
+        plan = AdapterPlan(
+            rank=_typed(values, "r", int, 8, path),
+            alpha=_typed(values, "lora_alpha", (int, float), 8, path),
+            dropout=_typed(values, "lora_dropout", (int, float), 0.0, path),
+            targets=_names(values, "target_modules", path),
+            rank_stabilised=_typed(values, "use_rslora", bool, False, path),
+            dora=_typed(values, "use_dora", bool, False, path),
+            ranks=tuple(_typed(values, "rank_pattern", dict, {}, path).items()),
+            alphas=tuple(_typed(values, "alpha_pattern", dict, {}, path).items()),
+            exclude=_names(values, "exclude_modules", path),
+            layers=_layers(values, path),
+        )
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error.message}", "fetch the adapter again, or mend its config") from error
+    base, version = values.get("base_model_name_or_path"), values.get("peft_version")
+    return AdapterOrigin(
+        folder=folder,
+        plan=plan,
+        base=str(base) if base else None,
+        peft_version=str(version) if version else None,
+    )
+
+
+def load_adapter(
+    model: GPT, folder: Path, *, dropout: float | None = None, naming: Naming | None = None
+) -> tuple[Adapters, AdapterOrigin]:
+    """Puts a stored adapter on a model. `dropout` takes the place of the stored one, for training on."""
+    origin = read_origin(folder)
+    plan = origin.plan if dropout is None else dataclasses.replace(origin.plan, dropout=dropout)
+    tensors = _read_tensors(folder)
+    try:
+        adapters = attach(model, plan, 0, naming=naming, strict=False)
+    except ConfigError as error:
+        raise CheckpointError(f"{folder / CONFIG}: {error.message}", error.hint) from error
+    try:
+        _assign(adapters, tensors, folder / WEIGHTS)
+    except BaseException:
+        adapters.detach()
+        raise
+    return adapters, origin
+
+
+def load_into(adapters: Adapters, folder: Path) -> AdapterOrigin:
+    """Stored values into adapters that are on a model already. Ranks, targets, scales and kind must be the same."""
+    origin = read_origin(folder)
+    theirs, ours = origin.plan, adapters.plan
+    for name in ("dora", "rank_stabilised", "rank", "alpha", "ranks", "alphas"):
+        if getattr(theirs, name) != getattr(ours, name):
+            raise CheckpointError(
+                f"{folder / CONFIG}: {name} is {getattr(theirs, name)!r}, here it is {getattr(ours, name)!r}",
+                "use the settings that the adapter was trained with",
+            )
+    _assign(adapters, _read_tensors(folder), folder / WEIGHTS)
+    return origin
+
+
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        old_kind = folder / "adapter_model.bin"
+        if old_kind.exists():
+            raise CheckpointError(
+                f"{old_kind} is of a kind that can run code when it is read, and never is",
+                f"convert it to {WEIGHTS} with PEFT",
+            )
+        raise CheckpointError(f"{path} does not exist", f"name a folder with {CONFIG} and {WEIGHTS}")
+    return read_safetensors(path)
+
+
+@torch.no_grad()
+def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
+    places: dict[str, Tensor] = {}
+    for part in adapters.tensors():
+        prefix = _PREFIX + part.choice.target.path
+        for kind, place in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
+            if place is not None:
+                places[prefix + _KINDS[kind]] = place
+    unexpected = sorted(tensors.keys() - places.keys())
+    if unexpected:
+        raise CheckpointError(f"{path} holds {_several(unexpected)}, for which there is no place", _why(unexpected[0]))
+    missing = sorted(places.keys() - tensors.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path} has no {_several(missing)}", "it belongs to another base model or config, or is not complete"
+        )
+    for name, place in places.items():
+        found = tensors[name]
+        if found.shape != place.shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {tuple(found.shape)}, this model and config need {tuple(place.shape)}",
+                "the adapter belongs to another base model, or its config has other ranks",
+            )
+        if not found.is_floating_point() or found.element_size() < 2:
+            raise CheckpointError(f"{path}: {name} is of type {found.dtype}", "adapters are fp32, bf16, fp16 or fp64")
+        if not bool(torch.isfinite(found).all()):
+            raise CheckpointError(f"{path}: {name} holds values that are not finite", "the adapter is of no use")
+    for name, place in places.items():
+        place.copy_(tensors[name])
+    adapters.refresh()
+
+
+def _several(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {names[0]}{more}"
+
+
+def _why(name: str) -> str:
+    if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
+        return "adapters of embeddings and of the output head cannot be loaded here"
+    if name.endswith(_KINDS["magnitude"]):
+        return "it has DoRA's magnitudes, but its config does not say use_dora"
+    return "the adapter belongs to another base model, or its config does not name all of its targets"
+
+
+# --- the config, field by field ---------------------------------------------------------------------------------------
+
+
+def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise CheckpointError(f"{path}: peft_type is {kind!r}", "only LORA adapters, DoRA among them, can be loaded")
+    if values.get("modules_to_save"):
+        raise CheckpointError(
+            f"{path}: modules_to_save is {values['modules_to_save']!r}",
+            "whole modules that were trained beside the adapter cannot be loaded; merge with PEFT first",
+        )
+    if values.get("bias", "none") != "none" or values.get("lora_bias"):
+        name = "lora_bias" if values.get("lora_bias") else "bias"
+        raise CheckpointError(
+            f"{path}: {name} is {values[name]!r}", "trained biases cannot be loaded; merge with PEFT first"
+        )
+    start = values.get("init_lora_weights", True)
+    if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_STARTS):
+        raise CheckpointError(
+            f"{path}: init_lora_weights is {start!r}, which changes the base weights too",
+            "convert it to a plain adapter with PEFT (path_initial_model_for_weight_conversion)",
+        )
+    for name, value in values.items():
+        if name not in _READ | _WITHOUT_EFFECT and value:
+            raise CheckpointError(
+                f"{path}: {name} is {value!r}, which is not known here", "merge the adapter with PEFT first"
+            )
+
+
+def _typed(values: dict[str, Any], name: str, kind: Any, default: Any, path: Path) -> Any:
+    value = values.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise CheckpointError(f"{path}: {name} is {value!r}, which it cannot be", "fetch the adapter again")
+    return value
+
+
+def _names(values: dict[str, Any], name: str, path: Path) -> tuple[str, ...] | str:
+    value = values.get(name)
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise CheckpointError(f"{path}: {name} is {value!r}, not a list of names", "fetch the adapter again")
+    return tuple(value)
+
+
+def _layers(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:
+    value = values.get("layers_to_transform")
+    if value is None or value == []:
+        return None
+    layers = value if isinstance(value, list) else [value]
+    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+        raise CheckpointError(f"{path}: layers_to_transform is {value!r}, not numbers", "fetch the adapter again")
+    return tuple(layers)

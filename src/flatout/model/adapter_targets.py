@@ -1,0 +1,229 @@
+"""Which projections get an adapter, by the names that users and PEFT write.
+
+A checkpoint of Hugging Face has q_proj, k_proj and v_proj; here they are rows of one matrix, `qkv`. A `Target` is one
+of their projections: its path there, its matrix and rows here. A plan chooses among them by PEFT's own rules, so that
+a file of theirs means the same here:
+- a list of names: each is a whole path, or the end of one after a dot;
+- `all-linear`: every projection of every block; the output head is none of them;
+- any other text: a regular expression for whole paths.
+Patterns for ranks and alphas are regular expressions for the ends of paths; the first that fits wins.
+"""
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from flatout.errors import ConfigError
+from flatout.model.gpt import GPT
+from flatout.model.layers import Block
+
+ALL_LINEAR = "all-linear"
+LINEARS = ("qkv", "out", "up", "down")  # the matrices of a block, as Block.linears names them
+_NO_ADAPTER = ("lm_head", "embed_tokens", "wte", "wpe", "embedding", "head")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Naming:
+    """How a family of checkpoints names the projections of a block."""
+
+    block: str  # with a place for the layer's number
+    parts: Mapping[str, tuple[str, ...]]  # our matrix -> theirs, in the order of its rows
+    fan_in_fan_out: bool = False  # their weights are the transpose of a linear layer's
+
+
+LLAMA = Naming(
+    block="model.layers.{}",
+    parts=MappingProxyType(
+        {
+            "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "out": ("self_attn.o_proj",),
+            "up": ("mlp.gate_proj", "mlp.up_proj"),
+            "down": ("mlp.down_proj",),
+        }
+    ),
+)
+GPT2 = Naming(
+    block="transformer.h.{}",
+    parts=MappingProxyType(
+        {"qkv": ("attn.c_attn",), "out": ("attn.c_proj",), "up": ("mlp.c_fc",), "down": ("mlp.c_proj",)}
+    ),
+    fan_in_fan_out=True,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """One projection that may have an adapter: rows of one of our matrices."""
+
+    layer: int
+    linear: str  # one of LINEARS
+    path: str  # in the checkpoint it came from
+    first: int
+    rows: int
+    inputs: int
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterPlan:
+    """What is asked for. `ranks` and `alphas` are patterns with values of their own."""
+
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: tuple[str, ...] | str = ALL_LINEAR
+    rank_stabilised: bool = False
+    dora: bool = False
+    ranks: tuple[tuple[str, int], ...] = ()
+    alphas: tuple[tuple[str, float], ...] = ()
+    exclude: tuple[str, ...] | str = ()
+    layers: tuple[int, ...] | None = None  # None means all
+
+    def __post_init__(self) -> None:
+        for what, rank in [("rank", self.rank), *((f"the rank of {pattern!r}", rank) for pattern, rank in self.ranks)]:
+            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+                raise ConfigError(f"{what} is {rank!r}, it must be a whole number from 1 on", "16 is a usual rank")
+        for what, alpha in [("alpha", self.alpha), *((f"the alpha of {name!r}", value) for name, value in self.alphas)]:
+            number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+            if not number or not math.isfinite(alpha) or alpha <= 0:
+                raise ConfigError(f"{what} is {alpha!r}, it must be a number above 0", "twice the rank is usual")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError(f"dropout is {self.dropout!r}, it must be from 0 to below 1", "0 is usual, and fastest")
+        patterns = [name for name, _ in (*self.ranks, *self.alphas)]
+        patterns += [names for names in (self.targets, self.exclude) if isinstance(names, str) and names]
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ConfigError(f"{pattern!r} is no regular expression: {error}", "list names instead") from error
+        if not self.targets:
+            raise ConfigError("an adapter needs at least one target", f"list names, or write {ALL_LINEAR}")
+
+    def scale(self, rank: int, alpha: float) -> float:
+        return alpha / math.sqrt(rank) if self.rank_stabilised else alpha / rank
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A target with its adapter."""
+
+    target: Target
+    rank: int
+    scale: float
+
+
+def naming_of(model: GPT) -> Naming:
+    return GPT2 if model.config.family == "gpt2" else LLAMA
+
+
+def targets_of(model: GPT, naming: Naming | None = None) -> list[Target]:
+    """Every projection of every block, in the order of layers, matrices and rows."""
+    naming = naming or naming_of(model)
+    found = []
+    for layer, block in enumerate(model.blocks):
+        assert isinstance(block, Block)
+        for linear, module in block.linears().items():
+            names = naming.parts[linear]
+            rows = _rows(block, linear, module.out_features)
+            if len(names) == 1:
+                rows = [module.out_features]
+            names = names[-len(rows) :]  # an MLP without a gate has the last name only
+            firsts = [sum(rows[:index]) for index in range(len(rows))]
+            prefix = naming.block.format(layer)
+            found += [
+                Target(
+                    layer=layer,
+                    linear=linear,
+                    path=f"{prefix}.{name}",
+                    first=first,
+                    rows=count,
+                    inputs=module.in_features,
+                )
+                for name, first, count in zip(names, firsts, rows, strict=True)
+            ]
+    return found
+
+
+def _rows(block: Block, linear: str, outputs: int) -> list[int]:
+    """The rows of queries, keys, values, and of gate and up."""
+    if linear == "qkv":
+        attention = block.attention
+        return [count * attention.size for count in (attention.heads, attention.groups, attention.groups)]
+    return [outputs // 2, outputs // 2] if linear == "up" and block.mlp.kind == "swiglu" else [outputs]
+
+
+def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True) -> list[Choice]:
+    """The targets that the plan names, each with its rank and scale.
+
+    `strict` refuses a listed name or pattern that fits nothing. PEFT lets it pass as long as a target fits.
+    """
+    targets = list(targets)
+    if strict:
+        for names in (plan.targets, plan.exclude):
+            for name in () if isinstance(names, str) else names:
+                if not any(_listed((name,), target.path) for target in targets):
+                    raise _unknown(name, targets)
+    if strict and plan.layers is not None:
+        count = 1 + max(target.layer for target in targets)
+        for layer in plan.layers:
+            if not 0 <= layer < count:
+                raise ConfigError(f"there is no layer {layer}", f"the model has layers 0 to {count - 1}")
+    chosen = []
+    for target in targets:
+        if not _wanted(plan, target):
+            continue
+        rank = next((rank for pattern, rank in plan.ranks if _ends_like(pattern, target.path)), plan.rank)
+        alpha = next((alpha for pattern, alpha in plan.alphas if _ends_like(pattern, target.path)), plan.alpha)
+        chosen.append(Choice(target=target, rank=rank, scale=plan.scale(rank, alpha)))
+    if not chosen:
+        names = ", ".join(_names(targets))
+        raise ConfigError(
+            f"the targets {plan.targets!r} choose none of the model's projections",
+            f"the names are {names}; one text alone is a regular expression for whole paths like {targets[0].path}",
+        )
+    for pattern, _ in (*plan.ranks, *plan.alphas):
+        if strict and not any(_ends_like(pattern, choice.target.path) for choice in chosen):
+            raise _unknown(pattern, [choice.target for choice in chosen])
+    return chosen
+
+
+def _wanted(plan: AdapterPlan, target: Target) -> bool:
+    if _listed(plan.exclude, target.path):
+        return False
+    if plan.layers is not None and target.layer not in plan.layers:
+        return False
+    return plan.targets == ALL_LINEAR or _listed(plan.targets, target.path)
+
+
+def _listed(names: tuple[str, ...] | str, path: str) -> bool:
+    if isinstance(names, str):
+        return bool(names) and re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _ends_like(pattern: str, path: str) -> bool:
+    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+
+
+def _names(targets: Iterable[Target]) -> list[str]:
+    """Short names, each once. GPT-2's c_proj is two projections; attn.c_proj and mlp.c_proj tell them apart."""
+    return list(dict.fromkeys(target.name for target in targets))
+
+
+def _unknown(name: str, targets: list[Target]) -> ConfigError:
+    if name.rpartition(".")[2] in _NO_ADAPTER:
+        return ConfigError(
+            f"{name} cannot have an adapter here", "leave it out: embeddings and the output head stay frozen"
+        )
+    names = _names(targets)
+    near = difflib.get_close_matches(name, names, n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    return ConfigError(
+        f"there is no projection {name} to choose", f"{meant}the names are {', '.join(names)}, or {ALL_LINEAR} for all"
+    )

@@ -1,0 +1,269 @@
+"""Adapters on a frozen model: put on, taken off, and held in one piece of memory.
+
+`attach` freezes every weight of the model and puts an AdaptedLinear in the place of each chosen matrix. A is drawn as
+PEFT draws it (uniform within 1/√inputs), on the CPU from a generator of its own for each (seed, layer, target), so
+neither the device nor the other targets matter. B is zero: the first pass gives what the base gives, bit for bit.
+
+All A, B and magnitudes are views of one flat fp32 tensor, and their gradients views of another: the optimizer, the norm
+of the gradient and zeroing are one kernel each, not one per tensor. Autograd adds into the views in place.
+Contract: `flat.grad` stays what it is; zero it with `zero_gradients`, never with set_to_none. After `model.to(device)`
+call `gather`, which makes the flat tensor anew where the parameters are now, before an optimizer is built on it.
+Trap: torch's fused optimizers change `flat` without moving its version. Nothing goes stale where steps begin with
+`model.train()` and evaluations with `model.eval()`, as the engine's do; who does otherwise calls `refresh`.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from flatout.errors import ConfigError
+from flatout.model.adapted import AdaptedLinear, unsupported
+from flatout.model.adapter_targets import AdapterPlan, Choice, Naming, choose, naming_of, targets_of
+from flatout.model.execution import Execution
+from flatout.model.gpt import GPT
+from flatout.model.layers import Block
+from flatout.ops.lora import LoraLayout, LoraPart, dora_norm
+
+ALIGNED = 32  # each tensor starts at a multiple of so many elements of the flat one: 128 bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterTensors:
+    """The adapter of one target, as views: A [r, I], B [rows, r], and DoRA's magnitudes [rows]."""
+
+    choice: Choice
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None
+
+
+def attach(
+    model: GPT, plan: AdapterPlan, seed: int, *, naming: Naming | None = None, strict: bool = True
+) -> "Adapters":
+    """Freezes the model and gives it adapters. `naming` is for checkpoints that name projections in their own way."""
+    reason = unsupported(model.execution)
+    if reason is not None:
+        raise ConfigError(reason, "set speed.kernels=torch")
+    if any(isinstance(module, AdaptedLinear) for module in model.modules()):
+        raise RuntimeError("the model has adapters already: detach those first")
+    naming = naming or naming_of(model)
+    choices = choose(plan, targets_of(model, naming), strict=strict)
+    return Adapters(model, plan, naming, choices, seed)
+
+
+class Adapters:
+    """The adapters of one model."""
+
+    def __init__(self, model: GPT, plan: AdapterPlan, naming: Naming, choices: list[Choice], seed: int) -> None:
+        self.model, self.plan, self.naming, self.choices = model, plan, naming, choices
+        self._trained_before = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._random_before = model.random
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+            parameter.grad = None
+        model.random = model.random or plan.dropout > 0
+        self.layers: dict[tuple[int, str], AdaptedLinear] = {}
+        for layer, block in enumerate(model.blocks):
+            assert isinstance(block, Block)
+            for linear, module in block.linears().items():
+                here = [c for c in choices if (c.target.layer, c.target.linear) == (layer, linear)]
+                if here:
+                    self.layers[layer, linear] = self._replace(block, linear, module, here)
+        self.flat: nn.Parameter
+        self.optimizer_parameters: list[nn.Parameter]
+        self.gather()
+        self.reset(seed)
+
+    def _replace(self, block: Block, linear: str, module: nn.Linear, here: list[Choice]) -> AdaptedLinear:
+        parts = tuple(LoraPart(c.target.first, c.target.rows, c.rank, c.scale) for c in here)
+        layout = LoraLayout(module.out_features, parts)
+        names = [c.target.name for c in here]
+        adapted = AdaptedLinear(module, layout, names, dropout=self.plan.dropout, dora=self.plan.dora)
+        adapted.train(module.training)
+        adapted.use(self.model.execution)
+        block.set_linear(linear, adapted)
+        return adapted
+
+    @staticmethod
+    def supports(execution: Execution) -> str | None:
+        """Why adapters cannot go with these switches, or None: they can."""
+        return unsupported(execution)
+
+    # --- tensors ------------------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What is trained, under its name in the model."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        for layer in self.layers.values():
+            for name, parameter in layer.own().items():
+                yield f"{names[id(layer)]}.{name}", parameter
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.named_parameters()]
+
+    @property
+    def count(self) -> int:
+        """Trained values. The flat tensor may be a little longer: its parts are aligned."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def frozen_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad)
+
+    def tensors(self) -> Iterator[AdapterTensors]:
+        """The adapter of every target, in order."""
+        for (layer, linear), module in self.layers.items():
+            here = [c for c in self.choices if (c.target.layer, c.target.linear) == (layer, linear)]
+            sizes = [part.rows for part in module.layout.parts]
+            magnitudes = [None] * len(here) if module.magnitude is None else module.magnitude.detach().split(sizes)
+            for choice, span, b, magnitude in zip(here, module.layout.spans, module.b, magnitudes, strict=True):
+                yield AdapterTensors(choice, module.lora_a.detach()[span], b.detach(), magnitude)
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """Values of the start: A drawn, B zero, magnitudes the norms of the weights. Without memory (meta) none."""
+        if self.flat.device.type == "meta":
+            return
+        self.flat.zero_()
+        for part in self.tensors():
+            rank, inputs = part.a.shape
+            bound = 1 / math.sqrt(inputs)
+            generator = torch.Generator().manual_seed(_seed_of(seed, part.choice.target.layer, part.choice.target.path))
+            part.a.copy_(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
+        for layer in self.layers.values():
+            if layer.magnitude is not None:
+                layer.magnitude.copy_(dora_norm(layer.weight, layer.lora_a, layer.b, layer.layout))
+        self.refresh()
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Puts all adapters into one flat tensor, where they are now; nothing is done if they lie in it already.
+
+        Matrices come first, magnitudes last: `optimizer_parameters` has them as one tensor each, because weight decay
+        is for matrices. Without DoRA there is one, and it is `flat` itself.
+        """
+        slots = [(layer, name) for layer in self.layers.values() for name in layer.own()]
+        slots.sort(key=lambda slot: slot[1] == "magnitude")
+        if self._gathered():
+            return
+        places, end, matrices_end = [], 0, 0
+        for layer, name in slots:
+            places.append(end)
+            end += -(-layer.own()[name].numel() // ALIGNED) * ALIGNED
+            matrices_end = end if name != "magnitude" else matrices_end
+        device = self.layers[next(iter(self.layers))].lora_a.device
+        self.flat = nn.Parameter(torch.zeros(end, dtype=torch.float32, device=device))
+        self._placed: list[tuple[nn.Parameter, int]] = []
+        for (layer, name), place in zip(slots, places, strict=True):
+            old = layer.own()[name]
+            # A new parameter: one whose `data` were set would keep a version of its own, and not see updates of `flat`.
+            new = nn.Parameter(self.flat.detach()[place : place + old.numel()].view(old.shape))
+            new.copy_(old)
+            layer.put(name, new)
+            self._placed.append((new, place))
+        self.optimizer_parameters = [self.flat]
+        if matrices_end < end:
+            pieces = (slice(0, matrices_end), slice(matrices_end, end))
+            self.optimizer_parameters = [nn.Parameter(self.flat.detach()[piece]) for piece in pieces]
+        self._link(torch.zeros_like(self.flat, requires_grad=False))
+
+    def _gathered(self) -> bool:
+        flat = getattr(self, "flat", None)
+        if flat is None or flat.device.type == "meta":
+            return False
+        first, size = flat.data_ptr(), flat.element_size()
+        now = {id(parameter) for parameter in self.parameters()}
+        return all(
+            id(parameter) in now and parameter.device == flat.device and parameter.data_ptr() == first + size * place
+            for parameter, place in self._placed
+        )
+
+    def _link(self, gradient: Tensor) -> None:
+        self.flat.grad = gradient
+        for parameter, place in self._placed:
+            parameter.grad = gradient[place : place + parameter.numel()].view(parameter.shape)
+        start = 0
+        for parameter in self.optimizer_parameters:
+            if parameter is not self.flat:
+                parameter.grad = gradient[start : start + parameter.numel()]
+                start += parameter.numel()
+
+    def zero_gradients(self) -> None:
+        """One kernel. Gradients that somebody set to None are linked to the flat one again."""
+        gradient = self.flat.grad
+        if gradient is None:
+            gradient = torch.zeros_like(self.flat, requires_grad=False)
+        gradient.zero_()
+        self._link(gradient)
+
+    # --- ways ---------------------------------------------------------------------------------------------------------
+
+    def fold(self, dtype: torch.dtype | None = None, *, backward: bool = False) -> None:
+        """Base and adapter as one product from now on (ops/lora.py). Call it again after moving the model."""
+        for layer in self.layers.values():
+            layer.fold(dtype, backward=backward)
+        self.refresh()
+
+    def unfold(self) -> None:
+        for layer in self.layers.values():
+            layer.unfold()
+
+    def forget(self) -> None:
+        for layer in self.layers.values():
+            layer.forget()
+
+    def refresh(self) -> None:
+        """Joined weights take over today's A and B, all at once; before a pass whose code is compiled or recorded."""
+        a, scales, values, places_a, places_b = [], [], [], [], []
+        for layer in self.layers.values():
+            layer.forget()
+            if layer.joined is None:
+                continue
+            layout = layer.layout
+            for part, span, b in zip(layout.parts, layout.spans, layer.b, strict=True):
+                a.append(layer.lora_a.detach()[span])
+                scales.append(part.scale)
+                values.append(b.detach())
+                places_a.append(layer.joined.a_RI[span])
+                places_b.append(layer.joined.b_OR[part.span, span])
+        if a:
+            with torch.inference_mode(False):
+                scaled = torch._foreach_mul(a, scales)  # pyright: ignore[reportPrivateImportUsage]
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                    [*places_a, *places_b], [*scaled, *values]
+                )
+        for layer in self.layers.values():
+            if layer.joined is not None:
+                layer.is_fresh()
+
+    @contextlib.contextmanager
+    def disabled(self) -> Iterator[None]:
+        """The base model alone, for as long as this lasts."""
+        for layer in self.layers.values():
+            layer.enabled = False
+        try:
+            yield
+        finally:
+            for layer in self.layers.values():
+                layer.enabled = True
+
+    def detach(self) -> None:
+        """Takes the adapters off: the model is the base again, and what was trained before may be trained again."""
+        self.unfold()
+        for (layer, linear), module in self.layers.items():
+            block = self.model.blocks[layer]
+            assert isinstance(block, Block)
+            block.set_linear(linear, module.base[0])
+        for parameter in self._trained_before:
+            parameter.requires_grad_(True)
+        self.model.random = self._random_before
+
+
+def _seed_of(seed: int, layer: int, path: str) -> int:
+    digest = hashlib.sha256(f"{seed}/{layer}/{path}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

@@ -1,0 +1,398 @@
+"""Weights of Hugging Face folders: read into our model tensor by tensor, written so that transformers loads them.
+
+Idea: our matrices are fused, theirs are not. A piece says where one of their tensors lies in ours: which parameter,
+which rows of it, and whether it is stored transposed (GPT-2's "Conv1D"). Reading and writing follow the same pieces.
+
+Contract: names, shapes and types of every file are checked before the first value is copied. Files are mapped into
+memory and copied from there, one tensor at a time, into the model's own memory and type; nothing is held twice. What is
+missing, left over, of another shape, torn or not finite is a `CheckpointError` that names file and tensor. Only
+safetensors are read. An exported folder is whole or absent.
+
+Trap: a model with one matrix for embedding and head may store it once, under either name, or twice. Two that differ are
+refused: which of them is meant cannot be known.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from flatout.config.schema import ModelConfig
+from flatout.config.yaml_loader import shorten
+from flatout.errors import CheckpointError
+from flatout.model.execution import Execution
+from flatout.model.gpt import GPT, empty_model
+from flatout.model.hub import CONFIG_FILE, Description, check_same_model, read_description, read_json
+from flatout.model.hub_describe import description_of
+from flatout.model.layers import mlp_width_of
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+# Files that make a model usable elsewhere and that training does not change.
+COMPANIONS = ("tokenizer*", "special_tokens_map.json", "*.jinja", "chat_template*", "generation_config.json")
+COMPANIONS += ("vocab.json", "merges.txt", "added_tokens.json")
+
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_WRONG_MODEL = "config.json and the weights belong to different models; fetch the folder again"
+_AGAIN = "fetch the folder again"
+# Tables that old versions of transformers stored with the weights; they follow from config.json.
+_TABLES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias")
+
+
+# --- where their tensors lie in ours ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A tensor of theirs: rows `first` to `last` of our parameter `name`, or all of it."""
+
+    name: str
+    first: int = 0
+    last: int | None = None
+    transposed: bool = False
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Its place in our parameter, in their layout."""
+        part = parameter[self.first : self.last]
+        return part.T if self.transposed else part
+
+
+def pieces_of(config: ModelConfig) -> dict[str, Piece]:
+    """Their name, without `model.` or `transformer.` before it -> where it lies."""
+    return _gpt2_pieces(config) if config.family == "gpt2" else _llama_pieces(config)
+
+
+def _llama_pieces(config: ModelConfig) -> dict[str, Piece]:
+    queries, values = config.queries, (config.kv_heads or config.heads) * config.size
+    hidden = mlp_width_of(config)
+    fused = {
+        "self_attn.q_proj": ("attention.qkv", 0, queries, config.has_qkv_bias),
+        "self_attn.k_proj": ("attention.qkv", queries, queries + values, config.has_qkv_bias),
+        "self_attn.v_proj": ("attention.qkv", queries + values, queries + 2 * values, config.has_qkv_bias),
+        "self_attn.o_proj": ("attention.out", 0, None, config.bias),
+        "mlp.gate_proj": ("mlp.up", 0, hidden, config.bias),
+        "mlp.up_proj": ("mlp.up", hidden, 2 * hidden, config.bias),
+        "mlp.down_proj": ("mlp.out", 0, None, config.bias),
+    }
+    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+    if config.qk_norm:
+        norms |= {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
+    pieces = {"embed_tokens.weight": Piece("embedding.weight")}
+    for layer in range(config.layers):
+        for theirs, (ours, first, last, bias) in fused.items():
+            for kind in ("weight", "bias") if bias else ("weight",):
+                pieces[f"layers.{layer}.{theirs}.{kind}"] = Piece(f"blocks.{layer}.{ours}.{kind}", first, last)
+        for theirs, ours in norms.items():
+            pieces[f"layers.{layer}.{theirs}.weight"] = Piece(f"blocks.{layer}.{ours}.weight")
+    pieces["norm.weight"] = Piece("norm.weight")
+    if not config.tied:
+        pieces["lm_head.weight"] = Piece("head.weight")
+    return pieces
+
+
+def _gpt2_pieces(config: ModelConfig) -> dict[str, Piece]:
+    names = {
+        "ln_1": ("attention_norm", False),
+        "attn.c_attn": ("attention.qkv", True),
+        "attn.c_proj": ("attention.out", True),
+        "ln_2": ("mlp_norm", False),
+        "mlp.c_fc": ("mlp.up", True),
+        "mlp.c_proj": ("mlp.out", True),
+    }
+    pieces = {"wte.weight": Piece("embedding.weight"), "wpe.weight": Piece("positions.weight")}
+    for layer in range(config.layers):
+        for theirs, (ours, transposed) in names.items():
+            weight, bias = f"h.{layer}.{theirs}.weight", f"h.{layer}.{theirs}.bias"
+            pieces[weight] = Piece(f"blocks.{layer}.{ours}.weight", transposed=transposed)
+            pieces[bias] = Piece(f"blocks.{layer}.{ours}.bias")
+    return pieces | {f"ln_f.{kind}": Piece(f"norm.{kind}") for kind in ("weight", "bias")}
+
+
+def _embedding_name(config: ModelConfig) -> str:
+    return "wte.weight" if config.family == "gpt2" else "embed_tokens.weight"
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def from_huggingface(
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    context: int | None = None,
+    execution: Execution | None = None,
+) -> GPT:
+    """The model of a folder, its weights in `dtype` on `device`."""
+    description = read_description(folder, context=context)
+    return load_described(description, dtype=dtype, device=device, execution=execution)
+
+
+def load_described(
+    description: Description,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    execution: Execution | None = None,
+) -> GPT:
+    """The model that a description describes, with the weights beside it."""
+    config, vocab = description.config, description.vocab
+    shapes = empty_model(config, vocab, device="meta")  # a description that is wrong may ask for any amount of memory
+    stored = _checked(shapes, description)
+    model = empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
+    _fill(model, stored)
+    return model
+
+
+def load_huggingface(model: GPT, folder: Path) -> None:
+    """Fills a model that has the shape of the folder's."""
+    description = read_description(folder)
+    check_same_model(model.config, description, "make the model section equal to the weights")
+    _fill(model, _checked(model, description))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file: where it is, and what it is called there."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+def _inventory(description: Description) -> dict[str, _Stored]:
+    """Every tensor of the folder by its name without prefix, tables left out; types are checked here."""
+    found: dict[str, _Stored] = {}
+    for path, listed in weight_files(description.folder).items():
+        with _opened(path) as file:
+            names = set(file.keys())
+            for name in sorted((listed or names) - names):
+                raise CheckpointError(f"{path} has no tensor {name}, which {INDEX_FILE} places there", _AGAIN)
+            for name in sorted(listed or names):
+                slice_ = file.get_slice(name)
+                plain = re.sub(r"^(model|transformer)\.", "", name)
+                if _TABLES.fullmatch(plain):
+                    continue
+                if slice_.get_dtype() not in _TYPES:
+                    raise CheckpointError(
+                        f"{path}: {name} is stored as {slice_.get_dtype()}; {', '.join(_TYPES)} can be read",
+                        "use the model in its unquantised form",
+                    )
+                if plain in found:
+                    raise CheckpointError(f"{path}: {name} is stored twice, also as {found[plain].name}", _AGAIN)
+                found[plain] = _Stored(path, name, tuple(slice_.get_shape()))
+    return found
+
+
+def weight_files(folder: Path) -> dict[Path, set[str] | None]:
+    """The files that hold a folder's weights, with the tensors that an index lists for each; None means all of it."""
+    if (folder / WEIGHTS_FILE).is_file():
+        return {folder / WEIGHTS_FILE: None}
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise _no_weights(folder)
+    listed = read_json(index, "check the permissions of the file").get("weight_map")
+    if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
+        raise CheckpointError(f"{index} has no map from tensors to files (weight_map)", _AGAIN)
+    files: dict[Path, set[str] | None] = {}
+    for tensor, name in listed.items():
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise CheckpointError(f"{index} places {tensor} in {shorten(name)}, not a file of this folder", _AGAIN)
+        names = files.setdefault(folder / name, set())
+        assert names is not None
+        names.add(tensor)
+    for path in files:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing, and {INDEX_FILE} lists it", _AGAIN)
+    return files
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    if any(folder.glob("pytorch_model*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
+        return CheckpointError(
+            f"{folder} has its weights in a format that can run code when it is read, and no safetensors",
+            "take a revision of it with model.safetensors, or load it with transformers if you trust it, and save it "
+            "again with save_pretrained, which writes safetensors",
+        )
+    return CheckpointError(f"{folder} has no {WEIGHTS_FILE} and no {INDEX_FILE}", "name a folder that holds weights")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        if _is_pointer(path):
+            raise CheckpointError(
+                f"{path} is a pointer of Git LFS, not the weights", "run `git lfs pull` in the folder"
+            ) from error
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors: {error}", "it is torn or damaged; fetch it again"
+        ) from error
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(40).startswith(b"version https://git-lfs")
+    except OSError:
+        return False
+
+
+def _checked(model: GPT, description: Description) -> dict[str, _Stored]:
+    """What the folder stores, by the names in `pieces_of`: exactly what the model needs, in the right shapes."""
+    stored, pieces = _inventory(description), pieces_of(model.config)
+    embedding, head = _embedding_name(model.config), "lm_head.weight"
+    if model.config.tied and head in stored:
+        copy = stored.pop(head)
+        if copy != stored.setdefault(embedding, copy):
+            _check_same(stored[embedding], copy)
+    _check_names(description, pieces, stored)
+    parameters = dict(model.named_parameters())
+    for name, piece in pieces.items():
+        needed = tuple(piece.of(parameters[piece.name]).shape)
+        if stored[name].shape != needed:
+            raise CheckpointError(
+                f"{stored[name].file}: {stored[name].name} has shape {stored[name].shape}, "
+                f"{description.folder / CONFIG_FILE} needs {needed}",
+                _WRONG_MODEL,
+            )
+    return stored
+
+
+@torch.no_grad()
+def _fill(model: GPT, stored: dict[str, _Stored]) -> None:
+    pieces = pieces_of(model.config)
+    parameters = dict(model.named_parameters())
+    for path in dict.fromkeys(one.file for one in stored.values()):
+        with _opened(path) as file:
+            for name, piece in pieces.items():
+                if stored[name].file == path:
+                    _copy(file.get_tensor(stored[name].name), piece.of(parameters[piece.name]), stored[name])
+
+
+def _check_names(description: Description, pieces: dict[str, Piece], stored: dict[str, _Stored]) -> None:
+    for name in sorted(pieces.keys() - stored.keys()):
+        hint = _WRONG_MODEL
+        if name == "lm_head.weight":
+            hint = "its config.json says that the head is a matrix of its own (tie_word_embeddings); " + _AGAIN
+        raise CheckpointError(f"{description.folder} has no tensor {name}", hint)
+    for name in sorted(stored.keys() - pieces.keys()):
+        raise CheckpointError(
+            f"{stored[name].file} holds {stored[name].name}, which a {description.model_type} model of this shape has "
+            "not",
+            _WRONG_MODEL,
+        )
+
+
+def _check_same(embedding: _Stored, head: _Stored) -> None:
+    with _opened(embedding.file) as first, _opened(head.file) as second:
+        if torch.equal(first.get_tensor(embedding.name), second.get_tensor(head.name)):
+            return
+    raise CheckpointError(
+        f"{head.file}: {head.name} differs from {embedding.name}, but tie_word_embeddings makes them one",
+        "set tie_word_embeddings to false in config.json if the head is a matrix of its own",
+    )
+
+
+def _copy(source: Tensor, target: Tensor, stored: _Stored) -> None:
+    target.copy_(source)
+    low, high = target.aminmax()  # NaN if there is one
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        low, high = source.aminmax()
+        kind = str(target.dtype).removeprefix("torch.")
+        if bool(torch.isfinite(low) & torch.isfinite(high)):
+            raise CheckpointError(
+                f"{stored.file}: {stored.name} holds values beyond the range of {kind}",
+                "load it as bfloat16 or float32",
+            )
+        raise CheckpointError(
+            f"{stored.file}: {stored.name} holds values that are not finite", "the file is damaged; fetch it again"
+        )
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+def export_huggingface(
+    model: GPT,
+    folder: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    end_of_text: int | None = None,
+    source: Description | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Writes a folder that transformers loads: config.json and safetensors, in shards where they are large.
+
+    `source` describes the folder that the model came from: what its config.json says besides is kept, and its tokenizer
+    files come along.
+    """
+    kind = str(dtype).removeprefix("torch.")
+    values = description_of(model.config, model.vocab, dtype=kind, end_of_text=end_of_text, source=source)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} is a file or not empty", "name a new folder to export into")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    try:
+        temporary.mkdir()
+        _write_weights(model, temporary, dtype, shard_bytes)
+        for pattern in COMPANIONS if source is not None else ():
+            for path in sorted(source.folder.glob(pattern)) if source is not None else ():
+                if path.is_file():
+                    shutil.copyfile(path, temporary / path.name)
+        (temporary / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        if folder.is_dir():
+            folder.rmdir()
+        os.rename(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _write_weights(model: GPT, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    prefix = "transformer." if model.config.family == "gpt2" else "model."
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = total = 0
+    for name, piece in pieces_of(model.config).items():
+        part = piece.of(parameters[piece.name])
+        size = part.numel() * dtype.itemsize
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][name if name == "lm_head.weight" else prefix + name] = part
+        filled, total = filled + size, total + size
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS_FILE
+        # A shard is copied when its turn comes: beside the model, memory for one of them is enough.
+        copies = {name: _exported(name, part, dtype) for name, part in shard.items()}
+        save_file(copies, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _exported(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:
+    copy = part.to(device="cpu", dtype=dtype, copy=True).contiguous()
+    low, high = copy.aminmax()
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise CheckpointError(
+            f"{name} holds values that are not finite as {str(dtype).removeprefix('torch.')}",
+            "export it as float32 or bfloat16; if they are not finite there either, the model is broken",
+        )
+    return copy

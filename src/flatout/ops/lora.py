@@ -1,0 +1,379 @@
+"""Low-rank adapters on a frozen linear layer: y = x Wᵀ + bias + s · (x Aᵀ) Bᵀ.
+
+Idea: several projections share one input and one matrix here (queries, keys and values; gate and up). Their adapters
+share one product too: the A of all parts are stacked to [R, I], and the B of part p maps its own columns of x Aᵀ to
+its own rows of y. As one matrix B is [O, R] with zeros outside those blocks. A part may be missing, and ranks may
+differ. The scale s goes into A before A is rounded to the type of the product, so it costs no rounding of its own.
+
+Three forms, one result:
+- `lora_reference`, the plain one, differentiated by autograd.
+- `lora_product`: the base product, then the thin one added in place. Backward keeps x and the thin x Aᵀ only; the
+  frozen weight gets no gradient work; gradients of A and B leave in fp32. With B = 0 it is the base product, bit for
+  bit.
+- The same with a `JoinedWeight`: [x, u] @ [W, B]ᵀ, u = s · x Aᵀ, is ONE product, so the addition costs no pass over y
+  and no rounding. W lies in a wider and longer buffer, B in the columns to its right, A in the rows below it:
+
+        [ W  B ]      forward reads the upper rows:   [x, u]  @ [W, B]ᵀ
+        [ A  · ]      backward the left columns:      [dy, g] @ [W; A]
+
+  The corner is never read. Both foldings share one copy of W, and all that is added is A and B.
+
+DoRA: y = f · (x Wᵀ + s (x Aᵀ) Bᵀ) + bias with f = magnitude / ‖W + s B A‖ per row of an adapted part, the norm taken as
+a constant. Rows without an adapter have f = 1. Backward then keeps y as it is before the factor, too.
+
+Contract: products are in the type of the weight (under autocast in autocast's), with sums in fp32. The result has
+that type. x may be of another one. Weight and bias must be frozen.
+Trap: `JoinedWeight` holds copies of A and B. Whoever changes those must `refresh` it, and not between a forward pass
+and its backward pass: autograd then finds the buffer changed and refuses. A kernel that writes into it without moving
+its version is not found out.
+
+Shape legend: N tokens, I inputs, O outputs, R ranks of all parts together, K = I + R, P adapted rows.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ALIGNMENT_BYTES = 16  # rows of a joined buffer start where matrix units like to read
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraPart:
+    """The adapter of some consecutive output rows."""
+
+    first: int
+    rows: int
+    rank: int
+    scale: float
+
+    @property
+    def span(self) -> slice:
+        return slice(self.first, self.first + self.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraLayout:
+    """Which rows of a matrix have which adapter, in order of the rows."""
+
+    outputs: int
+    parts: tuple[LoraPart, ...]
+
+    def __post_init__(self) -> None:
+        end = 0
+        for part in self.parts:
+            if part.first < end or part.rank < 1 or part.rows < 1:
+                raise ValueError(f"parts must lie in order, without overlap, with a rank of at least 1: {self.parts}")
+            end = part.first + part.rows
+        if not self.parts or end > self.outputs:
+            raise ValueError(f"parts must lie within the {self.outputs} rows of the matrix: {self.parts}")
+
+    @property
+    def rank(self) -> int:
+        return sum(part.rank for part in self.parts)
+
+    @property
+    def rows(self) -> int:
+        """Rows with an adapter."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def spans(self) -> list[slice]:
+        """Each part's place among the stacked ranks."""
+        ends, end = [], 0
+        for part in self.parts:
+            ends.append(slice(end, end + part.rank))
+            end += part.rank
+        return ends
+
+    @property
+    def whole(self) -> bool:
+        """One part with all rows: B needs no zeros around it."""
+        return len(self.parts) == 1 and self.parts[0].rows == self.outputs
+
+    def adapted(self, x: Tensor) -> Tensor:
+        """What `x` has on its last axis for the adapted rows, part after part."""
+        if self.rows == self.outputs:
+            return x
+        return torch.cat([x[..., part.span] for part in self.parts], dim=-1)
+
+    def spread(self, x_P: Tensor, fill: float) -> Tensor:
+        """The counterpart of `adapted`, with `fill` in all other rows."""
+        if self.rows == self.outputs:
+            return x_P
+        x_O = torch.full((self.outputs,), fill, dtype=x_P.dtype, device=x_P.device)
+        for part, values in zip(self.parts, x_P.split([part.rows for part in self.parts]), strict=True):
+            x_O[part.span] = values
+        return x_O
+
+
+def one_part(outputs: int, rank: int, scale: float) -> LoraLayout:
+    """One adapter for the whole matrix."""
+    return LoraLayout(outputs, (LoraPart(0, outputs, rank, scale),))
+
+
+# --- the plain form ---------------------------------------------------------------------------------------------------
+
+
+def lora_reference(
+    x: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    a_RI: Tensor,
+    b: Sequence[Tensor],
+    layout: LoraLayout,
+    *,
+    keep: Tensor | None = None,
+    magnitude_P: Tensor | None = None,
+    norm_P: Tensor | None = None,
+) -> Tensor:
+    """The definition, in x's type. `keep` has the dropout factors (0 or 1/(1-p)) when there are any.
+
+    With dropout DoRA scales two different products: the plain one of x, and its change by the factor of dropped x.
+    """
+    weight_OI = weight_OI.to(x.dtype)
+    base = x @ weight_OI.T
+    dropped = x if keep is None else x * keep
+    low = torch.zeros_like(base)
+    for part, span, b_p in zip(layout.parts, layout.spans, b, strict=True):
+        thin = dropped @ a_RI[span].to(x.dtype).T
+        low[..., part.span] = (thin @ b_p.to(x.dtype).T) * part.scale
+    if magnitude_P is None:
+        y = base + low
+    else:
+        assert norm_P is not None
+        factor_O = layout.spread(magnitude_P / norm_P.detach(), 1.0).to(x.dtype)
+        scaled = base if keep is None else dropped @ weight_OI.T
+        y = base + (factor_O - 1) * scaled + factor_O * low
+    return y if bias_O is None else y + bias_O.to(x.dtype)
+
+
+def adapted_weight(
+    weight_OI: Tensor, a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout, index: int, rows: slice = slice(None)
+) -> Tensor:
+    """W + s B A for `rows` of part `index`, in fp32 or wider."""
+    part = layout.parts[index]
+    wide = torch.promote_types(weight_OI.dtype, torch.float32)
+    a_p = a_RI[layout.spans[index]].to(wide) * part.scale
+    return torch.addmm(weight_OI[part.span][rows].to(wide), b[index][rows].to(wide), a_p)
+
+
+@torch.no_grad()
+def dora_norm(
+    weight_OI: Tensor, a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout, *, at_once: int = 4096
+) -> Tensor:
+    """‖W + s B A‖ of every adapted row, in fp32 or wider; `at_once` rows at a time, for the memory's sake."""
+    norms = []
+    for index, part in enumerate(layout.parts):
+        for start in range(0, part.rows, at_once):
+            whole = adapted_weight(weight_OI, a_RI, b, layout, index, slice(start, start + at_once))
+            norms.append(torch.linalg.vector_norm(whole, dim=1))
+    return torch.cat(norms)
+
+
+# --- operands of the fast forms ---------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def fill_operands(a_out_RI: Tensor, b_out_OR: Tensor, a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout) -> None:
+    """Writes s · A and the blocks of B, each rounded once. What lies between the blocks stays, and must be zero."""
+    for part, span, b_p in zip(layout.parts, layout.spans, b, strict=True):
+        torch.mul(a_RI[span], part.scale, out=a_out_RI[span])
+        b_out_OR[part.span, span].copy_(b_p)
+
+
+@torch.no_grad()
+def operands(a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(s · A [R, I], B as one matrix [O, R]) in the type of the product."""
+    if layout.whole:
+        scale = layout.parts[0].scale
+        return (a_RI if scale == 1.0 else a_RI * scale).to(dtype), b[0].to(dtype)
+    made_RI = torch.empty(a_RI.shape, dtype=dtype, device=a_RI.device)
+    made_OR = torch.zeros(layout.outputs, layout.rank, dtype=dtype, device=a_RI.device)
+    fill_operands(made_RI, made_OR, a_RI, b, layout)
+    return made_RI, made_OR
+
+
+class JoinedWeight:
+    """W with B beside it and A below it, in one buffer; see the top of this file."""
+
+    def __init__(self, weight_OI: Tensor, layout: LoraLayout, dtype: torch.dtype | None = None) -> None:
+        """Copies the weight. `dtype` is the type of the products, that of the weight if not given."""
+        self.layout, self.dtype = layout, dtype or weight_OI.dtype
+        outputs, inputs = weight_OI.shape
+        step = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
+        columns = -(-(inputs + layout.rank) // step) * step
+        self.buffer = torch.zeros(outputs + layout.rank, columns, dtype=self.dtype, device=weight_OI.device)
+        self.weight_OI = self.buffer[:outputs, :inputs]
+        self.weight_OI.copy_(weight_OI.detach())
+        self.b_OR = self.buffer[:outputs, inputs : inputs + layout.rank]
+        self.a_RI = self.buffer[outputs:, :inputs]
+        self.forward_OK = self.buffer[:outputs, : inputs + layout.rank]
+        self.backward_JI = self.buffer[:, :inputs]  # J = O + R
+
+    @torch.no_grad()
+    def refresh(self, a_RI: Tensor, b: Sequence[Tensor]) -> None:
+        """Takes over new values of the adapter; after every update."""
+        fill_operands(self.a_RI, self.b_OR, a_RI, b, self.layout)
+
+
+# --- the steps of the fast forms, also for kernels that call them one by one ------------------------------------------
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right with a result in fp32 (or wider), not rounded to the inputs' type on the way."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.dtype == wide:
+        return left @ right
+    if left.device.type == "cuda":
+        return torch.mm(left, right, out_dtype=wide)
+    return left.to(wide) @ right.to(wide)
+
+
+def adapter_gradients(
+    dy_NO: Tensor, g_NR: Tensor, x_NI: Tensor, u_NR: Tensor, layout: LoraLayout
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of A and of the parts of B, in fp32 or wider. u is s · x Aᵀ, g is dy B."""
+    da_RI = wide_product(g_NR.t(), x_NI)
+    db = []
+    for part, span in zip(layout.parts, layout.spans, strict=True):
+        if part.scale != 1.0:
+            da_RI[span].mul_(part.scale)
+        db.append(wide_product(dy_NO[:, part.span].t(), u_NR[:, span]))
+    return da_RI, db
+
+
+def joined_input(x_NI: Tensor, u_NR: Tensor) -> Tensor:
+    """[x, u] in one buffer: a copy of x. A kernel that writes x can leave room for u and save it."""
+    inputs, rank = x_NI.shape[1], u_NR.shape[1]
+    wide_NK = torch.empty(x_NI.shape[0], inputs + rank, dtype=x_NI.dtype, device=x_NI.device)
+    wide_NK[:, :inputs].copy_(x_NI)
+    wide_NK[:, inputs:].copy_(u_NR)
+    return wide_NK
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraCall:
+    """How `lora_product` goes about it. None of it changes the result beyond rounding, except dropout."""
+
+    dropout: float = 0.0  # the share of x that the adapter does not see; the base product sees all of it
+    in_place: bool = True  # selective checkpointing keeps the base product's result, which must then stay as it is
+    fold_backward: bool = False  # with a joined weight: dx as one product too, at the price of a copy of dy
+
+
+class _LoraProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, a, magnitude, norm, wide, layout, joined, how, dtype, *b):
+        ctx.layout, ctx.joined, ctx.how, ctx.x_dtype = layout, joined, how, x.dtype
+        shape = x.shape
+        x = x.reshape(-1, shape[-1]).to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            a_RI, b_OR = operands(a, b, layout, dtype) if joined is None else (joined.a_RI, joined.b_OR)
+            seen, mask = (x, None) if how.dropout == 0 else torch.native_dropout(x, how.dropout, True)
+            if wide is None:
+                u = seen @ a_RI.t()
+            else:  # through `data`: x may be saved elsewhere, and its part of the buffer does not change
+                u = wide.data.view(-1, wide.shape[-1])[:, x.shape[1] :]
+                torch.mm(seen, a_RI.t(), out=u)
+            del seen
+            added = None if bias is None else bias.to(dtype)
+            if joined is not None:
+                whole = joined_input(x, u) if wide is None else wide.view(-1, wide.shape[-1])
+                y = _product(whole, joined.forward_OK.t(), added)
+                del whole
+            elif how.in_place:
+                y = _product(x, weight.to(dtype).t(), added).addmm_(u, b_OR.t())
+            else:
+                y = torch.addmm(_product(x, weight.to(dtype).t(), added), u, b_OR.t())
+            plain = factor = None
+            if magnitude is not None:
+                factor = layout.spread(magnitude / norm, 1.0)
+                # f (y - bias) + bias, so written that f = 1 gives back y to the last bit
+                rest = torch.zeros_like(factor) if bias is None else (1 - factor) * bias
+                plain, y = y, torch.addcmul(rest, y, factor, out=torch.empty_like(y))
+        # The weight as it is: a copy in another type, kept until backward, would weigh as much as all layers do.
+        base = weight if joined is None else joined.weight_OI
+        ctx.save_for_backward(x, u, mask, base, a_RI, b_OR, plain, factor, norm, None if factor is None else bias)
+        return y.view(*shape[:-1], layout.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, u, mask, weight, a_RI, b_OR, plain, factor, norm, bias = ctx.saved_tensors
+        layout, how, needed = ctx.layout, ctx.how, ctx.needs_input_grad
+        shape = dy.shape
+        dy = dy.reshape(-1, shape[-1]).to(x.dtype)
+        dx = da = dmagnitude = None
+        db: list[Tensor | None] = [None] * len(layout.parts)
+        with torch.autocast(dy.device.type, enabled=False):
+            if factor is not None:
+                along = (dy.to(factor.dtype) * plain).sum(dim=0)
+                if bias is not None:
+                    along -= bias * dy.sum(dim=0, dtype=factor.dtype)
+                dmagnitude = layout.adapted(along) / norm
+                dy = torch.mul(dy, factor, out=torch.empty_like(dy))
+            g = dy @ b_OR
+            if needed[0]:
+                if mask is not None:  # what was dropped for the adapter gets no gradient from it
+                    dx = torch.addcmul(dy @ weight.to(dy.dtype), g @ a_RI, mask, value=1 / (1 - how.dropout))
+                elif ctx.joined is not None and how.fold_backward:
+                    dx = joined_input(dy, g) @ ctx.joined.backward_JI
+                else:
+                    dx = (dy @ weight.to(dy.dtype)).addmm_(g, a_RI)
+                dx = dx.view(*shape[:-1], x.shape[1]).to(ctx.x_dtype)
+            if needed[3] or any(needed[11:]):
+                seen = x if mask is None else x * mask * (1 / (1 - how.dropout))
+                da, db[:] = adapter_gradients(dy, g, seen, u, layout)
+        return dx, None, None, da, dmagnitude, None, None, None, None, None, None, *db
+
+
+def _product(x_NI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
+    return x_NI @ weight_IO if bias_O is None else torch.addmm(bias_O, x_NI, weight_IO)
+
+
+def lora_product(
+    x: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    a_RI: Tensor,
+    b: Sequence[Tensor],
+    layout: LoraLayout,
+    *,
+    joined: JoinedWeight | None = None,
+    wide: Tensor | None = None,
+    magnitude_P: Tensor | None = None,
+    norm_P: Tensor | None = None,
+    how: LoraCall | None = None,
+) -> Tensor:
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients of x, A, B and DoRA's magnitude.
+
+    `joined` has fresh copies of the same A and B; the product is then one. It takes a copy of x, unless `wide` [.., K]
+    is given: the buffer in whose first columns x lies, and whose others get u. `norm_P` is `dora_norm`, for DoRA.
+    """
+    how = how or LoraCall()
+    if weight_OI.requires_grad or (bias_O is not None and bias_O.requires_grad):
+        raise ValueError("the weight and bias under an adapter must be frozen: they get no gradient here")
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_OI.dtype
+    if magnitude_P is not None and how.dropout > 0:
+        # Two base products with different inputs: nothing here to be fast about.
+        with torch.autocast(kind, enabled=False):
+            keep = F.dropout(torch.ones_like(x, dtype=dtype), how.dropout)
+            values = (x.to(dtype), weight_OI, bias_O, a_RI, b, layout)
+            return lora_reference(*values, keep=keep, magnitude_P=magnitude_P, norm_P=norm_P)
+    if joined is not None and joined.dtype != dtype:
+        raise ValueError(f"the joined weight is in {joined.dtype}, the product in {dtype}")
+    if wide is not None:
+        _check_room(x, wide, layout, joined, dtype)
+    return _LoraProduct.apply(  # pyright: ignore
+        x, weight_OI, bias_O, a_RI, magnitude_P, norm_P, wide, layout, joined, how, dtype, *b
+    )
+
+
+def _check_room(x: Tensor, wide: Tensor, layout: LoraLayout, joined: JoinedWeight | None, dtype: torch.dtype) -> None:
+    place = (wide.data_ptr(), (*x.shape[:-1], x.shape[-1] + layout.rank), dtype, dtype)
+    if place != (x.data_ptr(), wide.shape, wide.dtype, x.dtype) or not wide.is_contiguous() or joined is None:
+        raise ValueError("`wide` must be the dense buffer in whose first columns x lies, for a joined weight")

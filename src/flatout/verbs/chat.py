@@ -1,0 +1,93 @@
+"""The verbs after fine-tuning: chat with a model, and merge its adapters into its weights."""
+
+import json
+import sys
+
+from flatout.errors import UserError
+from flatout.words import Parser, add_model, check_model, number_between, one_line
+
+
+def chat(words: list[str]) -> int:
+    """Talks in the terminal, by the template that the model was taught with."""
+    parser = Parser("chat", "Talk to a chat model: a fine-tuned run, or a Hugging Face folder.")
+    add_model(parser)
+    parser.add_argument("--message", help="say this, print the answer and leave; default: ask until end of input")
+    parser.add_argument("--system", help="what the conversation begins with, for models that take it")
+    parser.add_argument(
+        "--tokens", type=number_between(int, 1, 10_000_000), default=500, help="most tokens of an answer; default 500"
+    )
+    parser.add_argument(
+        "--temperature", type=number_between(float, 0, 100), default=0.7, help="0 is greedy; default 0.7"
+    )
+    parser.add_argument("--top-p", type=number_between(float, 0, 1), default=0.95, help="default 0.95")
+    parser.add_argument(
+        "--seed", type=number_between(int, 0, 2**63 - 1), default=0, help="the same seed repeats; default 0"
+    )
+    parsed = parser.parse_words(words)
+    check_model(parsed)
+    from flatout import api
+    from flatout.observe.human import printable
+
+    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last)
+    history = [] if parsed.system is None else [{"role": "system", "content": parsed.system}]
+    settings = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_p", "seed")}
+
+    def answer(message: str) -> None:
+        said = ""
+        for piece in api.generate(model, api.chat_prompt(model, message, history), **settings):
+            print(printable(piece), end="", flush=True)
+            said += piece
+        print()
+        history.extend([{"role": "user", "content": message}, {"role": "assistant", "content": said}])
+
+    if parsed.message is not None:
+        answer(parsed.message)
+        return 0
+    print("type a message, end with Ctrl-D", file=sys.stderr)
+    while True:
+        try:
+            message = input("> ")
+        except EOFError:
+            print()
+            return 0
+        if not message.strip():
+            continue
+        try:
+            answer(message)
+        except UserError as error:  # one bad message must not end the conversation
+            print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
+
+
+def merge(words: list[str]) -> int:
+    """Writes one folder of weights, and says what the rounding left of the update."""
+    parser = Parser("merge", "Write a fine-tuned model as one Hugging Face folder, its adapters inside the weights.")
+    parser.add_argument("run", help="a run or checkpoint folder")
+    parser.add_argument("folder", help="new folder to write")
+    parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights; default bf16")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.set_defaults(device="cpu")
+    parsed = parser.parse_words(words)
+    check_model(parsed)
+    from flatout import api
+
+    model = api.load_model(parsed.run, device="cpu", best=not parsed.last)
+    done = api.merge(model, parsed.folder, dtype=parsed.dtype)
+    total, difference = done.report.total, done.difference
+    if parsed.json:
+        body = {"folder": str(done.folder), "kept": total.kept, "lost": total.lost, "unchanged": total.unchanged}
+        body |= {"relative_update": total.relative_update, "logits_relative": difference.relative}
+        print(json.dumps({**body, "logits_largest": difference.largest, "same_choice": difference.same_choice}))
+        return 0
+    print(f"wrote {done.folder}, in {parsed.dtype}")
+    print(
+        f"the update is {total.relative_update:.2%} of the weights it changes; {total.kept:.1%} of it survived the "
+        f"rounding, {total.unchanged:.1%} of those weights are as before"
+    )
+    print(
+        f"logits on a short text: {difference.relative:.2%} apart from the adapters', the largest by "
+        f"{difference.largest:.3g}; the likeliest token is the same at {difference.same_choice:.1%} of its places"
+    )
+    if total.kept < 0.9:
+        print("note: much of the update is lost in bf16: write it with --dtype fp32, or keep the adapters apart")
+    return 0

@@ -1,0 +1,176 @@
+"""Fine-tuning from the command to the merged model, on a small chat model with drawn weights."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from flatout import api
+from flatout.cli import main
+from flatout.config.load import load_config
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.engine.fine_tuning import open_sample_data
+from flatout.errors import UserError
+from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
+from tests.chat_models import write_chat_model
+
+QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "base")
+    rows = [{"instruction": f"What is {n} and one?", "input": "", "output": f"It is {n + 1}."} for n in range(30)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+
+    def make(*more: str) -> list[str]:
+        named = ["model.init_from=base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.epochs=2.0"]
+        return [*named, *QUIET, *more]
+
+    return make
+
+
+def losses(records: list) -> list[float]:
+    return [record.loss for record in records if isinstance(record, StepRecord)]
+
+
+def test_a_run_learns_says_what_it_learns_from_and_saves_adapters_alone(words):
+    records = list(api.train(load_config("lora", words())))
+    info = records[0]
+    assert isinstance(info, RunInfo)
+    assert info.batch_samples == 8
+    assert info.trained_parameters is not None
+    assert info.trained_parameters < info.parameters
+    said = [record.message for record in records if isinstance(record, NoticeRecord)]
+    assert any("tokens are learned" in message for message in said)
+    evaluations = [record.loss for record in records if isinstance(record, EvalRecord)]
+    assert losses(records)[-1] < 0.8 * losses(records)[0]
+    assert evaluations[-1] < losses(records)[0]
+    assert isinstance(records[-1], EndRecord)
+    saved = read_checkpoint(list_checkpoints(Path(info.folder) / "checkpoints")[-1][1])
+    assert all("lora_" in name for name in saved.model)
+    assert sum(tensor.numel() for tensor in saved.model.values()) == info.trained_parameters
+
+
+def test_the_base_is_never_changed(words):
+    before = {name: tensor.clone() for name, tensor in api.load_model("base", device="cpu").model.named_parameters()}
+    folder = next(iter(api.train(load_config("lora", words("train.steps=3", "train.epochs=null"))))).folder
+    list(api.train(load_config("lora", words("output.name=again"))))
+    adapted = api.load_model("runs/again", device="cpu")
+    assert adapted.adapters is not None
+    with adapted.adapters.disabled():
+        for name, tensor in before.items():
+            assert torch.equal(dict(adapted.model.named_parameters())[name], tensor), name
+    assert folder
+
+
+@pytest.mark.parametrize("more", [["lora.dropout=0.2"], ["lora.rank=0"], ["lora.dora=true", "chat.packing=false"]])
+def test_resume_is_bit_identical(words, more):
+    through = words("train.steps=7", "train.epochs=null", *more)
+    whole = list(api.train(load_config("lora", [*through, "output.folder=runs/whole"])))
+    steps = 0
+
+    def stop() -> bool:
+        nonlocal steps
+        steps += 1
+        return steps == 3
+
+    first = list(api.train(load_config("lora", [*through, "output.folder=runs/cut"]), stop=stop))
+    rest = list(api.train(load_config("lora", [*through, "output.folder=runs/cut"]), resume="auto"))
+    assert losses(first)[:3] + losses(rest) == losses(whole)
+    ends = [read_checkpoint(list_checkpoints(Path(f"runs/{name}/checkpoints"))[-1][1]) for name in ("whole", "cut")]
+    for name, tensor in ends[0].model.items():
+        assert torch.equal(tensor, ends[1].model[name]), name
+    tokens = [record.tokens for record in [*first, *rest] if isinstance(record, StepRecord)]
+    assert tokens == [record.tokens for record in whole if isinstance(record, StepRecord)]
+
+
+def test_packing_and_micro_batches_do_not_change_the_loss(words):
+    runs = {}
+    for name, more in {
+        "packed": ["speed.micro_batch=8"],
+        "one by one": ["speed.micro_batch=1"],
+        "padded": ["chat.packing=false", "speed.micro_batch=8"],
+        "padded one by one": ["chat.packing=false", "speed.micro_batch=1"],
+    }.items():
+        config = load_config("lora", words("train.steps=5", "train.epochs=null", f"output.name=run{len(runs)}", *more))
+        runs[name] = losses(list(api.train(config)))
+    for name, values in runs.items():
+        assert values == pytest.approx(runs["packed"], rel=2e-5), name
+
+
+def test_chat_and_merge_after_a_run(words, capsys):
+    assert main(["finetune", *words("train.epochs=12.0")]) == 0
+    assert main(["chat", "runs/lora", "--message", "What is 5 and one?", "--temperature", "0", "--tokens", "9"]) == 0
+    answer = capsys.readouterr().out.splitlines()[-1]
+    assert answer.startswith("It is")
+    assert main(["merge", "runs/lora", "merged", "--dtype", "fp32", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["kept"] == pytest.approx(1.0, abs=1e-3)
+    assert told["logits_relative"] < 1e-5
+    assert main(["chat", "merged", "--message", "What is 5 and one?", "--temperature", "0", "--tokens", "9"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == answer
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained("merged")
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        ours = api.load_model("runs/lora", device="cpu").model.logits(tokens)
+        torch.testing.assert_close(theirs(tokens).logits, ours, rtol=1e-4, atol=1e-5)
+
+
+def test_the_samples_of_a_run_are_those_of_its_template(words):
+    data = open_sample_data(load_config("lora", words()).config, None)
+    ids, labelled = data.train.samples.sample(0)
+    learned = data.tokenizer.decode(ids[labelled])
+    assert learned.startswith("It is ")
+    assert learned.endswith("<|im_end|>")
+    assert data.tokenizer.decode(data.prompt()).endswith("<|im_start|>assistant\n")
+
+
+BAD = {
+    "no model": (["model.init_from=null"], "no model to start from"),
+    "no such model": (["model.init_from=nowhere"], "there is no folder"),
+    "no such file": (["chat.source=nothing.json"], "nothing.json"),
+    "a shape of one's own": (["model.layers=3"], "the model is that of base"),
+    "tokens as a length": (["train.epochs=null", "train.tokens=1000"], "steps or epochs"),
+    "a column that is not there": (["chat.format=prompt-completion"], "prompt"),
+    "a field without a column": (["chat.fields=[prompt]"], "chat.fields"),
+    "a template that is not there": (["chat.template=mine.jinja"], "mine.jinja"),
+    "a target that is not there": (["lora.targets=[w_proj]"], "w_proj"),
+    "a model without a template": (["model.init_from=mute"], "no chat template"),
+    "nothing held out": (["chat.val_fraction=0.0"], "held out"),
+    "micro-batches that do not fit": (["speed.accumulation=3"], "speed.accumulation"),
+    "kernels that know no adapters": (["speed.kernels=triton"], "adapters"),
+    "a stream": (["data.streaming=true", "data.source=rows.json"], "plain text"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_mistakes_are_told_in_two_lines(case, words, capsys):
+    more, expected = BAD[case]
+    mute = write_chat_model(Path("mute"))
+    settings = json.loads((mute / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings.pop("chat_template")
+    (mute / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    code = main(["finetune", *words(*more)])
+    lines = capsys.readouterr().err.splitlines()
+    assert code in (2, 3), lines
+    assert [line.split(":")[0] for line in lines[-2:]] == ["error", "hint"]
+    assert expected in " ".join(lines[-2:])
+    assert not Path("runs/lora/checkpoints").exists()
+
+
+def test_finetune_needs_something_to_fine_tune_on(words, capsys):
+    assert main(["finetune", "shakespeare-char"]) == 2
+    assert "nothing to fine-tune on" in capsys.readouterr().err
+
+
+def test_adapters_need_the_model_they_were_trained_on(words):
+    list(api.train(load_config("lora", words("train.steps=2", "train.epochs=null"))))
+    Path("base").rename("moved")
+    with pytest.raises(UserError, match="base"):
+        api.load_model("runs/lora", device="cpu")

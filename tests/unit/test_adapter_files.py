@@ -1,0 +1,285 @@
+"""Adapter files: whole or not at all, both ways; what is damaged or foreign is refused by name."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from flatout.config.schema import ModelConfig
+from flatout.errors import CheckpointError, ResourceError
+from flatout.model import adapter_files
+from flatout.model.adapter_files import CONFIG, WEIGHTS, load_adapter, load_into, read_origin, save_adapter
+from flatout.model.adapter_targets import AdapterPlan
+from flatout.model.adapters import Adapters, attach
+from flatout.model.gpt import GPT, build_model
+
+TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def model(**settings) -> GPT:
+    values = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "context": 16, **settings}
+    return build_model(ModelConfig(**values), 61)
+
+
+def trained(gpt: GPT | None = None, **plan) -> Adapters:
+    adapters = attach(gpt or model(), AdapterPlan(**{"rank": 4, "alpha": 8, **plan}), seed=0)
+    with torch.no_grad():
+        adapters.flat.add_(0.05 * torch.randn(adapters.flat.shape, generator=torch.Generator().manual_seed(1)))
+    return adapters
+
+
+def all_values(adapters: Adapters) -> torch.Tensor:
+    """Without the padding of the flat tensor, which is not saved."""
+    return torch.cat([parameter.detach().flatten() for parameter in adapters.parameters()])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_adapter(trained(dora=True), tmp_path / "adapter", base="a/model")
+    return tmp_path / "adapter"
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"dora": True, "rank_stabilised": True},
+        {"targets": ("v_proj", "q_proj"), "ranks": (("v_proj", 7),), "alphas": (("q_proj", 3.5),)},
+        {"targets": r".*\.1\..*proj", "exclude": r".*down.*"},
+        {"layers": (1,), "exclude": ("gate_proj",), "dropout": 0.1},
+    ],
+    ids=str,
+)
+def test_what_is_written_comes_back_bit_for_bit(tmp_path, plan):
+    adapters = trained(**plan)
+    size = save_adapter(adapters, tmp_path / "a", base="a/model")
+    assert size == sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
+    again, origin = load_adapter(model(), tmp_path / "a")
+    assert torch.equal(all_values(again), all_values(adapters))
+    assert torch.equal(again.model.eval().logits(TOKENS), adapters.model.eval().logits(TOKENS))
+    assert (origin.base, origin.folder) == ("a/model", tmp_path / "a")
+    for name in ("rank", "alpha", "dropout", "rank_stabilised", "dora", "ranks", "alphas", "layers"):
+        assert getattr(origin.plan, name) == getattr(adapters.plan, name), name
+    save_adapter(again, tmp_path / "b", base="a/model")
+    for name in (CONFIG, WEIGHTS):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_fused_matrices_are_written_apart(folder):
+    tensors = load_file(folder / WEIGHTS)
+    assert {name: tuple(t.shape) for name, t in tensors.items() if ".layers.0.self_attn.k_proj." in name} == {
+        "base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight": (4, 32),
+        "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight": (16, 4),
+        "base_model.model.model.layers.0.self_attn.k_proj.lora_magnitude_vector": (16,),
+    }
+    assert len(tensors) == 2 * 7 * 3
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+
+
+def test_it_can_be_read_into_adapters_that_are_there(folder):
+    adapters = attach(model(), AdapterPlan(rank=4, alpha=8, dora=True, dropout=0.3), seed=9)
+    adapters.fold()
+    before = adapters.model.logits(TOKENS)
+    load_into(adapters, folder)
+    assert torch.equal(all_values(adapters), all_values(trained(dora=True)))
+    assert not torch.allclose(adapters.model.eval().logits(TOKENS), before), "the joined weights have them too"
+    other = attach(model(), AdapterPlan(rank=5, alpha=8, dora=True), seed=9)
+    with pytest.raises(CheckpointError, match="rank is 4, here it is 5"):
+        load_into(other, folder)
+
+
+def test_training_on_may_have_another_dropout(folder):
+    adapters, origin = load_adapter(model(), folder, dropout=0.25)
+    assert (adapters.plan.dropout, origin.plan.dropout) == (0.25, 0.0)
+    assert adapters.layers[0, "qkv"].dropout == 0.25
+
+
+def test_narrower_types_are_read(folder):
+    tensors = load_file(folder / WEIGHTS)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / WEIGHTS)
+        adapters, _ = load_adapter(model(), folder)
+        assert adapters.flat.dtype == torch.float32
+        torch.testing.assert_close(all_values(adapters), all_values(trained(dora=True)), rtol=1e-2, atol=1e-3)
+
+
+def test_fields_that_old_files_lack_have_pefts_defaults(folder):
+    (folder / CONFIG).write_text('{"peft_type": "LORA", "target_modules": ["q_proj"]}')
+    plan = read_origin(folder).plan
+    assert (plan.rank, plan.alpha, plan.dropout, plan.dora, plan.rank_stabilised) == (8, 8, 0.0, False, False)
+
+
+def test_names_that_fit_nothing_pass_as_long_as_others_fit(tmp_path):
+    save_adapter(trained(targets=("q_proj",)), tmp_path / "a")
+    change(tmp_path / "a", target_modules=["q_proj", "query_key_value"])
+    load_adapter(model(), tmp_path / "a")
+
+
+# --- damaged and foreign ----------------------------------------------------------------------------------------------
+
+
+def change(folder: Path, **fields: Any) -> None:
+    values = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(values | fields))
+
+
+def tensors_with(folder: Path, **changes: Any) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    for name, value in changes.items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, folder / WEIGHTS)
+
+
+def cut(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def pickled(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "adapter_model.bin")
+
+
+A, B, M = f"{Q}.lora_A.weight", f"{Q}.lora_B.weight", f"{Q}.lora_magnitude_vector"
+LAYER_9 = "base_model.model.model.layers.9.self_attn.q_proj.lora_A.weight"
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "no config": (lambda f: (f / CONFIG).unlink(), CONFIG),
+    "config cut": (lambda f: (f / CONFIG).write_text('{"peft_type": "LO'), "cannot be read"),
+    "config is a list": (lambda f: (f / CONFIG).write_text("[]"), "holds list"),
+    "config is no text": (lambda f: (f / CONFIG).write_bytes(b"\xff\xfe\x00{"), "cannot be read"),
+    "no weights": (lambda f: (f / WEIGHTS).unlink(), "does not exist"),
+    "weights cut": (cut, "cannot be read as safetensors"),
+    "weights empty": (lambda f: (f / WEIGHTS).write_bytes(b""), "cannot be read as safetensors"),
+    "weights are text": (lambda f: (f / WEIGHTS).write_bytes(b"not safetensors at all"), "safetensors"),
+    "a pickle": (pickled, "can run code"),
+    "another method": (lambda f: change(f, peft_type="IA3"), "peft_type is 'IA3'"),
+    "no method": (lambda f: change(f, peft_type=None), "peft_type is None"),
+    "saved modules": (lambda f: change(f, modules_to_save=["lm_head"]), "modules_to_save is ['lm_head']"),
+    "trained biases": (lambda f: change(f, bias="all"), "bias is 'all'"),
+    "a bias of its own": (lambda f: change(f, lora_bias=True), "lora_bias is True"),
+    "pissa": (lambda f: change(f, init_lora_weights="pissa_niter_4"), "'pissa_niter_4'"),
+    "loftq": (lambda f: change(f, init_lora_weights="loftq"), "'loftq'"),
+    "a variant": (lambda f: change(f, use_qalora=True), "use_qalora is True"),
+    "tokens of its own": (lambda f: change(f, trainable_token_indices=[1]), "trainable_token_indices"),
+    "layers repeated": (lambda f: change(f, layer_replication=[[0, 2]]), "layer_replication"),
+    "a field of tomorrow": (lambda f: change(f, use_something_new={"a": 1}), "use_something_new"),
+    "rank is a word": (lambda f: change(f, r="16"), "r is '16'"),
+    "rank is zero": (lambda f: change(f, r=0), "rank is 0"),
+    "rank is another": (lambda f: change(f, r=5), "lora_A.weight has shape (4, 32)"),
+    "alpha is not a number": (lambda f: change(f, lora_alpha=math.nan), "alpha is nan"),
+    "dora is a word": (lambda f: change(f, use_dora="yes"), "use_dora is 'yes'"),
+    "patterns are a list": (lambda f: change(f, rank_pattern=[1]), "rank_pattern is [1]"),
+    "a rank is a word": (lambda f: change(f, rank_pattern={"q_proj": "x"}), "the rank of 'q_proj' is 'x'"),
+    "targets are numbers": (lambda f: change(f, target_modules=[1, 2]), "target_modules is [1, 2]"),
+    "no targets": (lambda f: change(f, target_modules=None), "at least one target"),
+    "targets are elsewhere": (lambda f: change(f, target_modules=["query_key_value"]), "choose none"),
+    "targets are broken": (lambda f: change(f, target_modules="(["), "regular expression"),
+    "fewer targets": (lambda f: change(f, target_modules=["q_proj"]), "no place"),
+    "layers are words": (lambda f: change(f, layers_to_transform=["a"]), "layers_to_transform is ['a']"),
+    "without dora": (lambda f: change(f, use_dora=False), "lora_magnitude_vector"),
+    "a tensor missing": (lambda f: tensors_with(f, **{B: None}), f"has no tensor {B}"),
+    "a magnitude missing": (lambda f: tensors_with(f, **{M: None}), f"has no tensor {M}"),
+    "a tensor too many": (lambda f: tensors_with(f, **{LAYER_9: torch.zeros(4, 32)}), f"holds tensor {LAYER_9}"),
+    "an embedding's": (
+        lambda f: tensors_with(f, **{"base_model.model.model.embed_tokens.lora_embedding_A": torch.zeros(4, 61)}),
+        "embeddings and of the output head",
+    ),
+    "another width": (lambda f: tensors_with(f, **{A: torch.zeros(4, 64)}), "shape (4, 64)"),
+    "turned": (lambda f: tensors_with(f, **{B: torch.zeros(4, 32)}), "need (32, 4)"),
+    "a vector": (lambda f: tensors_with(f, **{A: torch.zeros(128)}), "shape (128,)"),
+    "whole numbers": (lambda f: tensors_with(f, **{A: torch.zeros(4, 32, dtype=torch.int32)}), "torch.int32"),
+    "8 bits": (lambda f: tensors_with(f, **{A: torch.zeros(4, 32).to(torch.float8_e4m3fn)}), "float8"),
+    "not a number": (lambda f: tensors_with(f, **{A: torch.full((4, 32), math.nan)}), "not finite"),
+    "infinite": (lambda f: tensors_with(f, **{M: torch.full((32,), math.inf)}), "not finite"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_and_foreign_adapters_are_refused_and_the_model_stays(folder, kind):
+    damage, says = DAMAGE[kind]
+    damage(folder)
+    gpt = model()
+    before = gpt.logits(TOKENS)
+    with pytest.raises(CheckpointError) as caught:
+        load_adapter(gpt, folder)
+    assert says in str(caught.value), str(caught.value)
+    assert caught.value.hint
+    assert caught.value.exit_code == 3
+    assert torch.equal(gpt.logits(TOKENS), before)
+    assert all(parameter.requires_grad for parameter in gpt.parameters())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"width": 40}, {"layers": 1}, {"layers": 3}, {"kv_heads": 4}, {"mlp": "relu2"}, {"mlp_width": 64}],
+    ids=str,
+)
+def test_the_adapter_of_another_base_is_refused(folder, settings):
+    with pytest.raises(CheckpointError, match="another base model"):
+        load_adapter(model(**settings), folder)
+
+
+def test_an_adapter_of_gpt2_is_none_of_a_llama(tmp_path):
+    save_adapter(trained(model(family="gpt2", kv_heads=None)), tmp_path / "a")
+    with pytest.raises(CheckpointError, match="choose none"):
+        load_adapter(model(), tmp_path / "a")
+
+
+# --- whole or not at all ----------------------------------------------------------------------------------------------
+
+
+def test_an_older_adapter_is_replaced_with_what_lies_beside_it(folder):
+    save_adapter(trained(rank=2), folder, files={"tokenizer.json": b"{}"})
+    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS, "tokenizer.json"]
+    assert read_origin(folder).plan.rank == 2
+    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+
+
+@pytest.mark.parametrize("moment", ["save_file", "canonical_json", "sync_folder"])
+def test_what_fails_leaves_the_old_adapter_and_no_rubbish(folder, monkeypatch, moment):
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(adapter_files, moment, fail)
+    with pytest.raises(ResourceError, match="No space left"):
+        save_adapter(trained(rank=2), folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+
+
+def test_a_rename_that_fails_puts_the_old_one_back(folder, monkeypatch):
+    rename, calls = adapter_files.os.rename, []
+
+    def fail_once(source, target):
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(adapter_files.os, "rename", fail_once)
+    with pytest.raises(ResourceError):
+        save_adapter(trained(rank=2), folder)
+    assert read_origin(folder).plan.rank == 4
+    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+
+
+def test_a_folder_with_something_else_is_not_touched(tmp_path):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "one.jpg").write_bytes(b"x")
+    (tmp_path / "file").write_bytes(b"x")
+    for name in ("photos", "file"):
+        with pytest.raises(CheckpointError, match="no adapter"):
+            save_adapter(trained(), tmp_path / name)
+    assert (tmp_path / "photos" / "one.jpg").read_bytes() == b"x"
+    (tmp_path / "empty").mkdir()
+    save_adapter(trained(), tmp_path / "empty")
+    save_adapter(trained(), tmp_path / "deep" / "er" / "adapter")

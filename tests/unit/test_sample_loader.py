@@ -1,0 +1,188 @@
+"""Batches of samples: every sample once per epoch, rows that never mix, the same at any step."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatout.data.loader import Batch
+from flatout.data.sample_loader import SampleLoader, SampleOrder, row_lengths, sample_batches
+from flatout.data.samples import Samples
+from flatout.ops.reference import IGNORED
+
+
+def made(lengths: list[int], seed: int = 0, share: float = 0.5) -> Samples:
+    """Samples whose tokens tell where they are from: 1000 * sample + place."""
+    rng = np.random.default_rng(seed)
+    tokens = np.concatenate([1000 * (number + 1) + np.arange(length) for number, length in enumerate(lengths)])
+    labelled = rng.random(len(tokens)) < share
+    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    labelled[offsets[:-1]] = False
+    return Samples(tokens.astype(np.uint32), labelled, offsets)
+
+
+def batches(samples: Samples, batch_samples: int, first: int, last: int, **more) -> list[Batch]:
+    order = SampleOrder(len(samples), batch_samples, seed=3)
+    given = {"row_tokens": 256, "packing": True, "workers": 0, **more}
+    with SampleLoader(samples, order, device="cpu", first_step=first, last_step=last, **given) as loader:
+        return list(loader)
+
+
+def documents_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
+    """(inputs, targets) of each document of a batch."""
+    assert batch.documents is not None
+    found = []
+    for tokens, targets, documents in zip(batch.tokens, batch.targets, batch.documents, strict=True):
+        present = [number for number in documents.unique().tolist() if number >= 0]
+        assert present == list(range(len(present)))
+        for number in present:
+            places = (documents == number).nonzero().flatten()
+            # A document lies in one piece.
+            assert torch.equal(places, torch.arange(int(places[0]), int(places[-1]) + 1))
+            found.append((tokens[places].tolist(), targets[places].tolist()))
+        padding = documents < 0
+        assert (tokens[padding] == 0).all()
+        assert (targets[padding] == IGNORED).all()
+    return found
+
+
+def check_documents(batch: Batch, samples: Samples) -> list[int]:
+    """Every document is a whole sample with its labels; returns which."""
+    numbers = []
+    for inputs, targets in documents_of(batch):
+        number = inputs[0] // 1000 - 1
+        ids, labelled = samples.sample(number)
+        assert inputs == ids[:-1].tolist()
+        assert targets == [int(id) if label else IGNORED for id, label in zip(ids[1:], labelled[1:], strict=True)]
+        numbers.append(number)
+    return numbers
+
+
+LENGTHS = st.lists(st.integers(2, 257), min_size=1, max_size=40)
+
+
+@given(lengths=LENGTHS, batch_samples=st.integers(1, 12), packing=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_sample_once_in_each_epoch(lengths: list[int], batch_samples: int, packing: bool):
+    samples = made(lengths)
+    steps = SampleOrder(len(samples), batch_samples, 3).steps_per_epoch
+    assert steps == -(-len(lengths) // batch_samples)
+    for epoch in range(2):
+        seen: Counter[int] = Counter()
+        labels = 0
+        for batch in batches(samples, batch_samples, epoch * steps, (epoch + 1) * steps, packing=packing):
+            seen.update(check_documents(batch, samples))
+            labels += int((batch.targets != IGNORED).sum())
+            assert batch.tokens.dtype == batch.targets.dtype == torch.int64
+            assert batch.documents is not None
+            assert batch.documents.dtype == torch.int32
+            assert batch.tokens.shape[1] in row_lengths(256)
+        assert seen == Counter(range(len(lengths)))
+        assert labels == samples.labels
+
+
+@given(lengths=LENGTHS, batch_samples=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_packed_rows_are_few_and_short(lengths: list[int], batch_samples: int):
+    samples = made(lengths)
+    steps = SampleOrder(len(samples), batch_samples, 3).steps_per_epoch
+    packed, padded = (batches(samples, batch_samples, 0, steps, packing=packing) for packing in (True, False))
+    for one, other in zip(packed, padded, strict=True):
+        assert sorted(check_documents(one, samples)) == sorted(check_documents(other, samples))
+        rows, length = one.tokens.shape
+        assert rows <= other.tokens.shape[0]
+        pairs = sum(len(inputs) for inputs, _ in documents_of(one))
+        # Any two rows of best fit hold more than one row can, so that half of the widest rows is full.
+        assert rows == 1 or pairs * 2 > rows * (256 if rows == 2 else length) - 256
+        assert length <= 256
+
+
+def test_resuming_at_any_step_gives_the_same_batches():
+    samples = made([3, 50, 200, 17, 64, 65, 2, 90, 130, 33, 12])
+    whole = batches(samples, 4, 0, 9)
+    for first in range(9):
+        for one, other in zip(whole[first:], batches(samples, 4, first, 9, workers=2), strict=True):
+            assert one.step == other.step
+            assert all(torch.equal(a, b) for a, b in zip(tensors(one), tensors(other), strict=True))
+
+
+def tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
+    assert batch.documents is not None
+    return batch.tokens, batch.targets, batch.documents
+
+
+def test_the_last_step_of_an_epoch_takes_what_is_left():
+    order = SampleOrder(10, 4, seed=1)
+    steps = [order.indices(step) for step in range(6)]
+    assert [len(step) for step in steps] == [4, 4, 2, 4, 4, 2]
+    for epoch in (steps[:3], steps[3:]):
+        assert sorted(np.concatenate(epoch).tolist()) == list(range(10))
+    assert np.concatenate(steps[:3]).tolist() != np.concatenate(steps[3:]).tolist()
+    assert [len(SampleOrder(3, 8, 0).indices(step)) for step in range(2)] == [3, 3]
+
+
+def test_row_lengths_are_few_multiples_of_64():
+    assert row_lengths(1) == [64]
+    assert row_lengths(256) == [64, 128, 192, 256]
+    assert row_lengths(200) == [64, 128, 192, 256]
+    lengths = row_lengths(2048)
+    assert lengths[-1] == 2048
+    assert len(lengths) == 8 + 8 + 8
+    assert all(length % 64 == 0 for length in row_lengths(5000))
+    assert row_lengths(5000)[-1] == 5056
+    for lengths in (row_lengths(2048), row_lengths(100_000)):
+        assert lengths == sorted(set(lengths))
+        assert all(after / before <= 1.13 for before, after in itertools.pairwise(lengths[8:]))
+
+
+def test_mixed_lengths_leave_little_padding():
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(5.2, 0.85, 2000)), 2, 2049).astype(int).tolist()
+    samples = made(lengths)
+    packed = batches(samples, 32, 0, 62, row_tokens=2048)
+    filled = sum(int((tensors(batch)[2] >= 0).sum()) for batch in packed)
+    assert filled / sum(batch.tokens.numel() for batch in packed) > 0.9
+    # Shapes repeat: sixty steps need few different ones.
+    assert len({tuple(batch.tokens.shape) for batch in packed}) <= 25
+
+
+def test_evaluation_sees_every_sample_once_in_order():
+    samples = made([3, 50, 200, 17, 64, 65, 2])
+    for packing in (False, True):
+        found = list(sample_batches(samples, row_tokens=256, batch_samples=3, packing=packing, device="cpu"))
+        assert [sorted(check_documents(batch, samples)) for batch in found] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_what_cannot_be_loaded_is_refused():
+    samples = made([3, 100])
+    with pytest.raises(ValueError, match="no room for a sample of 100"):
+        batches(samples, 2, 0, 1, row_tokens=98)
+    assert batches(samples, 2, 0, 1, row_tokens=99)
+    with pytest.raises(ValueError, match="over 5 samples"):
+        SampleLoader(
+            samples,
+            SampleOrder(5, 1, 0),
+            row_tokens=99,
+            packing=True,
+            device="cpu",
+            workers=0,
+            first_step=0,
+            last_step=1,
+        )
+    with pytest.raises(ValueError, match="at least one sample"):
+        SampleOrder(5, 0, 0)
+
+
+def test_closing_ends_the_threads():
+    samples = made([30] * 50)
+    loader = SampleLoader(
+        samples, SampleOrder(50, 2, 0), row_tokens=64, packing=True, device="cpu", workers=2, first_step=0, last_step=99
+    )
+    next(loader)
+    loader.close()
+    loader.close()
+    assert list(loader) == []

@@ -1,0 +1,397 @@
+"""Folders of samples: made whole, used again, made anew, and refused where nothing could be learned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from flatout.data.chat_template import ChatTemplate, load_template
+from flatout.data.make_samples import SampleRequest, prepare_samples
+from flatout.data.masking import preview
+from flatout.data.model_folder import read_model_tokenizer
+from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, open_samples
+from flatout.data.tokenizer import ModelTokenizer
+from flatout.errors import ConfigError, DataError, ResourceError, UserError
+from flatout.observe.measured.sample_preview import drawn, print_sample
+from flatout.records import PrepareProgress
+from tests.chat_models import FAMILIES, THINKING, chat, write_model
+
+ROWS = [{"prompt": f"Hi {number}", "completion": f"one two {number}"} for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelTokenizer, ChatTemplate]:
+    folder = write_model(tmp_path_factory.mktemp("marked"), FAMILIES["marked"])
+    tokenizer = read_model_tokenizer(folder)
+    template = load_template("model", folder, tokenizer)
+    assert template is not None
+    return tokenizer, template
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def prepare(tmp_path: Path, model: tuple[ModelTokenizer, ChatTemplate]):
+    def run(rows: list[Any] | Path | None = None, *, template: Any = ..., folder: str = "samples", **request: Any):
+        source = rows if isinstance(rows, Path) else write_rows(tmp_path / "rows.jsonl", ROWS if rows is None else rows)
+        chosen = model[1] if template is ... else template
+        asked = SampleRequest(str(source), **{"context": 64, **request})
+        return prepare_samples(asked, model[0], chosen, tmp_path / folder)
+
+    return run
+
+
+def texts(samples: SampleSet, tokenizer: ModelTokenizer, split: str = "train") -> list[str]:
+    chosen = samples.train if split == "train" else samples.val
+    assert chosen is not None
+    return [tokenizer.decode(chosen.sample(number)[0]) for number in range(len(chosen))]
+
+
+def test_samples_come_in_the_order_of_rows(prepare, model):
+    samples = prepare()
+    assert samples.made == "there were none yet"
+    assert len(samples.train) == 40
+    assert samples.val is None
+    assert texts(samples, model[0])[3] == "<|im_start|>user\nHi 3<|im_end|>\n<|im_start|>assistant\none two 3<|im_end|>"
+    ids, labelled = samples.train.sample(3)
+    assert model[0].decode(ids[labelled]) == "one two 3<|im_end|>"
+    manifest = samples.manifest
+    assert manifest["reading"][0]["format"] == "prompt-completion"
+    assert manifest["counts"]["rows"] == manifest["counts"]["turns"] == 40
+    facts = manifest["splits"]["train"]
+    assert (facts["samples"], facts["tokens"]) == (40, len(samples.train.tokens))
+    assert facts["labelled"] == samples.train.labels == int(samples.train.labelled.sum())
+    assert facts["labelled_share"] == pytest.approx(facts["labelled"] / facts["tokens"], abs=1e-6)
+    assert manifest["tokenizer"]["fingerprint"] == model[0].fingerprint
+    assert manifest["template"]["fingerprint"] == model[1].fingerprint
+
+
+def test_the_same_is_used_again_and_another_is_made(prepare, tmp_path: Path, model):
+    first = prepare()
+    stamp = (tmp_path / "samples" / SAMPLES).stat().st_mtime_ns
+    again = prepare()
+    assert again.made == ""
+    assert (tmp_path / "samples" / SAMPLES).stat().st_mtime_ns == stamp
+    assert again.fingerprint == first.fingerprint
+    moved = write_rows(tmp_path / "elsewhere.jsonl", ROWS)
+    assert prepare(moved).made == ""
+    assert prepare(context=63).made == "settings changed since they were made"
+    assert prepare(ROWS[:-1], context=63).made == "source changed since they were made"
+    other = ChatTemplate("other", {"default": model[1].text + "{# #}"}, model[1].variables)
+    assert prepare(ROWS[:-1], context=63, template=other).made == "template changed since they were made"
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        "chat_template.jinja",
+        "manifest.json",
+        "problems.jsonl",
+        "samples.safetensors",
+        "tokenizer.json",
+    ]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_bytes_depend_on_content_only(prepare, tmp_path: Path):
+    prepare(folder="a", val_fraction=0.2)
+    prepare(folder="b", val_fraction=0.2)
+    for name in (SAMPLES, MANIFEST):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", [SAMPLES, MANIFEST])
+def test_damage_is_noticed_and_mended(prepare, tmp_path: Path, name: str):
+    whole = prepare()
+    path = tmp_path / "samples" / name
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match="damaged"):
+        open_samples(tmp_path / "samples")
+    mended = prepare()
+    assert mended.made.startswith("those that were there could not be used")
+    assert mended.fingerprint == whole.fingerprint
+    path.unlink()
+    assert prepare().made
+
+
+def test_what_is_not_ours_is_left_alone(prepare, tmp_path: Path):
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "thesis.txt").write_text("years of work", encoding="utf-8")
+    with pytest.raises(DataError, match=r"not one of samples; it holds 'thesis\.txt'"):
+        prepare()
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(DataError, match="is a file"):
+        prepare(folder="file")
+
+
+def test_a_full_disk_leaves_the_old_samples(prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    old = prepare()
+
+    def full(*arguments: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("safetensors.numpy.save_file", full)
+    with pytest.raises(ResourceError, match="No space left"):
+        prepare(ROWS[:5])
+    assert open_samples(tmp_path / "samples").fingerprint == old.fingerprint
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_progress_is_told(tmp_path: Path, model):
+    source = write_rows(tmp_path / "rows.jsonl", ROWS * 40)
+    told: list[PrepareProgress] = []
+    prepare_samples(SampleRequest(str(source), 64), *model, tmp_path / "samples", told.append)
+    assert [progress.phase for progress in told][-1] == "merging"
+    assert told[-1].documents == 1600
+    assert told[-1].bytes == told[-1].total_bytes == source.stat().st_size
+    assert [progress.documents for progress in told] == sorted(progress.documents for progress in told)
+    assert len(told) >= 4
+
+
+# Rows that are held out.
+
+
+def test_a_share_is_held_out_by_the_text(prepare, model):
+    rows = [{"prompt": f"Hi {number % 300}", "completion": "one"} for number in range(600)]
+    samples = prepare(rows, val_fraction=0.2)
+    train, val = (texts(samples, model[0], split) for split in ("train", "val"))
+    assert not set(train) & set(val)
+    assert len(train) + len(val) == 600
+    assert 0.1 < len(val) / 600 < 0.3
+    shuffled = prepare(rows[::-1], val_fraction=0.2)
+    assert set(texts(shuffled, model[0], "val")) == set(val)
+    other = prepare(rows, val_fraction=0.2, seed=1)
+    assert set(texts(other, model[0], "val")) != set(val)
+    grown = prepare([*rows, {"prompt": "new", "completion": "one"}], val_fraction=0.2)
+    assert set(val) <= set(texts(grown, model[0], "val"))
+
+
+def test_a_number_of_rows_is_held_out(prepare):
+    samples = prepare(val_rows=7)
+    assert (len(samples.train), len(samples.val)) == (33, 7)
+
+
+def test_few_rows_leave_one_on_either_side(prepare):
+    for fraction in (0.001, 0.999):
+        samples = prepare(ROWS[:3], val_fraction=fraction)
+        assert len(samples.train) >= 1
+        assert len(samples.val) >= 1
+
+
+def test_a_second_file_is_held_out(prepare, tmp_path: Path):
+    held_out = write_rows(tmp_path / "val.jsonl", [{"messages": chat("Hi", "one")}])
+    samples = prepare(val_source=str(held_out))
+    assert (len(samples.train), len(samples.val)) == (40, 1)
+    assert [reading["format"] for reading in samples.manifest["reading"]] == ["prompt-completion", "messages"]
+    write_rows(held_out, [{"messages": chat("Hi", "two")}])
+    assert prepare(val_source=str(held_out)).made == "val_source changed since they were made"
+
+
+def test_samples_of_one_conversation_stay_together(prepare, model):
+    rewriting = ChatTemplate("thinking", {"default": THINKING}, model[0].special)
+    rows = [{"messages": chat(f"Hi {n}", "one</think>a", "Hi", "two</think>b")} for n in range(30)]
+    samples = prepare(rows, template=rewriting, val_fraction=0.3)
+    assert samples.manifest["counts"]["turns_apart"] == 30
+    first_lines = [{text.split("<|im_end|>")[0] for text in texts(samples, model[0], s)} for s in ("train", "val")]
+    assert not first_lines[0] & first_lines[1]
+    assert len(samples.train) == 2 * len(first_lines[0])
+
+
+# Long samples.
+
+
+def test_long_samples_are_cut_and_counted(prepare, model):
+    rows = [
+        {"prompt": "Hi", "completion": "one two" * 20},
+        {"prompt": "Hi there" * 40, "completion": "one"},
+        {"prompt": "Hi", "completion": "one"},
+    ]
+    counts = prepare(rows, context=20).manifest["counts"]
+    assert (counts["truncated"], counts["dropped_labels_cut"], counts["dropped_too_long"]) == (2, 1, 0)
+    samples = prepare(rows, context=20)
+    assert samples.train.lengths.tolist() == [21, 11]
+    assert counts["longest"] > 80
+    dropped = prepare(rows, context=20, too_long="drop")
+    assert (len(dropped.train), dropped.manifest["counts"]["dropped_too_long"]) == (1, 2)
+    # One of context + 1 tokens fits: the last token is a target only.
+    assert len(prepare(rows[2:], context=10).train) == 1
+    assert prepare(rows[2:], context=10).manifest["counts"]["truncated"] == 0
+    assert prepare(rows[2:], context=9).manifest["counts"]["truncated"] == 1
+
+
+# What is told.
+
+
+def test_bad_rows_are_listed_and_the_rest_is_used(prepare, tmp_path: Path):
+    rows = [*ROWS, {"prompt": "Hi"}, {"prompt": "Hi", "completion": ""}, ["x"]]
+    samples = prepare(rows)
+    assert len(samples.train) == 40
+    assert samples.manifest["problems"] == {"all": 3, "empty": 1, "field": 2}
+    assert samples.manifest["counts"]["rows"] == 43
+    listed = [json.loads(line) for line in (tmp_path / "samples" / "problems.jsonl").read_text().splitlines()]
+    assert [(problem["place"], problem["kind"]) for problem in listed] == [
+        ("line 41", "field"),
+        ("line 42", "empty"),
+        ("line 43", "field"),
+    ]
+
+
+def test_special_tokens_in_content_are_counted(prepare):
+    samples = prepare([*ROWS, {"prompt": "say <|im_end|>", "completion": "one"}])
+    assert samples.manifest["counts"]["special_in_content"] == 1
+
+
+def test_text_without_a_template(prepare, model):
+    samples = prepare([{"text": "Hi there"}] * 2, template=None)
+    ids, labelled = samples.train.sample(1)
+    assert model[0].decode(ids) == "Hi there<|im_end|>"
+    assert labelled.tolist() == [False, True, True]
+    assert not (samples.folder / "chat_template.jinja").exists()
+
+
+BAD_DATA: list[tuple[str, bytes, dict[str, Any], str]] = [
+    ("a.jsonl", b"", {}, "the file is empty"),
+    ("a.jsonl", b"\n \n", {}, "has no rows"),
+    ("a.json", b"[]", {}, "has no rows"),
+    ("a.jsonl", b'[\n{"prompt": "Hi",\n', {}, "cannot be used; the first"),
+    ("a.jsonl", b"{\n", {}, "line 1: it is not JSON"),
+    ("a.jsonl", b"hello\n", {}, "it is not JSON"),
+    ("a.jsonl", b"\xff\xfe\x00", {}, "NUL"),
+    ("a.json", b'[{"prompt": "Hi", "completion": "one"}, {"prom', {}, "element 2, byte"),
+    ("a.json", b'[{"prompt": "Hi", "completion": "one"}', {}, "no closing bracket"),
+    ("a.json", b'{"train": [1]}', {}, "fit no format; the first has train"),
+    ("a.jsonl", b"3\n", {}, "fit no format"),
+    ("a.jsonl", b'{"title": "a"}\n', {}, "fit no format; the first has title"),
+    ("a.jsonl", b'{"prompt": "Hi", "completion": ""}\n', {}, "'completion' is empty"),
+    ("a.jsonl", b'{"prompt": "Hi", "completion": "x"}\n', {"format": "alpaca"}, "lacks the field 'instruction'"),
+    ("a.jsonl", b'{"q": "Hi", "a": "x"}\n', {"fields": {"prompt": "q", "completion": "b"}}, "fit no format"),
+    ("a.jsonl", b'{"prompt": "Hi", "completion": "\\ud800"}\n', {}, "half of a surrogate"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": "Hi"}]}\n', {}, "no assistant turn"),
+    ("a.jsonl", b'{"messages": [{"role": "boss", "content": "Hi"}]}\n', {}, "the role 'boss'"),
+    ("a.jsonl", b'{"messages": [{"role": "user", "content": 3}]}\n', {}, "a number as 'content'"),
+    (
+        "a.jsonl",
+        b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}\n',
+        {},
+        "marked as not to be learned",
+    ),
+    (
+        "a.jsonl",
+        b'{"prompt": "Hi there Hi there", "completion": "x"}\n',
+        {"context": 4},
+        "longer than the context of 4",
+    ),
+    (
+        "a.jsonl",
+        b'{"prompt": "Hi", "completion": "x"}\n',
+        {"context": 4, "too_long": "drop"},
+        "longer than the context of 4",
+    ),
+    ("a.jsonl", b'{"prompt": "Hi", "completion": "x"}\n' * 3, {"val_fraction": 0.1}, "fewer than two different"),
+    ("a.jsonl", b'{"prompt": "Hi", "completion": "x"}\n{"text": 1}\n', {}, "1 of 2 rows"),
+    ("a.jsonl.gz", b"not gzip", {}, "it is not gzip"),
+    ("a.parquet", b"PAR1", {}, "its end is missing"),
+    ("a.csv", b"text\n", {}, "has no rows"),
+    ("a.csv", b'text\n"open\n', {}, "quote is opened"),
+    ("a.txt", b"hello", {}, "holds no rows of instructions"),
+    ("a.bin", b"hello", {}, "holds no rows of instructions"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "request_", "words"), BAD_DATA)
+def test_bad_data_is_one_clear_error(prepare, tmp_path: Path, name: str, content: bytes, request_: dict, words: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        prepare(tmp_path / name, **request_)
+    assert words in caught.value.message
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+    assert not (tmp_path / "samples").exists()
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"format": "chat"}, "no format 'chat'"),
+    ({"fields": {"answer": "a"}}, "no field 'answer'"),
+    ({"train_on": "user"}, "train_on is 'user'"),
+    ({"too_long": "cut"}, "too_long is 'cut'"),
+    ({"context": 0}, "the context is 0"),
+    ({"val_fraction": 1.0}, "val_fraction is 1.0"),
+    ({"val_fraction": -0.1}, "val_fraction is -0.1"),
+    ({"val_rows": 0}, "val_rows is 0"),
+    ({"val_rows": 3, "val_fraction": 0.1}, "more than one way"),
+    ({"most_bad": 2.0}, "most_bad is 2.0"),
+]
+
+
+@pytest.mark.parametrize(("request_", "words"), BAD_REQUESTS)
+def test_bad_requests_are_config_errors(prepare, request_: dict, words: str):
+    with pytest.raises(ConfigError) as caught:
+        prepare(**request_)
+    assert words in caught.value.message
+    assert caught.value.exit_code == 2
+
+
+def test_sources_that_are_not_there(prepare, tmp_path: Path):
+    with pytest.raises(UserError, match="there is no source"):
+        prepare(tmp_path / "missing.jsonl")
+    with pytest.raises(DataError, match="there are no samples"):
+        open_samples(tmp_path)
+    with pytest.raises(DataError, match="40 rows are to be held out"):
+        prepare(val_rows=40)
+
+
+def test_without_a_template_only_plain_texts_can_be_written(prepare):
+    with pytest.raises(DataError, match="no chat template to write them"):
+        prepare([{"messages": chat("Hi", "one")}], template=None)
+
+
+def test_a_tokenizer_without_an_end_is_refused_for_bare_text(tmp_path: Path):
+    folder = write_model(tmp_path / "m", FAMILIES["marked"], None)
+    (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    source = write_rows(tmp_path / "rows.jsonl", [{"text": "Hi there"}])
+    with pytest.raises(DataError, match="no end-of-text token"):
+        prepare_samples(SampleRequest(str(source), 64), read_model_tokenizer(folder), None, tmp_path / "samples")
+
+
+# The preview.
+
+
+def test_a_sample_is_shown_with_what_is_trained_on(prepare, model):
+    samples = prepare([{"prompt": "Hi\t\x1b[31m", "completion": "one\ntwo\u202e"}])
+    pieces = [(piece.text, piece.labelled) for piece in preview(*samples.train.sample(0), model[0])]
+    assert [labelled for _, labelled in pieces] == [False, True]
+    plain = drawn(pieces, most=1000, colour=False).plain
+    assert "Hi⇥\\x1b[31m<|im_end|>⏎\n" in plain
+    assert "⟦one⏎\ntwo\\u202e<|im_end|>⟧" in plain
+    colourful = drawn(pieces, most=1000, colour=True)
+    assert "⟦" not in colourful.plain
+    trained = "".join(colourful.plain[span.start : span.end] for span in colourful.spans if span.style == "bold green")
+    assert trained == "onetwo<|im_end|>"
+
+
+def test_a_long_sample_is_shown_by_its_ends():
+    pieces = [("a" * 50, False), ("b" * 50, True), ("c" * 50, False), ("d" * 50, True)]
+    assert drawn(pieces, most=120, colour=False).plain == (
+        "a" * 50 + "⟦" + "b" * 10 + "⟧" + " [80 characters left out] " + "c" * 10 + "⟦" + "d" * 50 + "⟧"
+    )
+    assert drawn([("x" * 100, True)], most=10, colour=False).plain == "⟦xxxxx⟧ [90 characters left out] ⟦xxxxx⟧"
+
+
+def test_printing_needs_no_colour(capsys: pytest.CaptureFixture[str]):
+    print_sample([("Hi", False), ("one", True)], console=Console(width=40, color_system=None))
+    assert capsys.readouterr().out == "Hi⟦one⟧\n"
+
+
+def test_arrays_are_what_they_say(prepare, model):
+    samples = prepare(val_rows=5)
+    for split in (samples.train, samples.val):
+        assert split.offsets[0] == 0
+        assert split.offsets[-1] == len(split.tokens) == len(split.labelled)
+        assert split.tokens.dtype == np.dtype("<u2")
+        assert int(split.tokens.max()) < model[0].vocab
+        assert not split.labelled[split.offsets[:-1]].any()
+        assert all(split.sample(number)[1].any() for number in range(len(split)))

@@ -94,6 +94,11 @@ def test_attention_of_packed_documents_is_that_of_each_alone(backend, groups):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-11)
 
 
+def gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def model_of(family: str, **execution) -> GPT:
     shape = {"layers": 2, "width": 32, "heads": 4, "context": ROW, "family": family}
     config = ModelConfig(**shape, **({"kv_heads": 2, "tied": False} if family == "gpt" else {}))
@@ -117,7 +122,7 @@ def test_packed_losses_and_gradients_are_the_sum_of_separate_ones(family, checkp
     model.train()
     tokens, targets, layout = batch()
     model(tokens, targets, 0.0, layout).backward()
-    mine = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    mine = {name: gradient_of(parameter).clone() for name, parameter in model.named_parameters()}
     total = float(model(tokens, targets, 0.0, layout).detach())
     model.zero_grad()
     expected = 0.0
@@ -156,7 +161,7 @@ def test_the_head_works_on_labelled_tokens_alone_and_the_loss_is_the_same():
     assert layout.labelled_L is not None
     few = model(tokens, targets, 0.0, layout)
     few.backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    gradients = [gradient_of(parameter).clone() for parameter in model.parameters()]
     model.zero_grad()
     every = model(tokens, targets)
     every.backward()
@@ -225,7 +230,7 @@ def test_on_a_gpu_our_kernels_pack_as_the_plain_path_does(backend):
         with torch.autocast("cuda", torch.bfloat16):
             loss = model(tokens.to(device), targets.to(device), 0.0, layout)
         loss.backward()
-        results.append((float(loss.detach()), [parameter.grad.float() for parameter in model.parameters()]))
+        results.append((float(loss.detach()), [gradient_of(parameter).float() for parameter in model.parameters()]))
     assert results[0][0] == pytest.approx(results[1][0], rel=2e-3)
     for plain, ours in zip(results[0][1], results[1][1], strict=True):
         assert float((plain - ours).norm() / plain.norm().clamp(min=1e-6)) < 3e-2

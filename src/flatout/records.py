@@ -139,6 +139,14 @@ class SampleRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class PreviewRecord:
+    """The first sample of a fine-tuning run before anything is learned: its text in pieces, and whether each is."""
+
+    step: int
+    pieces: tuple[tuple[str, bool], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
     step: int
     path: str
@@ -376,6 +384,7 @@ Record = (
     | EvalRecord
     | EpochRecord
     | SampleRecord
+    | PreviewRecord
     | CheckpointRecord
     | NoticeRecord
     | SpanRecord
@@ -389,6 +398,7 @@ _NAMES: dict[type, str] = {
     EvalRecord: "eval",
     EpochRecord: "epoch",
     SampleRecord: "sample",
+    PreviewRecord: "preview",
     CheckpointRecord: "checkpoint",
     NoticeRecord: "notice",
     SpanRecord: "spans",

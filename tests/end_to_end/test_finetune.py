@@ -55,6 +55,14 @@ def test_a_run_learns_says_what_it_learns_from_and_saves_adapters_alone(words):
     assert sum(tensor.numel() for tensor in saved.model.values()) == info.trained_parameters
 
 
+def test_what_is_learned_is_shown_before_the_first_step(words, capsys):
+    assert main(["finetune", *words("train.steps=1", "train.epochs=null")]) == 0
+    said = capsys.readouterr().out
+    assert said.index("\u27e6It is ") < said.index("step 1/1")
+    assert "<|im_end|>\u27e7" in said
+    assert "What is" in said[: said.index("\u27e6")]
+
+
 def test_the_base_is_never_changed(words):
     before = {name: tensor.clone() for name, tensor in api.load_model("base", device="cpu").model.named_parameters()}
     folder = next(iter(api.train(load_config("lora", words("train.steps=3", "train.epochs=null"))))).folder

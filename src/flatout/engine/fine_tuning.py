@@ -14,6 +14,7 @@ import torch
 from flatout.config.schema import LoraConfig, RunConfig
 from flatout.data.chat_template import ChatTemplate, load_template
 from flatout.data.make_samples import COUNTS, Progress, SampleRequest, prepare_samples
+from flatout.data.masking import preview
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.tokenizer import Ids, ModelTokenizer
@@ -51,6 +52,10 @@ class SampleData:
     description: Description
     train: SampleSplit
     val: SampleSplit
+
+    def preview(self) -> tuple[tuple[str, bool], ...]:
+        """The first sample in pieces that are learned or not, as people should see it before they train on it."""
+        return tuple((piece.text, piece.labelled) for piece in preview(*self.train.samples.sample(0), self.tokenizer))
 
     def prompt(self) -> list[int]:
         """The first held-out sample up to its first label: something to answer, as the model will be asked."""

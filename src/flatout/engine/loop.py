@@ -39,6 +39,7 @@ from flatout.records import (
     EpochRecord,
     EvalRecord,
     NoticeRecord,
+    PreviewRecord,
     Record,
     RunInfo,
     SampleRecord,
@@ -80,6 +81,8 @@ def train_loop(
     yield run_info(run, folder, progress.step, resumed_from)
     for message in run.notices if progress.step < run.steps else ():
         yield NoticeRecord(step=progress.step, message=message)
+    if isinstance(run.dataset, SampleData) and progress.step == 0:
+        yield PreviewRecord(step=0, pieces=run.dataset.preview())
     spent = _out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
     reason, checkpoint = "early_stop" if spent else "finished", resumed_from
     position = None if resumed is None else resumed.state.get("stream")

@@ -14,6 +14,7 @@ from rich.text import Text
 from flatout.config.schema import SpeedConfig
 from flatout.observe.human import human_bytes, human_count, human_seconds, printable
 from flatout.observe.measured.estimate_table import expected
+from flatout.observe.measured.sample_preview import print_sample
 from flatout.observe.terminal import Terminal
 from flatout.records import (
     CheckpointRecord,
@@ -22,6 +23,7 @@ from flatout.records import (
     EvalRecord,
     Feature,
     NoticeRecord,
+    PreviewRecord,
     Record,
     RunInfo,
     SampleRecord,
@@ -60,6 +62,11 @@ class TerminalReader:
     def show(self, record: Record) -> None:
         if isinstance(record, StepRecord):
             self._step(record)
+            return
+        if isinstance(record, PreviewRecord):
+            self.console.print(Text("--- a sample; what is learned is in colour, or in brackets ---"))
+            print_sample(record.pieces, most=1500, console=self.console)
+            self.console.print(Text("---"))
             return
         for line in self._lines(record):
             self.console.print(Text(printable(line)))

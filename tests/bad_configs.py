@@ -96,9 +96,12 @@ def bad_items(path: str) -> list[str]:
     if path == "data.source":
         items += [f"{{path: a, {wrong}}}" for wrong in BAD_IN_SOURCE]
         good = ["a.txt", "{path: b, weight: 2}", "'c d'"]
-    else:
+    elif path == "clean.languages":
         items += ["EN", "e", "engl", "''", "'e n'"]
         good = ["en", "de", "no"]
+    else:
+        items += ["''"]
+        good = ["q_proj", "v_proj", "o_proj"]
     return [f"[{', '.join([*good[:place], item, *good[place:]])}]" for item in items for place in range(3)]
 
 

@@ -249,7 +249,10 @@ def load_model(path: str | Path | None = None, *, device: str = "auto", best: bo
 def _tokenizer_of(description: Description) -> Tokenizer:
     """The tokenizer beside the weights, or GPT-2's own. Models often have some more ids than it, which are not used."""
     path = description.folder / "tokenizer.json"
-    tokenizer = read_model_tokenizer(description.folder) if path.is_file() else load_tokenizer("gpt2", None)
+    if (description.folder / "tokenizer_config.json").is_file() and path.is_file():
+        tokenizer = read_model_tokenizer(description.folder)
+    else:
+        tokenizer = load_tokenizer(str(path) if path.is_file() else "gpt2", None)
     fits = tokenizer.vocab <= description.vocab if path.is_file() else tokenizer.vocab == description.vocab
     if not fits:
         what = "its tokenizer.json" if path.is_file() else "it has no tokenizer.json, and GPT-2's tokenizer"

@@ -159,9 +159,9 @@ def test_a_graph_break_is_counted_and_explained(tiny, monkeypatch):
     run = setup_run(tiny("train.steps=2", "speed.compile=default"))
     real = type(run.model).hidden
 
-    def broken(model, tokens, cache=None):
+    def broken(model, tokens, cache=None, layout=None):
         torch._dynamo.graph_break()
-        return real(model, tokens, cache)
+        return real(model, tokens, cache, layout)
 
     monkeypatch.setattr(type(run.model), "hidden", broken)
     with run.batches(0) as loader:

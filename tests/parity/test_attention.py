@@ -119,7 +119,7 @@ def test_fa4_between_its_two_kernels(side_by_side, backend, monkeypatch):
         raise AssertionError("the forward pass of another backend")
 
     parts_only = functools.partial(forward, causal=True, return_lse=True)
-    monkeypatch.setattr(flash_attention_4, "_kernels", lambda: (forward if backend == "fa4" else never, backward))
+    monkeypatch.setattr(flash_attention_4, "fa4_kernels", lambda: (forward if backend == "fa4" else never, backward))
     monkeypatch.setattr(
         flash_attention_4, "_cudnn_forward", never if backend == "fa4" else lambda *parts: parts_only(*parts)[:2]
     )

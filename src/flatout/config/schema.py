@@ -308,7 +308,7 @@ class ChatConfig(Section):
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = Field(
         default="auto", description="How a row tells a conversation; auto looks at the first rows."
     )
-    fields: list[Annotated[str, Field(pattern=r"^\w+=.+$")]] = Field(
+    fields: list[Name] = Field(
         default=[], description="Columns under other names, such as [prompt=question, completion=answer]."
     )
     template: Name = Field(
@@ -325,6 +325,16 @@ class ChatConfig(Section):
         default=True, description="Several samples in a row, none of which sees another; false pads each to a row."
     )
     batch_samples: Positive = Field(default=8, description="Samples per optimizer step.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for pair in self.fields:
+            name, sign, column = pair.partition("=")
+            if not (name and sign and column):
+                raise Conflict(
+                    f"fields has {pair!r}, which is no name with a column", "write chat.fields=[prompt=question]"
+                )
+        return self
 
 
 class LoraConfig(Section):

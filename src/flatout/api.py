@@ -25,6 +25,7 @@ from flatout.data.loader import evaluation_batches
 from flatout.data.model_folder import read_model_tokenizer, read_templates
 from flatout.data.pack import Progress
 from flatout.data.prepare import data_folder, prepare_data
+from flatout.data.sample_loader import sample_batches
 from flatout.data.shards import Tokens, open_dataset
 from flatout.data.stream import open_stream
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
@@ -33,7 +34,7 @@ from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
-from flatout.engine.fine_tuning import adapter_plan, base_of
+from flatout.engine.fine_tuning import adapter_plan, base_of, open_sample_data
 from flatout.engine.loop import train_loop
 from flatout.engine.run_folder import (
     checkpoint_to_load,
@@ -44,7 +45,7 @@ from flatout.engine.run_folder import (
     run_lock,
     set_later_aside,
 )
-from flatout.engine.setup import Run, check_disk, out_of_memory, setup_run
+from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run
 from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.files import disk_errors
@@ -278,10 +279,18 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     cached: bool = True,
+    bare: bool = True,
 ) -> Generator[str]:
-    """Yields the continuation of `prompt` in pieces, as soon as each is whole text."""
+    """Yields the continuation of `prompt` in pieces, as soon as each is whole text.
+
+    A `bare` one was written by no template: BOS comes before it where the model expects that.
+    """
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
-    ids = loaded.tokenizer.encode(prompt).tolist()
+    tokenizer = loaded.tokenizer
+    if bare and isinstance(tokenizer, ModelTokenizer):
+        ids = tokenizer.encode_prompt(prompt).tolist()
+    else:
+        ids = tokenizer.encode(prompt).tolist()
     stop = loaded.tokenizer.end_of_text
     if not ids:
         if stop is None:
@@ -345,6 +354,8 @@ def evaluate(
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     if data is None and loaded.config is None:
         raise UsageError(f"{loaded.origin} does not say what it was trained on", "name prepared shards with --data")
+    if data is None and _known(loaded.config).chat.source is not None:
+        return _evaluate_samples(loaded, split, tokens, batch_size)
     if data is None and _known(loaded.config).data.streaming:
         shards = _streamed_validation(loaded, split)
     else:
@@ -359,6 +370,34 @@ def evaluate(
         loss=loss,
         perplexity=perplexity(loss),
         bits_per_byte=bits_per_byte(loss, shards),
+        tokens=count,
+        split=split,
+        origin=str(loaded.origin),
+    )
+
+
+def _evaluate_samples(loaded: LoadedModel, split: str, tokens: int | None, batch_size: int) -> Evaluation:
+    """Of a fine-tuned run: the mean over the learned tokens of its samples."""
+    config, device = _known(loaded.config), loaded.device.torch_device
+    dataset = open_sample_data(config, None)
+    if dataset.manifest.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{config.chat.source} no longer gives the samples that {loaded.origin} was trained on",
+            "put the file and the model's folder back as they were",
+        )
+    batches = sample_batches(
+        first_samples((dataset.val if split == "val" else dataset.train).samples, tokens),
+        row_tokens=config.model.context,
+        batch_samples=batch_size,
+        packing=config.chat.packing,
+        device=device,
+    )
+    with out_of_memory():
+        loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
+    return Evaluation(
+        loss=loss,
+        perplexity=perplexity(loss),
+        bits_per_byte=None,
         tokens=count,
         split=split,
         origin=str(loaded.origin),
@@ -406,6 +445,11 @@ def export(model: LoadedModel | str | Path | None, folder: str | Path, *, dtype:
     if dtype not in DTYPES:
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
+    if loaded.adapters is not None and not loaded.adapters.detached:
+        raise UsageError(
+            f"{loaded.origin} has adapters, and an export would hold the model without them",
+            "write them into the weights with `flatout merge`",
+        )
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} is a file or not empty", "name a new folder to export into")
@@ -434,12 +478,13 @@ def merge(
 ) -> Merged:
     """Writes a fine-tuned model as one Hugging Face folder, its adapters inside the weights.
 
-    The sum is made in fp32 and rounded once. Logits are compared on `prompt`, or on a short text of our own.
+    The sum is made in fp32 and rounded once; a model that is handed over has it in its own weights afterwards. Logits
+    are compared on `prompt`, or on a short text of our own.
     """
     if dtype not in ("bf16", "fp32"):
         raise UsageError(f"merged weights are bf16 or fp32, not {dtype}", "use bf16 or fp32")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
-    if loaded.adapters is None:
+    if loaded.adapters is None or loaded.adapters.detached:
         raise UsageError(f"{loaded.origin} has no adapters to merge", "write it as it is with `flatout export`")
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -460,12 +505,16 @@ MERGE_PROMPT = "Name three things that fly, and say in one sentence how they do 
 
 
 def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The text after which the model answers `message`, by the template it was taught with; without one, as it is."""
+    """The text after which the model answers `message`, by the template it was taught with.
+
+    Without one it is the message, after BOS where the model expects it.
+    """
     template, folder = model.template, None if model.description is None else model.description.folder
-    if template is None and folder is not None and isinstance(model.tokenizer, ModelTokenizer):
+    # A run that was taught without a template must not be asked with that of its base.
+    if template is None and folder is not None and model.config is None and isinstance(model.tokenizer, ModelTokenizer):
         template = load_template("model", folder, model.tokenizer) if read_templates(folder) else None
     if template is None:
-        return message
+        return (model.tokenizer.begin or "") + message if isinstance(model.tokenizer, ModelTokenizer) else message
     return template.render([*history, {"role": "user", "content": message}], add_generation_prompt=True)
 
 

@@ -99,6 +99,17 @@ def load(words: argparse.Namespace) -> "LoadedConfig":
     return load_config(words.config, words.overrides, hardware=hardware)
 
 
+def load_pretraining(words: argparse.Namespace, verb: str) -> "LoadedConfig":
+    """The config that parsed words ask for, in a verb that knows plain text alone."""
+    loaded = load(words)
+    if loaded.config.chat.source is not None:
+        raise UsageError(
+            f"`flatout {verb}` is for pretraining, and this config has chat.source",
+            "leave chat.source out, or fine-tune it with `flatout finetune`",
+        )
+    return loaded
+
+
 def add_model(parser: Parser) -> None:
     """Makes a verb take a trained model."""
     parser.add_argument("run", nargs="?", help="a run, checkpoint or Hugging Face folder; default: the newest run")

@@ -182,3 +182,47 @@ def test_adapters_need_the_model_they_were_trained_on(words):
     Path("base").rename("moved")
     with pytest.raises(UserError, match="base"):
         api.load_model("runs/lora", device="cpu")
+
+
+@pytest.mark.parametrize("packing", ["true", "false"])
+def test_a_context_that_is_no_multiple_of_row_lengths(words, packing):
+    texts = [{"text": f"{n} " + ("Hello" if n % 2 else "What is it " * 12)} for n in range(20)]
+    Path("mixed.json").write_text(json.dumps(texts), encoding="utf-8")
+    more = ("chat.source=mixed.json", "model.context=40", f"chat.packing={packing}", "train.epochs=1.0")
+    assert isinstance(list(api.train(load_config("lora", words(*more))))[-1], EndRecord)
+
+
+def test_eval_measures_what_the_run_measured_and_export_refuses_adapters(words, tmp_path):
+    records = list(api.train(load_config("lora", words())))
+    folder = records[0].folder
+    last = [record for record in records if isinstance(record, EvalRecord)][-1]
+    measured = api.evaluate(folder)
+    assert measured.tokens == last.tokens
+    assert measured.loss == pytest.approx(min(r.loss for r in records if isinstance(r, EvalRecord)), rel=1e-5)
+    with pytest.raises(UserError, match="without them"):
+        api.export(folder, tmp_path / "out")
+    model = api.load_model(folder, device="cpu")
+    api.merge(model, tmp_path / "one")
+    with pytest.raises(UserError, match="no adapters"):
+        api.merge(model, tmp_path / "two")
+
+
+@pytest.mark.parametrize("verb", ["estimate", "bench", "tune", "tune lr", "profile", "prepare"])
+def test_verbs_for_pretraining_say_so(words, verb, capsys):
+    assert main([*verb.split(), "lora", *words()]) == 2
+    said = capsys.readouterr().err
+    assert "is for pretraining" in said
+    assert len(said.strip().splitlines()) == 2
+
+
+def test_dropout_in_the_model_is_refused_with_the_config(words):
+    with pytest.raises(UserError, match="no dropout"):
+        load_config("lora", words("model.dropout=0.1"))
+
+
+def test_what_was_taught_without_a_template_is_asked_without_one(words):
+    Path("pairs.json").write_text(json.dumps([{"prompt": f"one {n}", "completion": " two"} for n in range(9)]))
+    more = ("chat.source=pairs.json", "chat.template=none", "train.steps=1", "train.epochs=null")
+    info, *_ = api.train(load_config("lora", words(*more)))
+    assert isinstance(info, RunInfo)
+    assert api.chat_prompt(api.load_model(info.folder, device="cpu"), "one 1") == "one 1"

@@ -630,6 +630,10 @@ class RunConfig(Section):
             raise Conflict(
                 "the length of a fine-tuning run is told in steps or epochs", "set train.epochs, such as train.epochs=3"
             )
+        if self.model.dropout > 0:
+            raise Conflict(
+                "attention inside samples has no dropout, and model.dropout is set", "set lora.dropout instead"
+            )
         if self.data.streaming:
             raise Conflict("data.streaming is for plain text", "leave data.streaming out, or chat.source")
         count, samples = self.speed.accumulation, self.chat.batch_samples

@@ -44,6 +44,14 @@ def examine(
     """Checks a machine and a config. `hardware` may be auto; `quick` leaves out compiling and slow trials."""
     named = None if hardware == "auto" else hardware
     loaded, complaints = _load(target, overrides, named)
+    rest = ("data, config and memory were not checked, as the config cannot be read", "Mend it and ask again.")
+    if loaded is not None and loaded.config.chat.source is not None:
+        # The model is that of another folder, and the data are samples: the checks would be of something else.
+        rest = (
+            "data, config and memory were not checked: this config has chat.source, which is not known here yet",
+            "`flatout finetune` checks them when it starts.",
+        )
+        loaded = None
     progress("looking at the machine; importing torch")
     here = machine is None
     machine = gather_machine() if machine is None else machine
@@ -94,8 +102,8 @@ def examine(
             area="config",
             name="the rest",
             status="note",
-            found="data, config and memory were not checked, as the config cannot be read",
-            advice="Mend it and ask again.",
+            found=rest[0],
+            advice=rest[1],
         )
         return
 

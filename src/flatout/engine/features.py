@@ -158,7 +158,7 @@ def resolve_speed(
         precision=precision,
         execution=Execution(
             attention=attention,
-            document_attention="flash" if device.kind == "cuda" and precision in ("bf16", "fp16") else "sdpa",
+            document_attention=_document_attention(attention, device, precision, deterministic),
             kernels=kernels,
             products=products,
             residual=residual,
@@ -294,6 +294,15 @@ def _attention(
             return faster, ""
     reason = failure(wanted)
     return (wanted, "") if reason is None else ("sdpa", reason)
+
+
+def _document_attention(attention: str, device: Device, precision: str, deterministic: bool) -> str:
+    """What works inside packed documents: by bounds where torch's FlashAttention-2 runs, or else with a mask."""
+    if attention == "reference":
+        return "reference"
+    ampere = device.capability is not None and device.capability >= (8, 0)
+    fast = device.kind == "cuda" and ampere and precision in ("bf16", "fp16") and not deterministic
+    return "flash" if fast else "sdpa"
 
 
 def _faster_with_fa4(model: ModelConfig) -> str | None:

@@ -92,7 +92,7 @@ def open_sample_data(config: RunConfig, progress: Progress | None) -> SampleData
         train_on=chat.train_on,
         too_long=chat.too_long,
         val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
-        seed=config.train.seed,
+        seed=0,  # the same rows are held out whatever the seed of the run
     )
     folder = Path(config.data.folder or f"data/{Path(chat.source).stem}-samples")
     samples = prepare_samples(request, tokenizer, template, folder, progress)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from flatout.data.loader import Batch
+from flatout.data.sample_loader import SampleOrder
 from flatout.device import free_memory, is_out_of_memory
 from flatout.engine.setup import Run, first_sentence, memory_error
 
@@ -32,7 +33,8 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        if run.step.micro_batch == 1 or run.step.updating:  # nothing left to halve, or the weights may have moved
+        rows = min(run.step.micro_batch, batch.tokens.shape[0])  # packed samples may have fewer than a micro-batch
+        if rows == 1 or run.step.updating:  # nothing left to halve, or the weights may have moved
             raise memory_error(error) from error
         sentence = first_sentence(error)
     run.random.assign(before)
@@ -40,16 +42,21 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
 
 
 def use_less_memory(run: Run, sequences: int, sentence: str) -> str:
-    """Halves the micro-batch, to a divisor of the batch; returns what to tell the user."""
-    before = run.step.micro_batch
-    size = next(size for size in range(before // 2, 0, -1) if sequences % size == 0)
+    """Halves the micro-batch, to a divisor of the batch; returns what to tell the user.
+
+    Packed samples have other numbers of rows in other steps, which no size divides: there it is halved as it is.
+    """
+    before = min(run.step.micro_batch, sequences)
+    packed = isinstance(run.order, SampleOrder)
+    size = next(size for size in range(before // 2, 0, -1) if packed or sequences % size == 0)
     run.step.use_micro_batch(size)
     device = run.speed.device.torch_device
     free_memory(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)  # the peak shown is that of what runs now
+    count = -(-sequences // size)
     return (
-        f"{sentence}: going on with micro-batches of {size} instead of {before}, {sequences // size} per step; batch "
+        f"{sentence}: going on with micro-batches of {size} instead of {before}, {count} per step; batch "
         f"and loss stay the same (next time: speed.micro_batch={size}, or `flatout tune`)"
     )
 

@@ -194,7 +194,8 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         vocab=vocab,
     )
     memory = memory_of(config, vocab, speed)
-    check_fits(memory, device)
+    if not isinstance(dataset, SampleData):  # the estimate is for full rows, and samples seldom fill them
+        check_fits(memory, device)
     steps = _steps(config, order)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
@@ -280,16 +281,17 @@ def _vocabulary(config: RunConfig, dataset: Dataset | StreamDataset | SampleData
 
 def _steps(config: RunConfig, order: WindowOrder | SampleOrder) -> int:
     train, batch = config.train, config.train.batch_tokens // config.model.context
-    if isinstance(order, SampleOrder):
-        return train.steps or math.ceil((train.epochs or 0) * order.steps_per_epoch)
     if train.steps is not None:
         steps = train.steps
+    elif isinstance(order, SampleOrder):
+        steps = math.ceil((train.epochs or 0) * order.steps_per_epoch)
     elif train.tokens is not None:
         steps = -(-train.tokens // train.batch_tokens)
     else:
         steps = math.ceil((train.epochs or 0) * order.windows / batch)
     if steps > MOST_STEPS:
-        raise ConfigError(f"the run would have {steps:,} steps, more than {MOST_STEPS:,}", "raise train.batch_tokens")
+        size = "chat.batch_samples" if isinstance(order, SampleOrder) else "train.batch_tokens"
+        raise ConfigError(f"the run would have {steps:,} steps, more than {MOST_STEPS:,}", f"raise {size}")
     return steps
 
 

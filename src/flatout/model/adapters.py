@@ -61,6 +61,7 @@ class Adapters:
 
     def __init__(self, model: GPT, plan: AdapterPlan, naming: Naming, choices: list[Choice], seed: int) -> None:
         self.model, self.plan, self.naming, self.choices = model, plan, naming, choices
+        self.detached = False
         self._trained_before = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._random_before = model.random
         for parameter in model.parameters():
@@ -262,6 +263,7 @@ class Adapters:
         for parameter in self._trained_before:
             parameter.requires_grad_(True)
         self.model.random = self._random_before
+        self.detached = True
 
 
 def _seed_of(seed: int, layer: int, path: str) -> int:

@@ -92,7 +92,7 @@ class GPT(nn.Module):
     def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
         position = 0 if cache is None else cache.length
         length = tokens_BT.shape[1]
-        last = position + (length if layout is None else layout.longest)
+        last = position + (length if layout is None else layout.reach)
         if last > self.config.context:
             raise ValueError(f"{last} positions do not fit the context of {self.config.context}")
         if self.execution.kernels == "triton" and cache is None:

@@ -17,6 +17,7 @@ Shape legend: B rows, T tokens of a row, N = B·T, E documents, H query heads, G
 
 import dataclasses
 import functools
+import inspect
 
 import numpy as np
 import numpy.typing as npt
@@ -53,9 +54,10 @@ class Layout:
     """Where documents lie in packed rows. Made by `lay_out`; tensors are on the device."""
 
     documents_BT: Tensor  # int32: each document of the batch has a number of its own
-    positions_BT: Tensor  # int64, from 0 in each document
+    positions_BT: Tensor  # int64, from 0 in each document; 0 in padding, which may be longer than a context
     bounds_E: Tensor  # int32, E + 1 of them, over all rows one after the other
     longest: int  # tokens of the longest document, padding included
+    reach: int  # positions that are needed: tokens of the longest document that is none
     labelled_L: Tensor | None  # int64: tokens with a label, and one without for each place that is left over
 
     @functools.cached_property
@@ -84,7 +86,8 @@ def lay_out(
     starts = np.flatnonzero(begins.reshape(-1))
     bounds = np.append(starts, rows * length)
     lengths = np.diff(bounds)
-    positions = np.arange(rows * length) - np.repeat(starts, lengths)
+    inside = documents_BT.reshape(-1) >= 0
+    positions = np.where(inside, np.arange(rows * length) - np.repeat(starts, lengths), 0)
     numbers = np.repeat(np.arange(len(starts)), lengths)
 
     def there(values: npt.NDArray[np.generic], kind: torch.dtype) -> Tensor:
@@ -97,6 +100,7 @@ def lay_out(
         positions_BT=there(positions.reshape(rows, length), torch.int64),
         bounds_E=there(bounds, torch.int32),
         longest=int(lengths.max()),
+        reach=int(positions.max()) + 1,
         labelled_L=None if labelled is None else there(labelled, torch.int64),
     )
 
@@ -133,7 +137,10 @@ def document_mask(documents_BT: Tensor) -> Tensor:
 def _flash(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_E: Tensor, longest: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(q_NHD, k_NGD, v_NGD, bounds_E, bounds_E, longest, longest, window_size=(-1, 0))  # pyright: ignore
+    # torch 2.11 takes fewer key heads as they come; later ones want to be asked for it.
+    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters and q_NHD.shape[1] != k_NGD.shape[1]
+    how = {"window_size": (-1, 0), **({"enable_gqa": True} if asked else {})}
+    return varlen_attn(q_NHD, k_NGD, v_NGD, bounds_E, bounds_E, longest, longest, **how)  # pyright: ignore
 
 
 class _FlashAttention4(torch.autograd.Function):

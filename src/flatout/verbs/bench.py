@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from flatout.errors import HardwareError, ResourceError, UsageError
 from flatout.files import disk_errors, write_whole
-from flatout.words import Parser, add_config, load, number_between, quoted
+from flatout.words import Parser, add_config, load_pretraining, number_between, quoted
 
 if TYPE_CHECKING:
     from flatout.records import BenchRow
@@ -39,7 +39,7 @@ def bench(words: list[str]) -> int:
         raise UsageError("--go-on needs the folder of the rows", "name it with --out FOLDER")
     from flatout.tuning.rungs import check_asked
 
-    loaded = load(parsed)
+    loaded = load_pretraining(parsed, "bench")
     check_asked(loaded, names)
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
     _check_folder(folder, "" if parsed.out == "" else str(folder))

@@ -34,7 +34,7 @@ def chat(words: list[str]) -> int:
 
     def answer(message: str) -> None:
         said = ""
-        for piece in api.generate(model, api.chat_prompt(model, message, history), **settings):
+        for piece in api.generate(model, api.chat_prompt(model, message, history), bare=False, **settings):
             print(printable(piece), end="", flush=True)
             said += piece
         print()

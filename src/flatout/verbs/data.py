@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import DataError, UsageError
-from flatout.words import Parser, add_config, choose_action, load, number_between, quoted, sentence
+from flatout.words import Parser, add_config, choose_action, load_pretraining, number_between, quoted, sentence
 
 if TYPE_CHECKING:
     from flatout.config.schema import RunConfig
@@ -37,7 +37,7 @@ def prepare(words: list[str]) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parsed = parser.parse_words(words)
-    config = load(parsed).config
+    config = load_pretraining(parsed, "prepare").config
     from flatout.data.prepare import prepare_data, refuse_second_pipe
     from flatout.observe.live.prepare_bar import PrepareBar
 
@@ -229,7 +229,7 @@ def tokenizer(words: list[str]) -> int:
         )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parsed = parser.parse_words(rest)
-    config = load(parsed).config
+    config = load_pretraining(parsed, f"tokenizer {action}").config
     if action == "train":
         return _train_tokenizer(config, parsed)
     return _report_tokenizers(config, parsed)

@@ -9,7 +9,7 @@ import sys
 import time
 
 from flatout.errors import ResourceError
-from flatout.words import Parser, add_config, load, number_between
+from flatout.words import Parser, add_config, load_pretraining, number_between
 
 
 def estimate(words: list[str]) -> int:
@@ -33,7 +33,7 @@ def estimate(words: list[str]) -> int:
     parser.add_argument("--no-probe", action="store_true", help="build and time nothing: sizes and counts only")
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the sheet")
     parsed = parser.parse_words(words)
-    loaded = load(parsed)
+    loaded = load_pretraining(parsed, "estimate")
     began = time.perf_counter()
     from flatout import api  # noqa: F401 - what `flatout train` imports is part of its start-up
 

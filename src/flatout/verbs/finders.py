@@ -16,7 +16,7 @@ from typing import Any
 
 from flatout.errors import ResourceError, UsageError, UserError
 from flatout.files import disk_errors, write_whole
-from flatout.words import Parser, add_config, load, number_between, one_line, quoted
+from flatout.words import Parser, add_config, load_pretraining, number_between, one_line, quoted
 
 
 def tune_lr(words: list[str]) -> int:
@@ -41,7 +41,7 @@ def tune_lr(words: list[str]) -> int:
             "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
         )
     out, plot = _targets(parsed)
-    loaded = load(parsed)
+    loaded = load_pretraining(parsed, "tune lr")
     from flatout.observe.measured.lr_picture import draw_rates, print_rates
     from flatout.tuning.lr_range import find_rate
     from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
@@ -93,7 +93,7 @@ def tune_search(words: list[str]) -> int:
         )
     out, plot = _targets(parsed)
     study = None if parsed.study is None else _writable(Path(parsed.study), "--study", (".db", ".sqlite"))
-    loaded = load(parsed)
+    loaded = load_pretraining(parsed, "tune search")
     from flatout.tuning.search_space import read_space
 
     space = read_space(Path(space_file), loaded)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.errors import UsageError
 from flatout.files import disk_errors, write_whole
-from flatout.words import Parser, add_config, load, number_between, quoted
+from flatout.words import Parser, add_config, load_pretraining, number_between, quoted
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -42,7 +42,7 @@ def profile(words: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead of the page")
     parsed = parser.parse_words(words)
-    loaded = load(parsed)
+    loaded = load_pretraining(parsed, "profile")
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else _named_folder(parsed.out)
     with _whole_folder(folder) as unfinished:
         from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of

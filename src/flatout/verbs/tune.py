@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from flatout.errors import ResourceError, UsageError, UserError
 from flatout.files import disk_errors
-from flatout.words import Parser, add_config, load, number_between
+from flatout.words import Parser, add_config, load_pretraining, number_between
 
 if TYPE_CHECKING:
     from flatout.records import TuneResult, TuneRow
@@ -47,7 +47,7 @@ def tune(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
     parsed = parser.parse_words(words)
     out = None if parsed.out is None else _writable(Path(parsed.out))
-    loaded = load(parsed)
+    loaded = load_pretraining(parsed, "tune")
     from flatout import api
     from flatout.observe.measured.tune_table import TuneReader
     from flatout.records import TuneResult, record_to_json

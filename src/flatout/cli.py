@@ -26,6 +26,7 @@ from flatout.words import (
     add_model,
     check_model,
     choose_action,
+    converse,
     load,
     number_between,
     one_line,
@@ -314,17 +315,7 @@ def _generate(words: list[str]) -> int:
     if not parsed.interactive:
         answer(parsed.prompt)
         return 0
-    print("type a prompt, end with Ctrl-D", file=sys.stderr)
-    while True:
-        try:
-            prompt = input("> ")
-        except EOFError:
-            print()
-            return 0
-        try:
-            answer(prompt or "\n")
-        except UserError as error:  # one bad prompt must not end the session
-            print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
+    return converse("type a prompt, end with Ctrl-D", lambda prompt: answer(prompt or "\n"))
 
 
 def _export(words: list[str]) -> int:

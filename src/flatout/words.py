@@ -4,11 +4,12 @@ import argparse
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flatout.errors import HardwareError, UsageError
+from flatout.errors import HardwareError, UsageError, UserError
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -138,6 +139,21 @@ def _hardware_here() -> str:
             "leave it out, or name an overlay: `flatout config presets` lists them",
         )
     return hardware_for(device.memory_bytes)
+
+
+def converse(invitation: str, answer: Callable[[str], None]) -> int:
+    """Asks for lines and answers each, until end of input; a line that cannot be answered must not end it."""
+    print(invitation, file=sys.stderr)
+    while True:
+        try:
+            line = input("> ")
+        except EOFError:
+            print()
+            return 0
+        try:
+            answer(line)
+        except UserError as error:
+            print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
 
 
 def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str | None, list[str]]:

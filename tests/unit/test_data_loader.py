@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data import loader as module
+from flatout.data.ahead import PREFETCH
 from flatout.data.loader import (
     IGNORED,
     Batch,
@@ -263,10 +263,10 @@ def test_reading_ahead_is_bounded(train: TokenShards, monkeypatch: pytest.Monkey
     with host(train, 0, 1000, workers=2) as batches:
         next(batches)
         time.sleep(0.1)
-        assert len(reads) <= module.PREFETCH
+        assert len(reads) <= PREFETCH
         next(batches)
         time.sleep(0.1)
-        assert len(reads) <= module.PREFETCH + 1
+        assert len(reads) <= PREFETCH + 1
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])

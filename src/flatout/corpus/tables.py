@@ -512,14 +512,9 @@ def read_csv(
 ) -> Results:
     """The rows of a CSV file, whose first row names the columns. `limit` for a row is lower in tests only."""
     rows = iter(_Rows(stream, file, delimiter.encode(), limit))
-    header = next(rows, None)
-    if header is None:
-        if stream.problem is None:
-            yield Problem(file.name, "", "empty", "there is no row with the names of the columns", records=0)
-        return
-    if isinstance(header, Problem):
-        # Without names nothing can be told, and nothing was lost that is known to be a row of data.
-        yield replace(header, message=f"the row with the names of the columns: {header.message}", records=0)
+    header = _header(rows, stream, file)
+    if not isinstance(header, _Row):
+        yield from header
         return
     names = [name.decode("utf-8", "replace") for name in header.values]
     if options.field not in names:
@@ -533,8 +528,7 @@ def read_csv(
             continue
         place = f"line {row.line}"
         if len(row.values) != len(names):
-            message = f"the row has {len(row.values):,} columns and the first row {len(names):,}"
-            yield Problem(file.name, place, "csv", message, records=1)
+            yield _other_columns(row, names, file)
         elif row.binary:
             yield Problem(file.name, place, "binary", "the row holds NUL bytes", records=1)
         else:
@@ -544,13 +538,9 @@ def read_csv(
 def read_csv_rows(stream: ByteStream, file: InputFile, delimiter: str) -> Iterator[Row | Problem]:
     """The rows of a CSV file as objects of texts, named by its first row."""
     rows = iter(_Rows(stream, file, delimiter.encode(), LINE_LIMIT))
-    header = next(rows, None)
-    if header is None:
-        if stream.problem is None:
-            yield Problem(file.name, "", "empty", "there is no row with the names of the columns", records=0)
-        return
-    if isinstance(header, Problem):
-        yield replace(header, message=f"the row with the names of the columns: {header.message}", records=0)
+    header = _header(rows, stream, file)
+    if not isinstance(header, _Row):
+        yield from header
         return
     names = [name.decode("utf-8", "replace") for name in header.values]
     for row in rows:
@@ -559,8 +549,7 @@ def read_csv_rows(stream: ByteStream, file: InputFile, delimiter: str) -> Iterat
             continue
         place = f"line {row.line}"
         if len(row.values) != len(names):
-            message = f"the row has {len(row.values):,} columns and the first row {len(names):,}"
-            yield Problem(file.name, place, "csv", message, records=1)
+            yield _other_columns(row, names, file)
             continue
         try:
             texts = [value.decode("utf-8") for value in row.values]
@@ -581,6 +570,23 @@ class _Parsed(NamedTuple):
     end: int
     values: list[bytes]
     wrong: str
+
+
+def _header(rows: "Iterator[_Row | Problem]", stream: ByteStream, file: InputFile) -> "_Row | list[Problem]":
+    """The row with the names of the columns, or what there is to say where it cannot be had."""
+    header = next(rows, None)
+    if header is None:
+        words = "there is no row with the names of the columns"
+        return [Problem(file.name, "", "empty", words, records=0)] if stream.problem is None else []
+    if isinstance(header, Problem):
+        # Without names nothing can be told, and nothing was lost that is known to be a row of data.
+        return [replace(header, message=f"the row with the names of the columns: {header.message}", records=0)]
+    return header
+
+
+def _other_columns(row: _Row, names: list[str], file: InputFile) -> Problem:
+    message = f"the row has {len(row.values):,} columns and the first row {len(names):,}"
+    return Problem(file.name, f"line {row.line}", "csv", message, records=1)
 
 
 @final

@@ -17,9 +17,7 @@ Trap: in joined documents the target of a document's last token is the first of 
 where that is; in packed windows there is no such target.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, final
@@ -28,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flatout.data.ahead import Ahead, with_index
 from flatout.data.best_fit import Packing, best_fit
 from flatout.data.sampler import WindowOrder, window_count, window_starts
 from flatout.data.shards import Tokens, TokenShards
@@ -36,7 +35,6 @@ from flatout.errors import DataError, ResourceError
 from flatout.ops.documents import PackedRows
 from flatout.ops.reference import IGNORED
 
-PREFETCH = 4
 _COPY_TOKENS = 2**25
 
 # Shapes: B sequences of the batch (this rank's share), T context, W = T + 1.
@@ -148,45 +146,22 @@ class HostLoader:
         packing: Packing | None = None,
         with_documents: bool = False,
     ) -> None:
-        if workers < 0:
-            raise ValueError(f"workers is 0 or more, not {workers}")
         plan = _Plan(shards, order, batch_size, context, stride, packing, with_documents, rank, world_size)
         self._plan = _checked(plan)
-        self._device = _with_index(device)
-        self._next_step = first_step
-        self._last_step = last_step
-        self._waiting: deque[Future[_Raw]] = deque()
-        self._asked = first_step
-        self._prefetch = max(PREFETCH, workers)
-        self._pool = ThreadPoolExecutor(workers, "flatout-loader", _use_device, (self._device,)) if workers else None
+        self._device = with_index(device)
+        span = {"first_step": first_step, "last_step": last_step}
+        self._ahead = Ahead(self._read, workers=workers, device=self._device, **span)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        step = self._next_step
-        if step >= self._last_step:
-            self.close()
-            raise StopIteration
-        if self._pool is None:
-            raw = self._read(step)
-        else:
-            self._ask_ahead(self._pool)
-            try:
-                raw = self._waiting.popleft().result()
-            except BaseException:
-                self.close()
-                raise
-        self._next_step = step + 1
+        step, raw = self._ahead.take()
         return _batch(raw.on(self._device), step)
 
     def close(self) -> None:
         """Stop the threads and end the iteration. May be called at any time and more than once."""
-        self._next_step = self._last_step
-        self._waiting.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        self._ahead.close()
 
     def __enter__(self) -> Self:
         return self
@@ -195,11 +170,6 @@ class HostLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _ask_ahead(self, pool: ThreadPoolExecutor) -> None:
-        while self._asked < self._last_step and len(self._waiting) < self._prefetch:
-            self._waiting.append(pool.submit(self._read, self._asked))
-            self._asked += 1
 
     def _read(self, step: int) -> _Raw:
         plan, windows = self._plan, self._plan.windows(step)
@@ -237,7 +207,7 @@ class DeviceLoader:
     ) -> None:
         plan = _Plan(shards, order, batch_size, context, stride, packing, with_documents, rank, world_size)
         self._plan = _checked(plan)
-        self._device = _with_index(device)
+        self._device = with_index(device)
         self._next_step = first_step
         self._last_step = last_step
         self._resident: torch.Tensor | None = _resident(shards, self._device)
@@ -392,16 +362,3 @@ def _too_short(shards: Tokens, needed: int, why: str) -> DataError:
 
 def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
-
-
-def _with_index(device: torch.device | str) -> torch.device:
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
-
-
-def _use_device(device: torch.device) -> None:
-    # The current CUDA device belongs to a thread; without this, pinning would wake up the first device on every rank.
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

@@ -12,9 +12,7 @@ A loader is a one-pass iterator and a context manager, like those of `loader`.
 Trap: steps have different numbers of labelled tokens, so their mean loss must be over those of the whole step.
 """
 
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, final
@@ -23,8 +21,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from flatout.data.ahead import Ahead, with_index
 from flatout.data.best_fit import Layout, best_fit
-from flatout.data.loader import PREFETCH, Batch
+from flatout.data.loader import Batch
 from flatout.data.sampler import WindowOrder
 from flatout.data.samples import Samples
 from flatout.ops.documents import PackedRows
@@ -95,43 +94,19 @@ class SampleLoader:
             raise ValueError(f"the order is over {order.samples} samples, and there are {len(samples)}")
         self._rows = _Rows(samples, row_tokens, packing)
         self._order = order
-        self._device = torch.device(device)
-        if self._device.type == "cuda" and self._device.index is None:
-            self._device = torch.device("cuda", torch.cuda.current_device())
-        self._next_step = self._asked = first_step
-        self._last_step = last_step
-        self._waiting: deque[Future[Batch]] = deque()
-        self._pool = ThreadPoolExecutor(workers, "flatout-samples", self._use_device) if workers else None
+        self._device = with_index(device)
+        span = {"first_step": first_step, "last_step": last_step}
+        self._ahead = Ahead(self._made, workers=workers, device=self._device, **span)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Batch:
-        step = self._next_step
-        if step >= self._last_step:
-            self.close()
-            raise StopIteration
-        if self._pool is None:
-            batch = self._made(step)
-        else:
-            while self._asked < self._last_step and len(self._waiting) < PREFETCH:
-                self._waiting.append(self._pool.submit(self._made, self._asked))
-                self._asked += 1
-            try:
-                batch = self._waiting.popleft().result()
-            except BaseException:
-                self.close()
-                raise
-        self._next_step = step + 1
-        return _moved(batch, self._device)
+        return _moved(self._ahead.take()[1], self._device)
 
     def close(self) -> None:
         """Stop the threads and end the iteration. May be called at any time and more than once."""
-        self._next_step = self._last_step
-        self._waiting.clear()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-            self._pool = None
+        self._ahead.close()
 
     def __enter__(self) -> Self:
         return self
@@ -140,11 +115,6 @@ class SampleLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _use_device(self) -> None:
-        # The current CUDA device belongs to a thread; pinning would wake up the first one otherwise.
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
 
     def _made(self, step: int) -> Batch:
         batch = self._rows.batch(self._order.indices(step), step)

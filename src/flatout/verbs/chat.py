@@ -1,10 +1,8 @@
 """The verbs after fine-tuning: chat with a model, and merge its adapters into its weights."""
 
 import json
-import sys
 
-from flatout.errors import UserError
-from flatout.words import Parser, add_model, check_model, number_between, one_line
+from flatout.words import Parser, add_model, check_model, converse, number_between
 
 
 def chat(words: list[str]) -> int:
@@ -33,6 +31,8 @@ def chat(words: list[str]) -> int:
     settings = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_p", "seed")}
 
     def answer(message: str) -> None:
+        if not message.strip():
+            return
         said = ""
         for piece in api.generate(model, api.chat_prompt(model, message, history), bare=False, **settings):
             print(printable(piece), end="", flush=True)
@@ -43,19 +43,7 @@ def chat(words: list[str]) -> int:
     if parsed.message is not None:
         answer(parsed.message)
         return 0
-    print("type a message, end with Ctrl-D", file=sys.stderr)
-    while True:
-        try:
-            message = input("> ")
-        except EOFError:
-            print()
-            return 0
-        if not message.strip():
-            continue
-        try:
-            answer(message)
-        except UserError as error:  # one bad message must not end the conversation
-            print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
+    return converse("type a message, end with Ctrl-D", answer)
 
 
 def merge(words: list[str]) -> int:

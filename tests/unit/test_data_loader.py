@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from flatout.data import loader as module
 from flatout.data.ahead import PREFETCH
 from flatout.data.loader import (
     IGNORED,

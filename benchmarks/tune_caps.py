@@ -1,7 +1,8 @@
 """What `flatout tune` finds under memory caps, held against an exhaustive search and against 200 training steps.
 
 The exhaustive search runs once per preset, without a cap: its best under a cap is the fastest trial whose peak leaves
-the margin there. Where tune moves moments to the host it runs again under that cap. Both rates come from that search.
+the margin there, and both rates come from that search. Where tune moves moments to the host it runs again under that
+cap, and both rates are those of whole steps: an update on the host is too uneven for anything shorter.
 
     python benchmarks/tune_caps.py PRESET CAP... [--batch-tokens N] [--steps N] [--no-exhaustive]
 
@@ -67,15 +68,15 @@ def one_cap(preset: str, cap: float | None, words: argparse.Namespace) -> dict:
     say(f"{' '.join(result.words)}: {chosen.tokens_per_second:,.0f} tokens/s in {result.seconds:.0f} s")
     if not words.no_exhaustive:
         limit = max((1 - MARGIN) * (cap or 0.0) * 2**30, chosen.peak_bytes or 0)
-        every = everything(loaded, cap if chosen.optimizer_offload else None)
+        every, theirs = everything(loaded, cap if chosen.optimizer_offload else None)
         fits = [r for r in every if r.status == "fits" and (cap is None or (r.peak_bytes or 0) <= limit)]
-        best = max(fits, key=lambda r: r.tokens_per_second or 0.0)
+        best = theirs if chosen.optimizer_offload else max(fits, key=lambda r: r.tokens_per_second or 0.0)
         names = ("micro_batch", "checkpointing", "loss", "loss_chunk", "optimizer_offload")
-        same = [r for r in fits if all(getattr(r, name) == getattr(chosen, name) for name in names)]
-        mine = same[0].tokens_per_second if same else chosen.tokens_per_second
+        same = [r for r in [best, *fits] if all(getattr(r, name) == getattr(chosen, name) for name in names)]
+        mine = chosen.tokens_per_second if chosen.optimizer_offload or not same else same[0].tokens_per_second
         row |= {
             "best": [best.micro_batch, best.checkpointing, best.loss, best.tokens_per_second],
-            "share_of_best": (mine or 0.0) / (best.tokens_per_second or 1.0),
+            "share_of_best": 1.0 if same and same[0] is best else (mine or 0.0) / (best.tokens_per_second or 1.0),
             "exhaustive_trials": len(every),
         }
         say(f"{row['share_of_best']:.3f} of the best of {len(every)} trials")
@@ -85,20 +86,22 @@ def one_cap(preset: str, cap: float | None, words: argparse.Namespace) -> dict:
     return row
 
 
-_EVERYTHING: dict[float | None, list] = {}
+_EVERYTHING: dict[float | None, tuple[list, object]] = {}
 
 
-def everything(loaded, cap: float | None) -> list:
-    """The rows of an exhaustive search under a cap, which is made once."""
+def everything(loaded, cap: float | None):
+    """(the rows of an exhaustive search under a cap, its choice by whole steps); made once."""
     from flatout import api
-    from flatout.records import TuneRow
 
     if cap not in _EVERYTHING:
         began = time.perf_counter()
-        rows = api.tune(loaded, memory=cap, exhaustive=True, seconds=500)
-        _EVERYTHING[cap] = [row for row in rows if isinstance(row, TuneRow)]
+        *rows, result = api.tune(loaded, memory=cap, exhaustive=True, seconds=500)
+        _EVERYTHING[cap] = rows, result.chosen  # pyright: ignore
         seconds = time.perf_counter() - began
-        print(f"exhaustive search under {cap}: {len(_EVERYTHING[cap])} trials, {seconds:.0f} s", file=sys.stderr)
+        print(f"exhaustive search under {cap}: {len(rows)} trials, {seconds:.0f} s", file=sys.stderr)
+        for r in rows:
+            words = f"{r.micro_batch} {r.checkpointing} {r.loss} {r.status}{' graphs' if r.cuda_graphs else ''}"  # pyright: ignore
+            print(f"  {words} {r.tokens_per_second or 0:,.0f} {(r.peak_bytes or 0) / 2**30:.2f}", file=sys.stderr)  # pyright: ignore
     return _EVERYTHING[cap]
 
 

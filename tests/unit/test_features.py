@@ -1,12 +1,14 @@
 """Asked, used, why: every rule of the `speed` section, on devices that need not be here."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from flatout.config.load import load_config
 from flatout.device import Device
 from flatout.engine.compiling import graphs_of_its_own
-from flatout.engine.features import GRAPH_FLOPS, Probes, Speed, resolve_speed
+from flatout.engine.features import Probes, Speed, resolve_speed
 from flatout.errors import HardwareError
 from flatout.records import Feature
 
@@ -231,12 +233,22 @@ def test_small_micro_batches_are_recorded_and_large_ones_are_not():
     assert "longer than running" in feature(small, "cuda_graphs").why
     assert not large.cuda_graphs
     assert "keep the device busy" in feature(large, "cuda_graphs").why
-    assert resolve(HOPPER, "speed.micro_batch=1", "speed.cuda_graphs=auto").cuda_graphs, f"below {GRAPH_FLOPS} FLOPs"
-    eight = ["speed.micro_batch=8", "speed.cuda_graphs=auto"]
-    assert resolve(HOPPER, *eight).cuda_graphs, "FlashAttention-4 takes the host longer than other kernels"
-    assert not resolve(HOPPER, *eight, "speed.attention=cudnn").cuda_graphs
+    for size in ("1", "16"):
+        assert resolve(HOPPER, f"speed.micro_batch={size}", "speed.attention=cudnn").cuda_graphs
+    half = "speed.micro_batch=32"
+    assert resolve(HOPPER, half).cuda_graphs, "FlashAttention-4 takes the host longer than other kernels"
+    assert not resolve(HOPPER, half, "speed.attention=cudnn").cuda_graphs
     assert resolve(HOPPER, "speed.cuda_graphs=on").cuda_graphs
     assert not resolve(HOPPER, *SMALL, "speed.cuda_graphs=off").cuda_graphs
+
+
+def test_a_slower_card_needs_no_recording_of_the_same_micro_batch():
+    four = ["speed.micro_batch=4", "speed.attention=sdpa"]
+    assert resolve(HOPPER, *four).cuda_graphs
+    assert not resolve(dataclasses.replace(HOPPER, name="NVIDIA T4"), *four).cuda_graphs
+    unknown = dataclasses.replace(HOPPER, name="NVIDIA Something")
+    assert resolve(unknown, *four[1:], "speed.micro_batch=1").cuda_graphs
+    assert not resolve(unknown, *four).cuda_graphs
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 
 def main() -> None:
@@ -86,22 +87,23 @@ def one_cap(preset: str, cap: float | None, words: argparse.Namespace) -> dict:
     return row
 
 
-_EVERYTHING: dict[float | None, tuple[list, object]] = {}
+_EVERYTHING: dict[float | None, tuple[list[Any], Any]] = {}
 
 
-def everything(loaded, cap: float | None):
+def everything(loaded: Any, cap: float | None) -> tuple[list[Any], Any]:
     """(the rows of an exhaustive search under a cap, its choice by whole steps); made once."""
     from flatout import api
 
     if cap not in _EVERYTHING:
         began = time.perf_counter()
-        *rows, result = api.tune(loaded, memory=cap, exhaustive=True, seconds=500)
-        _EVERYTHING[cap] = rows, result.chosen  # pyright: ignore
+        found: list[Any] = list(api.tune(loaded, memory=cap, exhaustive=True, seconds=500))
+        rows = found[:-1]
+        _EVERYTHING[cap] = rows, found[-1].chosen
         seconds = time.perf_counter() - began
         print(f"exhaustive search under {cap}: {len(rows)} trials, {seconds:.0f} s", file=sys.stderr)
         for r in rows:
-            words = f"{r.micro_batch} {r.checkpointing} {r.loss} {r.status}{' graphs' if r.cuda_graphs else ''}"  # pyright: ignore
-            print(f"  {words} {r.tokens_per_second or 0:,.0f} {(r.peak_bytes or 0) / 2**30:.2f}", file=sys.stderr)  # pyright: ignore
+            words = f"{r.micro_batch} {r.checkpointing} {r.loss} {r.status}{' graphs' if r.cuda_graphs else ''}"
+            print(f"  {words} {r.tokens_per_second or 0:,.0f} {(r.peak_bytes or 0) / 2**30:.2f}", file=sys.stderr)
     return _EVERYTHING[cap]
 
 

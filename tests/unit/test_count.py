@@ -175,8 +175,19 @@ def test_memory_estimate_is_within_a_tenth_of_what_a_gpu_measured(line):
         execution=Execution(**{"pad_vocab": 64, "checkpointing": row["checkpointing"], **_switches(row)}),
         optimizer_state=row.get("optimizer_state", "fp32"),
         optimizer_offload=row.get("optimizer_offload", False),
+        accumulated=row.get("accumulation", 2) > 1,
+        graphs=row.get("cuda_graphs", False),
     )
     assert estimate.total == pytest.approx(row["measured"], rel=0.10)
+
+
+def test_gradients_of_an_only_micro_batch_take_the_place_of_activations():
+    parameters = parameter_count(GPT2, 50257)
+    assert total_of() - total_of(accumulated=False) == 4 * parameters
+    assert total_of(accumulated=False, graphs=True) > total_of(), "a recording keeps its gradients"
+    tiny = {"micro_batch": 1, "kernels": "triton", "residual": "bf16", "loss": "fused", "checkpointing": "full"}
+    alone = total_of(**tiny, accumulated=False)
+    assert 16 * parameters <= alone <= total_of(**tiny), "all of them are there when weights are updated"
 
 
 def test_adapters_of_a_tinyllama_are_counted():

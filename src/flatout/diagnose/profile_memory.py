@@ -46,7 +46,7 @@ def memory_parts(run: Run) -> tuple[MemoryPart, ...]:
     copies = sum(tensor.nbytes for tensor in _tensors(narrow))
     tensors = list(_tensors(run.step.optimizer.state))
     moments = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.kind)
-    passing = estimate.activations + estimate.working
+    passing = estimate.activations + estimate.working + estimate.graphs - estimate.later
     parts = [
         MemoryPart("weights", weights, weights),
         MemoryPart("copies of weights in narrower types", copies, estimate.weights - weights),

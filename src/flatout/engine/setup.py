@@ -420,6 +420,8 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed) -> MemoryEstimate:
         execution=speed.execution,
         optimizer_state=speed.optimizer_state,
         optimizer_offload=speed.optimizer_offload,
+        accumulated=speed.accumulation > 1,
+        graphs=speed.cuda_graphs,
     )
     if not config.lora.rank:
         return estimate
@@ -427,7 +429,7 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed) -> MemoryEstimate:
     parameters, adapters = parameter_count(config.model, vocab), adapter_count(config.model, config.lora.rank)
     narrow = 2 if speed.precision in ("bf16", "fp16") else 4
     weights = narrow * parameters + (4 + narrow) * adapters
-    return dataclasses.replace(estimate, weights=weights, gradients=4 * adapters, optimizer=8 * adapters)
+    return dataclasses.replace(estimate, weights=weights, gradients=4 * adapters, optimizer=8 * adapters, later=0)
 
 
 def check_fits(memory: MemoryEstimate, device: Device) -> None:

@@ -17,6 +17,8 @@ from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
 from flatout.model.layers import mlp_width_of
 
+GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
+
 
 def parameter_count(config: ModelConfig, vocab: int) -> int:
     """Exactly the number of trained values; a tied head is counted once."""
@@ -57,17 +59,24 @@ def flops_per_token(config: ModelConfig, vocab: int, context: int | None = None)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes on the device at the peak of a training step. `working` is alive for a moment only, and at the peak."""
+    """Bytes on the device at the peak of a training step. `working` is alive for a moment only, and at the peak.
+
+    `later` is what of the gradients takes the place of activations: those of a step's only micro-batch are made while
+    backward gives activations back. `graphs` is what recording costs.
+    """
 
     weights: int
     gradients: int
     optimizer: int
     activations: int
     working: int
+    later: int = 0
+    graphs: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.working
+        passing = self.activations + self.working + self.graphs - self.later
+        return self.weights + self.gradients + self.optimizer + passing
 
 
 def estimate_memory(
@@ -80,11 +89,14 @@ def estimate_memory(
     execution: Execution,
     optimizer_state: str = "fp32",
     optimizer_offload: bool = False,
+    accumulated: bool = True,
+    graphs: bool = False,
 ) -> MemoryEstimate:
     """The memory of a training step with AdamW, fp32 weights and `half`- or single-precision matrix products.
 
     Activations are what backward needs, added up part by part from the layers; tested against the bytes autograd
-    really keeps, and on a GPU against the measured peak.
+    really keeps, and on a GPU against the measured peak. `accumulated` says that a step has several micro-batches, so
+    that gradients are there from the second one on; a recording (`graphs`) keeps them, too.
     """
     parameters = parameter_count(config, vocab)
     tokens = micro_batch * config.context
@@ -95,13 +107,25 @@ def estimate_memory(
         kept = min(kept, 2 * per_layer)
     backward = tokens * (again + _backward_bytes(config, half=half, execution=execution))
     loss, head_gradient = _loss_bytes(config, vocab, tokens, half=half, compiled=compiled, execution=execution)
+    activations = tokens * (kept + _end_bytes(config, half=half, execution=execution))
+    working = max(loss, backward + head_gradient)
     return MemoryEstimate(
         weights=4 * parameters + _narrow_bytes(config, parameters, half=half, execution=execution),
         gradients=4 * parameters,
         optimizer=_optimizer_bytes(parameters, optimizer_state, optimizer_offload),
-        activations=tokens * (kept + _end_bytes(config, half=half, execution=execution)),
-        working=max(loss, backward + head_gradient),
+        activations=activations,
+        working=working,
+        later=0 if accumulated or graphs else min(4 * parameters, activations + working),
+        graphs=_graph_bytes(vocab, tokens, half=half, compiled=compiled, execution=execution) if graphs else 0,
     )
+
+
+def _graph_bytes(vocab: int, tokens: int, *, half: bool, compiled: bool, execution: Execution) -> int:
+    """Workspaces of the stream that records, and logits that an eager loss would have given back sooner."""
+    if execution.loss == "fused" or compiled:
+        return GRAPH_BYTES
+    chunk = min(tokens, execution.loss_chunk) if execution.loss == "chunked" else tokens
+    return 2 * GRAPH_BYTES + chunk * vocab * (2 if half else 4)
 
 
 def _optimizer_bytes(parameters: int, state: str, offload: bool) -> int:

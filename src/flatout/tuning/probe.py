@@ -64,6 +64,7 @@ class Probe:
         self.vocab = 0
         self.corpus_bytes = 0
         self.update_seconds: dict[bool, float] = {}  # by whether the optimizer is offloaded
+        self.recorded: dict[Candidate, bool] = {}  # whether a candidate's micro-batch is replayed as a graph
 
     def check(self, *, streamed: bool) -> None:
         """Refuses what the user wrote and this device cannot have, as a training run would."""
@@ -109,6 +110,8 @@ class Probe:
         """Needs no model: the switches are those of the run as it was built, with the candidate's in their place."""
         assert self.run is not None
         speed = self.run.speed
+        if candidate not in self.recorded:
+            self.recorded[candidate] = self.resolve(self.config_for(candidate)).cuda_graphs
         triton = candidate.kernels == "triton"
         execution = dataclasses.replace(
             speed.execution,
@@ -122,7 +125,9 @@ class Probe:
             speed,
             execution=execution,
             micro_batch=candidate.micro_batch,
+            accumulation=self.sequences // candidate.micro_batch,
             compile=candidate.compile,
+            cuda_graphs=self.recorded[candidate],
             optimizer_offload=candidate.optimizer_offload,
         )
         return memory_of(self.config, self.vocab, speed).total

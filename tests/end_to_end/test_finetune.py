@@ -152,7 +152,7 @@ BAD = {
     "a model without a template": (["model.init_from=mute"], "no chat template"),
     "nothing held out": (["chat.val_fraction=0.0"], "held out"),
     "micro-batches that do not fit": (["speed.accumulation=3"], "speed.accumulation"),
-    "kernels that know no adapters": (["speed.kernels=triton"], "adapters"),
+    "kernels that are not for a CPU": (["speed.kernels=triton"], "CUDA"),
     "a stream": (["data.streaming=true", "data.source=rows.json"], "plain text"),
 }
 
@@ -226,3 +226,24 @@ def test_what_was_taught_without_a_template_is_asked_without_one(words):
     info, *_ = api.train(load_config("lora", words(*more)))
     assert isinstance(info, RunInfo)
     assert api.chat_prompt(api.load_model(info.folder, device="cpu"), "one 1") == "one 1"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "more", [[], ["chat.packing=false"], ["speed.checkpointing=full"], ["speed.micro_batch=4"]], ids=str
+)
+def test_on_a_gpu_our_kernels_learn_what_torch_learns(more, words):
+    """The whole run: losses, evaluations and what is said of the switches. Weights are drawn, so noise stays small."""
+    seen = []
+    for kernels in ("triton", "torch"):
+        named = ["speed.device=cuda", f"speed.kernels={kernels}", f"output.name={kernels}", "optim.learning_rate=2e-3"]
+        seen.append(list(api.train(load_config("lora", words(*named, *more)))))
+    for mine, theirs in zip(*(losses(records) for records in seen), strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-2)
+    last = [[record.loss for record in records if isinstance(record, EvalRecord)][-1] for records in seen]
+    assert last[0] == pytest.approx(last[1], rel=2e-2)
+    info = seen[0][0]
+    assert isinstance(info, RunInfo)
+    used = {feature.name: feature.used for feature in info.features}
+    assert used["kernels"] == "triton"
+    assert used["document_attention"] in ("flash", "fa4")

@@ -24,8 +24,10 @@ def test_how_a_matrix_lies_in_memory():
     matrix = torch.randn(6, 4)
     assert cublaslt._transposed(matrix) is False
     assert cublaslt._transposed(matrix.t()) is True
-    assert cublaslt._transposed(matrix[:, :3]) is None
-    assert cublaslt._transposed(torch.randn(4, 6)[::2]) is None
+    assert cublaslt._transposed(matrix[:, :3]) is False  # rows may be apart
+    assert cublaslt._transposed(matrix[:, ::2]) is None
+    assert cublaslt._transposed(torch.randn(4, 6)[::2]) is False
+    assert cublaslt._transposed(torch.randn(4, 6)[:, :2].t()) is True
 
 
 @pytest.mark.gpu
@@ -85,3 +87,23 @@ def test_gelu_is_left_alone_where_another_way_is_faster():
     bias = torch.randn(2048, device="cuda", dtype=torch.bfloat16)
     for _ in range(2):
         assert cublaslt.multiply_gelu(x, w.t(), bias, lambda: None) is None
+
+
+@pytest.mark.gpu
+def test_products_of_matrices_whose_rows_are_apart():
+    rows, inner, columns, rank = 2048, 1024, 1536, 24
+    wide_a = torch.randn(rows, inner + rank, device="cuda", dtype=torch.bfloat16)
+    wide_b = torch.randn(columns + rank, inner + rank, device="cuda", dtype=torch.bfloat16)
+    before = cublaslt._product.cache_info().currsize
+    for a, b in [(wide_a, wide_b[:columns].t()), (wide_a[:, :inner], wide_b[:columns, :inner].t())]:
+        wide_out = torch.full((rows, columns + rank), 7.0, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2):
+            cublaslt.multiply(a, b, out=wide_out[:, :columns])
+        expected = a.double() @ b.double()
+        assert (wide_out[:, :columns].double() - expected).norm() / expected.norm() < 4e-3
+        assert (wide_out[:, columns:] == 7.0).all()
+    dy = torch.randn(rows, columns + rank, device="cuda", dtype=torch.bfloat16)
+    dx = cublaslt.multiply(dy, wide_b[:, :inner])
+    expected = dy.double() @ wide_b[:, :inner].double()
+    assert (dx.double() - expected).norm() / expected.norm() < 4e-3
+    assert cublaslt._product.cache_info().currsize == before + 3, "none of them was left to torch"

@@ -234,3 +234,37 @@ def test_on_a_gpu_our_kernels_pack_as_the_plain_path_does(backend):
     assert results[0][0] == pytest.approx(results[1][0], rel=2e-3)
     for plain, ours in zip(results[0][1], results[1][1], strict=True):
         assert float((plain - ours).norm() / plain.norm().clamp(min=1e-6)) < 3e-2
+
+
+def test_a_tight_row_has_the_same_documents_and_no_padding_to_speak_of():
+    lengths = [[70, 1, 90], [100], [3, 3]]
+    documents = packed(lengths, 200)
+    targets = np.full((3, 200), IGNORED, dtype=np.int64)
+    targets[:, 1:3] = 5
+    layout = lay_out(documents, targets, CPU)
+    assert layout.tight is not None
+    tight = layout.tight.layout
+    assert tight.documents_BT.shape == (1, 384)
+    sizes = [length for row in lengths for length in row]
+    assert tight.bounds_E.diff().tolist() == [*sizes, 384 - sum(sizes)]
+    tokens = torch.arange(600).view(3, 200)
+    real = torch.from_numpy(documents) >= 0
+    assert torch.equal(layout.tight.take(tokens)[0, : sum(sizes)], tokens[real])
+    assert torch.equal(tight.positions_BT[0, : sum(sizes)], layout.positions_BT[real])
+    assert int((layout.tight.take(torch.from_numpy(targets)) != IGNORED).sum()) == 6
+    assert tight.tight is None
+
+
+@pytest.mark.parametrize(
+    ("documents", "alone"),
+    [
+        ([[0, 0, 0], [4, 4, 4]], True),
+        ([[0, 0, -1], [1, -1, -1]], True),
+        ([[0, 0, 1], [2, 2, 2]], False),
+        ([[0, -1, 0], [2, 2, 2]], False),
+        ([[-1, 0, 0], [2, 2, 2]], False),
+        ([[-1, -1, -1], [2, 2, 2]], False),
+    ],
+)
+def test_whether_documents_have_their_rows_to_themselves(documents, alone):
+    assert lay_out(np.array(documents, dtype=np.int32), None, CPU).alone is alone

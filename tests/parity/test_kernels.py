@@ -21,7 +21,9 @@ from flatout.ops.kernels.heads import pack_heads, project_heads
 from flatout.ops.kernels.linear import linear
 from flatout.ops.kernels.norm import add_norm
 from flatout.ops.kernels.rotary import prepare_heads
+from flatout.ops.kernels.thin import add_adapter_gradients, by_our_kernel, by_products
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
+from flatout.ops.lora import LoraLayout, LoraPart
 from flatout.ops.reference import IGNORED
 from tests.parity.checking import (
     DEVICES,
@@ -576,3 +578,38 @@ def test_cross_entropy_at_full_size(device):
     logits = draw(512, 50257, dtype=BF16, device=device, scale=4.0)
     targets = torch.randint(0, 50257, (512,), generator=torch.Generator().manual_seed(1)).to(device)
     check_rows(logits, targets, columns=50304, smoothing=0.0, dtype=BF16, atol=1e-5)
+
+
+# --- gradients of adapters --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "parts"),
+    [
+        (70, 40, [(0, 24, 3, 2.0), (24, 8, 5, 2.0), (40, 8, 3, 0.5)]),
+        (130, 200, [(0, 150, 16, 1.5)]),
+        (9, 8, [(3, 5, 70, 1.0)]),
+        pytest.param(
+            5000, 1024, [(0, 1024, 16, 2.0), (1024, 128, 16, 2.0), (1152, 128, 16, 2.0)], marks=pytest.mark.gpu
+        ),
+        pytest.param(3001, 1000, [(0, 3000, 8, 2.0), (3000, 3000, 8, 1.0)], marks=pytest.mark.gpu),
+    ],
+)
+def test_adapter_gradients_by_one_kernel(rows, inputs, parts, dtype, device):
+    layout = LoraLayout(max(48, sum(parts[-1][:2])), tuple(LoraPart(*part) for part in parts))
+    outputs, rank = layout.outputs, layout.rank
+    dy = draw(rows, outputs + rank + 3, dtype=dtype, device=device).detach()[:, : outputs + rank]
+    x = draw(rows, inputs + 5, dtype=dtype, device=device, seed=1).detach()[:, :inputs]
+    u = draw(rows, rank, dtype=dtype, device=device, seed=2).detach()
+    shapes = [(rank, inputs), *((part.rows, part.rank) for part in layout.parts)]
+    start = [draw(*shape, device=device, seed=3 + i).detach() for i, shape in enumerate(shapes)]
+    expected = [total.double() for total in start]
+    for part, span, total in zip(layout.parts, layout.spans, expected[1:], strict=True):
+        expected[0][span] += part.scale * dy[:, outputs:][:, span].double().t() @ x.double()
+        total += dy[:, part.span].double().t() @ u[:, span].double()
+    for way in (by_our_kernel, by_products, add_adapter_gradients):
+        totals = [total.clone() for total in start]
+        way(totals, dy, x, u, layout, outputs)
+        for index, (mine, theirs) in enumerate(zip(totals, expected, strict=True)):
+            assert_near(mine, theirs, FP32, f"{way.__name__} {index}", 10.0)

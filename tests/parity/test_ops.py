@@ -1,6 +1,7 @@
 """Every fast path against its plain reference: outputs and gradients, odd shapes."""
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -159,10 +160,10 @@ def test_the_compiler_does_not_look_into_the_fused_loss(learning):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("learning", [False, True])
-def test_the_fused_loss_tells_the_compiler_what_it_will_return(dtype, learning):
+@pytest.mark.parametrize(("learning", "frozen"), [(False, False), (True, False), (True, True)])
+def test_the_fused_loss_tells_the_compiler_what_it_will_return(dtype, learning, frozen):
     hidden, weight, targets = torch.randn(20, 6, dtype=dtype), torch.randn(11, 6), torch.arange(20) % 11
-    how = (0.1, 8, 8, "torch", False, False, learning)
+    how = (0.1, 8, 8, "torch", False, False, learning, frozen)
     operation = torch.ops.flatout.loss_and_gradients.default
     torch.library.opcheck(operation, (hidden, weight, targets, *how))
     with FakeTensorMode():  # no card is needed to ask what the operation would do on one
@@ -264,3 +265,22 @@ def test_the_fused_loss_compiled_keeps_the_logits_of_one_chunk_only():
     logits, gradients = 2 * chunk * vocab, 4 * vocab * width + 2 * tokens * width
     rounded = 2 * vocab * width + 2 * tokens * width  # weights and hidden states
     assert torch.cuda.max_memory_allocated() - before < 2 * logits + 1.1 * (gradients + rounded)
+
+
+def test_a_frozen_head_gets_no_gradient_and_changes_none():
+    hidden = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    weight, targets = torch.randn(11, 6, generator=torch.Generator().manual_seed(1)), torch.arange(20) % 11
+    targets[3] = IGNORED
+    gradients = []
+    for trained in (True, False):
+        for pad in (1, 8):
+            head = weight.clone().requires_grad_(trained)
+            loss = linear_cross_entropy(hidden, head, targets, path="fused", chunk=8, pad_vocab=pad)
+            node: Any = loss.grad_fn
+            assert len(node.saved_tensors) == (2 if trained else 1), (
+                "a gradient of the head is made for one that learns"
+            )
+            gradients.append(torch.autograd.grad(loss, hidden)[0])
+            assert torch.equal(head.detach(), weight)
+    for gradient in gradients[1:]:
+        torch.testing.assert_close(gradient, gradients[0])

@@ -198,15 +198,22 @@ def test_a_is_drawn_per_target_whatever_else_is_chosen():
 def test_adapters_cannot_be_put_on_twice_and_kernels_that_skip_them_are_refused():
     gpt = model()
     assert Adapters.supports(Execution()) is None
-    assert "kernels" in str(Adapters.supports(Execution(kernels="triton")))
+    assert Adapters.supports(Execution(kernels="triton")) is None
+    assert "8-bit" in str(Adapters.supports(Execution(kernels="triton", fp8=("up",))))
+    assert "offload" in str(Adapters.supports(Execution(kernels="triton", activation_offload=True)))
     attach(gpt, AdapterPlan(rank=2), seed=0)
     with pytest.raises(RuntimeError, match="already"):
         attach(gpt, AdapterPlan(rank=2), seed=0)
-    with pytest.raises(ConfigError, match="kernels=triton"):
-        gpt.use(Execution(kernels="triton"))
-    other = build_model(gpt.config, VOCAB, execution=Execution(kernels="triton"))
-    with pytest.raises(ConfigError, match="kernels=triton"):
-        attach(other, AdapterPlan(rank=2), seed=0)
+    with pytest.raises(ConfigError, match=r"kernels=triton: .* 8-bit"):
+        gpt.use(Execution(kernels="triton", fp8=("up",)))
+    for plan, reason in [(AdapterPlan(rank=2, dora=True), "DoRA"), (AdapterPlan(rank=2, dropout=0.1), "dropout")]:
+        other = build_model(gpt.config, VOCAB, execution=Execution(kernels="triton"))
+        with pytest.raises(ConfigError, match=f"kernels=triton: .* {reason}"):
+            attach(other, plan, seed=0)
+        attached = build_model(gpt.config, VOCAB)
+        attach(attached, plan, seed=0)
+        with pytest.raises(ConfigError, match=f"kernels=triton: .* {reason}"):
+            attached.use(Execution(kernels="triton"))
 
 
 # --- one flat tensor --------------------------------------------------------------------------------------------------

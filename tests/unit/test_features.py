@@ -27,6 +27,7 @@ def probes(**answers) -> Probes:
     defaults = {
         "attention": lambda *a, **k: None,
         "picked": lambda *a, **k: "flash",
+        "documents": lambda *a, **k: None,
         "compiler": lambda device: None,
         "products": lambda: None,
         "triton": lambda: True,
@@ -346,3 +347,65 @@ def test_fp8_and_residual_need_our_kernels():
     assert used(resolve(HOPPER, "speed.fp8=[up]", "speed.kernels=torch"), "fp8")[0] == "[]"
     assert resolve(HOPPER, "speed.precision=fp16").execution.residual == "fp32"
     assert resolve(HOPPER, "speed.kernels=torch").execution.residual == "fp32"
+
+
+# --- fine-tuning ------------------------------------------------------------------------------------------------------
+
+CHAT = ["chat.source=rows.jsonl", "model.init_from=folder", "lora.rank=16", "train.steps=1"]
+
+
+def fine_tuned(device: Device, *words: str, written: bool = False, using: Probes | None = None) -> Speed:
+    config = load_config("lora", [*CHAT, *words]).config
+    names = {word.partition("=")[0] for word in words}
+    find = lambda path: "mine.yaml:3" if written and path in names else None  # noqa: E731
+    return resolve_speed(config, device, None, find, vocab=32000, probes=using or probes())
+
+
+def test_adapters_have_our_kernels():
+    speed = fine_tuned(HOPPER)
+    how = speed.execution
+    assert (how.kernels, how.loss, how.residual, how.products) == ("triton", "fused", "bf16", "torch")
+    assert used(speed, "products") == ("torch", "samples make other shapes at every step")
+    assert used(speed, "compile")[0] == "off"
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["lora.dora=true"], "they have no DoRA"),
+        (["lora.dropout=0.1"], "they have no dropout on adapters"),
+        (["speed.activation_offload=true"], "under adapters they cannot offload activations"),
+    ],
+)
+def test_adapters_that_our_kernels_do_not_know(words, reason):
+    assert used(fine_tuned(HOPPER, *words), "kernels") == ("torch", reason)
+    with pytest.raises(HardwareError, match=reason):
+        fine_tuned(HOPPER, *words, "speed.kernels=triton", written=True)
+
+
+def test_adapters_have_no_8_bit_products():
+    with pytest.raises(HardwareError, match="adapters have no 8-bit products"):
+        fine_tuned(HOPPER, "speed.fp8=[up]", written=True)
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "expected"),
+    [
+        (HOPPER, [], ("fa4", "")),
+        (HOPPER, ["speed.attention=cudnn"], ("flash", "cudnn knows no bounds")),
+        (HOPPER, ["speed.attention=reference"], ("reference", "")),
+        (AMPERE, ["speed.attention=flash"], ("flash", "")),
+        (HOPPER, ["speed.precision=fp32"], ("sdpa", "precision is fp32")),
+        (TURING, [], ("sdpa", "T4 is older than Ampere")),
+        (CPU, [], ("sdpa", "")),
+    ],
+)
+def test_attention_inside_packed_documents_is_told(device, words, expected):
+    speed = fine_tuned(device, *words)
+    assert used(speed, "document_attention") == expected
+    assert speed.execution.document_attention == expected[0]
+
+
+def test_a_kernel_that_fails_in_packed_documents_gives_way_and_says_so():
+    speed = fine_tuned(HOPPER, using=probes(documents=lambda *a, **k: "fa4 failed"))
+    assert used(speed, "document_attention") == ("flash", "fa4 failed")

@@ -102,6 +102,7 @@ def _probes(machine: Machine, trials: Trials) -> Any:
     return Probes(
         attention=attention,
         picked=lambda *_, **__: trials.picked,
+        documents=attention,
         compiler=lambda _: trials.failure("torch.compile"),
         products=lambda: trials.failure("cuBLASLt"),
         triton=lambda: machine.triton.status == "ok" and trials.failure("triton kernels") is None,

@@ -19,10 +19,12 @@ from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig, micro_bat
 from flatout.device import Device, allocator_words, arithmetic
 from flatout.engine.compiling import compile_failure, graphs_of_its_own
 from flatout.errors import HardwareError
+from flatout.model.adapted import kernels_missing as adapter_kernels_missing
 from flatout.model.count import flops_per_token
 from flatout.model.execution import Execution
 from flatout.model.layers import mlp_width_of
 from flatout.ops.attention import FA4, attention_failure, picked_kernel
+from flatout.ops.documents import document_failure
 from flatout.ops.kernels.cublaslt import missing as cublaslt_missing
 from flatout.records import Feature
 
@@ -43,6 +45,11 @@ def try_attention(
         return attention_failure(backend, device, _product_type(precision), **shape)
 
 
+def try_documents(backend: str, device: torch.device, *, precision: str, **shape: Any) -> str | None:
+    """Why this kernel cannot train packed documents, or None."""
+    return document_failure(backend, device, _product_type(precision), **shape)
+
+
 def ask_sdpa(device: torch.device, *, precision: str, deterministic: bool, **shape: Any) -> str | None:
     """Which kernel torch takes for these shapes under these switches, or None where it does not tell."""
     with arithmetic(precision, deterministic, device):
@@ -55,6 +62,7 @@ class Probes:
 
     attention: Callable[..., str | None] = try_attention
     picked: Callable[..., str | None] = ask_sdpa
+    documents: Callable[..., str | None] = try_documents
     compiler: Callable[[torch.device], str | None] = compile_failure
     products: Callable[[], str | None] = cublaslt_missing
     triton: Callable[[], bool] = lambda: importlib.util.find_spec("triton") is not None
@@ -113,16 +121,20 @@ def resolve_speed(
 
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
-    kernels = settle("kernels", asked.kernels, *_kernels(asked, device, model, probes, adapters=config.lora.rank > 0))
+    packed = config.chat.source is not None
+    kernels = settle("kernels", asked.kernels, *_kernels(asked, device, config, probes))
     residual = settle("residual", asked.residual, *_residual(asked.residual, precision, kernels))
     deterministic = config.train.deterministic
-    products = settle("products", asked.products, *_products(asked.products, precision, kernels, deterministic, probes))
-    fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model))
+    how = {"deterministic": deterministic, "packed": packed}
+    products = settle("products", asked.products, *_products(asked.products, precision, kernels, probes, **how))
+    fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model, adapters=config.lora.rank > 0))
     attention, why = _attention(asked.attention, device, precision, kernels, config, probes)
     settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, config, probes))
     why = "our kernels take one product" if kernels == "triton" and not asked.fused_qkv else ""
     fused_qkv = settle("fused_qkv", _word(asked.fused_qkv), _word(asked.fused_qkv or bool(why)), why) == "true"
-    packed = config.chat.source is not None
+    documents, why = _document_attention(attention, device, precision, config, probes)
+    if packed:  # of rows with more than one sample; `attention` is for those with one
+        features.append(Feature(name="document_attention", asked=attention, used=documents, why=why))
     compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, attention, probes, packed=packed))
     loss = settle("loss", asked.loss, *_loss(asked.loss, kernels))
     why = "the plain loss takes all tokens at once" if loss == "plain" else ""
@@ -160,7 +172,7 @@ def resolve_speed(
         precision=precision,
         execution=Execution(
             attention=attention,
-            document_attention=_document_attention(attention, device, precision, deterministic),
+            document_attention=documents,
             kernels=kernels,
             products=products,
             residual=residual,
@@ -197,12 +209,13 @@ def _words(values: Sequence[str]) -> str:
     return f"[{', '.join(values)}]"
 
 
-def _kernels(
-    asked: SpeedConfig, device: Device, model: ModelConfig, probes: Probes, *, adapters: bool
-) -> tuple[str, str]:
+def _kernels(asked: SpeedConfig, device: Device, config: RunConfig, probes: Probes) -> tuple[str, str]:
     if asked.kernels == "torch":
         return "torch", ""
-    reason = "they know no adapters" if adapters else _kernels_missing(device, model, probes)
+    lora, reason = config.lora, _kernels_missing(device, config.model, probes)
+    if reason is None and lora.rank > 0:
+        offload = asked.activation_offload
+        reason = adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, offload=offload, fp8=())
     if reason is None and asked.kernels == "auto":
         if asked.compile not in ("auto", "off"):
             reason = "compile was asked for"
@@ -234,11 +247,14 @@ def _residual(asked: str, precision: str, kernels: str) -> tuple[str, str]:
     return ("bf16" if asked == "auto" else asked), ""
 
 
-def _products(asked: str, precision: str, kernels: str, deterministic: bool, probes: Probes) -> tuple[str, str]:
+def _products(
+    asked: str, precision: str, kernels: str, probes: Probes, *, deterministic: bool, packed: bool
+) -> tuple[str, str]:
     reason = (
         "kernels is torch" if kernels == "torch"
         else f"precision is {precision}" if precision not in ("bf16", "fp16")
         else "the kernel that wins can differ from run to run" if deterministic
+        else "samples make other shapes at every step" if packed and asked == "auto"
         else probes.products()
     )  # fmt: skip
     if asked == "torch":
@@ -246,13 +262,15 @@ def _products(asked: str, precision: str, kernels: str, deterministic: bool, pro
     return ("tuned", "") if reason is None else ("torch", reason)
 
 
-def _fp8(asked: SpeedConfig, device: Device, kernels: str, model: ModelConfig) -> tuple[str, str]:
+def _fp8(asked: SpeedConfig, device: Device, kernels: str, model: ModelConfig, *, adapters: bool) -> tuple[str, str]:
     if not asked.fp8:
         return "[]", ""
     if device.capability is None or device.capability < (8, 9):
         return "[]", f"{device.name} has no 8-bit matrix units"
     if kernels == "torch":
         return "[]", "kernels is torch"
+    if adapters:
+        return "[]", "adapters have no 8-bit products"
     loss = _loss(asked.loss, kernels)[0]
     if "head" in asked.fp8 and loss != "fused":
         return "[]", f"the head in 8 bits needs the fused loss, and loss is {loss}"
@@ -298,13 +316,28 @@ def _attention(
     return (wanted, "") if reason is None else ("sdpa", reason)
 
 
-def _document_attention(attention: str, device: Device, precision: str, deterministic: bool) -> str:
-    """What works inside packed documents: by bounds where torch's FlashAttention-2 runs, or else with a mask."""
+def _document_attention(
+    attention: str, device: Device, precision: str, config: RunConfig, probes: Probes
+) -> tuple[str, str]:
+    """What works inside packed documents: by bounds where FlashAttention runs, or else with a mask."""
     if attention == "reference":
-        return "reference"
-    ampere = device.capability is not None and device.capability >= (8, 0)
-    fast = device.kind == "cuda" and ampere and precision in ("bf16", "fp16") and not deterministic
-    return "flash" if fast else "sdpa"
+        return "reference", ""
+    if device.kind != "cuda":
+        return "sdpa", "" if attention == "sdpa" else _NOT_CUDA
+    if device.capability is None or device.capability < (8, 0):
+        return "sdpa", f"{device.name} is older than Ampere"
+    if precision not in ("bf16", "fp16"):
+        return "sdpa", f"precision is {precision}"
+    if config.train.deterministic:
+        return "sdpa", "by bounds backward is not deterministic, and train.deterministic is set"
+    if attention == "flash":
+        return "flash", ""
+    if attention in FA4 and config.chat.source is not None:
+        model = config.model
+        shape = {"heads": model.heads, "groups": model.kv_heads or model.heads, "size": model.size}
+        reason = probes.documents("fa4", device.torch_device, precision=precision, **shape)
+        return ("fa4", "") if reason is None else ("flash", reason)
+    return "flash", f"{attention} knows no bounds"
 
 
 def _faster_with_fa4(model: ModelConfig) -> str | None:

@@ -334,13 +334,16 @@ def _build_described(config: RunConfig, description: Description, speed: Speed, 
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(speed.precision, torch.float32)
     description = dataclasses.replace(description, config=config.model)
     with out_of_memory():
-        return build_described(
+        model = build_described(
             description,
             dtype=narrow if frozen else torch.float32,
             device=speed.device.torch_device,
             execution=speed.execution,
             weights=weights or frozen,
         )
+    if speed.device.kind == "cuda":
+        install_flash(speed.execution.attention)
+    return model
 
 
 def _check_no_shape(config: RunConfig, sources: Mapping[str, Source]) -> None:

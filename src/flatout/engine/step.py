@@ -108,6 +108,8 @@ class TrainStep:
         self.keep_gradients = keep_gradients or clear_gradients is not None
         self.clear_gradients = clear_gradients
         self.after_update = after_update
+        # Gradients that stay are pieces of one tensor, and what the optimizer moves is the whole of it.
+        self.whole = None if clear_gradients is None else [p for g in optimizer.param_groups for p in g["params"]]
         self.scope = scope
         # engine/graphs.py puts a recording of it here
         self.run_micro_batch: Callable[..., Tensor] = self.forward_backward
@@ -170,7 +172,8 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, loss: Tensor) -> Tensor:
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        moved = self.model.parameters() if self.whole is None else self.whole
+        gradients = [p.grad for p in moved if p.grad is not None]
         scale = self.one if self.loss_scale is None else self.loss_scale.scale
         norm = torch.nn.utils.get_total_norm(gradients) / scale
         finite = torch.isfinite(loss) & torch.isfinite(norm)
@@ -204,7 +207,8 @@ class TrainStep:
     def _parameter_norm(self) -> Tensor:
         if not self.with_parameter_norm:
             return -self.one
-        trained = [parameter.detach() for parameter in self.model.parameters() if parameter.requires_grad]
+        moved = self.model.parameters() if self.whole is None else self.whole
+        trained = [parameter.detach() for parameter in moved if parameter.requires_grad]
         return torch.nn.utils.get_total_norm(trained)
 
     def _fused_update(self, rate: Tensor, divisor: Tensor, finite: Tensor) -> None:

@@ -3,7 +3,7 @@
 It keeps `weight` and `bias`, the very parameters of the layer in whose place it stands, so code that reads those still
 works, and owns A of all parts stacked, B of every part, and DoRA's magnitudes.
 Trap: code that multiplies by `weight` itself leaves the adapter out. Whoever does so must ask for an AdaptedLinear
-first (layers.Attention._project does), and `use` refuses the kernels that do not.
+first (layers.Attention._project does). Our kernels do: ops/kernels/frozen.py.
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,7 @@ class AdaptedLinear(nn.Linear):
 
     def use(self, execution: Execution) -> None:
         """Carries on in another way, or says why it cannot."""
-        reason = unsupported(execution)
+        reason = unsupported(execution, dora=self.magnitude is not None, dropout=self.dropout)
         if reason is not None:
             raise ConfigError(reason, "set speed.kernels=torch")
         # Selective checkpointing keeps results of products, and refuses to see them changed afterwards.
@@ -88,7 +88,11 @@ class AdaptedLinear(nn.Linear):
         )
         magnitude, norm = self.magnitude, self.norm()
         values = (x, self.weight, self.bias, self.lora_a, self.b, self.layout)
-        return lora_product(*values, joined=self.fresh(), magnitude_P=magnitude, norm_P=norm, how=how)
+        joined, kind = self.fresh(), x.device.type
+        if joined is not None and joined.dtype != self.weight.dtype:  # folded for autocast, which may be off by now
+            wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
+            joined = joined if joined.dtype == wanted else None
+        return lora_product(*values, joined=joined, magnitude_P=magnitude, norm_P=norm, how=how)
 
     def separately(self, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """The rows in groups of `sizes`, each by a product of its own: what `speed.fused_qkv=false` asks for."""
@@ -162,12 +166,44 @@ class AdaptedLinear(nn.Linear):
         """Says that the joined weight has today's A and B."""
         self._joined_state = self._state()
 
+    @property
+    def claims_fresh(self) -> bool:
+        """Whether the joined weight was fresh when somebody looked last, and nobody has called `forget` since."""
+        return self._joined_state is not None
+
+    def join(self, dtype: torch.dtype) -> bool:
+        """Folds for products in `dtype`, unless that is done; whether it was to be done.
+
+        A joined weight stays behind when a model is moved or copied.
+        """
+        joined, weight = self.joined, self.weight
+        there = joined is not None and joined.dtype == dtype and joined.buffer.device == weight.device
+        if joined is not None and there and (dtype != weight.dtype or joined.weight_OI.data_ptr() == weight.data_ptr()):
+            return False
+        with torch.inference_mode(False):  # folded for sampling, it must still do for training
+            self.fold(dtype)
+        return True
+
     def _state(self) -> tuple[tuple[int, int], ...]:
         return tuple((version_of(value), value.data_ptr()) for value in (self.lora_a, *self.b))
 
 
-def unsupported(execution: Execution) -> str | None:
+def unsupported(execution: Execution, *, dora: bool = False, dropout: float = 0.0) -> str | None:
     """Why adapters cannot go with these switches, or None."""
-    if execution.kernels != "torch":
-        return f"adapters do not go with speed.kernels={execution.kernels}: its kernels read the base weights alone"
+    if execution.kernels == "torch":
+        return None
+    reason = kernels_missing(dora=dora, dropout=dropout, offload=execution.activation_offload, fp8=execution.fp8)
+    return None if reason is None else f"adapters do not go with speed.kernels={execution.kernels}: {reason}"
+
+
+def kernels_missing(*, dora: bool, dropout: float, offload: bool, fp8: Sequence[str]) -> str | None:
+    """Why our kernels cannot have adapters like these, or None."""
+    if dora:
+        return "they have no DoRA"
+    if dropout > 0:
+        return "they have no dropout on adapters"
+    if offload:
+        return "under adapters they cannot offload activations"
+    if fp8:
+        return "under adapters they have no 8-bit products"
     return None

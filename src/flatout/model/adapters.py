@@ -16,10 +16,12 @@ import contextlib
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from flatout.errors import ConfigError
 from flatout.model.adapted import AdaptedLinear, unsupported
@@ -28,6 +30,10 @@ from flatout.model.execution import Execution
 from flatout.model.gpt import GPT
 from flatout.model.layers import Block
 from flatout.ops.lora import LoraLayout, LoraPart, dora_norm
+from flatout.ops.scales import version_of
+
+if TYPE_CHECKING:  # who does not ask for our kernels need not have triton
+    from flatout.ops.kernels.adapters import Spreading
 
 ALIGNED = 32  # each tensor starts at a multiple of so many elements of the flat one: 128 bytes
 
@@ -46,7 +52,7 @@ def attach(
     model: GPT, plan: AdapterPlan, seed: int, *, naming: Naming | None = None, strict: bool = True
 ) -> "Adapters":
     """Freezes the model and gives it adapters. `naming` is for checkpoints that name projections in their own way."""
-    reason = unsupported(model.execution)
+    reason = unsupported(model.execution, dora=plan.dora, dropout=plan.dropout)
     if reason is not None:
         raise ConfigError(reason, "set speed.kernels=torch")
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
@@ -68,6 +74,11 @@ class Adapters:
             parameter.requires_grad_(False)
             parameter.grad = None
         model.random = model.random or plan.dropout > 0
+        model.freshen = _Ready(self)
+        self._spreading: Spreading | None = None
+        self._spread_state: tuple[int, int] = (-1, -1)
+        self._joins = 0
+        self._linked: list[tuple[nn.Parameter, Tensor]] = []
         self.layers: dict[tuple[int, str], AdaptedLinear] = {}
         for layer, block in enumerate(model.blocks):
             assert isinstance(block, Block)
@@ -91,9 +102,9 @@ class Adapters:
         return adapted
 
     @staticmethod
-    def supports(execution: Execution) -> str | None:
+    def supports(execution: Execution, *, dora: bool = False, dropout: float = 0.0) -> str | None:
         """Why adapters cannot go with these switches, or None: they can."""
-        return unsupported(execution)
+        return unsupported(execution, dora=dora, dropout=dropout)
 
     # --- tensors ------------------------------------------------------------------------------------------------------
 
@@ -186,21 +197,31 @@ class Adapters:
 
     def _link(self, gradient: Tensor) -> None:
         self.flat.grad = gradient
-        for parameter, place in self._placed:
-            parameter.grad = gradient[place : place + parameter.numel()].view(parameter.shape)
+        self._linked = [
+            (parameter, gradient[place : place + parameter.numel()].view(parameter.shape))
+            for parameter, place in self._placed
+        ]
         start = 0
         for parameter in self.optimizer_parameters:
             if parameter is not self.flat:
-                parameter.grad = gradient[start : start + parameter.numel()]
+                self._linked.append((parameter, gradient[start : start + parameter.numel()]))
                 start += parameter.numel()
+        self._relink()
+
+    def _relink(self) -> None:
+        """The same views again and again: a recorded pass (engine/graphs.py) knows its gradients by them."""
+        for parameter, view in self._linked:
+            if parameter.grad is not view:
+                parameter.grad = view
 
     def zero_gradients(self) -> None:
         """One kernel. Gradients that somebody set to None are linked to the flat one again."""
         gradient = self.flat.grad
         if gradient is None:
-            gradient = torch.zeros_like(self.flat, requires_grad=False)
+            self._link(torch.zeros_like(self.flat, requires_grad=False))
+            return
         gradient.zero_()
-        self._link(gradient)
+        self._relink()
 
     # --- ways ---------------------------------------------------------------------------------------------------------
 
@@ -213,6 +234,44 @@ class Adapters:
     def unfold(self) -> None:
         for layer in self.layers.values():
             layer.unfold()
+
+    def ready(self, dtype: torch.dtype) -> Hashable:
+        """Everything folded for products in `dtype` and fresh, before a pass in our kernels. Cheap if nothing changed.
+
+        The answer stays the same while joined weights stay where they are.
+        """
+        fresh = True
+        for layer in self.layers.values():
+            if layer.join(dtype):
+                self._spreading, fresh = None, False
+            fresh = fresh and layer.claims_fresh
+        state = (version_of(self.flat), self.flat.data_ptr())
+        if fresh and self._spread_state == state and self._spreading is not None:
+            return self._joins
+        if self._spreading is None or self._spread_state[1] != state[1]:
+            self._spreading = self._parts()
+            self._joins += 1
+        self._spreading(self.flat.detach())
+        joined = [layer.joined.buffer for layer in self.layers.values() if layer.joined is not None]
+        increment_version([buffer for buffer in joined if not buffer.is_inference()])
+        for layer in self.layers.values():
+            layer.is_fresh()
+        self._spread_state = state
+        return self._joins
+
+    def _parts(self) -> "Spreading":
+        from flatout.ops.kernels.adapters import Part, Spreading
+
+        first, size = self.flat.data_ptr(), self.flat.element_size()
+        parts = []
+        for layer in self.layers.values():
+            layout, joined = layer.layout, layer.joined
+            assert joined is not None
+            for part, span, b in zip(layout.parts, layout.spans, layer.b, strict=True):
+                a = layer.lora_a.detach()[span]
+                parts.append(Part((a.data_ptr() - first) // size, joined.a_RI[span], part.scale))
+                parts.append(Part((b.data_ptr() - first) // size, joined.b_OR[part.span, span], 1.0))
+        return Spreading(self.flat, parts)
 
     def forget(self) -> None:
         for layer in self.layers.values():
@@ -263,7 +322,21 @@ class Adapters:
         for parameter in self._trained_before:
             parameter.requires_grad_(True)
         self.model.random = self._random_before
+        self.model.freshen = None
         self.detached = True
+
+
+class _Ready:
+    """`Adapters.ready`, which stays behind when a model is copied: the layers of the copy see to themselves."""
+
+    def __init__(self, adapters: Adapters) -> None:
+        self.adapters = adapters
+
+    def __call__(self, dtype: torch.dtype) -> Hashable:
+        return self.adapters.ready(dtype)
+
+    def __deepcopy__(self, _: object) -> None:
+        return None
 
 
 def _seed_of(seed: int, layer: int, path: str) -> int:

@@ -8,6 +8,7 @@ Shape legend: B batch, T positions, W width, V vocabulary.
 """
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -17,10 +18,12 @@ from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
 from flatout.model.activations import ActivationOffload, recomputed
+from flatout.model.adapted import AdaptedLinear
 from flatout.model.execution import Execution
-from flatout.model.layers import Block, Cache, LayerCache, Norm, build_norm, build_rotary, product_type
+from flatout.model.layers import Block, Cache, LayerCache, Norm, Turn, build_norm, build_rotary, product_type
 from flatout.model.narrow import ModelNarrow, gradient_slot
-from flatout.ops.documents import Layout
+from flatout.ops.attention import causal_attention
+from flatout.ops.documents import Layout, document_attention
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
 
 
@@ -40,6 +43,8 @@ class GPT(nn.Module):
         self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
         self.offload = ActivationOffload(self)
         self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
+        # what adapters must do before a pass in our kernels, with the type of its products; theirs to set
+        self.freshen: Callable[[torch.dtype], Hashable] | None = None
 
     def use(self, execution: Execution) -> None:
         """Carries on in another way; the weights stay. Code compiled or recorded before must not be used again."""
@@ -57,6 +62,10 @@ class GPT(nn.Module):
         self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None
     ) -> Tensor:
         """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents."""
+        if layout is not None and layout.tight is not None and self.execution.kernels == "triton" and not layout.alone:
+            # Our kernels join all rows anyway, and need no padding then.
+            tokens_BT, targets_BT = layout.tight.take(tokens_BT), layout.tight.take(targets_BT)
+            layout = layout.tight.layout
         hidden_BTW = self.hidden(tokens_BT, layout=layout)
         if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
@@ -118,14 +127,20 @@ class GPT(nn.Module):
         from flatout.ops.kernels.embedding import embed
 
         shape = tokens_BT.shape
+        if layout is not None and layout.alone and shape[1] <= self.config.context:  # rows need not know of it
+            layout = None
         if layout is not None:  # one row: kernels look positions up by the place in a row
             tokens_BT, layout = tokens_BT.flatten()[None], layout.in_one_row
         table_VW = self.embedding.weight
         places = slice(0, tokens_BT.shape[1]) if layout is None else layout.positions_BT.flatten()
         positions_TW = None if self.positions is None else self.positions.weight[places]
         turn = None if self.rotary is None else self.rotary(0, self.config.context, layout)
-        stream = torch.bfloat16 if self.execution.residual == "bf16" else table_VW.dtype
+        wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
+        stream = torch.bfloat16 if self.execution.residual == "bf16" else wide
         x_BTW = embed(tokens_BT, table_VW, positions_TW, stream)
+        blocks = [block for block in self.blocks if isinstance(block, Block)]
+        if not self.norm.weight.requires_grad and all(block.is_frozen for block in blocks):
+            return self._frozen_blocks(x_BTW, turn, layout).view(*shape, -1)
         branch_BTW, bias_W, slot = None, None, None
         all_narrow = self.narrow.begin(product_type(table_VW), recording=self.training and torch.is_grad_enabled())
         for block, narrow in zip(self.blocks, all_narrow, strict=True):
@@ -134,9 +149,39 @@ class GPT(nn.Module):
             bias_W, slot = block.mlp.out.bias, gradient_slot(narrow.down)
         return self.norm.after_adding(x_BTW, branch_BTW, bias_W, None, slot)[1].view(*shape, -1)
 
+    def _frozen_blocks(self, x_BTW: Tensor, turn: Turn | None, layout: Layout | None) -> Tensor:
+        """The blocks of a frozen model, whose adapters alone are trained."""
+        from flatout.ops.kernels.frozen import Room, frozen_end
+
+        dtype = product_type(x_BTW)
+        if self.freshen is not None:
+            self.freshen(dtype)
+        else:  # a copy of a model with adapters: each of its layers for itself
+            for layer in self.modules():
+                if isinstance(layer, AdaptedLinear):
+                    layer.join(dtype)
+                    layer.fresh()
+        how = self.execution
+        attend = functools.partial(causal_attention, backend=how.attention)
+        if layout is not None:
+            attend = functools.partial(document_attention, layout=layout, backend=how.document_attention)
+        branch_BTW, bias_W, below = None, None, None
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            last = block.mlp.out
+            above = Room(last.layout.rank if isinstance(last, AdaptedLinear) and last.enabled else 0)
+            x_BTW, branch_BTW = block.frozen(x_BTW, branch_BTW, bias_W, turn, attend, above, below)
+            bias_W, below = last.bias, above
+        assert branch_BTW is not None, "a model has at least one block"
+        assert below is not None
+        return frozen_end(x_BTW, branch_BTW, bias_W, self.norm.frozen(), dtype, below)
+
     def prepare(self) -> Hashable:
         """What must be done before a recorded pass is replayed; another answer means another recording."""
-        return self.narrow.prepare(product_type(self.embedding.weight)) if self.execution.kernels == "triton" else None
+        if self.execution.kernels != "triton":
+            return None
+        dtype = product_type(self.embedding.weight)
+        return self.narrow.prepare(dtype) if self.freshen is None else self.freshen(dtype)
 
     def _recomputed(self, function: Callable[..., Any], *values: Any) -> Any:
         """A block, with what it keeps for backward as the switches say. Our kernels are selective by themselves."""

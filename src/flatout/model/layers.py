@@ -6,6 +6,8 @@ D head size, W width, M MLP width.
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,10 @@ from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import Layout, document_attention
 from flatout.ops.scales import Slot
+
+if TYPE_CHECKING:  # who does not ask for our kernels need not have triton
+    from flatout.ops.kernels.frozen import FrozenLinear, Room
+    from flatout.ops.kernels.norm import FrozenNorm
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, T, D/2] of packed rows
 
@@ -48,6 +54,11 @@ class Norm(nn.Module):
         values = (x, branch, branch_bias, self.weight, self.bias)
         return add_norm(*values, **how, slot=slot, branch_slot=branch_slot)
 
+    def frozen(self) -> "FrozenNorm":
+        from flatout.ops.kernels.norm import FrozenNorm
+
+        return FrozenNorm(self.weight, self.bias, self.centred, self.eps)
+
 
 class RMSNorm(Norm):
     centred = False
@@ -72,6 +83,16 @@ def product_type(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _frozen_linear(layer: nn.Linear, *, tuned: bool) -> "FrozenLinear":
+    """The layer as the kernels for frozen blocks take it. Its joined weight is fresh: `Adapters.ready` came before."""
+    from flatout.ops.kernels.frozen import FrozenLinear
+
+    weight, bias = layer.weight, layer.bias
+    if not isinstance(layer, AdaptedLinear) or not layer.enabled:
+        return FrozenLinear(weight, bias, tuned=tuned)
+    return FrozenLinear(weight, bias, layer.joined, layer.lora_a, tuple(layer.b), tuned=tuned)
 
 
 def build_norm(config: ModelConfig, width: int) -> Norm:
@@ -340,6 +361,55 @@ class Block(nn.Module):
         x_BTW = x_BTW + (branch if self.attention_scale is None else branch * self.attention_scale)
         branch = self.dropout(self.mlp(self.mlp_norm(x_BTW)))
         return x_BTW + (branch if self.mlp_scale is None else branch * self.mlp_scale)
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing but adapters is trained here."""
+        norms = (self.attention_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
+        own = [module for module in (*norms, *self.linears().values()) if module is not None]
+        return not any(x is not None and x.requires_grad for module in own for x in (module.weight, module.bias))
+
+    def frozen(
+        self,
+        x_BTW: Tensor,
+        branch_BTW: Tensor | None,
+        bias_W: Tensor | None,
+        turn: Turn | None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        above: "Room",
+        below: "Room | None",
+    ) -> tuple[Tensor, Tensor]:
+        """`fused` for a block whose weights are frozen, with or without adapters. It sees to checkpointing by itself.
+
+        `above` and `below` carry gradients of branches from block to block.
+        """
+        from flatout.ops.kernels.frozen import FrozenBlock, frozen_block
+
+        attention, execution = self.attention, self.attention.execution
+        cos, sin = (None, None) if turn is None else (turn[0].flatten(0, -2), turn[1].flatten(0, -2))
+        norms, eps = None, 0.0
+        if attention.q_norm is not None and attention.k_norm is not None:
+            norms, eps = (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.eps
+        tuned = execution.products == "tuned"
+        layers = {name: _frozen_linear(layer, tuned=tuned) for name, layer in self.linears().items()}
+        block = FrozenBlock(
+            **layers,
+            first=self.attention_norm.frozen(),
+            second=self.mlp_norm.frozen(),
+            heads=attention.heads,
+            groups=attention.groups,
+            head_norms=norms,
+            head_eps=eps,
+            cos=cos,
+            sin=sin,
+            kind=self.mlp.kind,
+            attend=attend,
+            checkpointing=execution.checkpointing,
+            dtype=product_type(x_BTW),
+            above=above,
+            below=below,
+        )
+        return frozen_block(x_BTW, branch_BTW, bias_W, block)
 
     def linears(self) -> dict[str, nn.Linear]:
         """The linear layers by their names in `speed.fp8`."""

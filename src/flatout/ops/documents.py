@@ -59,6 +59,8 @@ class Layout:
     longest: int  # tokens of the longest document, padding included
     reach: int  # positions that are needed: tokens of the longest document that is none
     labelled_L: Tensor | None  # int64: tokens with a label, and one without for each place that is left over
+    alone: bool = False  # each row has one document, and padding after it: plain causal attention does as well
+    tight: "Tight | None" = None  # the same documents without padding, where that is shorter
 
     @functools.cached_property
     def in_one_row(self) -> "Layout":
@@ -72,10 +74,25 @@ class Layout:
         return document_mask(self.documents_BT)[:, None]
 
 
+@dataclasses.dataclass(frozen=True)
+class Tight:
+    """Packed rows as one row without padding, but for what fills it up to a length that comes again."""
+
+    places_N: Tensor  # int64: where its tokens are in the rows
+    layout: Layout
+
+    def take(self, x_BT: Tensor) -> Tensor:
+        return x_BT.flatten().index_select(0, self.places_N)[None]
+
+
 def lay_out(
-    documents_BT: npt.NDArray[np.int32], targets_BT: npt.NDArray[np.int64] | None, device: torch.device
+    documents_BT: npt.NDArray[np.int32],
+    targets_BT: npt.NDArray[np.int64] | None,
+    device: torch.device,
+    *,
+    tighten: bool = True,
 ) -> Layout:
-    """The layout of rows in which a document is a run of one number.
+    """The layout of rows in which a document is a run of one number. `tighten` looks for a shorter row as well.
 
     With targets, the places of labels come along: the head then works on these alone. They are padded with a token that
     has no label, so where every token has one, or there are as many places as tokens, there is nothing to select.
@@ -91,8 +108,7 @@ def lay_out(
     numbers = np.repeat(np.arange(len(starts)), lengths)
 
     def there(values: npt.NDArray[np.generic], kind: torch.dtype) -> Tensor:
-        tensor = torch.from_numpy(np.ascontiguousarray(values)).to(kind)
-        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        return _there(values, kind, device)
 
     labelled = None if targets_BT is None else _places(targets_BT.reshape(-1))
     return Layout(
@@ -102,7 +118,33 @@ def lay_out(
         longest=int(lengths.max()),
         reach=int(positions.max()) + 1,
         labelled_L=None if labelled is None else there(labelled, torch.int64),
+        alone=_alone(documents_BT),
+        tight=_tight(np.where(inside, numbers, -1), targets_BT, device) if tighten else None,
     )
+
+
+def _tight(
+    numbers_N: npt.NDArray[np.int64], targets_BT: npt.NDArray[np.int64] | None, device: torch.device
+) -> Tight | None:
+    real, padding = np.flatnonzero(numbers_N >= 0), np.flatnonzero(numbers_N < 0)
+    count = -(-len(real) // _STEP) * _STEP
+    if not 0 < count < len(numbers_N):
+        return None
+    places = np.append(real, np.full(count - len(real), padding[0]))
+    targets = None if targets_BT is None else targets_BT.reshape(-1)[places][None]
+    layout = lay_out(numbers_N[places][None].astype(np.int32), targets, device, tighten=False)
+    return Tight(_there(places, torch.int64, device), layout)
+
+
+def _there(values: npt.NDArray[np.generic], kind: torch.dtype, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(kind)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _alone(documents_BT: npt.NDArray[np.int32]) -> bool:
+    real_BT = documents_BT >= 0
+    same_BT = (documents_BT == documents_BT[:, :1]) | ~real_BT
+    return bool(same_BT.all() and real_BT[:, 0].all() and (real_BT[:, 1:] <= real_BT[:, :-1]).all())
 
 
 def _places(targets_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
@@ -125,6 +167,32 @@ def document_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: L
         return attention_reference(q_BHTD, k_BGTD, v_BGTD, visible=layout.visible_B1TS)
     grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
     return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, attn_mask=layout.visible_B1TS, enable_gqa=grouped)
+
+
+def document_failure(
+    backend: str, device: torch.device, dtype: torch.dtype, *, heads: int, groups: int, size: int
+) -> str | None:
+    """Why this kernel cannot train packed documents here, or None. It is tried, forward and backward, on three."""
+    lengths = (70, 1, 185)
+    layout = lay_out(np.repeat(np.arange(3, dtype=np.int32), lengths)[None], None, device)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(1, sum(lengths), heads + 2 * groups, size, generator=generator).to(device, dtype)
+    parts = [part.transpose(1, 2) for part in whole.split([heads, groups, groups], dim=2)]
+    try:
+        results = []
+        for way, kind in ((backend, dtype), ("reference", torch.float32)):
+            inputs = [part.detach().to(kind).requires_grad_() for part in parts]
+            y_BHTD = document_attention(inputs[0], inputs[1], inputs[2], layout, backend=way)
+            results.append([y_BHTD, *torch.autograd.grad(y_BHTD.float().square().sum(), inputs)])
+        for mine, theirs in zip(*results, strict=True):
+            difference = float((mine.float() - theirs).abs().max())
+            if not difference <= 0.03 * (1 + float(theirs.abs().max())):
+                return f"{backend} is {difference:.2g} away from the reference in packed documents"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a foreign kernel raises is the reason we are looking for
+        return f"{backend} failed in packed documents: {type(error).__name__}: {str(error).partition(chr(10))[0][:120]}"
+    return None
 
 
 def document_mask(documents_BT: Tensor) -> Tensor:

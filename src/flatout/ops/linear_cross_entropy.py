@@ -47,7 +47,8 @@ def linear_cross_entropy(
     if path == "fused":
         # Asked here: what autograd tells a function of its inputs is the same without gradients.
         learning = torch.is_grad_enabled() and (hidden_NW.requires_grad or weight_VW.requires_grad)
-        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning)
+        frozen = learning and not weight_VW.requires_grad
+        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen)
         return _FusedLoss.apply(hidden_NW, weight_VW, targets_N, *how)  # pyright: ignore
     if path == "plain" or hidden_NW.shape[0] <= chunk:
         return _plain_loss(hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab)
@@ -84,10 +85,12 @@ class _FusedLoss(torch.autograd.Function):
     """Loss and, chunk by chunk, its gradients; backward only multiplies them by the gradient of the sum."""
 
     @staticmethod
-    def forward(ctx, hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning):
+    def forward(
+        ctx, hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen
+    ):
         kind = hidden_NW.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NW.dtype
-        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning)
+        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen)
         if torch.compiler.is_compiling():
             # Rounded out here, where the compiler can do it together with the norm before.
             total, *gradients = _one_operation(hidden_NW.to(narrow), weight_VW, targets_N, *how)
@@ -103,7 +106,7 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dtotal):
-        dhidden_NW, dweight_PW = ctx.saved_tensors
+        dhidden_NW, *of_weight = ctx.saved_tensors  # a frozen head has none
         # Both were made here and are used once, so they are scaled where they stand; a compiler sees to that itself.
         if ctx.kernels == "triton":
             from flatout.ops.kernels.launch import scale_in_place as scaled
@@ -111,8 +114,8 @@ class _FusedLoss(torch.autograd.Function):
             scaled = torch.mul if torch.compiler.is_compiling() else torch.Tensor.mul_
         return (
             scaled(dhidden_NW, dtotal).to(ctx.hidden_dtype),
-            scaled(dweight_PW, dtotal)[: ctx.vocab].to(ctx.weight_dtype),
-            *([None] * 8),
+            scaled(of_weight[0], dtotal)[: ctx.vocab].to(ctx.weight_dtype) if of_weight else None,
+            *([None] * 9),
         )
 
 
@@ -127,6 +130,7 @@ class _Work:
     fp8: bool
     tuned: bool
     learning: bool
+    frozen: bool  # learning without a gradient of the weights
     narrow: torch.dtype
     rows_loss: Callable[..., Tensor]
 
@@ -136,8 +140,11 @@ class _Work:
         total = hidden_NW.new_empty((), dtype=exact)
         if not self.learning:
             return [total]
+        dhidden_NW = torch.empty_like(hidden_NW, dtype=self.narrow)
+        if self.frozen:
+            return [total, dhidden_NW]
         dweight_PW = hidden_NW.new_empty((self.padded(weight_VW.shape[0]), weight_VW.shape[1]), dtype=exact)
-        return [total, torch.empty_like(hidden_NW, dtype=self.narrow), dweight_PW]
+        return [total, dhidden_NW, dweight_PW]
 
     def padded(self, vocab: int) -> int:
         return vocab + -vocab % (math.lcm(self.pad_vocab, 16) if self.fp8 else self.pad_vocab)
@@ -147,8 +154,10 @@ class _Work:
         total.zero_()
         vocab, width = weight_VW.shape
         with torch.autocast(hidden_NW.device.type, enabled=False):
-            weight_PW = weight_VW.new_zeros((self.padded(vocab), width), dtype=self.narrow)
-            weight_PW[:vocab] = weight_VW
+            weight_PW = weight_VW.to(self.narrow)
+            if self.padded(vocab) != vocab:
+                weight_PW = weight_VW.new_zeros((self.padded(vocab), width), dtype=self.narrow)
+                weight_PW[:vocab] = weight_VW
             head = _NarrowHead(hidden_NW, weight_PW, self.learning) if self.fp8 else None
             for start in range(0, hidden_NW.shape[0], self.chunk):
                 part = slice(start, start + self.chunk)
@@ -166,12 +175,13 @@ class _Work:
                 total += losses_C.sum(dtype=total.dtype)
                 if not self.learning:
                     continue
-                dhidden_NW, dweight_PW = gradients  # the logits are their own gradient by now
+                dhidden_NW, *of_weight = gradients  # the logits are their own gradient by now
                 if head is None:
                     _multiply(logits_CP, weight_PW, self.tuned, dhidden_NW[part])
                 else:
                     head.input_gradient(logits_CP, narrow_CP, out=dhidden_NW[part])
-                _write_product(dweight_PW, logits_CP.t(), hidden_CW, self.tuned, add=start > 0)
+                if of_weight:
+                    _write_product(of_weight[0], logits_CP.t(), hidden_CW, self.tuned, add=start > 0)
                 del logits_CP
 
 
@@ -187,13 +197,14 @@ def _one_operation(
     fp8: bool,
     tuned: bool,
     learning: bool,
+    frozen: bool,
 ) -> list[Tensor]:
     """The fused loss for compiled code, which calls it without a look inside. Products are in the type of `hidden_NW`.
 
     A CPU spends its time in the products and compiles slowly, so that only a GPU has the softmax compiled.
     """
     rows_loss = _compiled_rows_loss() if hidden_NW.is_cuda else _torch_rows_loss
-    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning)
+    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen)
     work = _Work(*how, hidden_NW.dtype, rows_loss)
     room = work.room(hidden_NW, weight_VW)
     # torch runs the first call of compiled code under a watch of its own, in which tensors seem to be of another kind.
@@ -216,8 +227,9 @@ def _(
     fp8: bool,
     tuned: bool,
     learning: bool,
+    frozen: bool,
 ) -> list[Tensor]:
-    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning)
+    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen)
     return _Work(*how, hidden_NW.dtype, _torch_rows_loss).room(hidden_NW, weight_VW)
 
 

@@ -31,7 +31,7 @@ def _tanh(x):
 
 @triton.jit
 def _forward(
-    pre_ptr, bias_ptr, out_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, hidden, columns,
+    pre_ptr, bias_ptr, out_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, hidden, columns, out_stride,
     HAS_BIAS: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def _forward(
         y = x * tl.sigmoid(x) * value
     out = row.to(tl.int64)[:, None] * hidden + column[None, :]
     stored = y.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + out, stored, mask)
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * out_stride + column[None, :], stored, mask)
     if NARROW:
         store_narrow(narrow_ptr, out, stored, tl.load(scale_ptr), top, mask)
     if RECORD:
@@ -64,9 +64,9 @@ def _forward(
 @triton.jit
 def _backward(
     dout_ptr, pre_ptr, bias_ptr, dpre_ptr, out_ptr, sums_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, hidden,
-    columns, share,
-    HAS_BIAS: tl.constexpr, ADDED: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr, NARROW: tl.constexpr,
-    RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    columns, share, dpre_stride,
+    HAS_BIAS: tl.constexpr, HAS_SUMS: tl.constexpr, ADDED: tl.constexpr, KIND: tl.constexpr, AGAIN: tl.constexpr,
+    NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -104,26 +104,26 @@ def _backward(
             dvalue = dy * x * s
             dx = dy * value * s * (1.0 + x * (1.0 - s))
             second = dvalue.to(dpre_ptr.dtype.element_ty)
-            tl.store(dpre_ptr + place + hidden, second, mask)
+            tl.store(dpre_ptr + row.to(tl.int64)[:, None] * dpre_stride + hidden + column[None, :], second, mask)
             if NARROW:
                 store_narrow(narrow_ptr, place + hidden, second, scale, top, mask)
             if RECORD:
                 highest = tl.maximum(highest, tl.where(mask, tl.abs(second.to(tl.float32)), 0.0))
-            if HAS_BIAS:
+            if HAS_SUMS:
                 second_sum += tl.where(mask, dvalue, 0.0)
         first = dx.to(dpre_ptr.dtype.element_ty)
-        tl.store(dpre_ptr + place, first, mask)
+        tl.store(dpre_ptr + row.to(tl.int64)[:, None] * dpre_stride + column[None, :], first, mask)
         if NARROW:
             store_narrow(narrow_ptr, place, first, scale, top, mask)
         if RECORD:
             highest = tl.maximum(highest, tl.where(mask, tl.abs(first.to(tl.float32)), 0.0))
         if AGAIN:
             tl.store(out_ptr + out, y.to(out_ptr.dtype.element_ty), mask)
-        if HAS_BIAS:
+        if HAS_SUMS:
             first_sum += tl.where(mask, dx, 0.0)
     if RECORD:
         record(seen_ptr, highest)
-    if HAS_BIAS:
+    if HAS_SUMS:
         tl.store(sums_ptr + program.to(tl.int64) * columns + column, tl.sum(first_sum, 0), inside)
         if KIND == 2:
             tl.store(sums_ptr + program.to(tl.int64) * columns + hidden + column, tl.sum(second_sum, 0), inside)
@@ -139,14 +139,17 @@ def _sizes(pre: Tensor, kind: int) -> tuple[int, int, int]:
     return pre.numel() // columns, columns // 2 if kind == SWIGLU else columns, columns
 
 
-def activate(pre: Tensor, bias: Tensor | None, kind: int, slot: Slot | None = None) -> Tensor:
-    """act(pre + bias); `slot` gets it in 8 bits too."""
+def activate(
+    pre: Tensor, bias: Tensor | None, kind: int, slot: Slot | None = None, out: Tensor | None = None
+) -> Tensor:
+    """act(pre + bias), written into `out` if there is one, whose rows may be apart; `slot` gets it in 8 bits too."""
     rows, hidden, columns = _sizes(pre, kind)
-    out = torch.empty((*pre.shape[:-1], hidden), dtype=pre.dtype, device=pre.device)
+    if out is None:
+        out = torch.empty((*pre.shape[:-1], hidden), dtype=pre.dtype, device=pre.device)
     grid = (triton.cdiv(rows, _ROWS), triton.cdiv(hidden, _BLOCK))
     rounding = rounding_of(slot, out.shape, out.device)
     _forward[grid](
-        pre, bias, out, *rounding.pointers, rows, hidden, columns, HAS_BIAS=bias is not None, KIND=kind,
+        pre, bias, out, *rounding.pointers, rows, hidden, columns, out.stride(-2), HAS_BIAS=bias is not None, KIND=kind,
         NARROW=rounding.narrow, RECORD=rounding.record, ROWS=_ROWS, BLOCK=_BLOCK, num_warps=_WARPS,
     )  # fmt: skip
     rounding.hand_over(out)
@@ -162,23 +165,29 @@ def activate_backward(
     again: bool,
     added: bool = False,
     slot: Slot | None = None,
+    frozen: bool = False,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(gradient of pre, gradient of bias, the activation itself if asked for `again`); `added`: pre has its bias.
 
-    `slot` gets the gradient of pre in 8 bits too.
+    `slot` gets the gradient of pre in 8 bits too. Under `frozen` weights rows of pre may be apart, a bias has no
+    gradient, and the activation takes the place of `dout`. `into` takes the gradient of pre, in rows that may be apart;
+    it may be `pre`, which is then gone.
     """
     rows, hidden, columns = _sizes(pre, kind)
-    dpre = torch.empty_like(pre)
-    out = torch.empty_like(dout) if again else None
+    dpre = torch.empty_like(pre) if into is None else into
+    out = None if not again else dout if frozen else torch.empty_like(dout)
     strips = triton.cdiv(hidden, _BLOCK_BACK)
     wanted = triton.cdiv(_PROGRAMS_BACK * multiprocessors(pre.device), strips)
     programs = max(1, min(triton.cdiv(rows, _ROWS_BACK), wanted))
     share = triton.cdiv(triton.cdiv(rows, programs), _ROWS_BACK) * _ROWS_BACK
-    sums = None if bias is None else torch.empty(programs, columns, dtype=torch.float32, device=pre.device)
+    has_sums = bias is not None and not frozen
+    columns = pre.stride(-2) if frozen else columns
+    sums = torch.empty(programs, columns, dtype=torch.float32, device=pre.device) if has_sums else None
     rounding = rounding_of(slot, dpre.shape, dpre.device)
     _backward[(programs, strips)](
-        dout, pre, bias, dpre, out, sums, *rounding.pointers, rows, hidden, columns, share,
-        HAS_BIAS=bias is not None, ADDED=added, KIND=kind, AGAIN=again, NARROW=rounding.narrow,
+        dout, pre, bias, dpre, out, sums, *rounding.pointers, rows, hidden, columns, share, dpre.stride(-2),
+        HAS_BIAS=bias is not None, HAS_SUMS=has_sums, ADDED=added, KIND=kind, AGAIN=again, NARROW=rounding.narrow,
         RECORD=rounding.record, ROWS=_ROWS_BACK, BLOCK=_BLOCK_BACK, STAGES=_STAGES_BACK, num_warps=_WARPS_BACK,
     )  # fmt: skip
     rounding.hand_over(dpre)

@@ -95,6 +95,7 @@ class _Shape:
     bias: bool
     add: bool
     device: int
+    strides: tuple[int, int, int]  # from row to row, or from column to column, of a, b and the result
     gelu: bool = False
 
 
@@ -117,9 +118,10 @@ class _Product:
             self._set(_INPUT, ctypes.c_void_p(256))
             self._set(_INPUT_STRIDE, ctypes.c_int64(shape.columns))
         rows, inner, columns = shape.rows, shape.inner, shape.columns
-        self.a = _layout(shape.dtype, *((inner, columns) if shape.b_transposed else (columns, inner)))
-        self.b = _layout(shape.dtype, *((rows, inner) if shape.a_transposed else (inner, rows)))
-        self.out = _layout(shape.out_dtype, columns, rows)
+        a_stride, b_stride, out_stride = shape.strides
+        self.a = _layout(shape.dtype, *((inner, columns) if shape.b_transposed else (columns, inner)), b_stride)
+        self.b = _layout(shape.dtype, *((rows, inner) if shape.a_transposed else (inner, rows)), a_stride)
+        self.out = _layout(shape.out_dtype, columns, rows, out_stride)
         self.kernels = self._find()
         self.launch: Callable[..., None] | None = None
         self.worth = True  # whether gelu in the epilogue is the faster way
@@ -198,9 +200,9 @@ def by_torch(a: Tensor, b: Tensor, out: Tensor, bias: Tensor | None, *, add: boo
         torch.mm(a, b, **wider, out=out)
 
 
-def _layout(dtype: torch.dtype, rows: int, columns: int) -> ctypes.c_void_p:
+def _layout(dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
     layout = ctypes.c_void_p()
-    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(rows)
+    sizes = ctypes.c_uint64(rows), ctypes.c_uint64(columns), ctypes.c_int64(stride)
     _call("cublasLtMatrixLayoutCreate", ctypes.byref(layout), _TYPES[dtype], *sizes)
     return layout
 
@@ -245,11 +247,12 @@ _product = functools.cache(_Product)
 
 
 def _transposed(tensor: Tensor) -> bool | None:
-    """False for a row-major matrix, True for the transpose of one, None for anything else."""
+    """False for a row-major matrix, True for the transpose of one, None for anything else. Rows may be apart."""
     rows, columns = tensor.shape
-    if tensor.stride() == (columns, 1):
+    down, along = tensor.stride()
+    if along == 1 and down >= columns:
         return False
-    return True if tensor.stride() == (1, rows) else None
+    return True if down == 1 and along >= rows else None
 
 
 def multiply(
@@ -258,7 +261,7 @@ def multiply(
     """a @ b + bias of half-precision CUDA matrices; into `out`, which may be of a wider type, or added to it."""
     if out is None:
         out = torch.empty(a_MK.shape[0], b_KN.shape[1], dtype=a_MK.dtype, device=a_MK.device)
-    shape = _shape_of(a_MK, b_KN, bias=bias_N is not None, out_dtype=out.dtype, add=add)
+    shape = _shape_of(a_MK, b_KN, out, bias=bias_N is not None, out_dtype=out.dtype, add=add)
     if shape is None:
         by_torch(a_MK, b_KN, out, bias_N, add=add)
     else:
@@ -270,17 +273,30 @@ def multiply_gelu(
     a_MK: Tensor, b_KN: Tensor, bias_N: Tensor, other_way: Callable[[], Any]
 ) -> tuple[Tensor, Tensor] | None:
     """(a @ b + bias, gelu of it) by one kernel, or None where there is none or `other_way` to the same is faster."""
-    shape = _shape_of(a_MK, b_KN, bias=True, out_dtype=a_MK.dtype, gelu=True)
+    shape = _shape_of(a_MK, b_KN, None, bias=True, out_dtype=a_MK.dtype, gelu=True)
     return None if shape is None else _product(shape).run_gelu(a_MK, b_KN, bias_N, other_way)
 
 
 def _shape_of(
-    a_MK: Tensor, b_KN: Tensor, *, bias: bool, out_dtype: torch.dtype, add: bool = False, gelu: bool = False
+    a_MK: Tensor,
+    b_KN: Tensor,
+    out: Tensor | None,
+    *,
+    bias: bool,
+    out_dtype: torch.dtype,
+    add: bool = False,
+    gelu: bool = False,
 ) -> _Shape | None:
-    """What the library must know of a product; None for one that is left to torch."""
+    """What the library must know of a product; None for one that is left to torch. Without `out` it will be dense."""
     (rows, inner), columns = a_MK.shape, b_KN.shape[1]
     a_transposed, b_transposed = _transposed(a_MK), _transposed(b_KN)
     if rows * inner * columns < _SMALL or a_transposed is None or b_transposed is None or (rows | inner | columns) % 8:
+        return None
+    if out is not None and (out.stride(1) != 1 or out.stride(0) < columns):
+        return None
+    strides = (max(a_MK.stride()), max(b_KN.stride()), columns if out is None else out.stride(0))
+    # The library's search takes it that operands begin at multiples of 256 bytes. What torch allocates does.
+    if any(stride % 8 for stride in strides) or _address(a_MK, b_KN, out) % 256:
         return None
     return _Shape(
         rows=rows,
@@ -293,5 +309,14 @@ def _shape_of(
         bias=bias,
         add=add,
         device=a_MK.get_device(),
+        strides=strides,
         gelu=gelu,
     )
+
+
+def _address(*tensors: Tensor | None) -> int:
+    """The bits that are set in any of the addresses."""
+    bits = 0
+    for tensor in tensors:
+        bits |= 0 if tensor is None else tensor.data_ptr()
+    return bits

@@ -5,10 +5,14 @@
 
 A block does nothing else to its residual stream, so the branch's bias and all column sums of backward (the gradients
 of that bias and of the norm's own weights) ride along in the same pass. Statistics are in fp32, of the stored x_new.
-So do 8-bit copies of h and of the branch's gradient, for 8-bit products (ops/scales.py).
+So do 8-bit copies of h and of the branch's gradient, for 8-bit products (ops/scales.py). Under frozen weights nothing
+is summed (ops/kernels/frozen.py); h and the gradient may then lie in wider rows, with room for a low-rank product
+beside them, and backward can write h again.
 
 Shape legend: N rows (tokens), W width, P programs that each sum the columns of their share of rows.
 """
+
+import dataclasses
 
 import torch
 import triton
@@ -24,7 +28,7 @@ from flatout.ops.scales import Slot
 @triton.jit
 def _forward(
     x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, x_new_ptr, h_ptr, mean_ptr, rstd_ptr,
-    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, eps,
+    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, h_stride, eps,
     HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
     NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +55,7 @@ def _forward(
     if HAS_BIAS:
         h += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
     stored_h = h.to(h_ptr.dtype.element_ty)
-    tl.store(h_ptr + place, stored_h, mask)
+    tl.store(h_ptr + row.to(tl.int64)[:, None] * h_stride + column[None, :], stored_h, mask)
     if NARROW:
         store_narrow(narrow_ptr, place, stored_h, tl.load(scale_ptr), top, mask)
     if RECORD:
@@ -60,11 +64,11 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dx_new_ptr, dh_ptr, x_new_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr, sums_ptr,
-    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, share,
-    HAS_DX: tl.constexpr, OWN_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    CENTRED: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    dx_new_ptr, dh_ptr, x_new_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr, h_ptr, sums_ptr,
+    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, share, dx_new_stride, dx_stride, dbranch_stride,
+    HAS_DX: tl.constexpr, OWN_BRANCH: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, AGAIN: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -84,14 +88,21 @@ def _backward(
         place = row.to(tl.int64)[:, None] * width + column[None, :]
         dh = tl.load(dh_ptr + place, mask, 0.0).to(tl.float32)
         x = tl.load(x_new_ptr + place, mask, 0.0).to(tl.float32)
-        dx_new = tl.load(dx_new_ptr + place, mask, 0.0) if HAS_DX else None
+        at = row.to(tl.int64)[:, None]
+        dx_new = tl.load(dx_new_ptr + at * dx_new_stride + column[None, :], mask, 0.0) if HAS_DX else None
         rstd = tl.load(rstd_ptr + row, alive, 0.0)[:, None]
         if CENTRED:
             x = tl.where(mask, x - tl.load(mean_ptr + row, alive, 0.0)[:, None], 0.0)
         x *= rstd
-        weight_sum += dh * x
-        if HAS_BIAS:
-            bias_sum += dh
+        if HAS_SUMS:
+            weight_sum += dh * x
+            if HAS_BIAS:
+                bias_sum += dh
+        if AGAIN:
+            h = x * weight
+            if HAS_BIAS:
+                h += tl.load(bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+            tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask)
         dh *= weight
         dx = dh - x * (tl.sum(dh * x, 1) / width)[:, None]
         if CENTRED:
@@ -99,9 +110,10 @@ def _backward(
         dx *= rstd
         if HAS_DX:
             dx += dx_new.to(tl.float32)
-        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask)
+        tl.store(dx_ptr + at * dx_stride + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask)
         if OWN_BRANCH:
-            tl.store(dbranch_ptr + place, dx.to(dbranch_ptr.dtype.element_ty), mask)
+            branch_place = at * dbranch_stride + column[None, :]
+            tl.store(dbranch_ptr + branch_place, dx.to(dbranch_ptr.dtype.element_ty), mask)
         if NARROW or RECORD:  # of the branch's gradient, which is stored in dbranch's type in either case
             stored = dx.to(dbranch_ptr.dtype.element_ty)
             if NARROW:
@@ -112,12 +124,13 @@ def _backward(
             branch_sum += tl.where(mask, dx, 0.0)
     if RECORD:
         record(seen_ptr, highest)
-    place = program.to(tl.int64) * 3 * width + column
-    tl.store(sums_ptr + place, tl.sum(weight_sum, 0), inside)
-    if HAS_BIAS:
-        tl.store(sums_ptr + place + width, tl.sum(bias_sum, 0), inside)
-    if HAS_BRANCH_BIAS:
-        tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)
+    if HAS_SUMS:
+        place = program.to(tl.int64) * 3 * width + column
+        tl.store(sums_ptr + place, tl.sum(weight_sum, 0), inside)
+        if HAS_BIAS:
+            tl.store(sums_ptr + place + width, tl.sum(bias_sum, 0), inside)
+        if HAS_BRANCH_BIAS:
+            tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)
 
 
 _ON_THE_WAY = 64 * 1024  # bytes of rows that a program has under way into shared memory; a small card has 99 KiB
@@ -148,7 +161,7 @@ class _AddNorm(torch.autograd.Function):
         block, at_once, warps = columns_of(width)
         rounding = rounding_of(slot, h.shape, h.device)
         _forward[(triton.cdiv(rows, at_once),)](
-            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, *rounding.pointers, rows, width, eps,
+            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, *rounding.pointers, rows, width, width, eps,
             HAS_BRANCH=branch is not None, HAS_BRANCH_BIAS=branch_bias is not None, HAS_BIAS=bias is not None,
             CENTRED=centred, NARROW=rounding.narrow, RECORD=rounding.record, ROWS=at_once, BLOCK=block,
             num_warps=warps,
@@ -156,6 +169,7 @@ class _AddNorm(torch.autograd.Function):
         rounding.hand_over(h)
         ctx.save_for_backward(x_new, weight, mean, rstd)
         ctx.centred, ctx.has_bias = centred, bias is not None
+        ctx.has_sums = any(ctx.needs_input_grad[2:5])
         ctx.branch_dtype = None if branch is None else branch.dtype
         ctx.branch_bias = branch_bias is not None
         ctx.branch_slot = None if branch is None else branch_slot
@@ -181,15 +195,18 @@ class _AddNorm(torch.autograd.Function):
         block, warps, stages = _sizes_back(width, dx_new, dh, x_new)
         programs = programs_for(rows, x_new.device)
         share = triton.cdiv(rows, programs)
-        sums = torch.empty(programs, 3, width, dtype=torch.float32, device=dx.device)
+        has_sums = ctx.has_sums
+        sums = torch.empty(programs if has_sums else 0, 3, width, dtype=torch.float32, device=dx.device)
         rounding = rounding_of(ctx.branch_slot, dx.shape, dx.device)
         _backward[(programs,)](
-            dx_new, dh, x_new, weight, mean, rstd, dx, dbranch, sums, *rounding.pointers, rows, width, share,
-            HAS_DX=dx_new is not None, OWN_BRANCH=own, HAS_BRANCH_BIAS=ctx.branch_bias, HAS_BIAS=ctx.has_bias,
-            CENTRED=ctx.centred, NARROW=rounding.narrow, RECORD=rounding.record, ROWS=1, BLOCK=block,
-            STAGES=stages, num_warps=warps,
+            dx_new, dh, x_new, weight, None, mean, rstd, dx, dbranch, None, sums, *rounding.pointers, rows, width,
+            share, width, width, width, HAS_DX=dx_new is not None, OWN_BRANCH=own, HAS_SUMS=has_sums,
+            HAS_BRANCH_BIAS=ctx.branch_bias and has_sums, HAS_BIAS=ctx.has_bias, CENTRED=ctx.centred, AGAIN=False,
+            NARROW=rounding.narrow, RECORD=rounding.record, ROWS=1, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         rounding.hand_over(dbranch)
+        if not has_sums:  # frozen weights
+            return dx, None if ctx.branch_dtype is None else dbranch, *([None] * 8)
         totals = fold(sums)
         return (
             dx,
@@ -220,3 +237,64 @@ def add_norm(
     """
     how = (centred, eps, dtype, slot, branch_slot)
     return _AddNorm.apply(x, branch, branch_bias, weight, bias, *how)  # pyright: ignore
+
+
+# --- under frozen weights, one step at a time (ops/kernels/frozen.py) -------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenNorm:
+    """A norm that is not trained."""
+
+    weight_W: Tensor
+    bias_W: Tensor | None
+    centred: bool
+    eps: float
+
+    def forward(
+        self, x_NW: Tensor, branch_NW: Tensor | None, branch_bias_W: Tensor | None, out_NW: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(x + branch + branch_bias, mean, rstd); `out_NW` takes the norm. Only its rows may be apart."""
+        rows, width = x_NW.shape
+        x_new_NW = x_NW if branch_NW is None else torch.empty_like(x_NW)
+        mean_N = torch.empty(rows if self.centred else 0, dtype=torch.float32, device=x_NW.device)
+        rstd_N = torch.empty(rows, dtype=torch.float32, device=x_NW.device)
+        block, at_once, warps = columns_of(width)
+        _forward[(triton.cdiv(rows, at_once),)](
+            x_NW, branch_NW, branch_bias_W, self.weight_W, self.bias_W, x_new_NW, out_NW, mean_N, rstd_N,
+            *rounding_of(None, x_NW.shape, x_NW.device).pointers, rows, width, out_NW.stride(0), self.eps,
+            HAS_BRANCH=branch_NW is not None, HAS_BRANCH_BIAS=branch_NW is not None and branch_bias_W is not None,
+            HAS_BIAS=self.bias_W is not None, CENTRED=self.centred, NARROW=False, RECORD=False, ROWS=at_once,
+            BLOCK=block, num_warps=warps,
+        )  # fmt: skip
+        return x_new_NW, mean_N, rstd_N
+
+    def backward(
+        self,
+        dx_new_NW: Tensor | None,
+        dh_NW: Tensor,
+        x_new_NW: Tensor,
+        mean_N: Tensor,
+        rstd_N: Tensor,
+        dbranch_NW: Tensor,
+        again_NW: Tensor | None,
+    ) -> Tensor:
+        """The gradient of the stream, and in `dbranch_NW` that of the branch: the same one where types agree.
+
+        `again_NW` takes the norm. Rows of `dx_new_NW` and `dbranch_NW` may be apart.
+        """
+        rows, width = x_new_NW.shape
+        own = dbranch_NW.dtype != x_new_NW.dtype
+        dx_NW = torch.empty_like(x_new_NW) if own else dbranch_NW
+        block, warps, stages = _sizes_back(width, dx_new_NW, dh_NW, x_new_NW)
+        programs = programs_for(rows, x_new_NW.device)
+        _backward[(programs,)](
+            dx_new_NW, dh_NW, x_new_NW, self.weight_W, self.bias_W, mean_N, rstd_N, dx_NW, dbranch_NW, again_NW, None,
+            *rounding_of(None, x_new_NW.shape, x_new_NW.device).pointers, rows, width, triton.cdiv(rows, programs),
+            0 if dx_new_NW is None else dx_new_NW.stride(0), dx_NW.stride(0), dbranch_NW.stride(0),
+            HAS_DX=dx_new_NW is not None, OWN_BRANCH=own, HAS_SUMS=False,
+            HAS_BRANCH_BIAS=False, HAS_BIAS=self.bias_W is not None, CENTRED=self.centred,
+            AGAIN=again_NW is not None, NARROW=False, RECORD=False, ROWS=1, BLOCK=block, STAGES=stages,
+            num_warps=warps,
+        )  # fmt: skip
+        return dx_NW

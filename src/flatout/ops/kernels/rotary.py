@@ -9,6 +9,9 @@ between is fp32; torch's own path rounds between norm and rotation, so the two d
 
 The trap: both views of the caller are strided and stay so. Only the last axis has to be dense.
 
+`turn_packed` and `turn_back_packed` are the same for blocks whose weights are frozen (ops/kernels/frozen.py): a
+rotation alone happens where queries and keys lie, and backward packs the gradients of queries, keys and values.
+
 Shape legend: B batch, T positions, H query heads, G key heads, D head size, A = H + G heads in all, S shares of rows.
 """
 
@@ -23,8 +26,8 @@ from flatout.ops.kernels.launch import multiprocessors
 
 @triton.jit
 def _turn(
-    x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, head, heads, row, alive, positions, stride_b, stride_h, stride_t, eps,
-    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, weight_ptr, cos_ptr, sin_ptr, y_ptr, head, out_stride, row, alive, positions, stride_b, stride_h, stride_t,
+    eps, SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = (SIZE + 1) // 2
     column = tl.arange(0, BLOCK)
@@ -46,7 +49,7 @@ def _turn(
         turned = first * cos - second * sin
         second = first * sin + second * cos
         first = turned
-    out = (row.to(tl.int64) * heads + head)[:, None] * SIZE + column[None, :]
+    out = (row.to(tl.int64) * out_stride + head * SIZE)[:, None] + column[None, :]
     tl.store(y_ptr + out, first.to(y_ptr.dtype.element_ty), first_mask)
     tl.store(y_ptr + out + half, second.to(y_ptr.dtype.element_ty), second_mask)
 
@@ -54,7 +57,7 @@ def _turn(
 @triton.jit
 def _forward(
     q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr, rows, positions, heads, groups,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, q_out_stride, k_out_stride, eps,
     SIZE: tl.constexpr, Q_NORM: tl.constexpr, K_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -64,21 +67,22 @@ def _forward(
     alive = row < rows
     if head < heads:
         _turn(
-            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, head, heads, row, alive, positions, q_stride_b,
+            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_out_ptr, head, q_out_stride, row, alive, positions, q_stride_b,
             q_stride_h, q_stride_t, eps, SIZE, Q_NORM, HAS_ROPE, BLOCK,
         )  # fmt: skip
     else:
         _turn(
-            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, head - heads, groups, row, alive, positions, k_stride_b,
-            k_stride_h, k_stride_t, eps, SIZE, K_NORM, HAS_ROPE, BLOCK,
+            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_out_ptr, head - heads, k_out_stride, row, alive, positions,
+            k_stride_b, k_stride_h, k_stride_t, eps, SIZE, K_NORM, HAS_ROPE, BLOCK,
         )  # fmt: skip
 
 
 @triton.jit
 def _turn_back(
-    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, sums_ptr, head, heads, start, end, positions,
+    dy_ptr, x_ptr, weight_ptr, cos_ptr, sin_ptr, dx_ptr, sums_ptr, head, out_stride, start, end, positions,
     dy_stride_b, dy_stride_h, dy_stride_t, stride_b, stride_h, stride_t, eps,
-    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     half: tl.constexpr = (SIZE + 1) // 2
     column = tl.arange(0, BLOCK)
@@ -111,17 +115,18 @@ def _turn_back(
             rstd = (1.0 / tl.sqrt(squares / SIZE + eps))[:, None]
             x_first *= rstd
             x_second *= rstd
-            first_sum += first * x_first
-            second_sum += second * x_second
+            if HAS_SUMS:
+                first_sum += first * x_first
+                second_sum += second * x_second
             first *= tl.load(weight_ptr + column, in_first, 0.0).to(tl.float32)[None, :]
             second *= tl.load(weight_ptr + half + column, in_second, 0.0).to(tl.float32)[None, :]
             along = ((tl.sum(first * x_first, 1) + tl.sum(second * x_second, 1)) / SIZE)[:, None]
             first = (first - x_first * along) * rstd
             second = (second - x_second * along) * rstd
-        out = (row.to(tl.int64) * heads + head)[:, None] * SIZE + column[None, :]
+        out = (row.to(tl.int64) * out_stride + head * SIZE)[:, None] + column[None, :]
         tl.store(dx_ptr + out, first.to(dx_ptr.dtype.element_ty), first_mask)
         tl.store(dx_ptr + out + half, second.to(dx_ptr.dtype.element_ty), second_mask)
-    if HAS_NORM:
+    if HAS_SUMS:
         tl.store(sums_ptr + column, tl.sum(first_sum, 0), in_first)
         tl.store(sums_ptr + half + column, tl.sum(second_sum, 0), in_second)
 
@@ -140,15 +145,15 @@ def _backward(
     sums_ptr += tl.program_id(0).to(tl.int64) * SIZE
     if head < heads:
         _turn_back(
-            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, sums_ptr, head, heads, start, end, positions,
-            dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, SIZE, Q_NORM, HAS_ROPE,
-            ROWS, BLOCK,
+            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, dq_out_ptr, sums_ptr, head, heads * SIZE, start, end,
+            positions, dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, SIZE, Q_NORM,
+            Q_NORM, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
     else:
         _turn_back(
-            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dk_out_ptr, sums_ptr, head - heads, groups, start, end,
-            positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, SIZE, K_NORM,
-            HAS_ROPE, ROWS, BLOCK,
+            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, dk_out_ptr, sums_ptr, head - heads, groups * SIZE, start,
+            end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, SIZE,
+            K_NORM, K_NORM, HAS_ROPE, ROWS, BLOCK,
         )  # fmt: skip
 
 
@@ -178,8 +183,8 @@ class _PrepareHeads(torch.autograd.Function):
         rows = batch * positions
         _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
             q, k, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q),
-            *_strides(k), eps, SIZE=size, Q_NORM=q_weight is not None, K_NORM=k_weight is not None,
-            HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+            *_strides(k), heads * size, groups * size, eps, SIZE=size, Q_NORM=q_weight is not None,
+            K_NORM=k_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
         )  # fmt: skip
         # A rotation alone is turned back without knowing what was turned.
         keep_q, keep_k = (None if q_weight is None else q), (None if k_weight is None else k)
@@ -237,3 +242,91 @@ def prepare_heads(
         assert cos.shape[0] >= q_BHTD.shape[2]
         assert cos.shape[1] * 2 == q_BHTD.shape[3]
     return _PrepareHeads.apply(q_BHTD, k_BGTD, q_weight_D, k_weight_D, cos, sin, eps)  # pyright: ignore
+
+
+# --- under frozen weights ---------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _pack_back(
+    dq_ptr, dk_ptr, dv_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr, rows, positions,
+    heads, groups, out_stride, dq_stride_b, dq_stride_h, dq_stride_t, dk_stride_b, dk_stride_h, dk_stride_t,
+    dv_stride_b, dv_stride_h, dv_stride_t, q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, eps,
+    SIZE: tl.constexpr, HAS_NORM: tl.constexpr, HAS_ROPE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0) % (heads + 2 * groups)
+    start = tl.program_id(0) // (heads + 2 * groups) * ROWS
+    end = tl.minimum(start + ROWS, rows)
+    if head < heads:
+        _turn_back(
+            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr, out_ptr, head, out_stride, start, end, positions,
+            dq_stride_b, dq_stride_h, dq_stride_t, q_stride_b, q_stride_h, q_stride_t, eps, SIZE, HAS_NORM, False,
+            HAS_ROPE, ROWS, BLOCK,
+        )  # fmt: skip
+    elif head < heads + groups:
+        _turn_back(
+            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, out_ptr + heads * SIZE, out_ptr, head - heads, out_stride,
+            start, end, positions, dk_stride_b, dk_stride_h, dk_stride_t, k_stride_b, k_stride_h, k_stride_t, eps, SIZE,
+            HAS_NORM, False, HAS_ROPE, ROWS, BLOCK,
+        )  # fmt: skip
+    else:
+        _turn_back(
+            dv_ptr, dv_ptr, q_weight_ptr, cos_ptr, sin_ptr, out_ptr + (heads + groups) * SIZE, out_ptr,
+            head - heads - groups, out_stride, start, end, positions, dv_stride_b, dv_stride_h, dv_stride_t, 0, 0, 0,
+            eps, SIZE, False, False, False, ROWS, BLOCK,
+        )  # fmt: skip
+
+
+def turn_packed(
+    q_BHTD: Tensor,
+    k_BGTD: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys as `prepare_heads` has them, without a graph. Without norms they are turned where they lie."""
+    if norms is None and cos is None:
+        return q_BHTD, k_BGTD
+    batch, heads, positions, size = q_BHTD.shape
+    groups, rows = k_BGTD.shape[1], batch * positions
+    q_out, k_out = q_BHTD, k_BGTD
+    if norms is not None:  # backward wants them as they were
+        made = {"dtype": q_BHTD.dtype, "device": q_BHTD.device}
+        q_out = torch.empty(batch, positions, heads, size, **made).transpose(1, 2)
+        k_out = torch.empty(batch, positions, groups, size, **made).transpose(1, 2)
+    q_weight, k_weight = (None, None) if norms is None else norms
+    block, at_once = _block_and_rows(size)
+    _forward[(triton.cdiv(rows, at_once) * (heads + groups),)](
+        q_BHTD, k_BGTD, q_weight, k_weight, cos, sin, q_out, k_out, rows, positions, heads, groups, *_strides(q_BHTD),
+        *_strides(k_BGTD), q_out.stride(2), k_out.stride(2), eps, SIZE=size, Q_NORM=norms is not None,
+        K_NORM=norms is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return q_out, k_out
+
+
+def turn_back_packed(
+    gradients: tuple[Tensor, Tensor, Tensor],
+    before: tuple[Tensor, Tensor] | None,
+    norms: tuple[Tensor, Tensor] | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    eps: float,
+    out_NC: Tensor,
+) -> None:
+    """Gradients of queries, keys (before `turn_packed`) and values side by side in `out_NC`, whose rows may be apart.
+
+    `before` has queries and keys as they were, which is of interest with norms only.
+    """
+    dq, dk, dv = (_dense(gradient) for gradient in gradients)
+    batch, heads, positions, size = dq.shape
+    groups, rows = dk.shape[1], batch * positions
+    q, k = (None, None) if before is None else before
+    q_weight, k_weight = (None, None) if norms is None else norms
+    block, at_once = _block_and_rows(size)
+    _pack_back[(triton.cdiv(rows, at_once) * (heads + 2 * groups),)](
+        dq, dk, dv, q, k, q_weight, k_weight, cos, sin, out_NC, rows, positions, heads, groups, out_NC.stride(0),
+        *_strides(dq), *_strides(dk), *_strides(dv), *((0, 0, 0) if q is None else _strides(q)),
+        *((0, 0, 0) if k is None else _strides(k)), eps, SIZE=size, HAS_NORM=norms is not None,
+        HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+    )  # fmt: skip

@@ -3,8 +3,9 @@
 No global state: a run's random stream, arithmetic switches and files are its own, so several can live in one notebook.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from flatout.config.load import (
     show,
 )
 from flatout.config.schema import RunConfig
-from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
+from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, template_from_json
 from flatout.data.loader import evaluation_batches
+from flatout.data.masking import stops_of
 from flatout.data.model_folder import read_model_tokenizer, read_templates
 from flatout.data.pack import Progress
+from flatout.data.portable import own_tokenizer
 from flatout.data.prepare import data_folder, prepare_data
 from flatout.data.sample_loader import sample_batches
 from flatout.data.shards import Tokens, open_dataset
@@ -31,10 +34,12 @@ from flatout.data.stream import open_stream
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.workers import EngineName
 from flatout.device import Device, arithmetic, detect_device
+from flatout.engine.adapter_folder import files_beside, stored_base, write_adapter
+from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
-from flatout.engine.fine_tuning import adapter_plan, base_of, open_sample_data
+from flatout.engine.fine_tuning import adapter_plan, open_sample_data
 from flatout.engine.loop import train_loop
 from flatout.engine.run_folder import (
     checkpoint_to_load,
@@ -50,6 +55,8 @@ from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.files import disk_errors
 from flatout.generation.decode import generate_tokens
+from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
+from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import DTYPES, Description, read_description
@@ -174,6 +181,11 @@ def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
             f"{run.dataset.manifest.fingerprint[:12]}",
             "restore the data it was trained on, or start a new run",
         )
+    if run.base is not None and checkpoint.state.get("base", run.base) != run.base:
+        raise CheckpointError(
+            f"{run.config.model.init_from} holds other weights than those that the run's adapters were trained on",
+            "put the model that they were trained on back in its place, or start a new run",
+        )
     changed: list[str] = []
     if run.config.model.dropout > 0 and not run.random.tensors().keys() <= checkpoint.run.keys():
         changed.append(f"the checkpoint was not saved on {run.speed.device.kind}: dropout draws start anew there")
@@ -187,6 +199,11 @@ def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
                 raise CheckpointError(
                     f"the checkpoint has model.{name} {format_value(before)}, the config says {format_value(after)}",
                     "a trained model keeps its shape; start a new run to change it",
+                )
+            if section == "lora" and name in ("rank", "alpha", "targets", "rank_stabilised", "dora"):
+                raise CheckpointError(
+                    f"the checkpoint has lora.{name} {format_value(before)}, the config says {format_value(after)}",
+                    f"set lora.{name}={format_value(before)}, or go on without a config: --resume RUN",
                 )
             changed.append(f"{section}.{name} was {format_value(before)}, is now {format_value(after)}")
     return changed
@@ -206,33 +223,49 @@ class LoadedModel:
     description: Description | None = None  # of the Hugging Face folder it came from
     adapters: Adapters | None = None  # that it carries
     template: ChatTemplate | None = None  # that it was taught to chat by
+    stops: tuple[int, ...] = ()  # tokens at which an answer ends
+    base: str | None = None  # hash of the weights under its adapters
 
 
-def load_model(path: str | Path | None = None, *, device: str = "auto", best: bool = True) -> LoadedModel:
-    """A model from a run folder (its best checkpoint), a checkpoint folder or a Hugging Face folder.
+def load_model(
+    path: str | Path | None = None, *, device: str = "auto", best: bool = True, base: str | None = None
+) -> LoadedModel:
+    """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
 
-    Without a path, the newest run under runs/.
+    Without a path, the newest run under runs/. `base` is the model that an adapter was trained on, where its own files
+    do not name it, or name a place where it is not.
     """
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
+    if (origin / ADAPTER_CONFIG).is_file():
+        return _load_adapter_folder(origin, found, base)
+    if base is not None:
+        raise UsageError(f"--base is for adapters, and {origin} holds none of PEFT's", "leave --base out")
     if (origin / "config.json").is_file() and not is_checkpoint(origin):
         description = read_description(origin)
         tokenizer = _tokenizer_of(description)
         model = _ready(load_described(description), found)
-        return LoadedModel(model, tokenizer, found, origin, None, None, None, description)
+        stops = _stops_in(origin, tokenizer, description)
+        return LoadedModel(model, tokenizer, found, origin, None, None, None, description, stops=stops)
     origin = checkpoint_to_load(origin, best=best)
     checkpoint = read_checkpoint(origin)
-    config = resolve_from_mapping(checkpoint.config)
+    config, state = resolve_from_mapping(checkpoint.config), checkpoint.state
+    tokenizer = tokenizer_from_json(checkpoint.tokenizer)
     description = adapters = None
     if config.lora.rank:
-        model, description = base_of(config)
+        model, description = base_of(config, state.get("base"))
         adapters = attach(model, adapter_plan(config.lora), seed=0)
         only_adapters(adapters).assign(checkpoint.model, str(origin))
     else:
-        model = build_model(config.model, checkpoint.state["vocab"])
+        model = build_model(config.model, state["vocab"])
         assign_weights(model, checkpoint.model, str(origin))
-    template = checkpoint.state.get("template")
-    tokenizer = tokenizer_from_json(checkpoint.tokenizer)
+        if state.get("described"):
+            description = described_checkpoint(config, state, origin, tokenizer.end_of_text)
+    template = None if state.get("template") is None else template_from_json(state["template"])
+    stops = state.get("stops")
+    if stops is None:
+        named = () if description is None else description.end_of_text
+        stops = _stops(tokenizer, template, named)
     return LoadedModel(
         _ready(model, found),
         tokenizer,
@@ -240,18 +273,67 @@ def load_model(path: str | Path | None = None, *, device: str = "auto", best: bo
         origin,
         checkpoint.step,
         config,
-        checkpoint.state["dataset"],
+        state["dataset"],
         description,
         adapters,
-        None if template is None else template_from_json(template),
+        template,
+        tuple(stops),
+        state.get("base"),
     )
+
+
+def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> LoadedModel:
+    """An adapter that PEFT or we wrote, on its base. Its own tokenizer and template come before the base's."""
+    name = base or read_origin(folder).base
+    if name is None:
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base model", "name it with --base FOLDER")
+    try:
+        description = describe_base(name, None)
+    except CheckpointError as error:
+        if base is not None:
+            raise
+        raise CheckpointError(
+            f"the base model of {folder} cannot be loaded: {error.message}", "name it with --base FOLDER"
+        ) from error
+    check_base(name, description, stored_base(folder))
+    model = build_base(description)
+    adapters, _ = load_adapter(model, folder, dropout=0.0)
+    own = (folder / "tokenizer.json").is_file()
+    place = folder if own else description.folder
+    tokenizer = read_model_tokenizer(place) if own else open_base(name, None).tokenizer
+    template = load_template("model", place, tokenizer) if own and read_templates(place) else None
+    if tokenizer.vocab > description.vocab:
+        raise CheckpointError(
+            f"the tokenizer in {place} has {tokenizer.vocab:,} ids, {name} {description.vocab:,}",
+            "name the model that the adapter was trained on with --base FOLDER",
+        )
+    stops = _stops_in(place if template is not None else description.folder, tokenizer, description)
+    return LoadedModel(
+        _ready(model, device), tokenizer, device, folder, None, None, None, description, adapters, template, stops,
+        stored_base(folder),
+    )  # fmt: skip
+
+
+def _stops(tokenizer: Tokenizer, template: ChatTemplate | None, named: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(tokenizer, ModelTokenizer):
+        return stops_of(tokenizer, template, named)
+    return () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+
+
+def _stops_in(folder: Path, tokenizer: Tokenizer, description: Description) -> tuple[int, ...]:
+    """Where a model of others ends: what its files name, and what its template writes after an answer."""
+    template = None
+    with contextlib.suppress(DataError):  # a template that is broken is told of when somebody chats
+        if isinstance(tokenizer, ModelTokenizer) and read_templates(folder):
+            template = load_template("model", folder, tokenizer)
+    return _stops(tokenizer, template, description.end_of_text)
 
 
 def _tokenizer_of(description: Description) -> Tokenizer:
     """The tokenizer beside the weights, or GPT-2's own. Models often have some more ids than it, which are not used."""
     path = description.folder / "tokenizer.json"
     if (description.folder / "tokenizer_config.json").is_file() and path.is_file():
-        tokenizer = read_model_tokenizer(description.folder)
+        tokenizer = own_tokenizer(description.folder) or read_model_tokenizer(description.folder)
     else:
         tokenizer = load_tokenizer(str(path) if path.is_file() else "gpt2", None)
     fits = tokenizer.vocab <= description.vocab if path.is_file() else tokenizer.vocab == description.vocab
@@ -291,11 +373,10 @@ def generate(
         ids = tokenizer.encode_prompt(prompt).tolist()
     else:
         ids = tokenizer.encode(prompt).tolist()
-    stop = loaded.tokenizer.end_of_text
     if not ids:
-        if stop is None:
+        if tokenizer.end_of_text is None:
             raise DataError("the prompt is empty", "give at least one character to continue")
-        ids = [stop]
+        ids = [tokenizer.end_of_text]
     tokens_out = generate_tokens(
         loaded.model,
         ids,
@@ -304,14 +385,14 @@ def generate(
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop=stop,
-        vocab=loaded.tokenizer.vocab,
+        stops=loaded.stops,
+        vocab=tokenizer.vocab,
         cached=cached,
     )
-    yield from _in_pieces(loaded.tokenizer, tokens_out, stop)
+    yield from _in_pieces(tokenizer, tokens_out, loaded.stops)
 
 
-def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stop: int | None) -> Iterator[str]:
+def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
     """Text as it becomes whole. A character of several tokens waits for its last one.
 
     Only the tokens since the piece before the last are decoded again, so long outputs cost no more per token than
@@ -320,7 +401,7 @@ def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stop: int | None) ->
     ids: list[int] = []
     piece, fresh = 0, 0  # where the last piece began, and where it ended
     for token in tokens:
-        if token == stop:
+        if token in stops:
             break
         ids.append(token)
         before, now = tokenizer.decode(ids[piece:fresh]), tokenizer.decode(ids[piece:])
@@ -437,30 +518,80 @@ def _streamed_validation(loaded: LoadedModel, split: str) -> Tokens:
     return dataset.val
 
 
-def export(model: LoadedModel | str | Path | None, folder: str | Path, *, dtype: str = "fp32") -> Path:
-    """Writes a trained model as a Hugging Face folder, its weights in fp32, bf16 or fp16.
+def export(
+    model: LoadedModel | str | Path | None,
+    folder: str | Path,
+    *,
+    dtype: str = "fp32",
+    adapter: bool = False,
+    notice: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """Writes a trained model as a Hugging Face folder with its tokenizer, its weights in fp32, bf16 or fp16.
 
-    Refused where transformers has no model that computes the same.
+    Adapters are written into the weights, as `merge` does, or with `adapter` alone, as PEFT's folder. Refused where
+    transformers has no model that computes the same. `notice` hears what cannot be said in files.
     """
     if dtype not in DTYPES:
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
-    if loaded.adapters is not None and not loaded.adapters.detached:
-        raise UsageError(
-            f"{loaded.origin} has adapters, and an export would hold the model without them",
-            "write them into the weights with `flatout merge`",
-        )
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is a file or not empty", "name a new folder to export into")
+    adapted = loaded.adapters is not None and not loaded.adapters.detached
+    if adapter and not adapted:
+        raise UsageError(f"{loaded.origin} has no adapters to export", "leave --adapter out")
+    if adapted and not adapter:
+        return merge(loaded, folder, dtype=dtype).folder
+    target = _new_folder(folder)
+    files, remarks = _files_beside(loaded)
     with disk_errors(str(target), safe=""):
+        if adapted:
+            _export_adapter(loaded, target, files, notice)
+            return target
         export_huggingface(
             loaded.model,
             target,
             dtype=getattr(torch, DTYPES[dtype]),
             end_of_text=loaded.tokenizer.end_of_text,
-            source=loaded.description,
+            source=_described(loaded),
+            files=files,
         )
+    for remark in remarks:
+        notice(remark)
+    return target
+
+
+def _export_adapter(loaded: LoadedModel, target: Path, files: dict[str, bytes], notice: Callable[[str], None]) -> None:
+    assert loaded.adapters is not None, "checked by the caller"
+    assert loaded.description is not None, "adapters have a base"
+    name = None if loaded.config is None else loaded.config.model.init_from
+    name = name or read_origin(loaded.origin).base or str(loaded.description.folder)
+    write_adapter(loaded.adapters, target, base=name, fingerprint=loaded.base, step=loaded.step, files=files)
+    if is_checkpoint(loaded.description.folder):
+        notice(
+            f"its base is a checkpoint of ours: for PEFT, write that as a folder with `flatout export {name} FOLDER`"
+        )
+
+
+def _files_beside(loaded: LoadedModel) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Tokenizer, template and stops of a model, as files for others; what there is to say of them."""
+    description = loaded.description
+    return files_beside(
+        loaded.tokenizer,
+        context=loaded.model.config.context if description is None else description.config.context,
+        description=description,
+        chat=(loaded.config is not None and loaded.config.chat.source is not None) or loaded.template is not None,
+        template=loaded.template,
+        stops=loaded.stops,
+    )
+
+
+def _described(loaded: LoadedModel) -> Description | None:
+    """What config.json is to keep of the model's origin; nothing where that was a shape of ours alone."""
+    return loaded.description if loaded.description is not None and loaded.description.values else None
+
+
+def _new_folder(folder: str | Path) -> Path:
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"{target} is a file or not empty", "name a new folder to write into")
     return target
 
 
@@ -486,9 +617,8 @@ def merge(
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     if loaded.adapters is None or loaded.adapters.detached:
         raise UsageError(f"{loaded.origin} has no adapters to merge", "write it as it is with `flatout export`")
-    target = Path(folder)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} is a file or not empty", "name a new folder to write into")
+    target = _new_folder(folder)
+    files, _ = _files_beside(loaded)
     ids = loaded.tokenizer.encode(prompt or chat_prompt(loaded, MERGE_PROMPT))[: loaded.model.config.context]
     tokens = torch.tensor([ids.tolist()], device=loaded.device.torch_device)
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
@@ -497,7 +627,14 @@ def merge(
         report = merge_adapters(loaded.adapters, kind)
         after = loaded.model.logits(tokens).double().cpu()
     with disk_errors(str(target), safe=""):
-        export_huggingface(loaded.model, target, dtype=kind, source=loaded.description)
+        export_huggingface(
+            loaded.model,
+            target,
+            dtype=kind,
+            end_of_text=loaded.tokenizer.end_of_text,
+            source=_described(loaded),
+            files=files,
+        )
     return Merged(target, report, logit_difference(before, after))
 
 
@@ -515,7 +652,13 @@ def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str,
         template = load_template("model", folder, model.tokenizer) if read_templates(folder) else None
     if template is None:
         return (model.tokenizer.begin or "") + message if isinstance(model.tokenizer, ModelTokenizer) else message
-    return template.render([*history, {"role": "user", "content": message}], add_generation_prompt=True)
+    try:
+        return template.render([*history, {"role": "user", "content": message}], add_generation_prompt=True)
+    except TemplateRefusal as error:
+        raise DataError(
+            f"the chat template refuses the conversation: {error}",
+            "leave --system out if it has no place for it, or continue a bare text with `flatout generate`",
+        ) from error
 
 
 def bench(

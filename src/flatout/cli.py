@@ -22,6 +22,7 @@ from flatout.errors import UsageError, UserError
 from flatout.verbs import bench, chat, data, doctor, estimate, finders, plot, profile, report, tune, watch
 from flatout.words import (
     Parser,
+    add_base,
     add_config,
     add_model,
     check_model,
@@ -198,7 +199,7 @@ def _run_training(parser: Parser, words: list[str]) -> int:
             print(f"saved {checkpoint}; go on with: {_program()} {verb} --resume {folder}", file=sys.stderr)
         return 128 + stop.number
     if not parsed.json:
-        print(f"try it: {_program()} generate {folder}")
+        print(f"try it: {_program()} {'chat' if loaded.config.chat.source is not None else 'generate'} {folder}")
     return 0
 
 
@@ -268,7 +269,7 @@ def _eval(words: list[str]) -> int:
     check_model(parsed)
     from flatout import api
 
-    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last)
+    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last, base=parsed.base)
     result = api.evaluate(model, data=parsed.data, split=parsed.split, tokens=parsed.tokens)
     if parsed.json:
         print(json.dumps(vars(result)))
@@ -302,7 +303,7 @@ def _generate(words: list[str]) -> int:
     from flatout import api
     from flatout.observe.human import printable
 
-    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last)
+    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last, base=parsed.base)
 
     def answer(prompt: str) -> None:
         settings = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_k", "top_p", "seed")}
@@ -319,21 +320,28 @@ def _generate(words: list[str]) -> int:
 
 
 def _export(words: list[str]) -> int:
-    parser = Parser("export", "Write a trained model as config.json and model.safetensors for Hugging Face tools.")
-    parser.add_argument("run", help="a run or checkpoint folder")
+    parser = Parser("export", "Write a trained model as a folder for Hugging Face tools, with its tokenizer.")
+    parser.add_argument("run", help="a run, checkpoint or adapter folder")
     parser.add_argument("folder", help="new folder to write")
     parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
     parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights; default fp32"
     )
+    parser.add_argument(
+        "--adapter", action="store_true", help="adapters alone, as PEFT's folder; default: inside the weights"
+    )
+    add_base(parser)
     parser.set_defaults(device="cpu")
     parsed = parser.parse_words(words)
     check_model(parsed)
     from flatout import api
 
-    model = api.load_model(parsed.run, device="cpu", best=not parsed.last)
-    target = api.export(model, parsed.folder, dtype=parsed.dtype)
+    model = api.load_model(parsed.run, device="cpu", best=not parsed.last, base=parsed.base)
+    told: list[str] = []
+    target = api.export(model, parsed.folder, dtype=parsed.dtype, adapter=parsed.adapter, notice=told.append)
     print(f"wrote {target}")
+    for message in told:
+        print(f"note: {message}")
     return 0
 
 

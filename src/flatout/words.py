@@ -113,9 +113,17 @@ def load_pretraining(words: argparse.Namespace, verb: str) -> "LoadedConfig":
 
 def add_model(parser: Parser) -> None:
     """Makes a verb take a trained model."""
-    parser.add_argument("run", nargs="?", help="a run, checkpoint or Hugging Face folder; default: the newest run")
+    parser.add_argument(
+        "run", nargs="?", help="a run, checkpoint, Hugging Face or adapter folder; default: the newest run"
+    )
+    add_base(parser)
     parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
     parser.add_argument("--device", default="auto", help="auto, cpu, mps, cuda or cuda:N")
+
+
+def add_base(parser: Parser) -> None:
+    """Makes a verb take the model that an adapter is for."""
+    parser.add_argument("--base", metavar="MODEL", help="the model of a PEFT adapter, where its files do not tell")
 
 
 def check_model(parsed: argparse.Namespace) -> None:

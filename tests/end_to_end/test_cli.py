@@ -281,7 +281,8 @@ def test_verbs_on_a_finished_run(tiny_words, tmp_path):
     assert "error: " in talk.stderr, "a bad prompt is told"
     assert talk.stdout.count(">") >= 4, "and the session goes on"
     assert flatout("export", "run", "out").returncode == 0
-    assert sorted(path.name for path in Path("out").iterdir()) == ["config.json", "model.safetensors"]
+    written = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in Path("out").iterdir()) == written
     assert_two_lines(*_code_and_error(flatout("export", "run", "out")))
 
 

@@ -13,7 +13,10 @@ import flatout
 from flatout.config.complain import field_facts
 from flatout.config.load import load_config
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
-from flatout.model.hub_weights import export_huggingface
+from flatout.model.adapter_files import save_adapter
+from flatout.model.adapter_targets import AdapterPlan
+from flatout.model.adapters import attach
+from flatout.model.hub_weights import export_huggingface, from_huggingface
 from flatout.records import RunInfo, SampleRecord, StepRecord
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
@@ -90,6 +93,7 @@ OTHER: dict[str, str | list[str]] = {
     "lora.dropout": [*ADAPTERS, "lora.dropout=0.5"],
     "lora.rank_stabilised": [*ADAPTERS, "lora.rank_stabilised=true"],
     "lora.dora": [*ADAPTERS, "lora.dora=true"],
+    "lora.init_from": [*ADAPTERS, "lora.init_from=adapter"],
     "optim.learning_rate": "1e-3",
     "optim.schedule": "linear",
     "optim.warmup_steps": "1",
@@ -192,7 +196,7 @@ def signature(words: list[str]) -> Any:
     length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=6"]
     base = [*TINY, "data.source=text.txt", "optim.warmup_steps=2", *length]
     if any(word.startswith("chat.") for word in words):  # the shape is the model's own
-        base = [word for word in base if not word.startswith(("model.", "data."))]
+        base = [word for word in base if not word.startswith(("model.", "data.", "train.batch_tokens"))]
     records = list(flatout.train(load_config("shakespeare-char", [*base, *words])))
     info = records[0]
     assert isinstance(info, RunInfo)
@@ -234,6 +238,8 @@ def folder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[7]["completion"] *= 20  # longer than the context
     (path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
     (path / "others.json").write_text(json.dumps(rows[::-2]), encoding="utf-8")
+    adapters = attach(from_huggingface(path / "chatty"), AdapterPlan(rank=4, alpha=8.0), seed=5)
+    save_adapter(adapters, path / "adapter")
     return path
 
 

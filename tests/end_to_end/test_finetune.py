@@ -192,15 +192,13 @@ def test_a_context_that_is_no_multiple_of_row_lengths(words, packing):
     assert isinstance(list(api.train(load_config("lora", words(*more))))[-1], EndRecord)
 
 
-def test_eval_measures_what_the_run_measured_and_export_refuses_adapters(words, tmp_path):
+def test_eval_measures_what_the_run_measured_and_merged_adapters_are_gone(words, tmp_path):
     records = list(api.train(load_config("lora", words())))
     folder = records[0].folder
     last = [record for record in records if isinstance(record, EvalRecord)][-1]
     measured = api.evaluate(folder)
     assert measured.tokens == last.tokens
     assert measured.loss == pytest.approx(min(r.loss for r in records if isinstance(r, EvalRecord)), rel=1e-5)
-    with pytest.raises(UserError, match="without them"):
-        api.export(folder, tmp_path / "out")
     model = api.load_model(folder, device="cpu")
     api.merge(model, tmp_path / "one")
     with pytest.raises(UserError, match="no adapters"):

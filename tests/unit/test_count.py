@@ -14,7 +14,7 @@ from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
-from flatout.model.count import adapter_count, estimate_memory, flops_per_token, parameter_count
+from flatout.model.count import FrozenModel, adapter_count, estimate_memory, flops_per_token, parameter_count
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 
@@ -202,3 +202,66 @@ def test_adapters_of_a_tinyllama_are_counted():
 def test_the_count_of_adapters_is_what_is_attached(family: str):
     model = build_model(ModelConfig(family=family, layers=2, width=32, heads=4), 50)
     assert attach(model, AdapterPlan(rank=3), seed=0).count == adapter_count(model.config, 3)
+
+
+@pytest.mark.parametrize("rank", [1, 12])
+def test_flops_beside_frozen_weights_are_what_torch_counts(rank):
+    config = ModelConfig(layers=8, width=48, heads=4, kv_heads=2, context=32, qk_norm=False, tied=False)
+    model = build_model(config, VOCAB, execution=Execution(attention="reference"))
+    # Torch does not count products that are added in place, of which there are none with dropout. In fused matrices
+    # the code multiplies zeros between the parts, which are no work that is asked for.
+    adapters = attach(model, AdapterPlan(rank=rank, targets=("o_proj", "down_proj"), dropout=0.1), seed=0)
+    for layer in adapters.layers.values():
+        layer.in_place = False
+    tokens = torch.randint(VOCAB, (2, config.context))
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    counted = counter.get_total_flops() / tokens.numel()
+    stated = flops_per_token(config, VOCAB, adapters=adapters.count)
+    # No gradient goes further down than the first adapter: not through the first block's attention and projections.
+    width = config.width
+    first = 2.0 * width * (width + 2 * 2 * config.size) + 2.0 * width * (width + rank) + 8.0 * width * config.context
+    assert stated - first == pytest.approx(counted, rel=1e-6)
+    assert stated < flops_per_token(config, VOCAB)
+
+
+def test_flops_of_packed_samples_go_by_their_own_length():
+    config = ModelConfig(layers=2, width=64, heads=4, context=4096)
+    assert flops_per_token(config, VOCAB, 100.0) == flops_per_token(config, VOCAB) - 12 * 2 * 64 * 3996
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("plan", [{}, {"dropout": 0.1}, {"dora": True}], ids=str)
+@pytest.mark.parametrize("rank", [2, 16])
+def test_activation_estimate_of_adapters_matches_what_autograd_keeps(plan, rank, half):
+    config = ModelConfig(layers=6, width=96, heads=4, kv_heads=2, context=64, qk_norm=False, tied=False)
+    model = build_model(config, VOCAB)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if half else torch.float32)
+    attach(model, AdapterPlan(rank=rank, **plan), seed=0)
+    tokens = torch.randint(VOCAB, (4, config.context))
+    frozen = FrozenModel(rank=rank, dora="dora" in plan, dropout="dropout" in plan)
+    settings = {"micro_batch": 4, "half": half, "compiled": False, "execution": Execution()}
+    estimate = estimate_memory(config, VOCAB, **settings, frozen=frozen)
+    truth = kept_bytes(model.train(), tokens, half) - tokens.numel() * 4 * VOCAB
+    assert estimate.activations == pytest.approx(truth, rel=0.14)
+
+
+def test_frozen_weights_are_narrow_and_only_labels_reach_the_head():
+    config = ModelConfig(
+        layers=22, width=2048, heads=32, kv_heads=4, mlp_width=5632, qk_norm=False, tied=False, context=2048
+    )
+    how = {"micro_batch": 8, "half": True, "compiled": False, "execution": Execution(document_attention="flash")}
+    lora = estimate_memory(config, 32000, **how, frozen=FrozenModel(rank=16))
+    assert lora.weights == 2 * 1_100_048_384 + 6 * 12_615_680
+    assert (lora.gradients, lora.optimizer) == (4 * 12_615_680, 8 * 12_615_680)
+    few = estimate_memory(config, 32000, **how, frozen=FrozenModel(rank=16), row_tokens=2048, labels=1024)
+    assert few.working < lora.working
+    assert few.activations == lora.activations
+    short = estimate_memory(config, 32000, **how, frozen=FrozenModel(rank=16), row_tokens=512, labels=1024)
+    assert short.activations * 4 == lora.activations
+    whole = estimate_memory(config, 32000, **how, row_tokens=2048, labels=1024)
+    assert whole.total > 1.5 * few.total
+    masked = dataclasses.replace(how["execution"], document_attention="sdpa")
+    with_mask = estimate_memory(config, 32000, **{**how, "execution": masked}, row_tokens=2048, labels=1024)
+    assert with_mask.activations - whole.activations == 8 * 2048 * 2048

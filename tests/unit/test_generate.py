@@ -67,7 +67,7 @@ def test_generation_ends_after_the_stop_token():
     model = lively_model({})
     plain = list(generate_tokens(model, [1], count=30, temperature=0.0))
     stop = plain[7]
-    ended = list(generate_tokens(model, [1], count=30, temperature=0.0, stop=stop))
+    ended = list(generate_tokens(model, [1], count=30, temperature=0.0, stops=(stop,)))
     assert ended == plain[: plain.index(stop) + 1]
 
 

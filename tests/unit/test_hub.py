@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import flatout
 from flatout.config.schema import ModelConfig
+from flatout.data.prepare import data_folder
 from flatout.errors import CheckpointError, UsageError, UserError
 from flatout.model import hub_weights
 from flatout.model.gpt import GPT, build_model
@@ -461,11 +462,17 @@ def test_the_verbs_take_any_folder_with_a_tokenizer(tiny, tmp_path):
     flatout.export("run", "out", dtype="bf16")
     kinds = {tensor.dtype for tensor in load_file(tmp_path / "out" / "model.safetensors").values()}
     assert kinds == {torch.bfloat16}
+    run, exported = (flatout.load_model(name, device="cpu") for name in ("run", "out"))
+    assert exported.tokenizer.fingerprint == run.tokenizer.fingerprint
+    assert flatout.evaluate(exported, data=data_folder(run.config.data)).loss == pytest.approx(
+        flatout.evaluate(run).loss, abs=0.05
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "out" / name).unlink()
     with pytest.raises(CheckpointError, match="it has no tokenizer"):
         flatout.load_model("out", device="cpu")
     with pytest.raises(UsageError, match="'int4'"):
         flatout.export("run", "again", dtype="int4")
-    run = flatout.load_model("run", device="cpu")
     (tmp_path / "out" / "tokenizer.json").write_text(json.dumps(run.tokenizer.to_json()))
     loaded = flatout.load_model("out", device="cpu")
     assert loaded.description is not None

@@ -318,7 +318,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"fields": {"answer": "a"}}, "no field 'answer'"),
     ({"train_on": "user"}, "train_on is 'user'"),
     ({"too_long": "cut"}, "too_long is 'cut'"),
-    ({"context": 0}, "the context is 0"),
+    ({"context": 0}, "model.context is 0"),
     ({"val_fraction": 1.0}, "val_fraction is 1.0"),
     ({"val_fraction": -0.1}, "val_fraction is -0.1"),
     ({"val_rows": 0}, "val_rows is 0"),

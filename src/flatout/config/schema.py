@@ -137,7 +137,7 @@ class ModelConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.0, description="Dropout share in training.")
     init_from: str | None = Field(
         default=None,
-        description="Folder of Hugging Face GPT-2 weights to start from (config.json, model.safetensors).",
+        description="What to start from: a Hugging Face folder; to fine-tune also a run of ours, or a name on the hub.",
     )
 
     @model_validator(mode="before")
@@ -352,6 +352,9 @@ class LoraConfig(Section):
     )
     rank_stabilised: bool = Field(default=False, description="Scale by alpha / sqrt(rank) instead of alpha / rank.")
     dora: bool = Field(default=False, description="Learn the length of every row of a weight apart from its direction.")
+    init_from: Name | None = Field(
+        default=None, description="Adapter to go on from: a folder that PEFT wrote, or a run of ours; null begins anew."
+    )
 
 
 class OptimConfig(Section):

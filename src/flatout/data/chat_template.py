@@ -194,7 +194,7 @@ class ChatTemplate:
         except jinja2.exceptions.SecurityError as error:
             raise DataError(
                 f"the chat template {shown(self.name)} tries to leave its sandbox: {error}",
-                "do not use this template; write one of your own, or take chatml or plain",
+                "do not use this template; set chat.template to chatml, plain or a file of your own",
             ) from error
         except jinja2.TemplateError as error:
             raise TemplateRefusal(error.message or type(error).__name__) from error
@@ -214,7 +214,7 @@ def load_template(spec: str, folder: str | Path | None, tokenizer: ModelTokenize
             where = "this model" if folder is None else f"the model in {shown(folder)}"
             raise DataError(
                 f"{where} has no chat template",
-                "choose one for it: chatml, plain, the path of a .jinja file, or none for text without turns",
+                "set chat.template: chatml, plain, the path of a .jinja file, or none for text without turns",
             )
         return ChatTemplate(MODEL, texts, tokenizer.special)
     if spec in BUILT_IN:
@@ -222,7 +222,8 @@ def load_template(spec: str, folder: str | Path | None, tokenizer: ModelTokenize
     path = Path(spec)
     if not path.is_file():
         raise DataError(
-            f"there is no chat template {shown(spec)!r}", "use model, chatml, plain, none, or the path of a .jinja file"
+            f"there is no chat template {shown(spec)!r}",
+            "set chat.template to model, chatml, plain, none, or the path of a .jinja file",
         )
     try:
         text = path.read_bytes().decode("utf-8")
@@ -238,7 +239,7 @@ def _built_in(name: str, tokenizer: ModelTokenizer) -> ChatTemplate:
         others = " or ".join(other for other in BUILT_IN if other != name)
         raise DataError(
             f"the template {name} needs {' and '.join(missing)}, and this tokenizer has no such token",
-            f"choose {others}, or the path of a .jinja file",
+            f"set chat.template to {others}, or to the path of a .jinja file",
         )
     # Written into the text and not into what it is given, so that other programs render it in the same way.
     if tokenizer.begin is not None:
@@ -263,11 +264,12 @@ def _compiled(environment: jinja2.Environment, text: str, name: str) -> jinja2.T
     except jinja2.TemplateSyntaxError as error:
         raise DataError(
             f"the chat template {shown(name)} is no Jinja template: {error.message} at line {error.lineno}",
-            "mend it, or choose chatml, plain or a file of your own",
+            "mend it, or set chat.template to chatml, plain or a file of your own",
         ) from error
     except (ValueError, RecursionError, SyntaxError, OverflowError) as error:
         raise DataError(
-            f"the chat template {shown(name)} cannot be compiled: {error}", "choose chatml, plain or a file of your own"
+            f"the chat template {shown(name)} cannot be compiled: {error}",
+            "set chat.template to chatml, plain or a file of your own",
         ) from error
 
 

@@ -95,14 +95,16 @@ class _RowError(Exception):
 def check_fields(format: str, fields: Mapping[str, str]) -> None:
     """Refuse a format that is not known, and names that it does not have."""
     if format != AUTO and format not in FORMATS:
-        raise ConfigError(f"there is no format {shown(format)!r}", f"the formats are auto, {', '.join(FORMATS)}")
+        raise ConfigError(f"there is no format {shown(format)!r}", f"set chat.format to auto, {', '.join(FORMATS)}")
     names = FIELDS[format] if format != AUTO else tuple(dict.fromkeys(name for all in FIELDS.values() for name in all))
     for name, column in fields.items():
         if name not in names:
             close = difflib.get_close_matches(name, names, n=1)
             mean = f"did you mean {close[0]!r}? " if close else ""
             of = "any format" if format == AUTO else f"the format {format}"
-            raise ConfigError(f"{of} has no field {shown(name)!r}", f"{mean}the fields are {', '.join(names)}")
+            raise ConfigError(
+                f"{of} has no field {shown(name)!r}", f"{mean}the names in chat.fields are {', '.join(names)}"
+            )
         if not isinstance(column, str) or not column:
             raise ConfigError(f"the field {name!r} is mapped to {column!r}", "give the name of a column")
 
@@ -124,7 +126,7 @@ def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row],
     kind = names_shown(list(rows[0])) if rows else f"{_kind(first[0].value)} instead of an object with fields"
     raise DataError(
         f"the rows of {shown(source)} fit no format; the first has {kind}",
-        "name the columns in the field mapping, such as prompt: question and completion: answer; formats are "
+        "name the columns, such as chat.fields=[prompt=question, completion=answer]; formats are "
         "messages, conversations with from and value, instruction with output, prompt with completion, text",
     )
 

@@ -98,8 +98,8 @@ def prepare_samples(
     """The samples that `request` asks for, in `folder`: those that are there, or made anew where they do not fit."""
     _check_request(request)
     target = Path(folder).resolve()
-    train_files = _files_of(request.source)
-    val_files = [] if request.val_source is None else _files_of(request.val_source)
+    train_files = _files_of(request.source, "chat.source")
+    val_files = [] if request.val_source is None else _files_of(request.val_source, "chat.val_source")
     key = _key(request, train_files, val_files, tokenizer, template)
     check_target(target)
     why = why_not(target, key)
@@ -120,13 +120,15 @@ def prepare_samples(
 def _check_request(request: SampleRequest) -> None:
     check_fields(request.format, request.fields)
     if request.train_on not in TRAIN_ON:
-        raise ConfigError(f"train_on is {request.train_on!r}", f"the choices are {', '.join(TRAIN_ON)}")
+        raise ConfigError(f"chat.train_on is {request.train_on!r}", f"the choices are {', '.join(TRAIN_ON)}")
     if request.too_long not in ("truncate", "drop"):
-        raise ConfigError(f"too_long is {request.too_long!r}", "the choices are truncate and drop")
+        raise ConfigError(f"chat.too_long is {request.too_long!r}", "the choices are truncate and drop")
     if request.context < 1:
-        raise ConfigError(f"the context is {request.context}", "give at least 1 token")
+        raise ConfigError(f"model.context is {request.context}", "give at least 1 token")
     if not 0.0 <= request.val_fraction < 1.0:
-        raise ConfigError(f"val_fraction is {request.val_fraction}", "give a share from 0 up to, but not including, 1")
+        raise ConfigError(
+            f"chat.val_fraction is {request.val_fraction}", "give a share from 0 up to, but not including, 1"
+        )
     if request.val_rows is not None and request.val_rows < 1:
         raise ConfigError(f"val_rows is {request.val_rows}", "give 1 or more rows, or leave it out")
     if not 0.0 <= request.most_bad <= 1.0:
@@ -134,12 +136,17 @@ def _check_request(request: SampleRequest) -> None:
     ways = (request.val_source is not None) + (request.val_rows is not None) + (request.val_fraction > 0)
     if ways > 1:
         raise ConfigError(
-            "rows are to be held out in more than one way", "give one of val_source, val_rows and val_fraction"
+            "rows are to be held out in more than one way",
+            "give one of chat.val_source, val_rows and chat.val_fraction",
         )
 
 
-def _files_of(source: str) -> list[InputFile]:
-    found = find_files(source)
+def _files_of(source: str, field: str) -> list[InputFile]:
+    rows = "give .jsonl, .json, .csv, .tsv or .parquet files"
+    try:
+        found = find_files(source)
+    except DataError as error:  # its hint is about text
+        raise DataError(error.message, f"check {field}: {rows}, or a folder of them") from error
     if found.problems:
         first = found.problems[0]
         raise DataError(f"{first.file}: {first.message}", "mend the source, or leave the file out")
@@ -147,7 +154,7 @@ def _files_of(source: str) -> list[InputFile]:
         if file.format not in _ROWS:
             raise DataError(
                 f"{file.name} holds no rows of instructions: its format is {file.format}",
-                "give .jsonl, .json, .csv, .tsv or .parquet files; text for pretraining goes to `flatout train`",
+                f"{rows}; text for pretraining goes to `flatout train`",
             )
     return list(found.files)
 
@@ -357,7 +364,7 @@ class _Maker:
         others = ", ".join(f"{count:,} of {kind}" for kind, count in kinds.most_common(4)) if len(kinds) > 1 else ""
         raise DataError(
             f"{what}; the first: {first.file}{place}: {first.message}{f' (problems: {others})' if others else ''}",
-            _HINTS.get(first.kind, "mend the rows, or choose the format and its fields yourself"),
+            _HINTS.get(first.kind, "mend the rows, or set chat.format and chat.fields"),
         )
 
 
@@ -375,10 +382,10 @@ def _check_readable(file: InputFile, problem: Problem) -> None:
 
 _HINTS = {
     "json": "one JSON value on each line is .jsonl, one list of all rows is .json: check the name and the content",
-    "role": "rename the roles in the file, or map the fields that hold them",
-    "template": "look at the order of the roles, or choose another template: chatml, plain, none, or a file",
-    "turns": "give rows with an assistant turn to learn, or set train_on to all",
-    "field": "map the fields to the columns that the file has, or choose its format yourself",
+    "role": "rename the roles in the file, or map the fields that hold them with chat.fields",
+    "template": "look at the order of the roles, or set chat.template to another one: chatml, plain, none, or a file",
+    "turns": "give rows with an assistant turn to learn, or set chat.train_on=all",
+    "field": "map the columns that the file has with chat.fields, or set chat.format",
     "empty": "leave empty rows out",
 }
 
@@ -390,14 +397,14 @@ def _hash_of(text: str, seed: int) -> int:
 
 def _split(made: _Made, request: SampleRequest) -> dict[str, _Made]:
     """Some conversations held out, by their hashes. Where rows are few, at least one is on either side."""
-    if request.val_rows is None and request.val_fraction == 0.0:
+    if (request.val_rows is None and request.val_fraction == 0.0) or not made.ids:
         return {"train": made}
     hashes = np.array(made.hashes, dtype=np.uint64)
     used = np.unique(hashes[made.conversation])
     if len(used) < 2:
         raise DataError(
             "there are fewer than two different conversations, of which one cannot be held out",
-            "give more rows, or hold none out: val_fraction 0",
+            "give more rows, or name a file to evaluate on in chat.val_source",
         )
     if request.val_rows is not None:
         if request.val_rows >= len(used):
@@ -422,11 +429,11 @@ def _check_learnable(made: _Made, split: str, request: SampleRequest, maker: _Ma
         raise DataError(
             f"nothing{which} is left to learn: every sample is longer than the context of {request.context} tokens "
             f"(the longest has {counts['longest']:,}) and what it teaches lies behind the cut",
-            "raise the context, or shorten the prompts",
+            "raise model.context, or shorten the prompts",
         )
     raise DataError(
         f"nothing{which} is left to learn: no token of {counts['rows']:,} rows is labelled",
-        "look at a sample with its template: does it show what the assistant says, and does train_on fit?",
+        "look at a sample with its template: does it show what the assistant says, and does chat.train_on fit?",
     )
 
 

@@ -95,7 +95,7 @@ def _named(value: object, path: Path) -> dict[str, str]:
     ):
         raise DataError(
             f"the chat_template in {shown(path)} is neither a text nor a list of names with templates",
-            "mend the file, or set the template to a file of its own",
+            "mend the file, or set chat.template to a file of its own",
         )
     return {entry["name"]: entry["template"] for entry in entries}
 

@@ -135,6 +135,36 @@ def sample_batches(
 
 
 @final
+@dataclass(frozen=True)
+class LargestRows:
+    """The most that a micro-batch of packed samples holds."""
+
+    rows: int
+    row_tokens: int
+    labels: int
+
+
+def largest_rows(
+    samples: Samples, order: SampleOrder, *, row_tokens: int, micro_batch: int, packing: bool
+) -> LargestRows:
+    """The largest micro-batch of the first epoch: the steps with the most tokens, and those with the longest samples,
+    are laid out as the loader will do it. Other epochs draw other steps, which differ by little."""
+    lengths = samples.lengths[WindowOrder(order.samples, order.seed).indices(0, order.samples)]
+    firsts = np.arange(0, order.samples, order.batch_samples)
+    sums, longest = np.add.reduceat(lengths, firsts), np.maximum.reduceat(lengths, firsts)
+    steps = {*np.argsort(-sums)[:4].tolist(), *np.argsort(-longest, kind="stable")[:4].tolist()}
+    maker = _Rows(samples, row_tokens, packing)
+    found: list[LargestRows] = []
+    for step in steps:
+        targets = maker.batch(order.indices(step), step).targets
+        with_label = (targets != IGNORED).sum(1)
+        for first in range(0, len(targets), micro_batch):
+            part = with_label[first : first + micro_batch]
+            found.append(LargestRows(len(part), targets.shape[1], int(part.sum())))
+    return max(found, key=lambda one: (one.rows * one.row_tokens, one.labels))
+
+
+@final
 class _Rows:
     """Lays samples out in rows."""
 

@@ -122,12 +122,14 @@ def check_target(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise DataError(f"{shown(target)} is a file, not a folder", "choose another folder for the samples")
+        raise DataError(
+            f"{shown(target)} is a file, not a folder", "choose another folder for the samples: data.folder"
+        )
     foreign = sorted(entry.name for entry in target.iterdir() if entry.name not in (*_FILES, MANIFEST))
     if foreign:
         raise DataError(
             f"the folder {shown(target)} is not one of samples; it holds {shown(foreign[0])!r}",
-            "choose another folder for the samples",
+            "choose another folder for the samples: data.folder",
         )
 
 

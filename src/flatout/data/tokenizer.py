@@ -293,7 +293,8 @@ class HuggingFaceTokenizer(Tokenizer):
         self.kind = "huggingface"
         # Ids may have gaps, so the largest one decides and not their number.
         self.vocab = max(ids.values()) + 1
-        self.end_of_text = next((ids[name] for name in END_OF_TEXT_NAMES if name in ids), None)
+        self.end_of_text_name = next((name for name in END_OF_TEXT_NAMES if name in ids), None)
+        self.end_of_text = None if self.end_of_text_name is None else ids[self.end_of_text_name]
         self._content = content
         self._special = self._special_tokens(ids)
         self._is_special = np.zeros(self.vocab, dtype=bool)

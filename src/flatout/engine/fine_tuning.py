@@ -12,19 +12,17 @@ import numpy as np
 import torch
 
 from flatout.config.schema import LoraConfig, RunConfig
-from flatout.data.chat_template import ChatTemplate, load_template
+from flatout.data.chat_template import ChatTemplate
 from flatout.data.make_samples import COUNTS, Progress, SampleRequest, prepare_samples
-from flatout.data.masking import preview
-from flatout.data.model_folder import read_model_tokenizer
+from flatout.data.masking import preview, stops_of
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.tokenizer import Ids, ModelTokenizer
-from flatout.errors import CheckpointError, DataError
+from flatout.engine.base_model import Base, build_base, open_base
+from flatout.errors import DataError
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
-from flatout.model.hub import Description, check_same_model, read_description
-from flatout.model.hub_find import find_model
-from flatout.model.hub_weights import load_described
+from flatout.model.hub import Description
 
 
 @dataclasses.dataclass
@@ -47,11 +45,14 @@ class SampleData:
     """The samples of a run, in the place of a dataset."""
 
     manifest: SampleSet
+    base: Base
     tokenizer: ModelTokenizer
     template: ChatTemplate | None
     description: Description
     train: SampleSplit
     val: SampleSplit
+    stops: tuple[int, ...]  # tokens that end an answer
+    remarks: tuple[str, ...] = ()
 
     def preview(self) -> tuple[tuple[str, bool], ...]:
         """The first sample in pieces that are learned or not, as people should see it before they train on it."""
@@ -69,20 +70,9 @@ def open_sample_data(config: RunConfig, progress: Progress | None) -> SampleData
     chat, name = config.chat, config.model.init_from
     assert chat.source is not None, "checked by the config"
     assert name is not None, "checked by the config"
-    found = find_model(name)
-    if found.kind != "huggingface":
-        raise CheckpointError(
-            f"{name} is a {found.kind} of ours, which has no tokenizer of its own to chat with",
-            f"write it as a Hugging Face folder first: flatout export {name} FOLDER",
-        )
-    description = read_description(found.path, context=config.model.context)
-    tokenizer = read_model_tokenizer(found.path)
-    if tokenizer.vocab > description.vocab:
-        raise CheckpointError(
-            f"the tokenizer of {name} has {tokenizer.vocab:,} ids, the model {description.vocab:,}",
-            "fetch the folder again: its files do not belong together",
-        )
-    template = load_template(chat.template, found.path, tokenizer)
+    base = open_base(name, config.model.context)
+    tokenizer, description = base.tokenizer, base.description
+    template, said = base.template_for(chat.template)
     request = SampleRequest(
         source=chat.source,
         context=config.model.context,
@@ -104,25 +94,28 @@ def open_sample_data(config: RunConfig, progress: Progress | None) -> SampleData
         SampleSplit(part, split, len(part.tokens), samples.folder, part.tokens.dtype)
         for split, part in (("train", samples.train), ("val", samples.val))
     )
-    return SampleData(samples, tokenizer, template, description, train, val)
+    stops = stops_of(tokenizer, template, description.end_of_text)
+    return SampleData(samples, base, tokenizer, template, description, train, val, stops, (said,) if said else ())
 
 
 def remarks_on_samples(data: SampleData) -> tuple[str, ...]:
     """What a user should know of the samples before the first step."""
-    facts, counts = data.train.samples.facts(), data.manifest.manifest["counts"]
+    facts, counts, made = data.train.samples.facts(), data.manifest.manifest["counts"], data.manifest.made
     lines = [
+        *data.remarks,
         f"samples: {facts['samples']:,} to train on and {len(data.val.samples):,} held out; "
-        f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned"
+        f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned",
+        f"samples: {f'made now, since {made}' if made else 'used again'}, in {data.manifest.folder}",
     ]
     told = ("truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
             "turns_without_end_token", "turns_unlabelled", "special_in_content")  # fmt: skip
     return (*lines, *(f"samples: {counts[name]:,} {COUNTS[name]}" for name in told if counts.get(name)))
 
 
-def with_described_model(config: RunConfig, description: Description) -> RunConfig:
-    """The config with the model that its folder describes."""
-    kept = {"init_from": config.model.init_from, "dropout": config.model.dropout}
-    return config.model_copy(update={"model": description.config.model_copy(update=kept)})
+def with_described_model(config: RunConfig, base: Base) -> RunConfig:
+    """The config with the model that its folder describes; a run of ours is named by its checkpoint."""
+    kept = {"init_from": base.name, "dropout": config.model.dropout}
+    return config.model_copy(update={"model": base.description.config.model_copy(update=kept)})
 
 
 def build_described(
@@ -130,18 +123,8 @@ def build_described(
 ) -> GPT:
     """The model with its weights, or without them where a checkpoint brings all of them."""
     if weights:
-        return load_described(description, dtype=dtype, device=device, execution=execution)
+        return build_base(description, dtype=dtype, device=device, execution=execution)
     return empty_model(description.config, description.vocab, execution=execution, dtype=dtype, device=device)
-
-
-def base_of(config: RunConfig) -> tuple[GPT, Description]:
-    """The frozen model under a run's adapters, read again from where it came from."""
-    name = config.model.init_from
-    assert name is not None, "checked by the config"
-    description = read_description(find_model(name).path, context=config.model.context)
-    check_same_model(config.model, description, "put the model that the adapters were trained on back in its place")
-    description = dataclasses.replace(description, config=config.model)
-    return load_described(description), description
 
 
 def adapter_plan(config: LoraConfig) -> AdapterPlan:

@@ -20,13 +20,22 @@ from flatout.data.sample_loader import SampleOrder
 from flatout.data.stream import TOLD_PROBLEMS
 from flatout.data.stream_loader import StreamLoader
 from flatout.device import peak_memory_bytes, reserved_memory_bytes
-from flatout.engine.checkpoint import Checkpoint, keep_newest, write_checkpoint, write_json_atomically
+from flatout.engine.adapter_folder import ADAPTER, files_beside, step_of, write_adapter
+from flatout.engine.checkpoint import (
+    Checkpoint,
+    checkpoint_path,
+    keep_newest,
+    list_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+    write_json_atomically,
+)
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
 from flatout.engine.fine_tuning import SampleData
 from flatout.engine.machine import MachineWatch
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.recovery import attempt_step, first_fitting, use_less_memory
-from flatout.engine.run_folder import checkpoints_of, read_best
+from flatout.engine.run_folder import checkpoint_to_load, checkpoints_of, read_best
 from flatout.engine.setup import Run, out_of_memory
 from flatout.engine.spans import SpanTotals
 from flatout.errors import DataError, DivergedError
@@ -77,6 +86,8 @@ def train_loop(
     progress = Progress() if resumed is None else restore(run, resumed)
     if read_best(folder) != progress.best_step:  # a run taken back to an older checkpoint forgets a later best
         write_json_atomically(folder / "best.json", {"step": progress.best_step, "loss": progress.best_loss})
+    if resumed is not None:
+        mend_run_adapter(run, folder)
     pending = PendingReports(run.speed.device.torch_device)
     yield run_info(run, folder, progress.step, resumed_from)
     for message in run.notices if progress.step < run.steps else ():
@@ -149,6 +160,8 @@ def train_loop(
     if position is not None and position["problems"] > TOLD_PROBLEMS and not spent:
         yield NoticeRecord(step=progress.step, message=f"{position['problems']:,} problems in the source in all")
     yield from (NoticeRecord(step=progress.step, message=message) for message in run.news.take())
+    if (step := step_of(folder / ADAPTER)) is not None and run.adapters is not None:
+        yield NoticeRecord(step=progress.step, message=f"adapter for PEFT and vLLM: {folder / ADAPTER}, of step {step}")
     yield EndRecord(
         step=progress.step,
         reason=reason,
@@ -302,8 +315,14 @@ def _sample(run: Run, step: int) -> SampleRecord:
         prompt = run.dataset.val.read(0, 1).tolist()
     prompt = prompt[-run.config.model.context :]
     with run.scope(), out_of_memory():
+        stops = run.dataset.stops if isinstance(run.dataset, SampleData) else ()
         stream = generate_tokens(
-            run.model, prompt, count=settings.sample_tokens, seed=run.config.train.seed, vocab=tokenizer.vocab
+            run.model,
+            prompt,
+            count=settings.sample_tokens,
+            seed=run.config.train.seed,
+            stops=stops,
+            vocab=tokenizer.vocab,
         )
         ids = list(stream)
     return SampleRecord(step=step, prompt=tokenizer.decode(prompt), text=tokenizer.decode(ids))
@@ -322,9 +341,45 @@ def _save(
     keep_newest(
         checkpoints_of(folder), run.config.checkpoint.keep, progress.best_step if run.config.checkpoint.best else None
     )
+    save_run_adapter(run, folder, progress.step)
     return CheckpointRecord(
         step=progress.step, path=str(path), bytes=size, seconds=time.perf_counter() - began, best=improved
     )
+
+
+def save_run_adapter(run: Run, folder: Path, step: int) -> None:
+    """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load."""
+    name, data = run.config.model.init_from, run.dataset
+    if run.adapters is None or name is None or not isinstance(data, SampleData):
+        return
+    if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
+        return
+    files, _ = files_beside(
+        data.tokenizer,
+        context=run.config.model.context,
+        description=data.description,
+        chat=True,
+        template=data.template,
+        stops=data.stops,
+    )
+    write_adapter(run.adapters, folder / ADAPTER, base=name, fingerprint=run.base, step=step, files=files)
+
+
+def mend_run_adapter(run: Run, folder: Path) -> None:
+    """Writes the adapter's folder anew where it is not that of the checkpoint it should be of: after a kill between the
+    two, or a step back to an older checkpoint."""
+    found = dict(list_checkpoints(checkpoints_of(folder)))
+    if run.adapters is None or not found:
+        return
+    chosen = checkpoint_to_load(folder, best=True)
+    step = next((step for step, path in found.items() if path == chosen), None)
+    if step is None or step_of(folder / ADAPTER) == step:
+        return
+    now = {name: tensor.clone() for name, tensor in run.trained.tensors().items()}
+    run.trained.assign(read_checkpoint(chosen).model, str(chosen))
+    save_run_adapter(run, folder, step)
+    run.trained.assign(now, "the run")
+    run.adapters.refresh()
 
 
 def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None) -> Checkpoint:
@@ -340,8 +395,11 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         "vocab": run.model.vocab,
         **({} if position is None else {"stream": position}),
     }
-    if isinstance(run.dataset, SampleData) and run.dataset.template is not None:
-        state["template"] = run.dataset.template.to_json()  # who talks to the model later must speak as it was taught
+    if isinstance(run.dataset, SampleData):  # who talks to the model later must speak as it was taught
+        template = run.dataset.template
+        state |= {} if template is None else {"template": template.to_json()}
+        state |= {"stops": list(run.dataset.stops), "described": run.dataset.description.values}
+        state |= {} if run.base is None else {"base": run.base}
     return Checkpoint(
         model=run.trained.tensors(),
         optimizer=optimizer_tensors(run.trained.moved, run.step.optimizer),

@@ -141,6 +141,7 @@ def run_lock(run: Path) -> Iterator[None]:
             os.ftruncate(handle, 0)
             os.write(handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
         sweep_leftovers(checkpoints_of(run))
+        sweep_leftovers(run)  # an adapter's folder
         try:
             yield
         finally:

@@ -17,13 +17,14 @@ import torch
 
 from flatout.config.load import LoadedConfig, Source
 from flatout.config.schema import RunConfig
+from flatout.config.unused import check_used
 from flatout.data.best_fit import Packing
 from flatout.data.inspect import read_report
 from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, pack_documents, window_order
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.prepare import check_complete, prepare_data
-from flatout.data.sample_loader import SampleLoader, SampleOrder, sample_batches
+from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, largest_rows, sample_batches
 from flatout.data.sampler import WindowOrder
 from flatout.data.samples import Samples
 from flatout.data.shards import Dataset, Tokens, Verify, open_dataset
@@ -39,6 +40,8 @@ from flatout.device import (
     memory_limit,
     use_expandable_segments,
 )
+from flatout.engine.adapter_folder import adapter_at, stored_base, with_adapter
+from flatout.engine.base_model import base_fingerprint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fine_tuning import (
@@ -55,8 +58,9 @@ from flatout.engine.randomness import RandomStream
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
 from flatout.errors import CheckpointError, ConfigError, HardwareError, ResourceError
+from flatout.model.adapter_files import load_into
 from flatout.model.adapters import Adapters, attach
-from flatout.model.count import MemoryEstimate, adapter_count, estimate_memory, flops_per_token, parameter_count
+from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import Description, read_description
 from flatout.model.hub_weights import load_huggingface
@@ -88,6 +92,7 @@ class Run:
     memory: MemoryEstimate
     notices: tuple[str, ...]
     news: News
+    base: str | None = None  # hash of the frozen weights under adapters
 
     @property
     def windows(self) -> int | None:
@@ -168,14 +173,18 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     """
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     sources = {} if isinstance(loaded, RunConfig) else loaded.sources
+    if isinstance(loaded, LoadedConfig):
+        check_used(loaded)
     if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
     dataset, remarks = _open_data(config, progress)
     context, stride = config.model.context, stride_of(config)
     if isinstance(dataset, SampleData):
-        _check_no_shape(config, sources)
-        config = with_described_model(config, dataset.description)
+        _check_no_shape(config, dataset.description, sources)
+        config = with_described_model(config, dataset.base)
+        if weights or _adapter_is_there(config):
+            config = with_adapter(config, dataset.description, lambda path: _written(sources, path))
         packing, corpus_bytes = None, None
         order = SampleOrder(len(dataset.train.samples), config.chat.batch_samples, config.train.seed)
     elif isinstance(dataset, StreamDataset):
@@ -190,11 +199,15 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         config,
         device,
         corpus_bytes,
-        lambda path: sources[path].written if path in sources else "",
+        lambda path: _written(sources, path),
         vocab=vocab,
     )
-    memory = memory_of(config, vocab, speed)
-    if not isinstance(dataset, SampleData):  # the estimate is for full rows, and samples seldom fill them
+    if isinstance(dataset, SampleData):
+        assert isinstance(order, SampleOrder)
+        memory = _memory_of_samples(config, dataset, order, speed)
+        check_samples_fit(config, dataset, order, speed, memory)
+    else:
+        memory = memory_of(config, vocab, speed)
         check_fits(memory, device)
     steps = _steps(config, order)
     if device.kind == "cuda":
@@ -205,7 +218,12 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         model = _build_described(config, dataset.description, speed, weights=weights)
     else:
         model = _build(config if weights else _without_init(config), vocab, speed, news)
-    adapters = attach(model, adapter_plan(config.lora), config.train.seed) if config.lora.rank else None
+    adapters = _attach(model, config) if config.lora.rank else None
+    base = None
+    if adapters is not None and isinstance(dataset, SampleData):
+        base = base_fingerprint(dataset.description)
+        if config.lora.init_from is not None and weights:
+            _take_over(adapters, config.lora.init_from, config.model.init_from or "", base)
     trained = all_weights(model) if adapters is None else only_adapters(adapters)
     step = _build_step(config, model, trained, speed, steps, news)
     run = Run(
@@ -221,13 +239,50 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         sequences=order.batch_samples if isinstance(order, SampleOrder) else config.train.batch_tokens // context,
         order=order,
         packing=packing,
-        flops_per_token=flops_per_token(config.model, vocab),
+        flops_per_token=_flops(config, dataset, vocab, trained),
         memory=memory,
         notices=(*_remarks(config, steps), *remarks, *_remarks_on_packing(packing)),
         news=news,
+        base=base,
     )
     run.evaluation()  # a validation split without a single target is told now, not after the first steps
     return run
+
+
+def _flops(config: RunConfig, dataset: Dataset | StreamDataset | SampleData, vocab: int, trained: Trained) -> float:
+    if not isinstance(dataset, SampleData):
+        return flops_per_token(config.model, vocab)
+    # A token attends inside its own sample: the mean length that a token finds itself in, not that of a row.
+    lengths = dataset.train.samples.lengths.astype(float)
+    context = float((lengths**2).sum() / lengths.sum())
+    return flops_per_token(config.model, vocab, context, adapters=trained.count if config.lora.rank else None)
+
+
+def _written(sources: Mapping[str, Source], path: str) -> str | None:
+    """Where the user wrote a field, "" where that is not known; None for what no user wrote."""
+    return sources[path].written if path in sources else ""
+
+
+def _adapter_is_there(config: RunConfig) -> bool:
+    """A run that goes on has its adapters in its checkpoint, and can do without the folder that they began in."""
+    return config.lora.init_from is not None and Path(config.lora.init_from).is_dir()
+
+
+def _attach(model: GPT, config: RunConfig) -> Adapters:
+    try:
+        return attach(model, adapter_plan(config.lora), config.train.seed)
+    except ConfigError as error:
+        raise ConfigError(f"lora.targets: {error.message}", error.hint) from error
+
+
+def _take_over(adapters: Adapters, name: str, model: str, base: str) -> None:
+    folder = adapter_at(name)
+    if stored_base(folder) not in (None, base):
+        raise CheckpointError(
+            f"the adapter in {folder} was trained on other weights than those of {model}",
+            "set model.init_from to the model that it was trained on",
+        )
+    load_into(adapters, folder)
 
 
 def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
@@ -346,11 +401,13 @@ def _build_described(config: RunConfig, description: Description, speed: Speed, 
     return model
 
 
-def _check_no_shape(config: RunConfig, sources: Mapping[str, Source]) -> None:
+def _check_no_shape(config: RunConfig, description: Description, sources: Mapping[str, Source]) -> None:
     """The shape of a model that is fine-tuned is its own: what a user wrote about it would go unread."""
     for path, source in sources.items():
         section, _, field = path.partition(".")
-        if section == "model" and field not in ("init_from", "context", "dropout") and source.written is not None:
+        if section != "model" or field in ("init_from", "context", "dropout") or source.written is None:
+            continue
+        if getattr(config.model, field) != getattr(description.config, field):
             place = f"{source.written}: " if source.written else ""
             raise ConfigError(
                 f"{place}{path} is set, but the model is that of {config.model.init_from}",
@@ -412,12 +469,13 @@ def _build_step(config: RunConfig, model: GPT, trained: Trained, speed: Speed, s
     return step
 
 
-def memory_of(config: RunConfig, vocab: int, speed: Speed) -> MemoryEstimate:
-    """What a step of this config needs with these switches."""
-    estimate = estimate_memory(
+def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | None = None) -> MemoryEstimate:
+    """What a step of this config needs with these switches; `rows` is the most that packed samples fill."""
+    lora = config.lora
+    return estimate_memory(
         config.model,
         vocab,
-        micro_batch=speed.micro_batch,
+        micro_batch=speed.micro_batch if rows is None else rows.rows,
         half=speed.precision in ("bf16", "fp16"),
         compiled=speed.compile != "off",
         execution=speed.execution,
@@ -425,25 +483,61 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed) -> MemoryEstimate:
         optimizer_offload=speed.optimizer_offload,
         accumulated=speed.accumulation > 1,
         graphs=speed.cuda_graphs,
+        frozen=FrozenModel(rank=lora.rank, dora=lora.dora, dropout=lora.dropout > 0) if lora.rank else None,
+        row_tokens=None if rows is None else rows.row_tokens,
+        labels=None if rows is None else rows.labels,
     )
-    if not config.lora.rank:
-        return estimate
-    # Frozen weights are held in the type of products, and only adapters have gradients and moments.
-    parameters, adapters = parameter_count(config.model, vocab), adapter_count(config.model, config.lora.rank)
-    narrow = 2 if speed.precision in ("bf16", "fp16") else 4
-    weights = narrow * parameters + (4 + narrow) * adapters
-    return dataclasses.replace(estimate, weights=weights, gradients=4 * adapters, optimizer=8 * adapters, later=0)
+
+
+def _memory_of_samples(
+    config: RunConfig, dataset: SampleData, order: SampleOrder, speed: Speed, *, micro_batch: int | None = None
+) -> MemoryEstimate:
+    rows = largest_rows(
+        dataset.train.samples,
+        order,
+        row_tokens=config.model.context,
+        micro_batch=micro_batch or speed.micro_batch,
+        packing=config.chat.packing,
+    )
+    return memory_of(config, dataset.description.vocab, speed, rows)
+
+
+def check_samples_fit(
+    config: RunConfig, dataset: SampleData, order: SampleOrder, speed: Speed, memory: MemoryEstimate
+) -> None:
+    """Refuses samples that do not fit, with the first change that would make them fit."""
+    device = speed.device
+    if not _too_large(memory, device):
+        return
+    full = dataclasses.replace(speed, execution=dataclasses.replace(speed.execution, checkpointing="full"))
+    sizes = [size for size in (speed.micro_batch >> shift for shift in range(1, 40)) if size >= 1]
+    tried = [(size, speed, f"set speed.micro_batch={size}; batch and loss stay the same") for size in sizes]
+    tried.append((speed.micro_batch, full, "set speed.checkpointing=full"))
+    tried += [(size, full, f"set speed.checkpointing=full and speed.micro_batch={size}") for size in sizes]
+    hint = "take a smaller model, a lower model.context or a card with more memory"
+    for size, switches, way in tried:
+        least = _memory_of_samples(config, dataset, order, switches, micro_batch=size)
+        if device.memory_bytes is not None and least.total <= device.memory_bytes:
+            hint = way
+            break
+    raise _does_not_fit(memory, device, hint)
 
 
 def check_fits(memory: MemoryEstimate, device: Device) -> None:
+    if _too_large(memory, device):
+        hint = "lower speed.micro_batch, set speed.checkpointing=full, or let `flatout tune` find what fits"
+        raise _does_not_fit(memory, device, hint)
+
+
+def _too_large(memory: MemoryEstimate, device: Device) -> bool:
     # 15% beyond the card: the estimate may be that far off, and a wrong refusal is worse than a late one.
-    if device.memory_bytes is not None and memory.total > 1.15 * device.memory_bytes:
-        need, have = memory.total / 2**30, device.memory_bytes / 2**30
-        limited = "" if device.limit_bytes is None else " by speed.memory_limit"
-        raise HardwareError(
-            f"a step needs about {need:.1f} GiB, {device.name} has {have:.1f} GiB{limited}",
-            "lower speed.micro_batch, set speed.checkpointing=full, or let `flatout tune` find what fits",
-        )
+    return device.memory_bytes is not None and memory.total > 1.15 * device.memory_bytes
+
+
+def _does_not_fit(memory: MemoryEstimate, device: Device, hint: str) -> HardwareError:
+    need, have = memory.total / 2**30, (device.memory_bytes or 0) / 2**30
+    limited = "" if device.limit_bytes is None else " by speed.memory_limit"
+    return HardwareError(f"a step needs about {need:.1f} GiB, {device.name} has {have:.1f} GiB{limited}", hint)
 
 
 def check_disk(folder: Path, parameters: int, checkpoints: int) -> None:

@@ -4,7 +4,7 @@ Contract: with temperature 0 the cached and the uncached path give the same toke
 never touches the process-wide random state. When the context is full, both paths go on from its second half.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -42,12 +42,12 @@ def generate_tokens(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
-    stop: int | None = None,
+    stops: Collection[int] = (),
     vocab: int | None = None,
     cached: bool = True,
     scope: AbstractContextManager[None] | None = None,
 ) -> Generator[int]:
-    """Yields up to `count` token ids after `prompt`, ending early after `stop`. The model's mode is put back.
+    """Yields up to `count` token ids after `prompt`, ending early after one of `stops`. The model's mode is put back.
 
     `vocab` keeps to the ids the tokenizer knows, for a model that has more.
     """
@@ -77,7 +77,7 @@ def generate_tokens(
             token = sample_token(logits_V, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
             ids.append(token)
             yield token
-            if token == stop:
+            if token in stops:
                 return
     finally:
         model.train(was_training)

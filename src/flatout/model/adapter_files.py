@@ -77,8 +77,9 @@ def save_adapter(
             temporary.mkdir()
             save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
             for name, content in {CONFIG: canonical_json(peft_config(adapters, base)), **(files or {})}.items():
+                (temporary / name).parent.mkdir(exist_ok=True)
                 (temporary / name).write_bytes(content)
-            size = sum(sync_and_hash(path)["bytes"] for path in temporary.iterdir())
+            size = sum(sync_and_hash(path)["bytes"] for path in temporary.rglob("*") if path.is_file())
             sync_folder(temporary)
             _publish(temporary, folder)
         except BaseException:

@@ -3,7 +3,8 @@
 FLOP convention, here and everywhere in Flatout: a training token costs 6 per weight of a matrix product (2 forward,
 4 backward; the tied or untied head counts, embedding look-ups do not) plus 12·L·W·T for attention, not halved for
 causality (where `model.head_size` is given, W is heads times that size there). It is the convention of the figures
-others publish, so that utilisation numbers compare.
+others publish, so that utilisation numbers compare. Under adapters a frozen weight costs 4 (2 forward, 2 for the
+gradient that passes through; it has none of its own), and each value of an adapter 6.
 
 Memory convention: bytes of torch's allocator at the peak of a step, which is either inside the loss (all blocks' kept
 values and the logits) or at the start of backward (all kept values and one block's gradients), whichever is more. What
@@ -16,6 +17,7 @@ import dataclasses
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
 from flatout.model.layers import mlp_width_of
+from flatout.ops.documents import BY_BOUNDS
 
 GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
 
@@ -48,13 +50,29 @@ def adapter_count(config: ModelConfig, rank: int) -> int:
     return config.layers * rank * ends
 
 
-def flops_per_token(config: ModelConfig, vocab: int, context: int | None = None) -> float:
-    """Forward and backward FLOPs of one training token, by the convention at the top of this file."""
+def flops_per_token(
+    config: ModelConfig, vocab: int, context: float | None = None, *, adapters: int | None = None
+) -> float:
+    """Forward and backward FLOPs of one training token, by the convention at the top of this file.
+
+    `context` is the length of what attends to itself, where rows hold several samples. `adapters` is how many values
+    are trained beside frozen weights; None trains them all.
+    """
     width = config.width
     up, hidden = _mlp_widths(config)
     block = width * _qkv_columns(config) + config.queries * width + width * up + hidden * width
     matrices = config.layers * block + vocab * width
-    return 6.0 * matrices + 12.0 * config.layers * config.queries * (context or config.context)
+    products = 6.0 * matrices if adapters is None else 4.0 * matrices + 6.0 * adapters
+    return products + 12.0 * config.layers * config.queries * (context or config.context)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FrozenModel:
+    """What is trained beside frozen weights, as far as memory goes."""
+
+    rank: int
+    dora: bool = False
+    dropout: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,23 +109,47 @@ def estimate_memory(
     optimizer_offload: bool = False,
     accumulated: bool = True,
     graphs: bool = False,
+    frozen: FrozenModel | None = None,
+    row_tokens: int | None = None,
+    labels: int | None = None,
 ) -> MemoryEstimate:
     """The memory of a training step with AdamW, fp32 weights and `half`- or single-precision matrix products.
 
     Activations are what backward needs, added up part by part from the layers; tested against the bytes autograd
     really keeps, and on a GPU against the measured peak. `accumulated` says that a step has several micro-batches, so
     that gradients are there from the second one on; a recording (`graphs`) keeps them, too.
+
+    Packed samples have rows of `row_tokens`, of all of which only `labels` tokens reach the head. Under adapters the
+    model is `frozen`, and held in the type of its products.
     """
     parameters = parameter_count(config, vocab)
-    tokens = micro_batch * config.context
+    tokens = micro_batch * (row_tokens or config.context)
+    labels = tokens if labels is None else labels
+    masked = row_tokens is not None and execution.document_attention not in BY_BOUNDS
+    mask = tokens * row_tokens if row_tokens is not None and masked else 0  # made once for all layers, a byte each
+    if frozen is not None:
+        estimate = _estimate_frozen(
+            config,
+            vocab,
+            tokens=tokens,
+            labels=labels,
+            half=half,
+            compiled=compiled,
+            execution=execution,
+            optimizer_state=optimizer_state,
+            optimizer_offload=optimizer_offload,
+            frozen=frozen,
+        )
+        held = _graph_bytes(vocab, labels, half=half, compiled=compiled, execution=execution) if graphs else 0
+        return dataclasses.replace(estimate, activations=estimate.activations + mask, graphs=held)
     block = _block_bytes(config, half=half, compiled=compiled, execution=execution)
     per_layer, again = _kept_and_again(config, block, half=half, execution=execution)
     kept = config.layers * per_layer
     if execution.activation_offload:  # on its way out or back: one block being made, one being used
         kept = min(kept, 2 * per_layer)
     backward = tokens * (again + _backward_bytes(config, half=half, execution=execution))
-    loss, head_gradient = _loss_bytes(config, vocab, tokens, half=half, compiled=compiled, execution=execution)
-    activations = tokens * (kept + _end_bytes(config, half=half, execution=execution))
+    loss, head_gradient = _loss_bytes(config, vocab, labels, half=half, compiled=compiled, execution=execution)
+    activations = tokens * (kept + _end_bytes(config, half=half, execution=execution)) + mask
     working = max(loss, backward + head_gradient)
     return MemoryEstimate(
         weights=4 * parameters + _narrow_bytes(config, parameters, half=half, execution=execution),
@@ -126,6 +168,55 @@ def _graph_bytes(vocab: int, tokens: int, *, half: bool, compiled: bool, executi
         return GRAPH_BYTES
     chunk = min(tokens, execution.loss_chunk) if execution.loss == "chunked" else tokens
     return 2 * GRAPH_BYTES + chunk * vocab * (2 if half else 4)
+
+
+def _estimate_frozen(
+    config: ModelConfig,
+    vocab: int,
+    *,
+    tokens: int,
+    labels: int,
+    half: bool,
+    compiled: bool,
+    execution: Execution,
+    optimizer_state: str,
+    optimizer_offload: bool,
+    frozen: FrozenModel,
+) -> MemoryEstimate:
+    """Adapters on every projection. The residual stream has the type of the weights, and norms keep their input only:
+    a frozen scale needs no gradient. What adapters keep comes on top: inputs times A, dropout's masks, and with DoRA
+    the products before they are scaled."""
+    cell, (up, hidden) = 2 if half else 4, _mlp_widths(config)
+    triton = execution.kernels == "triton"
+    # A stream in the type of weights is what our kernels call a stream in bf16.
+    how = dataclasses.replace(execution, residual="bf16" if half else "fp32")
+    block = _block_bytes(config, half=half, compiled=compiled, execution=how)
+    if not triton:
+        block -= 2 * (4 - cell) * config.width  # the inputs of both norms
+        block -= 2 * 4 * config.width if config.norm == "rmsnorm" and not compiled else 0
+    projections = 4 if config.family == "gpt2" else 7 if config.mlp == "swiglu" else 6
+    inputs = 2 * config.width + config.queries + hidden
+    block += cell * projections * frozen.rank + (inputs if frozen.dropout else 0)
+    if frozen.dora:
+        block += cell * (_qkv_columns(config) + 2 * config.width + up)
+    per_layer, again = _kept_and_again(config, block, half=half, execution=how)
+    if not triton and execution.checkpointing != "none":
+        per_layer -= (4 - cell) * config.width  # a block's input
+    kept = config.layers * per_layer
+    if execution.activation_offload:
+        kept = min(kept, 2 * per_layer)
+    padded = vocab + -vocab % execution.pad_vocab
+    each = (cell if compiled or triton else 12 + (2 if half else 0)) if execution.loss == "fused" else 12
+    chunk = labels if execution.loss == "plain" else min(labels, execution.loss_chunk)
+    loss = chunk * padded * each + labels * cell * config.width
+    parameters, adapters = parameter_count(config, vocab), adapter_count(config, frozen.rank)
+    return MemoryEstimate(
+        weights=cell * parameters + (4 + cell) * adapters,
+        gradients=4 * adapters,
+        optimizer=_optimizer_bytes(adapters, optimizer_state, optimizer_offload),
+        activations=tokens * (kept + 2 * cell * config.width),
+        working=max(loss, tokens * (again + 2 * cell * config.width + cell * (up + hidden))),
+    )
 
 
 def _optimizer_bytes(parameters: int, state: str, offload: bool) -> int:

@@ -126,8 +126,13 @@ def read_description(folder: Path, *, context: int | None = None) -> Description
     `context` is how many tokens the model will see at once; null takes all that it was made for. Learned positions
     (gpt2) stay whole in any case.
     """
+    values = read_json(folder / CONFIG_FILE, "name a folder with config.json and model.safetensors")
+    return describe(values, folder, context=context)
+
+
+def describe(values: dict[str, Any], folder: Path, *, context: int | None = None) -> Description:
+    """What the values of a config.json say; `folder` is where its generation_config.json lies, if it has one."""
     path = folder / CONFIG_FILE
-    values = read_json(path, "name a folder with config.json and model.safetensors")
     _check_kind(values, path)
     kind = values["model_type"]
     read = _Values(values, path, _DEFAULTS[kind])
@@ -135,7 +140,8 @@ def read_description(folder: Path, *, context: int | None = None) -> Description
     made_for = fields["context"]
     if context is not None and context > made_for:
         raise read.refuse(
-            f"the model has {made_for:,} positions, and {context:,} are asked for", f"ask for at most {made_for:,}"
+            f"the model has {made_for:,} positions, and {context:,} are asked for",
+            f"set model.context to at most {made_for}",
         )
     if context is not None and kind != "gpt2":
         fields["context"] = context

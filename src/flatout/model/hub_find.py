@@ -65,7 +65,10 @@ def _found(path: Path) -> FoundModel:
     if (path / CONFIG_FILE).is_file():
         return FoundModel(path, "huggingface")
     if (path / "adapter_config.json").is_file():
-        raise CheckpointError(f"{path} holds an adapter, not a model", "name the model that the adapter was made for")
+        raise CheckpointError(
+            f"{path} holds an adapter, not a model",
+            "name the model that the adapter was made for; to train it on, set lora.init_from to it",
+        )
     if any(path.glob("*.gguf")):
         raise CheckpointError(f"{path} holds a GGUF file, which cannot be trained", "name the model it was made from")
     raise CheckpointError(

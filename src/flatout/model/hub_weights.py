@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ INDEX_FILE = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000
 # Files that make a model usable elsewhere and that training does not change.
 COMPANIONS = ("tokenizer*", "special_tokens_map.json", "*.jinja", "chat_template*", "generation_config.json")
-COMPANIONS += ("vocab.json", "merges.txt", "added_tokens.json")
+COMPANIONS += ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_templates/*.jinja")
 
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _WRONG_MODEL = "config.json and the weights belong to different models; fetch the folder again"
@@ -171,11 +171,11 @@ class _Stored:
     shape: tuple[int, ...]
 
 
-def _inventory(description: Description) -> dict[str, _Stored]:
+def inventory(description: Description) -> dict[str, _Stored]:
     """Every tensor of the folder by its name without prefix, tables left out; types are checked here."""
     found: dict[str, _Stored] = {}
     for path, listed in weight_files(description.folder).items():
-        with _opened(path) as file:
+        with opened(path) as file:
             names = set(file.keys())
             for name in sorted((listed or names) - names):
                 raise CheckpointError(f"{path} has no tensor {name}, which {INDEX_FILE} places there", _AGAIN)
@@ -229,7 +229,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
@@ -253,7 +253,7 @@ def _is_pointer(path: Path) -> bool:
 
 def _checked(model: GPT, description: Description) -> dict[str, _Stored]:
     """What the folder stores, by the names in `pieces_of`: exactly what the model needs, in the right shapes."""
-    stored, pieces = _inventory(description), pieces_of(model.config)
+    stored, pieces = inventory(description), pieces_of(model.config)
     embedding, head = _embedding_name(model.config), "lm_head.weight"
     if model.config.tied and head in stored:
         copy = stored.pop(head)
@@ -277,7 +277,7 @@ def _fill(model: GPT, stored: dict[str, _Stored]) -> None:
     pieces = pieces_of(model.config)
     parameters = dict(model.named_parameters())
     for path in dict.fromkeys(one.file for one in stored.values()):
-        with _opened(path) as file:
+        with opened(path) as file:
             for name, piece in pieces.items():
                 if stored[name].file == path:
                     _copy(file.get_tensor(stored[name].name), piece.of(parameters[piece.name]), stored[name])
@@ -298,7 +298,7 @@ def _check_names(description: Description, pieces: dict[str, Piece], stored: dic
 
 
 def _check_same(embedding: _Stored, head: _Stored) -> None:
-    with _opened(embedding.file) as first, _opened(head.file) as second:
+    with opened(embedding.file) as first, opened(head.file) as second:
         if torch.equal(first.get_tensor(embedding.name), second.get_tensor(head.name)):
             return
     raise CheckpointError(
@@ -333,12 +333,13 @@ def export_huggingface(
     dtype: torch.dtype = torch.float32,
     end_of_text: int | None = None,
     source: Description | None = None,
+    files: Mapping[str, bytes] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes a folder that transformers loads: config.json and safetensors, in shards where they are large.
 
     `source` describes the folder that the model came from: what its config.json says besides is kept, and its tokenizer
-    files come along.
+    files come along, unless `files` are given, which are written instead.
     """
     kind = str(dtype).removeprefix("torch.")
     values = description_of(model.config, model.vocab, dtype=kind, end_of_text=end_of_text, source=source)
@@ -349,10 +350,11 @@ def export_huggingface(
     try:
         temporary.mkdir()
         _write_weights(model, temporary, dtype, shard_bytes)
-        for pattern in COMPANIONS if source is not None else ():
-            for path in sorted(source.folder.glob(pattern)) if source is not None else ():
-                if path.is_file():
-                    shutil.copyfile(path, temporary / path.name)
+        if files is None:
+            files = {} if source is None else companions(source.folder)
+        for name, content in files.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).write_bytes(content)
         (temporary / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if folder.is_dir():
             folder.rmdir()
@@ -360,6 +362,12 @@ def export_huggingface(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def companions(folder: Path) -> dict[str, bytes]:
+    """The files beside the weights that make a model usable elsewhere, by name; none where the folder is gone."""
+    paths = [path for pattern in COMPANIONS for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 def _write_weights(model: GPT, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:

@@ -2,7 +2,7 @@
 
 import json
 
-from flatout.words import Parser, add_model, check_model, converse, number_between
+from flatout.words import Parser, add_base, add_model, check_model, converse, number_between
 
 
 def chat(words: list[str]) -> int:
@@ -26,7 +26,7 @@ def chat(words: list[str]) -> int:
     from flatout import api
     from flatout.observe.human import printable
 
-    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last)
+    model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last, base=parsed.base)
     history = [] if parsed.system is None else [{"role": "system", "content": parsed.system}]
     settings = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_p", "seed")}
 
@@ -49,17 +49,18 @@ def chat(words: list[str]) -> int:
 def merge(words: list[str]) -> int:
     """Writes one folder of weights, and says what the rounding left of the update."""
     parser = Parser("merge", "Write a fine-tuned model as one Hugging Face folder, its adapters inside the weights.")
-    parser.add_argument("run", help="a run or checkpoint folder")
+    parser.add_argument("run", help="a run, checkpoint or adapter folder")
     parser.add_argument("folder", help="new folder to write")
     parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights; default bf16")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_base(parser)
     parser.set_defaults(device="cpu")
     parsed = parser.parse_words(words)
     check_model(parsed)
     from flatout import api
 
-    model = api.load_model(parsed.run, device="cpu", best=not parsed.last)
+    model = api.load_model(parsed.run, device="cpu", best=not parsed.last, base=parsed.base)
     done = api.merge(model, parsed.folder, dtype=parsed.dtype)
     total, difference = done.report.total, done.difference
     if parsed.json:

@@ -1,0 +1,72 @@
+"""Settings that a user wrote and that this kind of run never reads: refused with their place, not passed over.
+
+What ships with Flatout may say more than a run needs; what a user wrote is meant. A value that equals the default asks
+for nothing, so the config.yaml of a run, which holds every field, can be used again.
+"""
+
+from collections.abc import Iterator
+
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import RunConfig
+from flatout.config.yaml_loader import format_value
+from flatout.errors import ConfigError
+
+# Of these sections a fine-tuning run reads nothing but what is listed.
+_READ = {"data": ("folder",), "clean": ()}
+_ALONE = {
+    "train.batch_tokens": "chat.batch_samples is the size of a step",
+    "eval.sample_prompt": "samples answer the first held-out conversation",
+}
+_INSTEAD = {
+    "data.source": "chat.source names the conversations",
+    "data.val_source": "chat.val_source names those to evaluate on",
+    "data.val_fraction": "chat.val_fraction is the share held out",
+    "data.tokenizer": "the tokenizer is the model's own",
+    "data.format": "chat.format says how a row is read",
+    "data.field": "chat.fields names columns",
+    "data.packing": "chat.packing says whether samples share rows",
+}
+
+
+def check_used(loaded: LoadedConfig) -> None:
+    """Refuses the first setting, in the schema's order, that a user wrote for another kind of run."""
+    for path, why, hint in _unused(loaded.config):
+        source = loaded.sources.get(path)
+        where = None if source is None else source.written
+        if where is not None and not _is_default(loaded.config, path):
+            raise ConfigError(f"{where}: {path} is set, but {why}", hint)
+
+
+def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
+    """(path, why it is not read, what to do) of every field that this config's run does not look at."""
+    if config.chat.source is None:
+        for name in type(config.chat).model_fields:
+            if name != "source":
+                yield f"chat.{name}", "there is no chat.source", f"set chat.source, or leave chat.{name} out"
+    else:
+        why = "fine-tuning on chat.source does not use it"
+        for section, read in _READ.items():
+            for name in type(getattr(config, section)).model_fields:
+                path = f"{section}.{name}"
+                if name not in read:
+                    instead = _INSTEAD.get(path)
+                    yield path, why, f"leave {path} out{f': {instead}' if instead else ''}"
+        for path, instead in _ALONE.items():
+            yield path, why, f"leave {path} out: {instead}"
+    if not config.lora.rank:
+        for name in type(config.lora).model_fields:
+            if name != "rank":
+                yield (
+                    f"lora.{name}",
+                    "lora.rank is 0, which trains all weights",
+                    f"set lora.rank=16, or leave lora.{name} out",
+                )
+
+
+def _is_default(config: RunConfig, path: str) -> bool:
+    section, _, name = path.partition(".")
+    values = getattr(config, section)
+    return format_value(getattr(values, name)) == format_value(type(values).model_fields[name].default)
+
+
+__all__ = ["check_used"]

@@ -1,0 +1,380 @@
+"""What a fine-tuning run stands on and leaves behind: bases, adapters, merged folders, and where answers end."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout import api
+from flatout.cli import main
+from flatout.config.load import load_config
+from flatout.data.train_tokenizer import train_bpe, write_tokenizer
+from flatout.engine.adapter_folder import step_of
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.errors import UserError
+from flatout.model.adapter_files import read_origin
+from flatout.model.fingerprint import weights_fingerprint
+from flatout.model.hub import read_description
+from flatout.records import EndRecord, NoticeRecord
+from tests.chat_models import write_chat_model
+
+QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
+TOKENS = torch.arange(3, 40)[None]
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "base")
+    rows = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}."} for n in range(20)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+
+    def make(*more: str) -> list[str]:
+        named = ["model.init_from=base", "chat.source=rows.json", "optim.learning_rate=1e-2", "train.steps=3"]
+        return [*named, "train.epochs=null", *QUIET, *more]
+
+    return make
+
+
+def run(words: list[str]) -> list:
+    return list(api.train(load_config("lora", words)))
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.logits(TOKENS) if hasattr(model, "logits") else model(TOKENS).logits
+
+
+def exchange() -> None:
+    """Another model of the same shape, with the same tokenizer, in the same place."""
+    shutil.rmtree("base")
+    write_chat_model(Path("base"), seed=2)
+
+
+# --- the base ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_hash_is_of_names_types_and_every_byte_and_not_of_files(words):
+    from safetensors.torch import load_file, save_file
+
+    before = weights_fingerprint(read_description(Path("base")))
+    tensors = load_file("base/model.safetensors")
+    shutil.copytree("base", "split")
+    names = sorted(tensors)
+    places = {name: f"part-{number % 2}.safetensors" for number, name in enumerate(names)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in names if places[name] == file}, f"split/{file}")
+    Path("split/model.safetensors").unlink()
+    Path("split/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    assert weights_fingerprint(read_description(Path("split"))) == before
+    last = tensors[names[-1]].view(-1)
+    last[-1] = torch.nextafter(last[-1], torch.tensor(9.0))
+    save_file(tensors, "base/model.safetensors")
+    assert weights_fingerprint(read_description(Path("base"))) != before
+
+
+@pytest.mark.parametrize("verb", ["resume", "chat", "merge", "export", "adapter"])
+def test_an_exchanged_base_is_refused(words, verb, capsys):
+    run(words())
+    exchange()
+    call = {
+        "resume": ["finetune", *words("train.steps=5"), "--resume", "auto"],
+        "chat": ["chat", "runs/lora", "--message", "Hello"],
+        "merge": ["merge", "runs/lora", "out"],
+        "export": ["export", "runs/lora", "out", "--adapter"],
+        "adapter": ["chat", "runs/lora/adapter", "--message", "Hello"],
+    }[verb]
+    before = sorted(Path("runs").rglob("*"))
+    assert main(call) == 3
+    error, hint = capsys.readouterr().err.strip().splitlines()
+    assert "base holds other weights" in error
+    assert hint.startswith("hint: put the model")
+    assert not Path("out").exists()
+    assert [path for path in before if not path.exists()] == []
+
+
+def test_a_checkpoint_from_before_there_was_a_hash_still_loads(words, monkeypatch):
+    from flatout.engine import loop
+
+    capture = loop.capture
+
+    def without(*arguments):
+        checkpoint = capture(*arguments)
+        checkpoint.state.pop("base")
+        checkpoint.state.pop("stops")
+        return checkpoint
+
+    monkeypatch.setattr(loop, "capture", without)
+    run(words())
+    assert api.load_model("runs/lora", device="cpu").adapters is not None
+    assert isinstance(run(words("train.steps=4", "output.name=more"))[-1], EndRecord)
+
+
+PRETRAIN = [
+    "model.norm=rmsnorm", "model.positions=rope", "model.mlp=swiglu", "model.bias=false", "model.residual_scale=null",
+    "model.layers=2", "model.width=32", "model.heads=2", "model.context=128", "train.batch_tokens=512",
+    "speed.device=cpu", "output.plots=false", "eval.sample_tokens=0", "train.steps=2", "output.name=mine",
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(words) -> str:
+    Path("text.txt").write_text("What is one and one? It is two. Hello there, what is it?\n" * 60, encoding="utf-8")
+    return "text.txt"
+
+
+@pytest.mark.parametrize(("tokenizer", "rank"), [("bytes", 0), ("bytes", 4), ("learned.json", 4)])
+def test_a_run_of_ours_is_a_base(words, text, tokenizer, rank):
+    write_tokenizer(train_bpe([Path(text).read_text()], 280, min_frequency=1), "learned.json")
+    list(flatout.train(load_config(None, [*PRETRAIN, f"data.source={text}", f"data.tokenizer={tokenizer}"])))
+    records = run(words("model.init_from=runs/mine", f"lora.rank={rank}", "lora.alpha=null", "model.context=96"))
+    said = [record.message for record in records if isinstance(record, NoticeRecord)]
+    assert any("`plain` (chat.template)" in message for message in said)
+    loaded = api.load_model("runs/lora", device="cpu")
+    assert loaded.template is not None
+    assert "### Response:" in api.chat_prompt(loaded, "Hello")
+    assert loaded.stops == (loaded.tokenizer.end_of_text,)
+    if rank:
+        apart = api.load_model("runs/lora/adapter", device="cpu")
+        assert torch.equal(logits(apart.model), logits(loaded.model))
+        assert api.chat_prompt(apart, "Hello") == api.chat_prompt(loaded, "Hello")
+    assert (
+        "".join(api.generate(loaded, api.chat_prompt(loaded, "Hi"), bare=False, tokens=3, temperature=0.0)) is not None
+    )
+    api.export(loaded, "out")
+    again = api.load_model("out", device="cpu")
+    assert api.chat_prompt(again, "Hello") == api.chat_prompt(api.load_model("runs/lora", device="cpu"), "Hello")
+    assert again.stops == loaded.stops
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained("out")
+    prompt = theirs.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt == api.chat_prompt(again, "Hello")
+    assert theirs(prompt).input_ids == loaded.tokenizer.encode(prompt).tolist()
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained("out")), logits(again.model))
+
+
+def test_a_run_of_ours_with_a_shape_of_its_own_is_a_base_too(words, text):
+    own = ["model.mlp=relu2", "model.residual_scale=0.5", "data.tokenizer=bytes", f"data.source={text}"]
+    list(flatout.train(load_config(None, [*PRETRAIN, *own])))
+    run(words("model.init_from=runs/mine", "model.context=128"))
+    loaded = api.load_model("runs/lora", device="cpu")
+    assert loaded.adapters is not None
+    with pytest.raises(UserError, match=r"model\.mlp"):
+        api.export(loaded, "out")
+    assert not Path("out").exists()
+
+
+def test_what_was_fine_tuned_whole_is_a_base_that_knows_its_template(words):
+    run(words("lora.rank=0", "output.name=first"))
+    records = run(words("model.init_from=runs/first", "model.context=100"))
+    assert not any("chat.template" in r.message for r in records if isinstance(r, NoticeRecord))
+    assert api.load_model("runs/lora", device="cpu").template is not None
+    config = json.loads(Path(api.export("runs/first", "out") / "config.json").read_text())
+    assert config["max_position_embeddings"] == 256  # that of its base, not the run's
+
+
+def test_a_run_with_adapters_is_no_base_and_char_has_no_end(words, text, capsys):
+    run(words())
+    with pytest.raises(UserError, match="adapters beside a frozen model"):
+        run(words("model.init_from=runs/lora"))
+    list(flatout.train(load_config(None, [*PRETRAIN, f"data.source={text}", "data.tokenizer=char"])))
+    with pytest.raises(UserError, match="no end-of-text token"):
+        run(words("model.init_from=runs/mine"))
+    assert main(["export", "runs/mine", "out"]) == 0
+    assert "has no end of text" in capsys.readouterr().out
+
+
+# --- where answers end ------------------------------------------------------------------------------------------------
+
+
+def test_answers_end_at_every_token_that_the_files_or_the_template_name(words):
+    write_chat_model(Path("llama"), "llama3")
+    settings = json.loads(Path("llama/tokenizer_config.json").read_text())
+    Path("llama/tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|end_of_text|>"}))
+    model = api.load_model("llama", device="cpu")
+    ids = {name: model.tokenizer.token_id(name) for name in ("<|end_of_text|>", "<|eot_id|>")}
+    assert set(model.stops) == set(ids.values())  # the second is the template's alone
+    Path("llama/generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert set(api.load_model("llama", device="cpu").stops) == {*ids.values(), 7, 9}
+    run(words("model.init_from=llama"))
+    loaded = api.load_model("runs/lora", device="cpu")
+    assert set(loaded.stops) == {*ids.values(), 7, 9}
+    api.merge(loaded, "merged")
+    assert sorted(json.loads(Path("merged/generation_config.json").read_text())["eos_token_id"]) == sorted(loaded.stops)
+
+
+def test_generation_ends_at_each_stop(words):
+    loaded = api.load_model("base", device="cpu")
+    free = list(api.generate_tokens(loaded.model, [5], count=30, temperature=1.0, seed=3))
+    for stop in {free[4], free[9]}:
+        cut = list(api.generate_tokens(loaded.model, [5], count=30, temperature=1.0, seed=3, stops=(stop, 10**6)))
+        assert cut == free[: free.index(stop) + 1]
+
+
+# --- adapters as folders ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind", [[], ["lora.dora=true", "lora.rank_stabilised=true", "lora.targets=[q_proj, up_proj]"]]
+)
+def test_peft_loads_what_a_run_leaves_behind(words, kind):
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    records = run(words(*kind))
+    assert any("adapter for PEFT" in r.message for r in records if isinstance(r, NoticeRecord))
+    named = json.loads(Path("runs/lora/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(named), "runs/lora/adapter").eval()
+    ours = api.load_model("runs/lora", device="cpu")
+    torch.testing.assert_close(logits(theirs), logits(ours.model), rtol=1e-4, atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained("runs/lora/adapter")
+    assert tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hello"}], add_generation_prompt=True, tokenize=False
+    ) == api.chat_prompt(ours, "Hello")
+    folder = api.load_model("runs/lora/adapter", device="cpu")
+    assert torch.equal(logits(folder.model), logits(ours.model))
+    assert folder.stops == ours.stops
+    assert api.chat_prompt(folder, "Hello") == api.chat_prompt(ours, "Hello")
+
+
+def test_the_adapter_is_that_of_the_best_checkpoint_and_of_no_other(words):
+    more = ("train.steps=6", "eval.every=1", "checkpoint.every=1", "optim.learning_rate=0.5", "optim.clip=0")
+    run(words(*more))
+    best = api.load_model("runs/lora", device="cpu")
+    assert step_of(Path("runs/lora/adapter")) == best.step
+    assert torch.equal(logits(api.load_model("runs/lora/adapter", device="cpu").model), logits(best.model))
+
+
+@pytest.mark.parametrize("rate", ["1e-2", "0.5"], ids=["the newest is best", "an older one is best"])
+def test_an_adapter_that_a_kill_left_behind_is_written_again(words, rate):
+    more = (
+        "eval.every=1",
+        "checkpoint.every=1",
+        f"optim.learning_rate={rate}",
+        "optim.clip=0",
+        "output.folder=runs/lora",
+    )
+    run(words(*more))
+    before = (Path("runs/lora/adapter/adapter_model.safetensors")).read_bytes()
+    Path("runs/lora/adapter").rename("runs/lora/adapter.old-123")
+    Path("runs/lora/adapter.tmp-123").mkdir()
+    list(api.train(load_config("lora", words(*more)), resume="auto"))
+    assert (Path("runs/lora/adapter/adapter_model.safetensors")).read_bytes() == before
+    assert [path.name for path in Path("runs/lora").glob("adapter*")] == ["adapter"]
+
+
+def test_export_writes_either_the_adapter_or_the_merged_model(words, capsys):
+    run(words())
+    assert main(["export", "runs/lora", "apart", "--adapter"]) == 0
+    assert main(["export", "runs/lora", "whole"]) == 0
+    ours = logits(api.load_model("runs/lora", device="cpu").model)
+    assert torch.equal(logits(api.load_model("apart", device="cpu").model), ours)
+    torch.testing.assert_close(logits(api.load_model("whole", device="cpu").model), ours, rtol=1e-4, atol=1e-5)
+    assert main(["export", "base", "copy", "--adapter"]) == 2
+    assert "no adapters to export" in capsys.readouterr().err
+    assert main(["merge", "apart", "merged"]) == 0  # an adapter folder is as good as the run
+
+
+def peft_folder(**settings) -> torch.Tensor:
+    """An adapter that PEFT itself made on `base`; its logits."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    values = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **{**values, **settings})
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained("base"), config).eval()
+    model.save_pretrained("theirs")
+    return logits(model)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_dora": True}, {"target_modules": r".*\.1\..*proj"}, {"layers_to_transform": [1]}], ids=str
+)
+def test_an_adapter_of_peft_is_chatted_with_and_trained_on(words, settings, capsys):
+    expected = peft_folder(**settings)
+    loaded = api.load_model("theirs", device="cpu")
+    torch.testing.assert_close(logits(loaded.model), expected, rtol=1e-4, atol=1e-5)
+    assert main(["chat", "theirs", "--message", "Hello", "--tokens", "3"]) == 0
+    records = run(words("lora.init_from=theirs", "optim.learning_rate=1e-12"))
+    assert isinstance(records[-1], EndRecord)
+    again = api.load_model("runs/lora", device="cpu")
+    assert again.config is not None
+    assert (again.config.lora.rank, again.config.lora.alpha) == (3, 5.0)
+    torch.testing.assert_close(logits(again.model), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_going_on_from_a_run_and_resuming_that_without_it(words):
+    run(words("lora.rank=4", "lora.alpha=8.0", "output.name=first"))
+    run(words("lora.init_from=runs/first", "output.name=second", "train.steps=2"))
+    assert read_origin(Path("runs/second/adapter")).plan.rank == 4
+    shutil.rmtree("runs/first")
+    list(api.train(None, resume="runs/second"))
+    loaded = api.load_model("runs/second", device="cpu")
+    assert loaded.adapters is not None
+
+
+def test_an_adapter_without_a_base_is_given_one(words, capsys):
+    peft_folder()
+    path = Path("theirs/adapter_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": "gone/model"}))
+    assert main(["chat", "theirs", "--message", "Hello"]) == 3
+    assert "--base FOLDER" in capsys.readouterr().err
+    assert main(["chat", "theirs", "--base", "base", "--message", "Hello", "--tokens", "2"]) == 0
+
+
+# --- the template of a merged folder ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", ["model", "chatml", "plain", "mine.jinja", "none"])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_folder_has_the_template_that_it_was_taught_with(words, template, rank):
+    Path("mine.jinja").write_text(
+        "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    if template == "none":
+        pairs = [{"prompt": f"What is {n}", "completion": f" It is {n}"} for n in range(9)]
+        Path("rows.json").write_text(json.dumps(pairs))
+    run(words(f"chat.template={template}", f"lora.rank={rank}", "lora.alpha=null"))
+    taught = api.load_model("runs/lora", device="cpu")
+    expected = api.chat_prompt(taught, "Hello")
+    api.export(taught, "out")
+    found = api.load_model("out", device="cpu")
+    assert api.chat_prompt(found, "Hello") == expected
+    assert found.stops == taught.stops
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained("out")
+    if template == "none":
+        assert theirs.chat_template is None
+    else:
+        turns = [{"role": "user", "content": "Hello"}]
+        assert theirs.apply_chat_template(turns, add_generation_prompt=True, tokenize=False) == expected
+    assert theirs(expected, add_special_tokens=False).input_ids == taught.tokenizer.encode(expected).tolist()
+
+
+def test_a_checkpoint_holds_what_it_takes_to_talk(words):
+    run(words())
+    state = read_checkpoint(list_checkpoints(Path("runs/lora/checkpoints"))[-1][1]).state
+    assert len(state["base"]) == 64
+    assert state["stops"]
+    assert state["described"]["model_type"] == "llama"
+
+
+def test_a_run_says_whether_its_samples_were_made_or_used_again(words):
+    def said(records: list) -> list[str]:
+        return [r.message for r in records if isinstance(r, NoticeRecord) and r.message.startswith("samples: ")]
+
+    first, again = said(run(words())), said(run(words("output.name=again")))
+    assert any("made now, since there were none yet" in message for message in first)
+    assert any("used again" in message for message in again)
+    assert any("19 to train on" in message or "to train on and" in message for message in again)
+    assert any("changed" in message for message in said(run(words("model.context=63", "output.name=third"))))

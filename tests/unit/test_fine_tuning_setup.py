@@ -1,0 +1,178 @@
+"""What setup decides for a fine-tuning run: memory that must suffice, and arithmetic by the card's capability."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from flatout.config.load import LoadedConfig, load_config
+from flatout.config.schema import RunConfig
+from flatout.config.unused import check_used
+from flatout.data.sample_loader import SampleOrder, largest_rows
+from flatout.data.samples import Samples
+from flatout.device import Device
+from flatout.engine import setup
+from flatout.engine.features import Probes, resolve_speed
+from flatout.engine.fine_tuning import adapter_plan
+from flatout.engine.setup import setup_run
+from flatout.engine.step import LossScale
+from flatout.errors import HardwareError, UserError
+from flatout.model.adapters import attach
+from flatout.model.gpt import build_model
+from tests.chat_models import write_chat_model
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "base")
+    rows = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}."} for n in range(40)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    named = ["model.init_from=base", "chat.source=rows.json", "speed.device=cpu", "model.context=64"]
+    return lambda *more: [*named, *more]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def card(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
+    """This machine with another amount of memory."""
+    found = Device(torch_device=torch.device("cpu"), name="a small card", memory_bytes=int(memory), capability=None)
+    monkeypatch.setattr(setup, "detect_device", lambda asked: found)
+
+
+def test_a_run_that_does_not_fit_is_refused_with_what_would(words, monkeypatch):
+    loaded = load_config("lora", words("chat.packing=false"))
+    needed = setup_run(loaded).memory
+    card(monkeypatch, needed.total)
+    setup_run(loaded)
+    card(monkeypatch, 0.8 * needed.total)
+    with pytest.raises(HardwareError, match=r"a small card has") as refused:
+        setup_run(loaded)
+    assert refused.value.hint.startswith("set speed.micro_batch=")
+    size = refused.value.hint.split("=")[1].split(";")[0]
+    setup_run(load_config("lora", words("chat.packing=false", f"speed.micro_batch={size}")))
+
+
+def test_where_one_row_does_not_fit_checkpointing_does(words, monkeypatch):
+    def memory(*more: str) -> int:
+        return setup_run(load_config("lora", words("speed.micro_batch=1", "model.context=256", *more))).memory.total
+
+    rows = [{"instruction": "What is it? " * 20, "output": f"It is {n}."} for n in range(9)]
+    Path("rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    plain, full = memory(), memory("speed.checkpointing=full")
+    assert full < plain / 1.2
+    card(monkeypatch, 1.01 * full)
+    with pytest.raises(HardwareError) as refused:
+        memory()
+    assert "speed.checkpointing=full" in refused.value.hint
+    memory("speed.checkpointing=full")
+    card(monkeypatch, 1000)
+    with pytest.raises(HardwareError, match="GiB") as refused:
+        memory("speed.checkpointing=full")
+    assert refused.value.hint.startswith("take a smaller model")
+
+
+def test_memory_goes_by_what_samples_fill_and_what_is_trained(words):
+    def memory(*more: str) -> int:
+        return setup_run(load_config("lora", words(*more))).memory.total
+
+    assert memory("chat.batch_samples=2") < memory("chat.batch_samples=16")
+    assert memory("lora.rank=2") < memory("lora.rank=64", "lora.alpha=null")
+    assert memory("lora.rank=2") < memory("lora.rank=0") <= memory("lora.rank=0", "chat.train_on=all")
+
+
+def test_the_largest_rows_are_those_of_the_heaviest_step():
+    lengths = np.array([9] * 30 + [60, 62, 61, 63])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens, labelled = np.ones(offsets[-1], np.uint16), np.arange(offsets[-1]) % 3 == 0
+    samples = Samples(tokens, labelled, offsets)
+    order = SampleOrder(len(lengths), 4, seed=1)
+    found = largest_rows(samples, order, row_tokens=64, micro_batch=4, packing=False)
+    assert (found.rows, found.row_tokens) == (4, 64)
+    assert largest_rows(samples, order, row_tokens=64, micro_batch=1, packing=False).rows == 1
+    assert 0 < found.labels < found.rows * found.row_tokens
+
+
+# --- arithmetic -------------------------------------------------------------------------------------------------------
+
+
+def probes() -> Probes:
+    return Probes(
+        attention=lambda *_, **__: None,
+        picked=lambda *_, **__: None,
+        compiler=lambda _: None,
+        products=lambda: None,
+        triton=lambda: False,
+    )
+
+
+def gpu(capability: tuple[int, int], name: str) -> Device:
+    return Device(torch_device=torch.device("cuda"), name=name, memory_bytes=11 * 2**30, capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "name", "expected"),
+    [((7, 5), "Tesla T4", "fp16"), ((7, 0), "V100", "fp16"), ((8, 0), "A100", "bf16")],
+)
+def test_a_card_without_bf16_trains_in_fp16_by_its_capability(words, capability, name, expected):
+    config = load_config("lora", words("speed.device=auto")).config
+    speed = resolve_speed(config, gpu(capability, name), None, lambda _: None, vocab=299, probes=probes())
+    assert speed.precision == expected
+    feature = next(feature for feature in speed.features if feature.name == "precision")
+    assert (feature.asked, feature.used) == ("auto", expected)
+
+
+def test_bf16_that_was_asked_for_is_refused_where_the_card_has_none(words):
+    config = load_config("lora", words("speed.device=auto", "speed.precision=bf16")).config
+    with pytest.raises(HardwareError, match=r"capability \(7, 5\)\) has no bf16"):
+        resolve_speed(config, gpu((7, 5), "Tesla T4"), None, lambda _: "command line", vocab=299, probes=probes())
+
+
+def test_beside_fp16_weights_adapters_are_fp32_and_the_loss_is_scaled(words, monkeypatch):
+    """As on such a card, on the CPU: frozen weights in half precision, everything that is trained in fp32."""
+    loaded = load_config("lora", words("train.steps=2", "train.epochs=null"))
+    resolve = setup.resolve_speed
+
+    def as_fp16(*arguments, **settings):
+        return dataclasses.replace(resolve(*arguments, **settings), precision="fp16")
+
+    monkeypatch.setattr(setup, "resolve_speed", as_fp16)
+    run = setup_run(loaded)
+    assert run.adapters is not None
+    assert {parameter.dtype for parameter in run.trained.saved.values()} == {torch.float32}
+    assert run.adapters.flat.dtype == torch.float32
+    assert {p.dtype for name, p in run.model.named_parameters() if "lora_" not in name} == {torch.float16}
+    assert isinstance(run.step.loss_scale, LossScale)
+
+
+def test_adapters_are_fp32_whatever_the_weights_are(words):
+    config: RunConfig = load_config("lora", words()).config
+    for kind in (torch.float16, torch.bfloat16, torch.float32):
+        model = build_model(config.model.model_copy(update={"layers": 1, "width": 32, "heads": 4}), 50).to(kind)
+        assert {p.dtype for p in attach(model, adapter_plan(config.lora), 0).parameters()} == {torch.float32}
+
+
+# --- settings that nobody reads ---------------------------------------------------------------------------------------
+
+
+def refusal(loaded: LoadedConfig) -> str:
+    with pytest.raises(UserError) as error:
+        check_used(loaded)
+    return str(error.value)
+
+
+def test_what_is_never_read_is_refused_with_its_place(words, tmp_path):
+    assert "command line: data.field is set" in refusal(load_config("lora", words("data.field=body")))
+    (tmp_path / "mine.yaml").write_text("preset: lora\nclean:\n  quality: true\n", encoding="utf-8")
+    assert "mine.yaml:3: clean.quality is set" in refusal(load_config("mine.yaml", words()))
+
+
+def test_defaults_presets_and_what_is_read_pass(words):
+    check_used(load_config("lora", words("data.folder=here", "data.tokenizer=char", "train.batch_tokens=16384")))
+    check_used(load_config("shakespeare-char", []))
+    check_used(load_config("lora", words("lora.rank=0", "lora.alpha=null")))

@@ -37,12 +37,15 @@ from flatout.data.samples import Samples
 from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fine_tuning import adapter_plan
+from flatout.engine.graphs import MicroBatchGraph, Recorder
+from flatout.engine.news import News
 from flatout.engine.setup import device_scope
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import only_adapters
 from flatout.errors import UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import empty_model
+from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import build_optimizer
 
@@ -106,7 +109,8 @@ def our_step(config: RunConfig) -> tuple[TrainStep, Speed]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-    trained = only_adapters(attach(model, adapter_plan(config.lora), seed=0))
+    adapters = attach(model, adapter_plan(config.lora), seed=0)
+    trained = only_adapters(adapters)
     optimizer = build_optimizer(
         model, config.optim, fused=speed.fused_optimizer, matrices=trained.matrices, vectors=trained.vectors
     )
@@ -119,6 +123,11 @@ def our_step(config: RunConfig) -> tuple[TrainStep, Speed]:
         clear_gradients=trained.clear_gradients,
         scope=lambda: device_scope(speed, config.train.deterministic),
     )
+    if speed.cuda_graphs:
+        how = {"prepare": model.prepare, "forget": adapters.forget}
+        step.run_micro_batch = MicroBatchGraph(
+            step.forward_backward, model, News(), Recorder(device.torch_device), **how
+        )
     return step, speed
 
 
@@ -126,7 +135,8 @@ def batches_of(config: RunConfig, speed: Speed, *, mixed: bool, small: bool) -> 
     samples = samples_of(mixed=mixed, small=small)
     order = SampleOrder(len(samples), config.chat.batch_samples, 0)
     span = {"first_step": 0, "last_step": order.steps_per_epoch, "device": speed.device.torch_device}
-    rows = {"row_tokens": config.model.context, "packing": mixed}
+    joined = speed.execution.document_attention in BY_BOUNDS or speed.execution.kernels == "triton"
+    rows = {"row_tokens": config.model.context, "packing": mixed, "joined": joined, "micro_batch": speed.micro_batch}
     return SampleLoader(samples, order, workers=speed.workers, **rows, **span)
 
 
@@ -149,7 +159,10 @@ def ours(words: list[str], *, mixed: bool, small: bool, profile: bool) -> dict[s
         row |= timed(lambda: take(next(feed)))
         batch = next(feed)
         row["losses"] = [round(loss, 4), round(float(step(batch.tokens, batch.targets, batch.packed)[0]), 4)]
-    row["padding"] = round(1 - batch.packed.tokens / batch.tokens.numel(), 3) if batch.packed is not None else None
+    if isinstance(step.run_micro_batch, MicroBatchGraph):
+        row |= {"recordings": len(step.run_micro_batch.recordings), "news": step.run_micro_batch.news.take()}
+    if batch.packed is not None:
+        row["padding"] = round(1 - batch.packed.tokens / batch.packed.places(step.micro_batch), 3)
     return row
 
 

@@ -94,6 +94,7 @@ OTHER: dict[str, str | list[str]] = {
     "lora.rank_stabilised": [*ADAPTERS, "lora.rank_stabilised=true"],
     "lora.dora": [*ADAPTERS, "lora.dora=true"],
     "lora.init_from": [*ADAPTERS, "lora.init_from=adapter"],
+    "lora.quantize": [*ADAPTERS, "lora.quantize=nf4"],
     "optim.learning_rate": "1e-3",
     "optim.schedule": "linear",
     "optim.warmup_steps": "1",
@@ -270,6 +271,8 @@ def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(folder)
     if field in ELSEWHERE:
         return
+    if field == "lora.quantize":
+        pytest.importorskip("bitsandbytes")
     if field == "model.init_from" and not Path("weights").exists():
         words = [*TINY, "data.source=text.txt", "train.steps=2", "model.family=gpt2", "train.seed=9"]
         list(flatout.train(load_config(None, words)))

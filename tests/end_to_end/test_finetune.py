@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,18 @@ import torch
 from flatout import api
 from flatout.cli import main
 from flatout.config.load import load_config
+from flatout.engine import setup
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.fine_tuning import open_sample_data
+from flatout.engine.graphs import MicroBatchGraph
+from flatout.engine.recovery import attempt_step, use_less_memory
 from flatout.errors import UserError
+from flatout.model.gpt import GPT
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
 from tests.chat_models import write_chat_model
+from tests.unit.test_graphs import FakeRecorder
 
+NEEDS_BITSANDBYTES = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
 QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
 
 
@@ -75,7 +82,15 @@ def test_the_base_is_never_changed(words):
     assert folder
 
 
-@pytest.mark.parametrize("more", [["lora.dropout=0.2"], ["lora.rank=0"], ["lora.dora=true", "chat.packing=false"]])
+RESUMED = [
+    ["lora.dropout=0.2"],
+    ["lora.rank=0"],
+    ["lora.dora=true", "chat.packing=false"],
+    pytest.param(["lora.quantize=nf4"], marks=NEEDS_BITSANDBYTES),
+]
+
+
+@pytest.mark.parametrize("more", RESUMED)
 def test_resume_is_bit_identical(words, more):
     through = words("train.steps=7", "train.epochs=null", *more)
     whole = list(api.train(load_config("lora", [*through, "output.folder=runs/whole"])))
@@ -110,6 +125,61 @@ def test_packing_and_micro_batches_do_not_change_the_loss(words):
         assert values == pytest.approx(runs["packed"], rel=2e-5), name
 
 
+def test_rows_joined_to_one_do_not_change_the_loss(words, monkeypatch):
+    """As on a GPU, where attention goes by bounds; here the mask does for one long row, too."""
+    expected = losses(list(api.train(load_config("lora", words("output.name=rows", "speed.micro_batch=2")))))
+    monkeypatch.setattr(setup, "BY_BOUNDS", ("sdpa",))
+    for size in (8, 2):
+        records = list(api.train(load_config("lora", words(f"output.name=joined{size}", f"speed.micro_batch={size}"))))
+        assert losses(records) == pytest.approx(expected, rel=5e-5)
+        said = [record.message for record in records if isinstance(record, NoticeRecord)]
+        assert any("is padding, in" in message for message in said)
+
+
+def test_out_of_memory_recordings_are_given_up_before_the_run(words, monkeypatch):
+    """A single row cannot be halved, but graphs hold memory of their own."""
+    loaded = load_config("lora", words("chat.batch_samples=1"))
+    expected, run = setup.setup_run(loaded), setup.setup_run(loaded)
+    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.news, FakeRecorder())
+    run.step.run_micro_batch = graph
+    real, failures = GPT.forward, iter([True])
+
+    def forward(self, *values):
+        loss = real(self, *values)
+        if next(failures, False):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss
+
+    with expected.batches(0) as loader:
+        batch = next(loader)
+        right = attempt_step(expected, batch)
+        monkeypatch.setattr(GPT, "forward", forward)
+        told = attempt_step(run, batch)
+        assert isinstance(told, str)
+        assert "going on without CUDA graphs" in use_less_memory(run, batch.tokens.shape[0], told)
+        report = attempt_step(run, batch)
+    assert isinstance(report, torch.Tensor)
+    assert torch.equal(report, right)
+    failures = iter([True])
+    with pytest.raises(UserError, match="out of device memory"):
+        attempt_step(run, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler hides it from users
+@pytest.mark.parametrize("mode", ["default", "regional"])
+def test_samples_are_compiled_once_for_all_their_shapes(words, mode):
+    texts = [{"text": f"{n} " + "What is it " * (n % 11)} for n in range(60)]
+    Path("mixed.json").write_text(json.dumps(texts), encoding="utf-8")
+    more = ("chat.source=mixed.json", "chat.batch_samples=5", "train.epochs=1.0", "model.context=256")
+    expected = losses(list(api.train(load_config("lora", words("output.name=plain", *more)))))
+    records = list(api.train(load_config("lora", words(f"speed.compile={mode}", "output.name=compiled", *more))))
+    assert losses(records) == pytest.approx(expected, rel=1e-4)
+    told = [r for r in records if isinstance(r, NoticeRecord) and r.message.startswith("compile")]
+    assert told
+    assert all(record.step <= 3 or record.step == len(expected) for record in told), [r.message for r in told]
+
+
 def test_chat_and_merge_after_a_run(words, capsys):
     assert main(["finetune", *words("train.epochs=12.0")]) == 0
     assert main(["chat", "runs/lora", "--message", "What is 5 and one?", "--temperature", "0", "--tokens", "9"]) == 0
@@ -139,7 +209,29 @@ def test_the_samples_of_a_run_are_those_of_its_template(words):
     assert data.tokenizer.decode(data.prompt()).endswith("<|im_start|>assistant\n")
 
 
+@NEEDS_BITSANDBYTES
+def test_beside_4_bits_a_run_learns_evaluates_and_merges(words, tmp_path):
+    records = list(api.train(load_config("lora", words("lora.quantize=nf4"))))
+    info = records[0]
+    assert isinstance(info, RunInfo)
+    plain = next(iter(api.train(load_config("lora", words("output.name=plain")))))
+    assert isinstance(plain, RunInfo)
+    assert info.memory_estimate_bytes < plain.memory_estimate_bytes
+    said = [record.message for record in records if isinstance(record, NoticeRecord)]
+    assert any("weights of linear layers in 4 bits" in message for message in said), said
+    assert losses(records)[-1] < 0.8 * losses(records)[0]
+    saved = read_checkpoint(list_checkpoints(Path(info.folder) / "checkpoints")[-1][1])
+    assert all("lora_" in name for name in saved.model)
+    # Whoever loads the run later gets the base as it was beside the adapters.
+    evaluations = [record.loss for record in records if isinstance(record, EvalRecord)]
+    assert api.evaluate(info.folder).loss == pytest.approx(min(evaluations), rel=1e-4)
+    report = api.merge(api.load_model(info.folder, device="cpu"), tmp_path / "merged", dtype="fp32")
+    assert report.difference.relative < 1e-4
+
+
 BAD = {
+    "4-bit weights without adapters": (["lora.rank=0", "lora.quantize=nf4"], "cannot be trained"),
+    "4-bit weights compiled": (["lora.quantize=nf4", "speed.compile=default"], "4-bit weights"),
     "no model": (["model.init_from=null"], "no model to start from"),
     "no such model": (["model.init_from=nowhere"], "there is no folder"),
     "no such file": (["chat.source=nothing.json"], "nothing.json"),

@@ -1,13 +1,17 @@
 """Packed documents: each computes what it would compute alone, and nobody sees a neighbour."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
-from flatout.ops.documents import Layout, document_attention, document_mask, lay_out
+from flatout.ops.documents import Layout, PackedRows, Room, document_attention, document_mask, joined_length, lay_out
 from flatout.ops.reference import IGNORED, attention_reference
 
 CPU = torch.device("cpu")
@@ -179,6 +183,128 @@ def test_documents_that_do_not_fit_are_refused_and_long_rows_are_not():
         model.logits(tokens, layout=lay_out(np.zeros((1, 4 * ROW), dtype=np.int32), None, CPU))
 
 
+# --- fixed sizes ------------------------------------------------------------------------------------------------------
+
+
+def rows_of(
+    lengths: list[list[int]], row: int, seed: int = 0, room: Room | None = None, share: float = 0.4
+) -> PackedRows:
+    rng = np.random.default_rng(seed)
+    documents = packed(lengths, row)
+    tokens = np.where(documents >= 0, rng.integers(0, 50, documents.shape), 0)
+    targets = np.where(
+        (documents >= 0) & (rng.random(documents.shape) < share), rng.integers(0, 50, tokens.shape), IGNORED
+    )
+    return PackedRows(tokens, documents, targets, room)
+
+
+def test_joined_rows_have_few_lengths_and_little_padding():
+    lengths = sorted({joined_length(count) for count in range(1, 40_000)})
+    assert lengths[:4] == [256, 512, 768, 1024]
+    assert len(lengths) <= 16 + 16 * 4
+    assert all(joined_length(length) == length for length in lengths)
+    for before, after in itertools.pairwise(lengths):
+        assert joined_length(before + 1) == after
+        assert after - before <= max(256, before / 15)
+
+
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=6), min_size=1, max_size=6),
+    micro_batch=st.integers(1, 6),
+    joined=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_parts_hold_every_document_once_in_fixed_sizes(lengths, micro_batch, joined):
+    row = max(map(sum, lengths)) + 3
+    count = sum(map(len, lengths))
+    rows = rows_of(lengths, row, room=Room(count, max(map(max, lengths)), joined))
+    expected = [
+        (rows.tokens_BT[line, span].tolist(), rows.targets_BT[line, span].tolist()) for line, span in spans(lengths)
+    ]
+    found, places = [], 0
+    for cut in rows.cuts(micro_batch):
+        assert 1 <= cut.stop - cut.start <= micro_batch
+        tokens, targets, layout = rows.part(cut, CPU)
+        places += tokens.numel()
+        bounds = layout.bounds_E.tolist()
+        assert bounds == sorted(bounds)
+        assert bounds[-1] == tokens.numel()
+        assert max(np.diff(bounds)) <= layout.longest
+        if layout.labelled_L is not None:
+            labels = targets.flatten()[layout.labelled_L]
+            assert sorted(labels[labels != IGNORED].tolist()) == sorted(targets[targets != IGNORED].tolist())
+        for start, end in itertools.pairwise(bounds):
+            inside = slice(start, end)
+            positions = layout.positions_BT.flatten()[inside].tolist()
+            assert positions in (list(range(end - start)), [0] * (end - start)), "padding has position 0"
+            assert layout.documents_BT.flatten()[inside].unique().numel() <= 1
+            found.append((tokens.flatten()[inside].tolist(), targets.flatten()[inside].tolist()))
+    assert places == rows.places(micro_batch)
+    for document in expected:
+        found.remove(document)
+    assert all(set(tokens) <= {0} and set(targets) <= {IGNORED} for tokens, targets in found), "only padding is left"
+
+
+def test_documents_of_any_kind_have_the_same_sizes():
+    room = Room(12, 200, joined=True)
+    one = rows_of([[200, 3, 40], [199, 1]], 250, room=room).part(slice(None), CPU)
+    other = rows_of([[30] * 7, [100, 100], [33]], 250, seed=2, room=room).part(slice(None), CPU)
+    assert one[0].shape == other[0].shape == (1, 512)
+    assert one[2].sizes == other[2].sizes
+    assert one[2].longest == 256
+
+
+def test_rows_that_single_documents_fill_stay_rows():
+    room = Room(4, 512, joined=True)
+    full = rows_of([[512], [510], [500]], 512, room=room)
+    assert full.part(slice(None), CPU)[0].shape == (3, 512)
+    assert rows_of([[512], [200]], 512, room=room).part(slice(None), CPU)[0].shape == (1, 768)
+
+
+def test_what_does_not_fit_the_room_is_refused():
+    with pytest.raises(ValueError, match="where 40 are the most"):
+        rows_of([[41]], 64, room=Room(4, 40, joined=False)).part(slice(None), CPU)
+    with pytest.raises(ValueError, match="where a step has 2"):
+        rows_of([[5] * 9], 64, room=Room(2, 40, joined=True)).part(slice(None), CPU)
+
+
+@pytest.mark.parametrize("family", ["gpt", "gpt2"])
+def test_fixed_sizes_change_neither_the_loss_nor_the_gradients(family):
+    """Joined or in rows, in one piece or row by row: the sum over the documents is the same."""
+    lengths = [[5, 1, 7], [9, 3], [13], [2, 2, 2, 2]]
+    results = []
+    for room in (None, Room(10, ROW, joined=False), Room(10, ROW, joined=True)):
+        for micro_batch in (4, 1):
+            model = model_of(family).double()
+            rows = rows_of(lengths, ROW, room=room)
+            total = torch.zeros((), dtype=torch.float64)
+            for cut in rows.cuts(micro_batch):
+                tokens, targets, layout = rows.part(cut, CPU)
+                loss = model(tokens, targets, 0.0, layout)
+                loss.backward()
+                total += loss.detach()
+            results.append((float(total), [gradient_of(parameter).clone() for parameter in model.parameters()]))
+    for total, gradients in results[1:]:
+        assert total == pytest.approx(results[0][0], rel=1e-11)
+        for mine, theirs in zip(gradients, results[0][1], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-11)
+
+
+def test_a_neighbour_in_a_joined_row_is_not_seen():
+    lengths = [[5, 1, 7], [9, 3]]
+    room = Room(8, ROW, joined=True)
+    model = model_of("gpt").eval()
+    rows = rows_of(lengths, ROW, room=room)
+    tokens, _, layout = rows.part(slice(None), CPU)
+    before = model.logits(tokens, layout=layout)
+    changed = tokens.clone()
+    changed[0, 6:13] = (changed[0, 6:13] + 1) % 50  # the third document
+    after = model.logits(changed, layout=layout)
+    assert torch.equal(before[0, :6], after[0, :6])
+    assert torch.equal(before[0, 13:], after[0, 13:])
+    assert not torch.equal(before[0, 6:13], after[0, 6:13])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flash", "fa4"])
 def test_kernels_that_go_by_bounds_equal_the_mask(backend):
@@ -268,3 +394,32 @@ def test_a_tight_row_has_the_same_documents_and_no_padding_to_speak_of():
 )
 def test_whether_documents_have_their_rows_to_themselves(documents, alone):
     assert lay_out(np.array(documents, dtype=np.int32), None, CPU).alone is alone
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flash", "fa4"])
+def test_on_a_gpu_empty_documents_and_a_longer_longest_change_nothing(backend):
+    """Joined rows with fixed sizes, as recordings need them, against the same documents with the sizes they have."""
+    from flatout.ops.flash_attention_4 import fa4_missing
+
+    if backend == "fa4" and fa4_missing():
+        pytest.skip("flash-attn-4 is not installed")
+    device = torch.device("cuda")
+    lengths = [[700, 1, 129, 400], [1500, 20], [64] * 12]
+    rows = rows_of(lengths, 2048, room=Room(40, 2048, joined=True))
+    layout = rows.part(slice(None), device)[2]
+    tight = rows_of(lengths, 2048, room=Room(18, 1500, joined=True)).part(slice(None), device)[2]
+    assert len(layout.bounds_E) > len(tight.bounds_E)
+    assert layout.longest > tight.longest
+    length = layout.documents_BT.shape[1]
+    values = [draw(1, n, length, 64, seed=s, dtype=torch.bfloat16).to(device) for s, n in enumerate((9, 3, 3))]
+    results = []
+    for how in (layout, tight):
+        parts = [x.detach().clone().requires_grad_() for x in values]
+        y = document_attention(*parts, how, backend=backend)
+        y[:, :, : rows.tokens].float().square().sum().backward()
+        results.append((y.detach(), [x.grad for x in parts]))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.isfinite(results[0][0]).all(), "padding is computed, too, and must not poison sums over tokens"
+    for mine, theirs in zip(results[0][1], results[1][1], strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < 1e-3  # their sums have no fixed order

@@ -651,6 +651,7 @@ def test_the_shipped_names() -> None:
         "lora",
         "shakespeare-bpe",
         "shakespeare-char",
+        "tinyllama-lora",
     ]
     assert OVERLAYS == ["4gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"]
 

@@ -409,3 +409,50 @@ def test_attention_inside_packed_documents_is_told(device, words, expected):
 def test_a_kernel_that_fails_in_packed_documents_gives_way_and_says_so():
     speed = fine_tuned(HOPPER, using=probes(documents=lambda *a, **k: "fa4 failed"))
     assert used(speed, "document_attention") == ("flash", "fa4 failed")
+
+
+# --- packed samples ---------------------------------------------------------------------------------------------------
+
+
+def resolve_chat(device: Device, *words: str, tokens: float = 1000.0, written: bool = False) -> Speed:
+    """A model of the shape of TinyLlama on samples that make `tokens` in a step."""
+    config = load_config("lora", ["chat.source=rows.json", *words]).config
+    shape = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632}
+    config = config.model_copy(update={"model": config.model.model_copy(update=shape)})
+    names = {word.partition("=")[0] for word in words}
+    return resolve_speed(
+        config,
+        device,
+        None,
+        lambda path: "mine.yaml:3" if written and path in names else None,
+        vocab=32000,
+        step_tokens=tokens,
+        probes=probes(),
+    )
+
+
+def test_graphs_are_automatic_for_small_steps_of_samples():
+    small, large = resolve_chat(HOPPER), resolve_chat(HOPPER, tokens=16000.0)
+    assert small.cuda_graphs
+    assert "longer than running" in feature(small, "cuda_graphs").why
+    assert not large.cuda_graphs
+    assert resolve_chat(HOPPER, "speed.cuda_graphs=on", tokens=16000.0).cuda_graphs
+    assert not resolve_chat(HOPPER, "speed.cuda_graphs=off").cuda_graphs
+    assert resolve_chat(HOPPER, "speed.micro_batch=1", tokens=16000.0).cuda_graphs, "a micro-batch is one row of 2048"
+    assert used(resolve_chat(CPU), "cuda_graphs") == ("off", "")
+
+
+def test_dropout_on_adapters_cannot_be_recorded():
+    assert "dropout" in feature(resolve_chat(HOPPER, "lora.dropout=0.1"), "cuda_graphs").why
+    with pytest.raises(HardwareError, match="dropout"):
+        resolve_chat(HOPPER, "lora.dropout=0.1", "speed.cuda_graphs=on", written=True)
+
+
+def test_samples_are_compiled_when_asked():
+    assert used(resolve_chat(HOPPER, "speed.kernels=torch"), "compile")[0] == "off"
+    assert used(resolve_chat(HOPPER, "speed.kernels=torch", "speed.compile=regional"), "compile") == ("regional", "")
+    assert resolve_chat(CPU, "speed.compile=default").compile == "default"
+    for mode in ("reduce-overhead", "max-autotune"):
+        how, why = used(resolve_chat(HOPPER, "speed.kernels=torch", f"speed.compile={mode}"), "compile")
+        assert how == "default"
+        assert "samples make several" in why

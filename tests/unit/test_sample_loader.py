@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.loader import Batch
-from flatout.data.sample_loader import SampleLoader, SampleOrder, row_lengths, sample_batches
+from flatout.data.sample_loader import SampleLoader, SampleOrder, count_padding, row_lengths, sample_batches
 from flatout.data.samples import Samples
 from flatout.ops.reference import IGNORED
 
@@ -186,3 +186,59 @@ def test_closing_ends_the_threads():
     loader.close()
     loader.close()
     assert list(loader) == []
+
+
+def test_joined_batches_hold_the_same_samples_with_less_padding():
+    rng = np.random.default_rng(0)
+    lengths = np.clip(np.exp(rng.normal(5.2, 0.85, 640)), 2, 2049).astype(int).tolist()
+    samples, cpu = made(lengths), torch.device("cpu")
+    rows = {"row_tokens": 2048, "packing": True}
+    filled = places = 0
+    shapes = set()
+    for batch in batches(samples, 32, 0, 20, joined=True, micro_batch=3, **rows):
+        check_documents(batch, samples)
+        assert batch.packed is not None
+        seen, labels = Counter(), 0
+        for cut in batch.packed.cuts(3):
+            tokens, targets, layout = batch.packed.part(cut, cpu)
+            assert tokens.shape[0] == 1
+            bounds = layout.bounds_E.tolist()
+            for start, end in itertools.pairwise(bounds):
+                if end > start and tokens[0, start] > 0:
+                    number = int(tokens[0, start]) // 1000 - 1
+                    assert tokens[0, start:end].tolist() == samples.sample(number)[0][:-1].tolist()
+                    seen[number] += 1
+            labels += int((targets != IGNORED).sum())
+            places += tokens.numel()
+            shapes.add(layout.sizes)
+        assert seen == Counter(check_documents(batch, samples))
+        assert labels == int((batch.targets != IGNORED).sum())
+        filled += batch.packed.tokens
+    order = SampleOrder(len(samples), 32, seed=3)
+    padding = count_padding(samples, order, joined=True, micro_batch=3, **rows)
+    assert (padding.steps, padding.tokens, padding.places, padding.shapes) == (20, filled, places, len(shapes))
+    assert padding.share < 0.06
+    in_rows = count_padding(samples, order, joined=False, micro_batch=3, **rows)
+    assert in_rows.tokens == filled
+    assert padding.share < in_rows.share
+
+
+def test_parts_made_ahead_are_those_made_when_asked():
+    samples, cpu = made([3, 50, 200, 17, 64, 65, 2, 90, 130, 33, 12]), torch.device("cpu")
+    for joined in (True, False):
+        ahead = batches(samples, 6, 0, 4, joined=joined, micro_batch=2)
+        for one, other in zip(ahead, batches(samples, 6, 0, 4, joined=joined), strict=True):
+            assert one.packed is not None
+            assert other.packed is not None
+            for size in (1, 2, 6):
+                for cut in one.packed.cuts(size):
+                    mine, theirs = one.packed.part(cut, cpu), other.packed.part(cut, cpu)
+                    values = [(part[0], part[1], *part[2].tensors) for part in (mine, theirs)]
+                    assert all(torch.equal(a, b) for a, b in zip(*values, strict=True))
+
+
+def test_a_row_for_each_sample_stays_one():
+    samples = made([30, 50, 200, 17])
+    for batch in batches(samples, 4, 0, 1, packing=False, joined=True):
+        assert batch.packed is not None
+        assert batch.packed.part(slice(None), torch.device("cpu"))[0].shape == (4, 256)

@@ -355,6 +355,16 @@ class LoraConfig(Section):
     init_from: Name | None = Field(
         default=None, description="Adapter to go on from: a folder that PEFT wrote, or a run of ours; null begins anew."
     )
+    quantize: Literal["none", "nf4"] = Field(
+        default="none",
+        description="Hold the frozen linear layers in 4 bits (QLoRA); needs bitsandbytes: less memory, slower steps.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.quantize != "none" and self.rank == 0:
+            raise Conflict("weights in 4 bits cannot be trained, only adapters beside them", "set rank, such as 16")
+        return self
 
 
 class OptimConfig(Section):

@@ -3,6 +3,7 @@
 Idea: step s takes the next `batch_samples` samples of its epoch's permutation. They are packed best-fit into as few
 rows as hold them, and the rows are made as short as they can be without needing one more, so that little is padding;
 or each has a row of its own. Row lengths come from a short list, so that shapes repeat and compilers have little to do.
+For kernels that know no rows (`joined`), rows only say what goes into a micro-batch: `PackedRows` makes one of them.
 
 Contract: batches depend on nothing but (samples, seed, settings, step), so resuming needs the step number only. Every
 sample comes once per epoch; the last step of an epoch takes what is left and is not filled up. A sample is never cut:
@@ -26,7 +27,7 @@ from flatout.data.best_fit import Layout, best_fit
 from flatout.data.loader import Batch
 from flatout.data.sampler import WindowOrder
 from flatout.data.samples import Samples
-from flatout.ops.documents import PackedRows
+from flatout.ops.documents import PackedRows, Room
 from flatout.ops.reference import IGNORED
 
 MULTIPLE = 64
@@ -76,6 +77,8 @@ class SampleLoader:
     """Batches of samples, made ahead of time by `workers` threads, or in the loop when there are none.
 
     `row_tokens` is how much a row may hold; a sample of n tokens takes n - 1, since its last one is a target only.
+    `joined` is for kernels that know no rows. `micro_batch` is how many rows will be asked for at once: parts of that
+    size are made ahead of time, others where they are needed.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class SampleLoader:
         *,
         row_tokens: int,
         packing: bool,
+        joined: bool = False,
+        micro_batch: int | None = None,
         device: torch.device | str,
         workers: int,
         first_step: int,
@@ -92,8 +97,9 @@ class SampleLoader:
     ) -> None:
         if order.samples != len(samples):
             raise ValueError(f"the order is over {order.samples} samples, and there are {len(samples)}")
-        self._rows = _Rows(samples, row_tokens, packing)
+        self._rows = _Rows(samples, row_tokens, packing, joined, order.batch_samples)
         self._order = order
+        self._micro_batch = micro_batch
         self._device = with_index(device)
         span = {"first_step": first_step, "last_step": last_step}
         self._ahead = Ahead(self._made, workers=workers, device=self._device, **span)
@@ -118,17 +124,26 @@ class SampleLoader:
 
     def _made(self, step: int) -> Batch:
         batch = self._rows.batch(self._order.indices(step), step)
-        if self._device.type != "cuda":
+        cuda = self._device.type == "cuda"
+        if self._micro_batch is not None and batch.packed is not None:
+            batch.packed.prepare(self._micro_batch, pin=cuda)
+        if not cuda:
             return batch
         tokens, targets, documents = (tensor.pin_memory() for tensor in _tensors(batch))
         return Batch(tokens, targets, step, documents, batch.packed)
 
 
 def sample_batches(
-    samples: Samples, *, row_tokens: int, batch_samples: int, packing: bool, device: torch.device | str
+    samples: Samples,
+    *,
+    row_tokens: int,
+    batch_samples: int,
+    packing: bool,
+    joined: bool = False,
+    device: torch.device | str,
 ) -> Iterator[Batch]:
     """Every sample once, in order: for evaluation."""
-    rows = _Rows(samples, row_tokens, packing)
+    rows = _Rows(samples, row_tokens, packing, joined, batch_samples)
     for step, start in enumerate(range(0, len(samples), batch_samples)):
         numbers = np.arange(start, min(start + batch_samples, len(samples)))
         yield _moved(rows.batch(numbers, step), torch.device(device))
@@ -145,7 +160,7 @@ class LargestRows:
 
 
 def largest_rows(
-    samples: Samples, order: SampleOrder, *, row_tokens: int, micro_batch: int, packing: bool
+    samples: Samples, order: SampleOrder, *, row_tokens: int, micro_batch: int, packing: bool, joined: bool = False
 ) -> LargestRows:
     """The largest micro-batch of the first epoch: the steps with the most tokens, and those with the longest samples,
     are laid out as the loader will do it. Other epochs draw other steps, which differ by little."""
@@ -153,28 +168,69 @@ def largest_rows(
     firsts = np.arange(0, order.samples, order.batch_samples)
     sums, longest = np.add.reduceat(lengths, firsts), np.maximum.reduceat(lengths, firsts)
     steps = {*np.argsort(-sums)[:4].tolist(), *np.argsort(-longest, kind="stable")[:4].tolist()}
-    maker = _Rows(samples, row_tokens, packing)
+    maker = _Rows(samples, row_tokens, packing, joined, order.batch_samples)
     found: list[LargestRows] = []
     for step in steps:
-        targets = maker.batch(order.indices(step), step).targets
-        with_label = (targets != IGNORED).sum(1)
-        for first in range(0, len(targets), micro_batch):
-            part = with_label[first : first + micro_batch]
-            found.append(LargestRows(len(part), targets.shape[1], int(part.sum())))
+        packed = maker.batch(order.indices(step), step).packed
+        assert packed is not None
+        for part in packed.cuts(micro_batch):
+            targets = packed.part(part, torch.device("cpu"))[1]
+            rows, length = targets.shape
+            found.append(LargestRows(rows, length, int((targets != IGNORED).sum())))
     return max(found, key=lambda one: (one.rows * one.row_tokens, one.labels))
+
+
+@final
+@dataclass(frozen=True)
+class Padding:
+    """What the shapes of some steps cost."""
+
+    steps: int
+    shapes: int  # different ones of their micro-batches
+    tokens: int
+    places: int  # tokens that a device works on, padding included
+
+    @property
+    def share(self) -> float:
+        return 1.0 - self.tokens / self.places
+
+
+def count_padding(
+    samples: Samples,
+    order: SampleOrder,
+    *,
+    row_tokens: int,
+    packing: bool,
+    joined: bool,
+    micro_batch: int,
+    most_steps: int = 64,
+) -> Padding:
+    """How much of the first steps is padding."""
+    rows = _Rows(samples, row_tokens, packing, joined, order.batch_samples)
+    steps, tokens, places, shapes = min(most_steps, order.steps_per_epoch), 0, 0, set()
+    for step in range(steps):
+        packed = rows.batch(order.indices(step), step).packed
+        assert packed is not None
+        tokens, places = tokens + packed.tokens, places + packed.places(micro_batch)
+        for part in packed.cuts(micro_batch):
+            shapes.add(packed.part(part, torch.device("cpu"))[2].sizes)
+    return Padding(steps, len(shapes), tokens, places)
 
 
 @final
 class _Rows:
     """Lays samples out in rows."""
 
-    def __init__(self, samples: Samples, row_tokens: int, packing: bool) -> None:
+    def __init__(self, samples: Samples, row_tokens: int, packing: bool, joined: bool, batch_samples: int) -> None:
         longest = int(samples.lengths.max()) - 1
         if longest > row_tokens:
             raise ValueError(f"a row of {row_tokens} tokens has no room for a sample of {longest + 1}")
         self._samples = samples
         self._packing = packing
-        self._lengths = row_lengths(row_tokens)
+        # Who wants a row for each sample gets them with their padding.
+        self._room = Room(min(batch_samples, len(samples)), longest, joined and packing)
+        lengths = row_lengths(row_tokens)
+        self._lengths = lengths[-1:] if self._room.joined else lengths
 
     def batch(self, numbers: npt.NDArray[np.int64], step: int) -> Batch:
         """The batch of these samples, on the host."""
@@ -193,7 +249,7 @@ class _Rows:
         following = np.where(padding, 0, inputs + 1)
         tokens = np.where(padding, 0, ids[inputs])
         targets = np.where(padding | ~labelled[following], IGNORED, ids[following])
-        packed = PackedRows(documents, targets)
+        packed = PackedRows(tokens, documents, targets, self._room)
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), step, torch.from_numpy(documents), packed)
 
     def _packed(self, sizes: npt.NDArray[np.int64]) -> Layout:

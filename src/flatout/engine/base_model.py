@@ -32,6 +32,7 @@ from flatout.model.hub import Description, check_same_model, describe, read_desc
 from flatout.model.hub_describe import description_of
 from flatout.model.hub_find import find_model
 from flatout.model.hub_weights import load_described
+from flatout.model.quantize import check_quantizing, round_linears
 from flatout.model.weights import assign_weights, read_safetensors
 
 
@@ -196,7 +197,11 @@ def base_of(config: RunConfig, expected: str | None = None) -> tuple[GPT, Descri
     check_same_model(config.model, description, "put the model that the adapters were trained on back in its place")
     check_base(name, description, expected)
     description = dataclasses.replace(description, config=config.model)
-    return build_base(description), description
+    model = build_base(description)
+    if config.lora.quantize != "none":  # the adapters know the base as it was beside them
+        check_quantizing(torch.device("cpu"))
+        round_linears(model)
+    return model, description
 
 
 __all__ = ["Base", "base_fingerprint", "base_of", "build_base", "check_base", "described_checkpoint", "open_base"]

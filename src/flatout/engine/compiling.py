@@ -6,8 +6,9 @@
     regional          one block compiled once and used for all of them, head and loss as a second piece: starts sooner
 
 Compilation is lazy: it happens inside the first step, for evaluation again inside the first evaluation, and again
-whenever a shape changes. `CompileWatch` counts all of that. Compiled code lies in Inductor's cache on disk, which is
-on by default; a second run of the same model reads it there.
+whenever a shape changes, unless the code was asked to serve all of them, as for packed samples. `CompileWatch` counts
+all of that. Compiled code lies in Inductor's cache on disk, which is on by default; a second run of the same model
+reads it there.
 Trap: torch's own graphs keep what they return in memory that the next replay overwrites. Gradients must therefore
 exist before the first backward and be added to in place (`TrainStep.keep_gradients`).
 """
@@ -25,19 +26,19 @@ def graphs_of_its_own(mode: str, *, our_graphs: bool) -> bool:
     return mode == "reduce-overhead" or (mode == "max-autotune" and not our_graphs)
 
 
-def compile_model(model: GPT, mode: str, *, our_graphs: bool = False) -> None:
-    """Compiles in place; parameter names and checkpoints do not notice."""
+def compile_model(model: GPT, mode: str, *, our_graphs: bool = False, any_shape: bool = False) -> None:
+    """Compiles in place; parameter names and checkpoints do not notice. With `any_shape` one code serves all shapes."""
     if mode == "off":
         return
     if mode == "regional":
         for block in model.blocks:
-            block.compile(fullgraph=True, dynamic=False)
-        compiled = torch.compile(model.head_and_loss, fullgraph=True, dynamic=False)
+            block.compile(fullgraph=True, dynamic=any_shape)
+        compiled = torch.compile(model.head_and_loss, fullgraph=True, dynamic=any_shape)
         model.head_and_loss = compiled  # pyright: ignore[reportAttributeAccessIssue]
         return
     if mode == "max-autotune" and our_graphs:
         mode = "max-autotune-no-cudagraphs"
-    model.compile(dynamic=False, **({} if mode == "default" else {"mode": mode}))
+    model.compile(dynamic=any_shape, **({} if mode == "default" else {"mode": mode}))
 
 
 def compile_failure(device: torch.device) -> str | None:

@@ -25,8 +25,11 @@ def evaluate(
     try:
         with torch.no_grad(), scope():
             for batch in batches:
-                layout = () if batch.packed is None else (0.0, batch.packed.layout(slice(None), device))
-                total += model(batch.tokens, batch.targets, *layout)
+                if batch.packed is None:
+                    total += model(batch.tokens, batch.targets)
+                else:
+                    tokens, targets, layout = batch.packed.part(slice(None), device)
+                    total += model(tokens, targets, 0.0, layout)
                 labelled += (batch.targets != IGNORED).sum()
     finally:
         model.train(was_training)

@@ -95,11 +95,13 @@ def resolve_speed(
     written: Callable[[str], str | None],
     *,
     vocab: int | None = None,
+    step_tokens: float | None = None,
     probes: Probes | None = None,
 ) -> Speed:
     """`written(path)` tells where the user wrote a field, "" where that is not known; None for what no user wrote.
 
-    `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary.
+    `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary,
+    `step_tokens` what the samples of a step hold on average.
     """
     asked, model = config.speed, config.model
     probes = probes or Probes()
@@ -121,8 +123,11 @@ def resolve_speed(
 
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
-    packed = config.chat.source is not None
-    kernels = settle("kernels", asked.kernels, *_kernels(asked, device, config, probes))
+    packed, quantized = config.chat.source is not None, config.lora.quantize != "none"
+    kernels, why = _kernels(asked, device, config, probes)
+    if quantized and asked.kernels != "torch":
+        kernels, why = "torch", "they know no 4-bit weights"
+    settle("kernels", asked.kernels, kernels, why)
     residual = settle("residual", asked.residual, *_residual(asked.residual, precision, kernels))
     deterministic = config.train.deterministic
     how = {"deterministic": deterministic, "packed": packed}
@@ -135,7 +140,10 @@ def resolve_speed(
     documents, why = _document_attention(attention, device, precision, config, probes)
     if packed:  # of rows with more than one sample; `attention` is for those with one
         features.append(Feature(name="document_attention", asked=attention, used=documents, why=why))
-    compiled = settle("compile", asked.compile, *_compile(asked, device, kernels, attention, probes, packed=packed))
+    compiled, why = _compile(asked, device, kernels, attention, probes, packed=packed)
+    if quantized and compiled != "off":
+        compiled, why = "off", "it cannot look into 4-bit weights"
+    settle("compile", asked.compile, compiled, why)
     loss = settle("loss", asked.loss, *_loss(asked.loss, kernels))
     why = "the plain loss takes all tokens at once" if loss == "plain" else ""
     used_chunk = "none" if why else str(asked.loss_chunk)  # harmless, so it is told and not refused, as with workers
@@ -152,8 +160,10 @@ def resolve_speed(
     settle("pad_vocab", str(asked.pad_vocab), str(asked.pad_vocab))
     settle("checkpointing", asked.checkpointing, asked.checkpointing)
     reason = _no_offload(device) or (None if compiled == "off" else "compiled code keeps its activations to itself")
+    reason = reason or ("4-bit weights would leave in full width" if quantized else None)
     activation_offload = switch("activation_offload", asked.activation_offload, reason)
-    flops = flops_per_token(model, vocab or model.vocab or COMMON_VOCAB) * size * model.context
+    tokens = size * model.context if step_tokens is None else min(step_tokens, size * model.context)
+    flops = flops_per_token(model, vocab or model.vocab or COMMON_VOCAB) * tokens
     graphs = settle(
         "cuda_graphs",
         asked.cuda_graphs,
@@ -405,11 +415,9 @@ def _cuda_graphs(
     wanted, model = asked.cuda_graphs, config.model
     if wanted == "off":
         return "off", ""
-    if config.chat.source is not None:
-        return "off", "samples make other shapes at every step"
     if device.kind != "cuda":
         return "off", "" if wanted == "auto" else _NOT_CUDA
-    if model.dropout > 0:
+    if model.dropout > 0 or config.lora.dropout > 0:
         return "off", "a recording would not draw dropout from the run's own random stream"
     if offload:
         return "off", "activation_offload waits for the host's memory, which a recording cannot"
@@ -458,8 +466,8 @@ def _compile(
     wanted = asked.compile
     if wanted == "off":
         return "off", ""
-    if packed:
-        return "off", "samples make other shapes at every step"
+    if packed and wanted == "auto":
+        return "off", "not worth its start-up in a run over samples"
     if wanted == "auto" and device.kind != "cuda":
         return "off", f"not worth its start-up on {device.kind}"
     if kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
@@ -476,6 +484,8 @@ def _compile(
     reason = probes.compiler(device.torch_device)
     if reason is not None:
         return "off", reason
+    if packed and wanted in ("reduce-overhead", "max-autotune"):
+        return "default", "it wants one shape, and samples make several"
     if wanted == "reduce-overhead" and device.kind != "cuda":
         return "default", f"CUDA graphs are what it is about, and {_NOT_CUDA}"
     if wanted == "regional" and asked.checkpointing == "selective":

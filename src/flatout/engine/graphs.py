@@ -1,31 +1,39 @@
-"""One micro-batch, forward and backward, recorded once as a CUDA graph and replayed for every micro-batch after it.
+"""Micro-batches, forward and backward, recorded once as CUDA graphs and replayed for every micro-batch after that.
 
 A small model's kernels are shorter than the time the host needs to launch them. A replay launches all of them at once.
 
 Contract: a replay runs the very kernels that were recorded, so its numbers equal those of the step without graphs. Its
-inputs are copied to fixed places; gradients are added in place to tensors that stay (`TrainStep.keep_gradients`); the
-loss scale and the weights are read where they lie, and so are copies of weights in narrower types, which `prepare`
-keeps fresh. Another shape, gradients that were dropped, or another answer of `prepare` mean a new recording.
+inputs are copied to fixed places, the tensors of a packed layout among them; gradients are added in place to tensors
+that stay (`TrainStep.keep_gradients`); the loss scale and the weights are read where they lie, and so are copies of
+weights in narrower types, which `prepare` keeps fresh. Gradients that were dropped, or another answer of `prepare`,
+mean new recordings.
+Plain batches have one shape: another one takes the place of the recording before it. Packed rows have a few: each gets
+a recording of its own, up to `MOST_RECORDINGS` that share one piece of memory, and shapes beyond those run without.
 A recording that fails is told once, and the step goes on without it.
 Traps:
 - Casts that autocast has cached would be recorded as constants, and replays would train yesterday's weights: the cache
-  is emptied before and after.
+  is emptied before and after. `forget` does the same for what a model derives from its weights.
 - Recording executes nothing. The micro-batch that was recorded is replayed like any other.
 - A graph's memory is its own: evaluation cannot use it, so a run with graphs holds more.
+- Recordings that share memory overwrite each other's results: those are copied before anything else is replayed.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from flatout.engine.news import News
 from flatout.engine.step import hold_gradients
+from flatout.ops.documents import Layout
 
 WARM_UPS = 2  # libraries and Triton set themselves up in the first calls, which must not happen while recording
+MOST_RECORDINGS = 24  # of packed rows; a few MB each beside the memory that they share
 
-MicroBatch = Callable[[Tensor, Tensor, Tensor], Tensor]
+MicroBatch = Callable[..., Tensor]
 Replay = Callable[[], None]
 
 
@@ -44,19 +52,30 @@ class Recorder:
         outside.wait_stream(self.stream)
         return result
 
-    def record(self, function: Callable[[], Tensor]) -> tuple[Replay, Tensor]:
-        """(a replay of `function`, the tensor in which each replay leaves its result). Nothing is executed."""
+    def record(self, function: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tensor, Any]:
+        """(a replay of `function`, the tensor in which each replay leaves its result, the memory that it uses).
+
+        Nothing is executed. `pool` is the memory of another recording, of those that still are.
+        """
         graph = torch.cuda.CUDAGraph()
         # thread_local: a loader's thread may pin memory while this one records
-        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"):
             result = function()
-        return graph.replay, result
+        return graph.replay, result, graph.pool()
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     """One for all recordings: cuBLAS keeps a workspace of 32 MiB for every stream that it has ever seen."""
     return torch.cuda.Stream(device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recording:
+    replay: Replay
+    places: tuple[Tensor, ...]  # of the inputs
+    result: Tensor
+    pool: Any
 
 
 class MicroBatchGraph:
@@ -69,68 +88,109 @@ class MicroBatchGraph:
         news: News,
         recorder: Recorder,
         prepare: Callable[[], Hashable] = lambda: None,
+        forget: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prepare` is called before every micro-batch and says what a recording depends on besides shapes."""
+        """`prepare` is called before every micro-batch and says what a recording depends on besides shapes.
+
+        `forget` is called around every recording, so that what is kept from one pass to the next is made inside it.
+        """
         self.plain = plain
         self.prepare = prepare
+        self.forget = forget
         self.model = model
         self.news = news
         self.recorder = recorder
         self.failed = False
+        self.crowded = False
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the recording and gives its memory back."""
-        self.shape: torch.Size | None = None
+        """Forgets all recordings and gives their memory back."""
         self.prepared: Hashable = None
-        self.calls = 0
-        self.replay: Replay | None = None
-        self.inputs: tuple[Tensor, Tensor, Tensor] | None = None
-        self.result: Tensor | None = None
+        self.calls: dict[Hashable, int] = {}
+        self.recordings: dict[Hashable, Recording] = {}
         self.gradients: list[Tensor | None] = []
 
-    def __call__(self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor) -> Tensor:
-        values = (tokens_BT, targets_BT, labelled)
+    def __call__(self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None = None) -> Tensor:
+        values = (tokens_BT, targets_BT, labelled, *(() if layout is None else layout.tensors))
+        packed = () if layout is None else (layout,)
         if self.failed:
-            return self.plain(*values)
+            return self.plain(tokens_BT, targets_BT, labelled, *packed)
         prepared = self.prepare()
-        another = self.shape != tokens_BT.shape or self.prepared != prepared
-        if another or (self.replay is not None and not self._same_gradients()):
+        if self.prepared != prepared or (self.recordings and not self._same_gradients()):
             self.reset()
-            self.shape, self.prepared = tokens_BT.shape, prepared
-        if self.replay is None and self.calls < WARM_UPS:
-            self.calls += 1
-            return self.recorder.warm_up(lambda: self.plain(*values))
-        if self.replay is None and not self._record(values):
-            return self.plain(*values)
-        assert self.replay is not None
-        assert self.inputs is not None
-        assert self.result is not None
-        for place, value in zip(self.inputs, values, strict=True):
+            self.prepared = prepared
+        shape = (tokens_BT.shape, None if layout is None else layout.sizes)
+        if layout is None and shape not in self.calls:
+            self.reset()
+            self.prepared = prepared
+        recording = self.recordings.get(shape)
+        if recording is None and not self._ready(shape):
+            self.calls[shape] = self.calls.get(shape, 0) + 1
+            return self.recorder.warm_up(lambda: self.plain(tokens_BT, targets_BT, labelled, *packed))
+        if recording is None:
+            recording = self._record(shape, tokens_BT, targets_BT, labelled, layout)
+        if recording is None:
+            return self.plain(tokens_BT, targets_BT, labelled, *packed)
+        for place, value in zip(recording.places, values, strict=True):
             place.copy_(value)
-        self.replay()
-        return self.result.clone()  # the next replay writes over it
+        recording.replay()
+        return recording.result.clone()  # the next replay writes over it
 
-    def _record(self, values: tuple[Tensor, Tensor, Tensor]) -> bool:
+    def _ready(self, shape: Hashable) -> bool:
+        """Whether everything has set itself up: libraries in the first calls, and what goes by shape in this one's."""
+        if len(self.recordings) >= MOST_RECORDINGS:
+            if not self.crowded:
+                self.crowded = True
+                self.news.add(
+                    f"cuda_graphs: more than {MOST_RECORDINGS} shapes of micro-batches, the others run without"
+                )
+            return False
+        return shape in self.calls and sum(self.calls.values()) >= WARM_UPS
+
+    def _record(
+        self, shape: Hashable, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None
+    ) -> Recording | None:
         hold_gradients(self.model)
-        tokens_BT, targets_BT, labelled = (value.clone() for value in values)
+        packed = () if layout is None else (layout.each(Tensor.clone),)
+        inputs = [value.clone() for value in (tokens_BT, targets_BT, labelled)]
+        pool = next(iter(self.recordings.values())).pool if self.recordings else None
+
+        def recorded() -> Tensor:
+            # A new object with the same tensors: what a layout keeps for all layers, a mask, is made in the recording.
+            return self.plain(*inputs, *(dataclasses.replace(one) for one in packed))
+
         torch.clear_autocast_cache()
+        self.forget()
         try:
-            replay, result = self.recorder.record(lambda: self.plain(tokens_BT, targets_BT, labelled))
-        except torch.OutOfMemoryError:  # a smaller micro-batch may be recorded later
+            replay, result, pool = self.recorder.record(recorded, pool)
+        except torch.OutOfMemoryError as error:
             self.reset()
-            raise
+            if layout is None:  # a smaller micro-batch may be recorded later
+                raise
+            self._give_up(error)  # packed rows may have nothing to halve
+            return None
         except RuntimeError as error:
             self.reset()
-            self.failed = True
-            reason = str(error).strip().partition("\n")[0][:160]
-            self.news.add(f"cuda_graphs became off: recording failed: {type(error).__name__}: {reason}")
-            return False
+            self._give_up(error)
+            return None
         finally:
             torch.clear_autocast_cache()
-        self.replay, self.result, self.inputs = replay, result, (tokens_BT, targets_BT, labelled)
+            self.forget()
+        places = (*inputs, *(tensor for one in packed for tensor in one.tensors))
+        self.recordings[shape] = recording = Recording(replay, places, result, pool)
         self.gradients = [parameter.grad for parameter in self.model.parameters()]
-        return True
+        return recording
+
+    def _give_up(self, error: RuntimeError) -> None:
+        self.failed = True
+        reason = str(error).strip().partition("\n")[0][:160]
+        self.news.add(f"cuda_graphs became off: recording failed: {type(error).__name__}: {reason}")
 
     def _same_gradients(self) -> bool:
-        return all(p.grad is g for p, g in zip(self.model.parameters(), self.gradients, strict=True))
+        """Whether gradients lie where recordings add to them. Those are held here, so no other can take their place."""
+        return all(_place(p.grad) == _place(g) for p, g in zip(self.model.parameters(), self.gradients, strict=True))
+
+
+def _place(gradient: Tensor | None) -> int | None:
+    return None if gradient is None else gradient.data_ptr()

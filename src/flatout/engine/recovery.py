@@ -5,7 +5,8 @@ the micro-batch is halved and the step is taken again. The config stays as it is
 
 Contract: nothing that is learned changes. The update comes last, so weights and moments are those of before the failed
 step; its gradients are dropped, and the random stream is put back. Where the failure came in the middle of an update,
-or a single sequence does not fit, it is an error as before.
+or a single sequence does not fit, it is an error as before. Packed samples may be a single row from the start: there,
+recordings of CUDA graphs, which hold memory of their own, are given up first.
 Trap: the failed step's tensors hang on its error through the frames of its traceback. No memory is free before the
 `except` block is left, so each attempt is a function of its own that hands back a sentence.
 """
@@ -34,7 +35,8 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
         if not is_out_of_memory(error):
             raise
         rows = min(run.step.micro_batch, batch.tokens.shape[0])  # packed samples may have fewer than a micro-batch
-        if rows == 1 or run.step.updating:  # nothing left to halve, or the weights may have moved
+        # Nothing left to halve or to give up, or the weights may have moved.
+        if (rows == 1 and not _can_stop_recording(run)) or run.step.updating:
             raise memory_error(error) from error
         sentence = first_sentence(error)
     run.random.assign(before)
@@ -48,6 +50,14 @@ def use_less_memory(run: Run, sequences: int, sentence: str) -> str:
     """
     before = min(run.step.micro_batch, sequences)
     packed = isinstance(run.order, SampleOrder)
+    if before == 1:
+        run.step.use_micro_batch(run.step.micro_batch)  # drops gradients and recordings
+        run.step.run_micro_batch = run.step.forward_backward
+        free_memory(run.speed.device.torch_device)
+        return (
+            f"{sentence}: going on without CUDA graphs, which hold memory of their own; batch and loss stay the same "
+            "(next time: speed.cuda_graphs=off)"
+        )
     size = next(size for size in range(before // 2, 0, -1) if packed or sequences % size == 0)
     run.step.use_micro_batch(size)
     device = run.speed.device.torch_device
@@ -59,6 +69,10 @@ def use_less_memory(run: Run, sequences: int, sentence: str) -> str:
         f"{sentence}: going on with micro-batches of {size} instead of {before}, {count} per step; batch "
         f"and loss stay the same (next time: speed.micro_batch={size}, or `flatout tune`)"
     )
+
+
+def _can_stop_recording(run: Run) -> bool:
+    return isinstance(run.order, SampleOrder) and run.step.run_micro_batch != run.step.forward_backward
 
 
 def first_fitting(

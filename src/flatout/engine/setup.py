@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flatout.config.load import LoadedConfig, Source
-from flatout.config.schema import RunConfig
+from flatout.config.schema import LoraConfig, RunConfig
 from flatout.config.unused import check_used
 from flatout.data.best_fit import Packing
 from flatout.data.inspect import read_report
@@ -24,7 +24,14 @@ from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batc
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.prepare import check_complete, prepare_data
-from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, largest_rows, sample_batches
+from flatout.data.sample_loader import (
+    LargestRows,
+    SampleLoader,
+    SampleOrder,
+    count_padding,
+    largest_rows,
+    sample_batches,
+)
 from flatout.data.sampler import WindowOrder
 from flatout.data.samples import Samples
 from flatout.data.shards import Dataset, Tokens, Verify, open_dataset
@@ -64,7 +71,9 @@ from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory, fl
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import Description, read_description
 from flatout.model.hub_weights import load_huggingface
+from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
+from flatout.ops.documents import BY_BOUNDS
 from flatout.optim.optimizers import build_optimizer
 from flatout.optim.schedule import rate_factors
 
@@ -124,7 +133,7 @@ class Run:
             return StreamLoader(self.dataset.train, position=start, **shape, **span)
         if isinstance(self.dataset, SampleData):
             assert isinstance(self.order, SampleOrder)
-            rows = {"row_tokens": self.config.model.context, "packing": self.config.chat.packing}
+            rows = {**_rows_of(self.config, self.speed), "micro_batch": self.step.micro_batch}
             return SampleLoader(self.dataset.train.samples, self.order, workers=self.speed.workers, **rows, **span)
         assert isinstance(self.order, WindowOrder)
         shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
@@ -138,10 +147,9 @@ class Run:
         if isinstance(self.dataset, SampleData):
             return sample_batches(
                 first_samples(self.dataset.val.samples, self.config.eval.tokens),
-                row_tokens=self.config.model.context,
                 batch_samples=batch_size or self.step.micro_batch,
-                packing=self.config.chat.packing,
                 device=self.speed.device.torch_device,
+                **_rows_of(self.config, self.speed),
             )
         return evaluation_batches(
             self.val,
@@ -160,6 +168,18 @@ def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
     """torch's process-wide switches as a run wants them, for one piece of its work: arithmetic and memory limit."""
     with memory_limit(speed.device), arithmetic(speed.precision, deterministic, speed.device.torch_device):
         yield
+
+
+def _rows_of(config: RunConfig, speed: Speed) -> dict[str, Any]:
+    """How samples share rows: for attention that goes by bounds, and for our kernels, there need be none."""
+    joined = speed.execution.document_attention in BY_BOUNDS or speed.execution.kernels == "triton"
+    return {"row_tokens": config.model.context, "packing": config.chat.packing, "joined": joined}
+
+
+def _step_tokens(dataset: Dataset | StreamDataset | SampleData, order: WindowOrder | SampleOrder) -> float | None:
+    if isinstance(dataset, SampleData) and isinstance(order, SampleOrder):
+        return dataset.train.tokens / order.steps_per_epoch
+    return None
 
 
 def stride_of(config: RunConfig) -> int:
@@ -201,6 +221,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         corpus_bytes,
         lambda path: _written(sources, path),
         vocab=vocab,
+        step_tokens=_step_tokens(dataset, order),
     )
     if isinstance(dataset, SampleData):
         assert isinstance(order, SampleOrder)
@@ -215,7 +236,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     use_expandable_segments(device.torch_device, on=speed.expandable_segments)
     news = News()
     if isinstance(dataset, SampleData):
-        model = _build_described(config, dataset.description, speed, weights=weights)
+        model = _build_described(config, dataset.description, speed, news, weights=weights)
     else:
         model = _build(config if weights else _without_init(config), vocab, speed, news)
     adapters = _attach(model, config) if config.lora.rank else None
@@ -225,7 +246,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         if config.lora.init_from is not None and weights:
             _take_over(adapters, config.lora.init_from, config.model.init_from or "", base)
     trained = all_weights(model) if adapters is None else only_adapters(adapters)
-    step = _build_step(config, model, trained, speed, steps, news)
+    step = _build_step(config, model, trained, speed, steps, news, adapters)
     run = Run(
         config=config,
         speed=speed,
@@ -241,7 +262,13 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         packing=packing,
         flops_per_token=_flops(config, dataset, vocab, trained),
         memory=memory,
-        notices=(*_remarks(config, steps), *remarks, *_remarks_on_packing(packing)),
+        notices=(
+            *_remarks(config, steps),
+            *remarks,
+            *_remarks_on_packing(packing),
+            *_remarks_on_padding(config, dataset, order, speed),
+            *_remarks_on_base(model),
+        ),
         news=news,
         base=base,
     )
@@ -297,7 +324,7 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
         run,
         config=config,
         speed=speed,
-        step=_build_step(config, run.model, run.trained, speed, run.steps, run.news),
+        step=_build_step(config, run.model, run.trained, speed, run.steps, run.news, run.adapters),
         memory=memory_of(config, run.model.vocab, speed),
     )
 
@@ -383,21 +410,29 @@ def _build(config: RunConfig, vocab: int, speed: Speed, news: News) -> GPT:
     return model
 
 
-def _build_described(config: RunConfig, description: Description, speed: Speed, *, weights: bool) -> GPT:
+def _build_described(config: RunConfig, description: Description, speed: Speed, news: News, *, weights: bool) -> GPT:
     """A frozen model is held in the type of its products; one that is trained in fp32."""
     frozen = config.lora.rank > 0
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(speed.precision, torch.float32)
     description = dataclasses.replace(description, config=config.model)
+    device, quantize = speed.device.torch_device, config.lora.quantize != "none"
+    if quantize:
+        check_quantizing(device)
     with out_of_memory():
         model = build_described(
             description,
             dtype=narrow if frozen else torch.float32,
-            device=speed.device.torch_device,
+            device=torch.device("cpu") if quantize else device,
             execution=speed.execution,
             weights=weights or frozen,
         )
+        if quantize:
+            quantize_linears(model, device)
     if speed.device.kind == "cuda":
         install_flash(speed.execution.attention)
+    if speed.compile != "off":
+        news.follow(CompileWatch(speed.compile).news)
+        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs, any_shape=True)
     return model
 
 
@@ -428,7 +463,15 @@ def first_samples(samples: Samples, most_tokens: int | None) -> Samples:
     return Samples(samples.tokens[:end], samples.labelled[:end], samples.offsets[: count + 1])
 
 
-def _build_step(config: RunConfig, model: GPT, trained: Trained, speed: Speed, steps: int, news: News) -> TrainStep:
+def _build_step(
+    config: RunConfig,
+    model: GPT,
+    trained: Trained,
+    speed: Speed,
+    steps: int,
+    news: News,
+    adapters: Adapters | None,
+) -> TrainStep:
     device = speed.device.torch_device
     rates = [factor * config.optim.learning_rate for factor in rate_factors(config.optim, steps)]
     step = TrainStep(
@@ -454,7 +497,8 @@ def _build_step(config: RunConfig, model: GPT, trained: Trained, speed: Speed, s
     )
     graph = None
     if speed.cuda_graphs:
-        graph = MicroBatchGraph(step.forward_backward, model, news, Recorder(device), model.prepare)
+        derived = () if adapters is None else (adapters.forget,)
+        graph = MicroBatchGraph(step.forward_backward, model, news, Recorder(device), model.prepare, *derived)
         step.run_micro_batch = graph
 
     def rebuild() -> None:
@@ -483,10 +527,14 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
         optimizer_offload=speed.optimizer_offload,
         accumulated=speed.accumulation > 1,
         graphs=speed.cuda_graphs,
-        frozen=FrozenModel(rank=lora.rank, dora=lora.dora, dropout=lora.dropout > 0) if lora.rank else None,
+        frozen=_frozen(lora) if lora.rank else None,
         row_tokens=None if rows is None else rows.row_tokens,
         labels=None if rows is None else rows.labels,
     )
+
+
+def _frozen(lora: LoraConfig) -> FrozenModel:
+    return FrozenModel(rank=lora.rank, dora=lora.dora, dropout=lora.dropout > 0, quantized=lora.quantize != "none")
 
 
 def _memory_of_samples(
@@ -495,9 +543,8 @@ def _memory_of_samples(
     rows = largest_rows(
         dataset.train.samples,
         order,
-        row_tokens=config.model.context,
         micro_batch=micro_batch or speed.micro_batch,
-        packing=config.chat.packing,
+        **_rows_of(config, speed),
     )
     return memory_of(config, dataset.description.vocab, speed, rows)
 
@@ -597,6 +644,31 @@ def _remarks_on_packing(packing: Packing | None) -> Iterator[str]:
     if packing is not None:
         share, alone = packing.padding, packing.remainder
         yield f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
+
+
+def _remarks_on_base(model: GPT) -> Iterator[str]:
+    base = quantized_base(model)
+    if base is not None:
+        yield (
+            f"base: {base.weights:,} weights of linear layers in 4 bits, {base.bytes / 2**20:,.1f} MiB "
+            f"instead of {base.wide_bytes / 2**20:,.1f}"
+        )
+
+
+def _remarks_on_padding(
+    config: RunConfig,
+    dataset: Dataset | StreamDataset | SampleData,
+    order: WindowOrder | SampleOrder,
+    speed: Speed,
+) -> Iterator[str]:
+    if isinstance(dataset, SampleData) and isinstance(order, SampleOrder):
+        rows = {**_rows_of(config, speed), "micro_batch": speed.micro_batch}
+        padding = count_padding(dataset.train.samples, order, **rows)
+        yield (
+            f"samples: {padding.share:.1%} of what the device works on is padding, in {padding.shapes} "
+            f"{'shape' if padding.shapes == 1 else 'shapes'} (counted over {padding.steps} "
+            f"{'step' if padding.steps == 1 else 'steps'})"
+        )
 
 
 def _remarks(config: RunConfig, steps: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ Trap: reading any of the returned tensors stalls the device. The loop reads them
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -149,15 +149,24 @@ class TrainStep:
             hold_gradients(self.model)
         labelled = (targets_BT != IGNORED).sum().clamp(min=1)
         total = None
-        for start in range(0, tokens_BT.shape[0], self.micro_batch):
-            part = slice(start, start + self.micro_batch)
-            layout = () if packed is None else (packed.layout(part, tokens_BT.device),)
-            mean = self.run_micro_batch(tokens_BT[part], targets_BT[part], labelled, *layout)
+        for tokens, targets, *layout in self._micro_batches(tokens_BT, targets_BT, packed):
+            mean = self.run_micro_batch(tokens, targets, labelled, *layout)
             if self.run_micro_batch != self.forward_backward:  # a replay, in which nothing can be marked
                 self.clock.mark("micro-batch")
             total = mean if total is None else total + mean
         assert total is not None, "a batch has at least one sequence"
         return total
+
+    def _micro_batches(
+        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None
+    ) -> Iterator[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Layout]]:
+        if packed is not None:
+            for rows in packed.cuts(self.micro_batch):
+                yield packed.part(rows, tokens_BT.device)
+            return
+        for start in range(0, tokens_BT.shape[0], self.micro_batch):
+            rows = slice(start, start + self.micro_batch)
+            yield tokens_BT[rows], targets_BT[rows]
 
     def forward_backward(
         self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None = None

@@ -18,6 +18,7 @@ from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
 from flatout.model.layers import mlp_width_of
 from flatout.ops.documents import BY_BOUNDS
+from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
 
 GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
 
@@ -39,6 +40,12 @@ def parameter_count(config: ModelConfig, vocab: int) -> int:
     return total
 
 
+def linear_count(config: ModelConfig) -> int:
+    """Weights of the linear layers in all blocks."""
+    width, (up, hidden) = config.width, _mlp_widths(config)
+    return config.layers * (width * _qkv_columns(config) + config.queries * width + width * up + hidden * width)
+
+
 def adapter_count(config: ModelConfig, rank: int) -> int:
     """Trained values of adapters on every projection of every block, fused matrices counted by their parts."""
     groups, hidden = config.kv_heads or config.heads, mlp_width_of(config)
@@ -58,10 +65,7 @@ def flops_per_token(
     `context` is the length of what attends to itself, where rows hold several samples. `adapters` is how many values
     are trained beside frozen weights; None trains them all.
     """
-    width = config.width
-    up, hidden = _mlp_widths(config)
-    block = width * _qkv_columns(config) + config.queries * width + width * up + hidden * width
-    matrices = config.layers * block + vocab * width
+    matrices = linear_count(config) + vocab * config.width
     products = 6.0 * matrices if adapters is None else 4.0 * matrices + 6.0 * adapters
     return products + 12.0 * config.layers * config.queries * (context or config.context)
 
@@ -73,6 +77,7 @@ class FrozenModel:
     rank: int
     dora: bool = False
     dropout: bool = False
+    quantized: bool = False  # linear layers in 4 bits
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -210,8 +215,11 @@ def _estimate_frozen(
     chunk = labels if execution.loss == "plain" else min(labels, execution.loss_chunk)
     loss = chunk * padded * each + labels * cell * config.width
     parameters, adapters = parameter_count(config, vocab), adapter_count(config, frozen.rank)
+    weights = cell * parameters + (4 + cell) * adapters
+    if frozen.quantized:
+        weights -= round((cell - QUANTIZED_BYTES) * linear_count(config))
     return MemoryEstimate(
-        weights=cell * parameters + (4 + cell) * adapters,
+        weights=weights,
         gradients=4 * adapters,
         optimizer=_optimizer_bytes(adapters, optimizer_state, optimizer_offload),
         activations=tokens * (kept + 2 * cell * config.width),

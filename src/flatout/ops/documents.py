@@ -2,7 +2,8 @@
 
 Idea: whoever packs documents knows their lengths on the host, so everything a kernel asks for (bounds, the longest,
 positions, which tokens have labels) is made there, once per micro-batch, and nobody waits for the device. A document
-is a run of equal numbers in a row; padding (-1) is one more document that nobody reads.
+is a run of equal numbers in a row; padding (-1) is one more document that nobody reads. Where a `Room` is given, all
+sizes come from short lists and what is left over is empty, so that recorded work can be replayed with other documents.
 
     reference   written out, with the mask in memory
     sdpa        torch's attention with that mask: any device, any type
@@ -18,6 +19,8 @@ Shape legend: B rows, T tokens of a row, N = B·T, E documents, H query heads, G
 import dataclasses
 import functools
 import inspect
+import itertools
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -31,32 +34,151 @@ from flatout.ops.reference import IGNORED, attention_reference
 
 BY_BOUNDS = ("flash", "fa4")
 _STEP = 128  # what kernels hear of the longest document and of labels is rounded up to this: shapes come again
+_TOKENS = 256  # the smallest joined row, and the least that two of them differ by
+_ROWS_PER_OCTAVE = 16  # joined rows between one power of two and the next: at most a sixteenth of one is padding
+_SHARES = 8  # labels are counted in such parts of a row
+_FULL = 0.95  # a row that is full to this share
+Part = tuple[Tensor, Tensor, "Layout"]  # tokens, targets and where documents lie
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """Sizes that are the same in all steps of a run, so that recorded and compiled code meets few shapes.
+
+    With `joined`, the rows of a micro-batch become one row without the padding between them, for kernels that go by
+    bounds and know no rows. Its length comes from a short list. Rows that single documents fill stay as they are.
+    """
+
+    documents: int  # most documents of a step
+    reach: int  # tokens of the longest document of all
+    joined: bool
+
+    @property
+    def longest(self) -> int:
+        """What kernels hear of the longest document."""
+        return _rounded(self.reach, _STEP)
+
+    def bounds(self, rows: int, tokens: int) -> int:
+        """How many bounds a layout has: for the most documents there can be, and for padding, which has its own."""
+        padding = -(-_gap(tokens) // self.longest) if self.joined else rows
+        return self.documents + padding + 1
+
+
+def joined_length(tokens: int) -> int:
+    """The length of the joined row that takes so many tokens."""
+    length = _rounded(max(1, tokens), _TOKENS)
+    return _rounded(length, _gap(length))
+
+
+def _gap(length: int) -> int:
+    """What joined rows of about this length differ by."""
+    return max(_TOKENS, 2 ** ((length - 1).bit_length() - 1) // _ROWS_PER_OCTAVE)
+
+
+def _rounded(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedRows:
-    """What the host knows of a batch of packed rows, before it is cut into micro-batches."""
+    """What the host knows of a batch of packed rows, and how it is cut into micro-batches.
 
+    Without `room` every micro-batch has the sizes that it needs.
+    """
+
+    tokens_BT: npt.NDArray[np.int64]
     documents_BT: npt.NDArray[np.int32]  # -1 is padding
     targets_BT: npt.NDArray[np.int64]
+    room: Room | None = None
+    _parts: dict[tuple[int, int], Part] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def tokens(self) -> int:
         """Tokens that are no padding."""
         return int(np.count_nonzero(self.documents_BT >= 0))
 
-    def layout(self, rows: slice, device: torch.device) -> "Layout":
-        return lay_out(self.documents_BT[rows], self.targets_BT[rows], device)
+    def cuts(self, micro_batch: int) -> list[slice]:
+        """The rows of each micro-batch, of which all have about the same number and none more than `micro_batch`."""
+        rows = len(self.documents_BT)
+        count = -(-rows // micro_batch)
+        ends = [rows * number // count for number in range(count + 1)]
+        return [slice(first, end) for first, end in itertools.pairwise(ends)]
+
+    def prepare(self, micro_batch: int, *, pin: bool) -> None:
+        """Makes the parts of a batch before they are asked for, in memory from which devices copy by themselves."""
+        for rows in self.cuts(micro_batch):
+            made = self._made(rows)
+            self._parts[rows.start, rows.stop] = _each(Tensor.pin_memory, made) if pin else made
+
+    def part(self, rows: slice, device: torch.device) -> Part:
+        """Tokens, targets and layout of some rows."""
+        first, end, _ = rows.indices(len(self.documents_BT))
+        made = self._parts.get((first, end))
+        if made is None:
+            made = self._made(slice(first, end))
+            made = _each(Tensor.pin_memory, made) if device.type == "cuda" else made
+        return made if device.type == "cpu" else _each(lambda x: x.to(device, non_blocking=True), made)
+
+    def places(self, micro_batch: int) -> int:
+        """Tokens that a device works on, padding included."""
+        return sum(self._joined_length(rows) or self.documents_BT[rows].size for rows in self.cuts(micro_batch))
+
+    def _joined_length(self, rows: slice) -> int | None:
+        """The length of the row that takes their place, or None where they stay."""
+        if self.room is None or not self.room.joined:
+            return None
+        documents = self.documents_BT[rows]
+        length = joined_length(int(np.count_nonzero(documents >= 0)))
+        alone = int(documents.max()) == 0  # numbers begin with 0 in each row
+        return None if alone and length >= _FULL * documents.size else length
+
+    def _made(self, rows: slice) -> Part:
+        tokens, targets, documents = self.tokens_BT[rows], self.targets_BT[rows], self.documents_BT[rows]
+        room, length = self.room, self._joined_length(rows)
+        if room is not None and length is not None:
+            tokens, targets, documents = _joined(tokens, targets, documents, length, room.longest)
+        elif room is not None:
+            room = dataclasses.replace(room, joined=False)
+        layout = lay_out(documents, targets, torch.device("cpu"), room, tighten=False)
+        return torch.from_numpy(tokens), torch.from_numpy(targets), layout
+
+
+def _each(function: Callable[[Tensor], Tensor], part: Part) -> Part:
+    tokens, targets, layout = part
+    return function(tokens), function(targets), layout.each(function)
+
+
+def _joined(
+    tokens_BT: npt.NDArray[np.int64],
+    targets_BT: npt.NDArray[np.int64],
+    documents_BT: npt.NDArray[np.int32],
+    length: int,
+    longest: int,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """The same documents in one row, its padding at the end and in pieces that are no longer than `longest`."""
+    inside = documents_BT >= 0
+    # Numbers begin anew in each row: two neighbours must not have the same one.
+    numbers = documents_BT + np.arange(len(documents_BT), dtype=np.int32)[:, None] * documents_BT.shape[1]
+    count = int(np.count_nonzero(inside))
+    tokens_T, targets_T = np.zeros(length, dtype=np.int64), np.full(length, IGNORED, dtype=np.int64)
+    documents_T = np.empty(length, dtype=np.int32)
+    tokens_T[:count], targets_T[:count], documents_T[:count] = tokens_BT[inside], targets_BT[inside], numbers[inside]
+    documents_T[count:] = -1 - np.arange(length - count) // longest
+    return tokens_T[None], targets_T[None], documents_T[None]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where documents lie in packed rows. Made by `lay_out`; tensors are on the device."""
+    """Where documents lie in packed rows. Made by `lay_out`; tensors are on the device.
+
+    Whoever replays recorded work with other documents copies their tensors into those of the recording; that is right
+    where `sizes` agree.
+    """
 
     documents_BT: Tensor  # int32: each document of the batch has a number of its own
     positions_BT: Tensor  # int64, from 0 in each document; 0 in padding, which may be longer than a context
-    bounds_E: Tensor  # int32, E + 1 of them, over all rows one after the other
-    longest: int  # tokens of the longest document, padding included
+    bounds_E: Tensor  # int32, E + 1 of them, over all rows one after the other; empty documents may follow
+    longest: int  # tokens of the longest document, padding included, or more
     reach: int  # positions that are needed: tokens of the longest document that is none
     labelled_L: Tensor | None  # int64: tokens with a label, and one without for each place that is left over
     alone: bool = False  # each row has one document, and padding after it: plain causal attention does as well
@@ -68,10 +190,35 @@ class Layout:
         flat = {"documents_BT": self.documents_BT.flatten()[None], "positions_BT": self.positions_BT.flatten()[None]}
         return dataclasses.replace(self, **flat)
 
-    @functools.cached_property
+    @property
     def visible_B1TS(self) -> Tensor:
         """The mask, for kernels that need one; made once for all layers."""
+        # A compiler cannot look into what is kept in Python, and sees by itself that layers ask for the same.
+        return document_mask(self.documents_BT)[:, None] if torch.compiler.is_compiling() else self._kept_mask
+
+    @functools.cached_property
+    def _kept_mask(self) -> Tensor:
         return document_mask(self.documents_BT)[:, None]
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that differs between layouts of the same sizes."""
+        return tuple(value for value in self._values().values() if isinstance(value, Tensor))
+
+    @property
+    def sizes(self) -> tuple[object, ...]:
+        """All that kernels are launched by."""
+        values = self._values()
+        values.pop("reach")  # only looked at by the host
+        return tuple(value.shape if isinstance(value, Tensor) else value for value in values.values())
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Layout":
+        """A layout of what `function` makes of every tensor, without the tighter one."""
+        tensors = {name: value for name, value in self._values().items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, tight=None, **{name: function(value) for name, value in tensors.items()})
+
+    def _values(self) -> dict[str, object]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,10 +236,13 @@ def lay_out(
     documents_BT: npt.NDArray[np.int32],
     targets_BT: npt.NDArray[np.int64] | None,
     device: torch.device,
+    room: Room | None = None,
     *,
     tighten: bool = True,
 ) -> Layout:
-    """The layout of rows in which a document is a run of one number. `tighten` looks for a shorter row as well.
+    """The layout of rows in which a document is a run of one number.
+
+    `tighten` looks for a shorter row as well, where sizes are not given by a `room`.
 
     With targets, the places of labels come along: the head then works on these alone. They are padded with a token that
     has no label, so where every token has one, or there are as many places as tokens, there is nothing to select.
@@ -106,20 +256,30 @@ def lay_out(
     inside = documents_BT.reshape(-1) >= 0
     positions = np.where(inside, np.arange(rows * length) - np.repeat(starts, lengths), 0)
     numbers = np.repeat(np.arange(len(starts)), lengths)
+    longest, reach, unit = int(lengths.max()), int(positions.max()) + 1, _STEP
+    if room is not None:
+        if reach > room.reach or (room.joined and longest > room.longest):
+            raise ValueError(f"a document of {max(reach, longest)} tokens where {room.reach} are the most")
+        empty = room.bounds(rows, rows * length) - len(bounds)
+        if empty < 0:
+            raise ValueError(f"{len(bounds) - 1} documents where a step has {room.documents}")
+        bounds = np.append(bounds, np.full(empty, rows * length))
+        longest, reach = room.longest if room.joined else length, room.reach
+        unit = max(_STEP, _rounded(-(-rows * length // _SHARES), _STEP // 2))
 
     def there(values: npt.NDArray[np.generic], kind: torch.dtype) -> Tensor:
         return _there(values, kind, device)
 
-    labelled = None if targets_BT is None else _places(targets_BT.reshape(-1))
+    labelled = None if targets_BT is None else _places(targets_BT.reshape(-1), unit)
     return Layout(
         documents_BT=there(numbers.reshape(rows, length), torch.int32),
         positions_BT=there(positions.reshape(rows, length), torch.int64),
         bounds_E=there(bounds, torch.int32),
-        longest=int(lengths.max()),
-        reach=int(positions.max()) + 1,
+        longest=longest,
+        reach=reach,
         labelled_L=None if labelled is None else there(labelled, torch.int64),
         alone=_alone(documents_BT),
-        tight=_tight(np.where(inside, numbers, -1), targets_BT, device) if tighten else None,
+        tight=_tight(np.where(inside, numbers, -1), targets_BT, device) if tighten and room is None else None,
     )
 
 
@@ -147,10 +307,10 @@ def _alone(documents_BT: npt.NDArray[np.int32]) -> bool:
     return bool(same_BT.all() and real_BT[:, 0].all() and (real_BT[:, 1:] <= real_BT[:, :-1]).all())
 
 
-def _places(targets_N: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+def _places(targets_N: npt.NDArray[np.int64], unit: int) -> npt.NDArray[np.int64] | None:
     with_label = np.flatnonzero(targets_N != IGNORED)
     without = np.flatnonzero(targets_N == IGNORED)
-    places = -(-max(1, len(with_label)) // _STEP) * _STEP
+    places = _rounded(max(1, len(with_label)), unit)
     if places >= len(targets_N):
         return None
     return np.append(with_label, np.full(places - len(with_label), without[0]))

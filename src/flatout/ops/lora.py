@@ -266,7 +266,10 @@ class LoraCall:
 
 class _LoraProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, a, magnitude, norm, wide, layout, joined, how, dtype, *b):
+    def forward(ctx, *values):
+        # Not by name: where no gradient is asked for, torch's compiler counts the names, `*b` as one of them, and takes
+        # a call with two parts of B for one without `ctx`.
+        x, weight, bias, a, magnitude, norm, wide, layout, joined, how, dtype, *b = values
         ctx.layout, ctx.joined, ctx.how, ctx.x_dtype = layout, joined, how, x.dtype
         shape = x.shape
         x = x.reshape(-1, shape[-1]).to(dtype)

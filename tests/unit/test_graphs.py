@@ -29,6 +29,7 @@ class FakeRecorder:
         self.error = error
         self.warm_ups = self.recordings = self.replays = 0
         self.pools = []
+        self.bytes = 1000
 
     def warm_up(self, function):
         self.warm_ups += 1
@@ -45,7 +46,11 @@ class FakeRecorder:
             self.replays += 1
             result.copy_(function())
 
+        self.bytes += 100 if pool is None else 10
         return replay, result, pool or object()
+
+    def held(self):
+        return self.bytes
 
 
 def make(recorder: FakeRecorder | None, micro_batch: int = 2) -> tuple[TrainStep, News]:
@@ -84,6 +89,18 @@ def test_replays_give_the_step_without_graphs_exactly():
     assert recorder.replays == 5 * 4 - WARM_UPS
     assert all(torch.equal(a, b) for a, b in zip(step.model.parameters(), plain.model.parameters(), strict=True))
     assert news.take() == []
+
+
+def test_what_recordings_hold_is_known_until_they_are_forgotten():
+    step, _ = make(FakeRecorder())
+    graph = step.run_micro_batch
+    assert isinstance(graph, MicroBatchGraph)
+    assert graph.held_bytes == 0
+    for seed in range(2):
+        step(*batch(seed))
+    assert graph.held_bytes == 100
+    step.rebuild()
+    assert graph.held_bytes == 0
 
 
 def test_gradients_stay_in_place_and_start_from_zero():

@@ -63,6 +63,11 @@ class Recorder:
             result = function()
         return graph.replay, result, graph.pool()
 
+    def held(self) -> int:
+        """Bytes that torch's allocator holds, without those that it keeps for later only."""
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved(self.stream.device)
+
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
@@ -110,6 +115,7 @@ class MicroBatchGraph:
         self.calls: dict[Hashable, int] = {}
         self.recordings: dict[Hashable, Recording] = {}
         self.gradients: list[Tensor | None] = []
+        self.held_bytes = 0  # by recordings, whether one is replayed or not
 
     def __call__(self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None = None) -> Tensor:
         values = (tokens_BT, targets_BT, labelled, *(() if layout is None else layout.tensors))
@@ -162,6 +168,7 @@ class MicroBatchGraph:
 
         torch.clear_autocast_cache()
         self.forget()
+        before = self.recorder.held()
         try:
             replay, result, pool = self.recorder.record(recorded, pool)
         except torch.OutOfMemoryError as error:
@@ -179,6 +186,7 @@ class MicroBatchGraph:
             self.forget()
         places = (*inputs, *(tensor for one in packed for tensor in one.tensors))
         self.recordings[shape] = recording = Recording(replay, places, result, pool)
+        self.held_bytes += max(0, self.recorder.held() - before)
         self.gradients = [parameter.grad for parameter in self.model.parameters()]
         return recording
 

@@ -19,7 +19,7 @@ from flatout.data.loader import Batch
 from flatout.data.sample_loader import SampleOrder
 from flatout.data.stream import TOLD_PROBLEMS
 from flatout.data.stream_loader import StreamLoader
-from flatout.device import peak_memory_bytes, reserved_memory_bytes
+from flatout.device import reserved_memory_bytes
 from flatout.engine.adapter_folder import ADAPTER, files_beside, step_of, write_adapter
 from flatout.engine.checkpoint import (
     Checkpoint,
@@ -202,7 +202,7 @@ def settle(run: Run, progress: Progress, totals: SpanTotals, reports: Iterable[S
             seconds=report.seconds,
             tokens_per_second=rate,
             mfu=rate * run.flops_per_token / peak if rate and peak else None,
-            memory_bytes=peak_memory_bytes(run.speed.device.torch_device),
+            memory_bytes=run.peak_memory_bytes(),
             loss_scale=None if run.step.loss_scale is None else report.loss_scale,
             micro_batch=run.step.micro_batch,
             parameter_norm=report.parameter_norm,

@@ -45,6 +45,7 @@ from flatout.device import (
     is_out_of_memory,
     limit_memory,
     memory_limit,
+    peak_memory_bytes,
     use_expandable_segments,
 )
 from flatout.engine.adapter_folder import adapter_at, stored_base, with_adapter
@@ -116,6 +117,14 @@ class Run:
     @property
     def val(self) -> Tokens:
         return self.dataset.val
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""
+        device, graph = self.speed.device.torch_device, self.step.run_micro_batch
+        peak = peak_memory_bytes(device)
+        if isinstance(graph, MicroBatchGraph) and graph.held_bytes:
+            peak = max(peak, torch.cuda.memory_allocated(device) + graph.held_bytes)
+        return peak
 
     def batches(
         self, first_step: int, position: dict[str, Any] | None = None

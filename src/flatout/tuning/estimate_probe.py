@@ -23,7 +23,6 @@ import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.data.loader import evaluation_batches
-from flatout.device import peak_memory_bytes
 from flatout.engine.checkpoint import write_checkpoint
 from flatout.engine.evaluate import evaluate
 from flatout.engine.loop import Progress, capture
@@ -91,11 +90,11 @@ def time_run(
         evaluation, once = _time_evaluation(run, validation_tokens, SHARE * seconds)
         notice("timing a sample")
         sample = _time_sample(run, SHARE * seconds)
-        peak = peak_memory_bytes(device)
+        peak = run.peak_memory_bytes()
         notice("timing a checkpoint")
         checkpoint, size = _time_checkpoint(run)
         if device.type == "cpu":  # what is written passes through the host's memory, which is the device's here
-            peak = max(peak, peak_memory_bytes(device))
+            peak = max(peak, run.peak_memory_bytes())
         return Timed(
             steps=run.steps,
             windows=run.windows,

@@ -30,7 +30,6 @@ import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
-from flatout.device import peak_memory_bytes
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.setup import Run, out_of_memory, setup_run
 
@@ -134,7 +133,7 @@ def summary_of(run: Run, untimed: Sequence[StepReport], timed: Sequence[StepRepo
         mean_milliseconds=1000 * statistics.fmean(seconds),
         spread=(quarters[2] - quarters[0]) / max(median, 1e-9),
         mfu=None if peak is None else rate * run.flops_per_token / peak,
-        peak_bytes=peak_memory_bytes(run.speed.device.torch_device),
+        peak_bytes=run.peak_memory_bytes(),
         compile_seconds=max(first - median, 0.0) if compiles else 0.0,
         losses=tuple(report.loss for report in (*untimed, *timed)),
         steps=len(timed),

@@ -170,6 +170,17 @@ def test_graphs_give_the_same_numbers_exactly(kernels, checkpointing):
     assert all(torch.equal(a, b) for a, b in zip(reports, expected, strict=True))
 
 
+def test_the_peak_of_a_recorded_run_counts_what_the_recording_holds():
+    wide = ["model.width=512", "model.heads=8", "model.layers=6", "model.context=512", "train.batch_tokens=16384"]
+    run, _ = steps_of(*TRITON[:1], *wide, "speed.cuda_graphs=on", "speed.micro_batch=16")
+    graph = run.step.run_micro_batch
+    assert isinstance(graph, MicroBatchGraph)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert graph.held_bytes > 0
+    assert run.peak_memory_bytes() >= 0.9 * torch.cuda.memory_reserved()
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_graphs_follow_the_weights_under_autocast(precision):
     """A cast of the weights recorded as a constant would leave the loss where it was."""

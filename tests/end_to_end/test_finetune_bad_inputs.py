@@ -64,7 +64,11 @@ def rows(*items: Any) -> Callable[[], None]:
 
 
 def remove(*names: str) -> Callable[[], None]:
-    return lambda: [Path(name).unlink() for name in names] and None
+    def unlink() -> None:
+        for name in names:
+            Path(name).unlink()
+
+    return unlink
 
 
 def cut(path: str, share: float = 0.5) -> Callable[[], None]:
@@ -85,7 +89,11 @@ def tensors(path: str, edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callab
 
 
 def both(*steps: Callable[[], Any]) -> Callable[[], None]:
-    return lambda: [step() for step in steps] and None
+    def run() -> None:
+        for step in steps:
+            step()
+
+    return run
 
 
 def turn(**message: Any) -> dict[str, Any]:

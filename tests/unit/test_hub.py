@@ -464,6 +464,7 @@ def test_the_verbs_take_any_folder_with_a_tokenizer(tiny, tmp_path):
     assert kinds == {torch.bfloat16}
     run, exported = (flatout.load_model(name, device="cpu") for name in ("run", "out"))
     assert exported.tokenizer.fingerprint == run.tokenizer.fingerprint
+    assert run.config is not None
     assert flatout.evaluate(exported, data=data_folder(run.config.data)).loss == pytest.approx(
         flatout.evaluate(run).loss, abs=0.05
     )

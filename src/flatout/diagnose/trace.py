@@ -23,7 +23,10 @@ ELEMENTWISE, COPIES, OPTIMIZER, COMMUNICATION = "elementwise", "copies", "optimi
 BOOKKEEPING, UNKNOWN = "bookkeeping", "unknown"
 
 # Kernels in src/flatout/ops/kernels by their names in a trace. The update in 8 bits counts as optimizer.
-OUR_KERNELS = ("_backward", "_fold", "_forward", "_maxima", "_pack", "_round", "_round_delayed", "_rows", "_scale")
+OUR_KERNELS = (
+    *("_backward", "_fold", "_forward", "_gradients", "_maxima", "_pack", "_pack_back", "_round", "_round_delayed"),
+    *("_rows", "_scale", "_spread"),
+)
 # First match wins: a library's attention is full of words for products, and torch's copies are elementwise kernels.
 _KERNEL_KINDS = (
     (COMMUNICATION, r"nccl|nvshmem"),

@@ -200,6 +200,8 @@ def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
                     f"the checkpoint has model.{name} {format_value(before)}, the config says {format_value(after)}",
                     "a trained model keeps its shape; start a new run to change it",
                 )
+            if section == "lora" and name != "rank" and not run.config.lora.rank:
+                continue  # without adapters nobody reads it
             if section == "lora" and name in ("rank", "alpha", "targets", "rank_stabilised", "dora"):
                 raise CheckpointError(
                     f"the checkpoint has lora.{name} {format_value(before)}, the config says {format_value(after)}",
@@ -225,6 +227,8 @@ class LoadedModel:
     template: ChatTemplate | None = None  # that it was taught to chat by
     stops: tuple[int, ...] = ()  # tokens at which an answer ends
     base: str | None = None  # hash of the weights under its adapters
+    base_name: str | None = None  # where an adapter's folder found them
+    bare: bool = False  # an adapter of ours that was taught without a template
 
 
 def load_model(
@@ -302,15 +306,19 @@ def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> Load
     place = folder if own else description.folder
     tokenizer = read_model_tokenizer(place) if own else open_base(name, None).tokenizer
     template = load_template("model", place, tokenizer) if own and read_templates(place) else None
+    bare = own and template is None and stored_base(folder) is not None
     if tokenizer.vocab > description.vocab:
         raise CheckpointError(
             f"the tokenizer in {place} has {tokenizer.vocab:,} ids, {name} {description.vocab:,}",
             "name the model that the adapter was trained on with --base FOLDER",
         )
-    stops = _stops_in(place if template is not None else description.folder, tokenizer, description)
+    if bare:
+        stops = _stops(tokenizer, None, description.end_of_text)
+    else:
+        stops = _stops_in(place if template is not None else description.folder, tokenizer, description)
     return LoadedModel(
         _ready(model, device), tokenizer, device, folder, None, None, None, description, adapters, template, stops,
-        stored_base(folder),
+        stored_base(folder), name, bare,
     )  # fmt: skip
 
 
@@ -561,8 +569,8 @@ def export(
 def _export_adapter(loaded: LoadedModel, target: Path, files: dict[str, bytes], notice: Callable[[str], None]) -> None:
     assert loaded.adapters is not None, "checked by the caller"
     assert loaded.description is not None, "adapters have a base"
-    name = None if loaded.config is None else loaded.config.model.init_from
-    name = name or read_origin(loaded.origin).base or str(loaded.description.folder)
+    name = loaded.base_name if loaded.config is None else loaded.config.model.init_from
+    name = name or str(loaded.description.folder)
     write_adapter(loaded.adapters, target, base=name, fingerprint=loaded.base, step=loaded.step, files=files)
     if is_checkpoint(loaded.description.folder):
         notice(
@@ -577,7 +585,9 @@ def _files_beside(loaded: LoadedModel) -> tuple[dict[str, bytes], tuple[str, ...
         loaded.tokenizer,
         context=loaded.model.config.context if description is None else description.config.context,
         description=description,
-        chat=(loaded.config is not None and loaded.config.chat.source is not None) or loaded.template is not None,
+        chat=(loaded.config is not None and loaded.config.chat.source is not None)
+        or loaded.template is not None
+        or loaded.bare,
         template=loaded.template,
         stops=loaded.stops,
     )
@@ -647,8 +657,9 @@ def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str,
     Without one it is the message, after BOS where the model expects it.
     """
     template, folder = model.template, None if model.description is None else model.description.folder
-    # A run that was taught without a template must not be asked with that of its base.
-    if template is None and folder is not None and model.config is None and isinstance(model.tokenizer, ModelTokenizer):
+    # A run that was taught without a template must not be asked with that of its base, nor must its adapter.
+    others = model.config is None and not model.bare
+    if template is None and folder is not None and others and isinstance(model.tokenizer, ModelTokenizer):
         template = load_template("model", folder, model.tokenizer) if read_templates(folder) else None
     if template is None:
         return (model.tokenizer.begin or "") + message if isinstance(model.tokenizer, ModelTokenizer) else message

@@ -378,3 +378,28 @@ def test_a_run_says_whether_its_samples_were_made_or_used_again(words):
     assert any("used again" in message for message in again)
     assert any("19 to train on" in message or "to train on and" in message for message in again)
     assert any("changed" in message for message in said(run(words("model.context=63", "output.name=third"))))
+
+
+def test_the_config_of_a_run_without_adapters_can_be_used_again(words):
+    run(words("lora.rank=0"))
+    list(api.train(load_config("runs/lora/config.yaml", ["output.name=again"])))
+    assert Path("runs/again/checkpoints").is_dir()
+
+
+def test_an_adapter_that_was_taught_without_a_template_is_not_asked_with_its_base_s(words):
+    rows = [{"text": f"What is {n} and one? It is {n + 1}."} for n in range(20)]
+    Path("text.jsonl").write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    run(words("chat.source=text.jsonl", "chat.template=none"))
+    whole, apart = (api.load_model(name, device="cpu") for name in ("runs/lora", "runs/lora/adapter"))
+    assert api.chat_prompt(apart, "Hello") == api.chat_prompt(whole, "Hello")
+    assert apart.stops == whole.stops
+    api.merge(apart, "out")
+    assert "chat_template" not in Path("out/tokenizer_config.json").read_text(encoding="utf-8")
+    assert not Path("out/chat_template.jinja").exists()
+
+
+def test_an_exported_adapter_names_the_base_that_it_was_loaded_on(words):
+    run(words())
+    Path("base").rename("moved")
+    api.export(api.load_model("runs/lora/adapter", device="cpu", base="moved"), "out", adapter=True)
+    assert read_origin(Path("out")).base == str(Path("moved").resolve())

@@ -423,3 +423,20 @@ def test_on_a_gpu_empty_documents_and_a_longer_longest_change_nothing(backend):
     assert torch.isfinite(results[0][0]).all(), "padding is computed, too, and must not poison sums over tokens"
     for mine, theirs in zip(results[0][1], results[1][1], strict=True):
         assert float((mine - theirs).norm() / theirs.norm()) < 1e-3  # their sums have no fixed order
+
+
+def test_all_layers_keep_one_mask_for_backward():
+    layout = lay_out(np.array([[0, 0, 1, 1, 1, 2, 2, -1]], dtype=np.int32), None, torch.device("cpu"))
+    q, k, v = (torch.randn(1, 2, 8, 4, requires_grad=True) for _ in range(3))
+    masks: set[int] = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (8, 8):
+            masks.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        results = [document_attention(q, k, v, layout, backend="sdpa") for _ in range(3)]
+    assert len(masks) == 1
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=layout.visible_B1TS)
+    assert all(torch.equal(result, expected) for result in results)

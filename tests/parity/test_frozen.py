@@ -17,6 +17,7 @@ from flatout.engine.step import TrainStep
 from flatout.engine.trained import only_adapters
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import Adapters, attach
+from flatout.model.count import FrozenModel, estimate_memory
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.documents import Layout, lay_out
@@ -328,6 +329,19 @@ def test_what_is_kept_for_backward(checkpointing, expected, device):
     attention = 24 + 2 * 12 + 24 + 4  # queries, keys and values, result, and a number for each head
     count = (totals[1] - totals[0]) / tokens.numel()
     assert count == expected + (0 if checkpointing == "full" else attention)
+    estimates = [
+        estimate_memory(
+            ModelConfig(**LLAMA, layers=layers, width=24, heads=4, context=CONTEXT),
+            VOCAB,
+            micro_batch=1,
+            half=False,
+            compiled=False,
+            execution=execution,
+            frozen=FrozenModel(rank=3),
+        ).activations
+        for layers in (1, 2)
+    ]
+    assert estimates[1] - estimates[0] == 4 * CONTEXT * count
 
 
 @pytest.mark.gpu

@@ -264,4 +264,14 @@ def test_frozen_weights_are_narrow_and_only_labels_reach_the_head():
     assert whole.total > 1.5 * few.total
     masked = dataclasses.replace(how["execution"], document_attention="sdpa")
     with_mask = estimate_memory(config, 32000, **{**how, "execution": masked}, row_tokens=2048, labels=1024)
-    assert with_mask.activations - whole.activations == 8 * 2048 * 2048
+    assert with_mask.activations - whole.activations == 3 * 8 * 2048 * 2048  # a byte, and what is added to scores
+    ours = dataclasses.replace(masked, kernels="triton")  # all rows in one
+    joined = estimate_memory(config, 32000, **{**how, "execution": ours}, row_tokens=2048, labels=1024)
+    flash = dataclasses.replace(ours, document_attention="flash")
+    without = estimate_memory(config, 32000, **{**how, "execution": flash}, row_tokens=2048, labels=1024)
+    assert joined.activations - without.activations == 3 * (8 * 2048) ** 2
+    streams = [
+        estimate_memory(config, 32000, **{**how, "execution": one}, frozen=FrozenModel(rank=16)).activations
+        for one in (dataclasses.replace(flash, residual=kind) for kind in ("bf16", "fp32"))
+    ]
+    assert streams[1] > streams[0]

@@ -214,6 +214,8 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         config = with_described_model(config, dataset.base)
         if weights or _adapter_is_there(config):
             config = with_adapter(config, dataset.description, lambda path: _written(sources, path))
+        if not config.lora.rank:  # nothing of it is read, and what a preset says of it is not the run's
+            config = config.model_copy(update={"lora": LoraConfig()})
         packing, corpus_bytes = None, None
         order = SampleOrder(len(dataset.train.samples), config.chat.batch_samples, config.train.seed)
     elif isinstance(dataset, StreamDataset):

@@ -130,8 +130,10 @@ def estimate_memory(
     parameters = parameter_count(config, vocab)
     tokens = micro_batch * (row_tokens or config.context)
     labels = tokens if labels is None else labels
-    masked = row_tokens is not None and execution.document_attention not in BY_BOUNDS
-    mask = tokens * row_tokens if row_tokens is not None and masked else 0  # made once for all layers, a byte each
+    # Made once for all layers: a byte for each pair of tokens, and what is added to its score. Our kernels join rows.
+    mask = 0
+    if row_tokens is not None and execution.document_attention not in BY_BOUNDS:
+        mask = (3 if half else 5) * tokens * (tokens if execution.kernels == "triton" else row_tokens)
     if frozen is not None:
         estimate = _estimate_frozen(
             config,
@@ -188,23 +190,25 @@ def _estimate_frozen(
     optimizer_offload: bool,
     frozen: FrozenModel,
 ) -> MemoryEstimate:
-    """Adapters on every projection. The residual stream has the type of the weights, and norms keep their input only:
-    a frozen scale needs no gradient. What adapters keep comes on top: inputs times A, dropout's masks, and with DoRA
-    the products before they are scaled."""
+    """Adapters on every projection. In torch's operations the residual stream has the type of the weights, and norms
+    keep their input only: a frozen scale needs no gradient. What adapters keep comes on top: inputs times A, dropout's
+    masks, and with DoRA the products before they are scaled."""
     cell, (up, hidden) = 2 if half else 4, _mlp_widths(config)
     triton = execution.kernels == "triton"
-    # A stream in the type of weights is what our kernels call a stream in bf16.
-    how = dataclasses.replace(execution, residual="bf16" if half else "fp32")
-    block = _block_bytes(config, half=half, compiled=compiled, execution=how)
-    if not triton:
+    projections = 4 if config.family == "gpt2" else 7 if config.mlp == "swiglu" else 6
+    if triton:
+        per_layer, again = _frozen_kernels_bytes(config, projections * frozen.rank, frozen.rank, cell, execution)
+    else:
+        # A stream in the type of weights is what our kernels call a stream in bf16.
+        how = dataclasses.replace(execution, residual="bf16" if half else "fp32")
+        block = _block_bytes(config, half=half, compiled=compiled, execution=how)
         block -= 2 * (4 - cell) * config.width  # the inputs of both norms
         block -= 2 * 4 * config.width if config.norm == "rmsnorm" and not compiled else 0
-    projections = 4 if config.family == "gpt2" else 7 if config.mlp == "swiglu" else 6
-    inputs = 2 * config.width + config.queries + hidden
-    block += cell * projections * frozen.rank + (inputs if frozen.dropout else 0)
-    if frozen.dora:
-        block += cell * (_qkv_columns(config) + 2 * config.width + up)
-    per_layer, again = _kept_and_again(config, block, half=half, execution=how)
+        inputs = 2 * config.width + config.queries + hidden
+        block += cell * projections * frozen.rank + (inputs if frozen.dropout else 0)
+        if frozen.dora:
+            block += cell * (_qkv_columns(config) + 2 * config.width + up)
+        per_layer, again = _kept_and_again(config, block, half=half, execution=how)
     if not triton and execution.checkpointing != "none":
         per_layer -= (4 - cell) * config.width  # a block's input
     kept = config.layers * per_layer
@@ -222,9 +226,27 @@ def _estimate_frozen(
         weights=weights,
         gradients=4 * adapters,
         optimizer=_optimizer_bytes(adapters, optimizer_state, optimizer_offload),
-        activations=tokens * (kept + 2 * cell * config.width),
+        activations=tokens * (kept + (cell + (_stream(execution) if triton else cell)) * config.width),
         working=max(loss, tokens * (again + 2 * cell * config.width + cell * (up + hidden))),
     )
+
+
+def _frozen_kernels_bytes(
+    config: ModelConfig, ranks: int, last: int, cell: int, execution: Execution
+) -> tuple[int, int]:
+    """(bytes per token that a block of ops/kernels/frozen.py keeps, bytes that its backward makes again).
+
+    `ranks` are those of all adapters, `last` that of the MLP's second product.
+    """
+    stream, width, (up, _) = _stream(execution), config.width, _mlp_widths(config)
+    statistics = 8 if config.norm == "layernorm" else 4  # of one norm
+    block = 2 * (stream * width + statistics) + cell * (_qkv_columns(config) + config.queries + up + ranks)
+    block += 4 * config.heads  # attention's log-sum-exp
+    if config.qk_norm:  # turned queries and keys; without norms they are turned where they lie
+        block += cell * (_qkv_columns(config) + config.queries) // 2
+    if execution.checkpointing == "full":
+        return stream * width + statistics + cell * last, block
+    return (block, cell * width) if execution.checkpointing == "selective" else (block + 2 * cell * width, 0)
 
 
 def _optimizer_bytes(parameters: int, state: str, offload: bool) -> int:

@@ -220,6 +220,19 @@ class Layout:
     def _values(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    @functools.cached_property
+    def _added(self) -> dict[torch.dtype, Tensor]:
+        return {}
+
+    def added_B1TS(self, dtype: torch.dtype) -> Tensor:
+        """The mask as what is added to scores. From a mask of booleans torch makes this anew in every layer, and keeps
+        it for backward: as many of them as there are layers."""
+        if dtype not in self._added:
+            visible = self.visible_B1TS
+            zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+            self._added[dtype] = zeros.masked_fill_(~visible, float("-inf"))
+        return self._added[dtype]
+
 
 @dataclasses.dataclass(frozen=True)
 class Tight:
@@ -326,7 +339,10 @@ def document_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: L
     if backend == "reference":
         return attention_reference(q_BHTD, k_BGTD, v_BGTD, visible=layout.visible_B1TS)
     grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
-    return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, attn_mask=layout.visible_B1TS, enable_gqa=grouped)
+    kind = q_BHTD.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHTD.dtype
+    mask_B1TS = layout.visible_B1TS if torch.compiler.is_compiling() else layout.added_B1TS(dtype)
+    return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, attn_mask=mask_B1TS, enable_gqa=grouped)
 
 
 def document_failure(

@@ -295,9 +295,9 @@ class _FrozenBlock(torch.autograd.Function):
                 attended, ctx.attended = ctx.attended, None
             needs = ctx.needs_input_grad
             wanted = bool(needs[0] or needs[1])
-            values = (list(tensors), u4, attended, _rows(dx2), _rows(dbranch))
-            del tensors, attended
-            dx, dbelow, gradients = _backward(block, *values, wanted=wanted, full=ctx.full, dtype=ctx.branch_dtype)
+            values = [*tensors, u4, attended, _rows(dx2), _rows(dbranch)]
+            del tensors, u4, attended
+            dx, dbelow, gradients = _backward(block, values, wanted=wanted, full=ctx.full, dtype=ctx.branch_dtype)
         ctx.block = None
         return (
             None if dx is None else dx.unflatten(0, shape[:-1]),
@@ -314,19 +314,18 @@ def _rows(x: Tensor) -> Tensor:
 
 def _backward(
     block: FrozenBlock,
-    tensors: list[Any],
-    u4: Tensor | None,
-    attended: _Attended,
-    dx2: Tensor,
-    dbranch: Tensor,
+    values: list[Any],
     *,
     wanted: bool,
     full: bool,
     dtype: torch.dtype | None,
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
-    """(dx, gradient of the branch, gradients of adapters). A gradient goes as far down as somebody wants one."""
-    x1, mean1, rstd1, h1, u1, u2, x2, mean2, rstd2, h2, u3, pre = tensors
-    tensors.clear()
+    """(dx, gradient of the branch, gradients of adapters). A gradient goes as far down as somebody wants one.
+
+    `values` is emptied: whoever calls must not hold on to what is given back on the way.
+    """
+    x1, mean1, rstd1, h1, u1, u2, x2, mean2, rstd2, h2, u3, pre, u4, attended, dx2, dbranch = values
+    values.clear()
     qkv, out, up, down = block.linears
     to_qkv = wanted or qkv.rank > 0
     to_middle = to_qkv or out.rank > 0

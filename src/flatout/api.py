@@ -36,10 +36,10 @@ from flatout.data.workers import EngineName
 from flatout.device import Device, arithmetic, detect_device
 from flatout.engine.adapter_folder import files_beside, stored_base, write_adapter
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
-from flatout.engine.checkpoint import Checkpoint, read_checkpoint
+from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
-from flatout.engine.fine_tuning import adapter_plan, open_sample_data
+from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data
 from flatout.engine.loop import train_loop
 from flatout.engine.run_folder import (
     checkpoint_to_load,
@@ -133,6 +133,10 @@ def train(
             if point is not None and resume != "auto":
                 set_later_aside(folder, point, messages.append)
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
+        if run.adapters is not None and isinstance(run.dataset, SampleData):
+            base = run.dataset.description.folder
+            if is_checkpoint(base) and not mark_as_base(base, folder):
+                messages.append(f"{base} cannot be written to, so nothing says there that these adapters need it")
         with disk_errors(f"{folder / 'config.yaml'}"):
             (folder / "config.yaml").write_text(show(run.config), encoding="utf-8")
         start = 0 if resumed is None else resumed.step

@@ -160,6 +160,32 @@ def test_a_run_of_ours_is_a_base(words, text, tokenizer, rank):
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained("out")), logits(again.model))
 
 
+def test_a_base_that_trains_on_keeps_the_checkpoint_under_adapters(words, text, monkeypatch):
+    mine = [*PRETRAIN, f"data.source={text}", "data.tokenizer=bytes", "checkpoint.best=false"]
+    list(flatout.train(load_config(None, mine)))
+    records = run(words("model.init_from=runs/mine", "model.context=96"))
+    assert not [r for r in records if isinstance(r, NoticeRecord) and "cannot be written to" in r.message]
+    before = logits(api.load_model("runs/lora", device="cpu").model)
+    more = ["train.steps=6", "checkpoint.every=1", "checkpoint.keep=1"]
+    list(flatout.train(load_config(None, [*mine, *more]), resume="runs/mine"))
+    assert sorted(path.name for path in Path("runs/mine/checkpoints").iterdir()) == ["step-00000002", "step-00000006"]
+    assert torch.equal(logits(api.load_model("runs/lora", device="cpu").model), before)
+    monkeypatch.setattr(Path, "write_text", refuse(Path.write_text, "base-of.txt"))
+    records = run(words("model.init_from=runs/mine", "model.context=96", "output.name=other"))
+    assert [r for r in records if isinstance(r, NoticeRecord) and "cannot be written to" in r.message]
+
+
+def refuse(write: Callable, name: str) -> Callable:
+    """What a disk that cannot be written to says of a file of this name."""
+
+    def written(path: Path, *values, **named):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return write(path, *values, **named)
+
+    return written
+
+
 def test_a_run_of_ours_with_a_shape_of_its_own_is_a_base_too(words, text):
     own = ["model.mlp=relu2", "model.residual_scale=0.5", "data.tokenizer=bytes", f"data.source={text}"]
     list(flatout.train(load_config(None, [*PRETRAIN, *own])))

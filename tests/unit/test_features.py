@@ -383,6 +383,17 @@ def test_adapters_that_our_kernels_do_not_know(words, reason):
         fine_tuned(HOPPER, *words, "speed.kernels=triton", written=True)
 
 
+@pytest.mark.parametrize("word", ["speed.precision=fp32", "train.deterministic=true"])
+def test_samples_that_need_a_mask_stay_in_their_rows(word):
+    assert "rows one by one" in feature(fine_tuned(HOPPER, word), "kernels").why
+    assert fine_tuned(HOPPER, word, "speed.kernels=triton").execution.kernels == "triton"
+
+
+def test_beside_frozen_weights_the_residual_stream_has_their_type():
+    assert used(fine_tuned(HOPPER, "speed.kernels=torch"), "residual") == ("bf16", "")
+    assert used(fine_tuned(HOPPER, "speed.kernels=torch", "lora.rank=0"), "residual")[0] == "fp32"
+
+
 def test_adapters_have_no_8_bit_products():
     with pytest.raises(HardwareError, match="adapters have no 8-bit products"):
         fine_tuned(HOPPER, "speed.fp8=[up]", written=True)

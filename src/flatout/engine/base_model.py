@@ -204,4 +204,13 @@ def base_of(config: RunConfig, expected: str | None = None) -> tuple[GPT, Descri
     return model, description
 
 
-__all__ = ["Base", "base_fingerprint", "base_of", "build_base", "check_base", "described_checkpoint", "open_base"]
+__all__ = [
+    "Base",
+    "base_fingerprint",
+    "base_of",
+    "build_base",
+    "check_base",
+    "describe_base",
+    "described_checkpoint",
+    "open_base",
+]

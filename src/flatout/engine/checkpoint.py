@@ -27,6 +27,7 @@ from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash,
 from flatout.model.weights import read_safetensors
 
 FORMAT = 1
+BASE_MARK = "base-of.txt"
 _NAME = re.compile(r"^step-(\d{8})$")
 _TENSOR_FILES = ("model", "optimizer", "run")
 _JSON_FILES = ("state", "config", "tokenizer")
@@ -126,11 +127,20 @@ def sweep_leftovers(folder: Path) -> None:
 
 
 def keep_newest(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes all but the newest `keep` checkpoints and the best one."""
+    """Removes all but the newest `keep` checkpoints, the best one, and those under somebody's adapters."""
     steps = list_checkpoints(folder)
     for step, path in steps[: max(0, len(steps) - keep)]:
-        if step != best_step:
+        if step != best_step and not (path / BASE_MARK).exists():
             remove_checkpoint(path)
+
+
+def mark_as_base(checkpoint: Path, run: Path) -> bool:
+    """Says in a checkpoint that the adapters of `run` are worth nothing without it; False where that cannot be."""
+    try:
+        (checkpoint / BASE_MARK).write_text(f"adapters in {run.resolve()} need these weights\n", encoding="utf-8")
+    except OSError:
+        return False
+    return True
 
 
 def write_json_atomically(path: Path, value: Any) -> None:

@@ -124,15 +124,16 @@ def resolve_speed(
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
     packed, quantized = config.chat.source is not None, config.lora.quantize != "none"
-    kernels, why = _kernels(asked, device, config, probes)
+    kernels, why = _kernels(asked, device, config, precision, probes)
     if quantized and asked.kernels != "torch":
         kernels, why = "torch", "they know no 4-bit weights"
     settle("kernels", asked.kernels, kernels, why)
-    residual = settle("residual", asked.residual, *_residual(asked.residual, precision, kernels))
+    frozen = config.lora.rank > 0
+    residual = settle("residual", asked.residual, *_residual(asked.residual, precision, kernels, frozen=frozen))
     deterministic = config.train.deterministic
     how = {"deterministic": deterministic, "packed": packed}
     products = settle("products", asked.products, *_products(asked.products, precision, kernels, probes, **how))
-    fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model, adapters=config.lora.rank > 0))
+    fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model, adapters=frozen))
     attention, why = _attention(asked.attention, device, precision, kernels, config, probes)
     settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, config, probes))
     why = "our kernels take one product" if kernels == "triton" and not asked.fused_qkv else ""
@@ -219,7 +220,7 @@ def _words(values: Sequence[str]) -> str:
     return f"[{', '.join(values)}]"
 
 
-def _kernels(asked: SpeedConfig, device: Device, config: RunConfig, probes: Probes) -> tuple[str, str]:
+def _kernels(asked: SpeedConfig, device: Device, config: RunConfig, precision: str, probes: Probes) -> tuple[str, str]:
     if asked.kernels == "torch":
         return "torch", ""
     lora, reason = config.lora, _kernels_missing(device, config.model, probes)
@@ -231,6 +232,9 @@ def _kernels(asked: SpeedConfig, device: Device, config: RunConfig, probes: Prob
             reason = "compile was asked for"
         elif not asked.fused_qkv:
             reason = "fused_qkv is off"
+        elif config.chat.source is not None and (precision not in ("bf16", "fp16") or config.train.deterministic):
+            # They join rows to one, and attention with a mask then looks from every row into every other.
+            reason = "samples have attention with a mask here, which takes rows one by one"
     return ("triton", "") if reason is None else ("torch", reason)
 
 
@@ -249,7 +253,9 @@ def _kernels_missing(device: Device, model: ModelConfig, probes: Probes) -> str 
     return None
 
 
-def _residual(asked: str, precision: str, kernels: str) -> tuple[str, str]:
+def _residual(asked: str, precision: str, kernels: str, *, frozen: bool) -> tuple[str, str]:
+    if kernels == "torch" and frozen and precision == "bf16":
+        return "bf16", "" if asked in ("auto", "bf16") else "it has the type of the frozen embedding"
     if kernels == "torch":
         return "fp32", "" if asked == "fp32" else "torch's operations keep it in fp32"
     if precision != "bf16":

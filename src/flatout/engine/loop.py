@@ -20,7 +20,7 @@ from flatout.data.sample_loader import SampleOrder
 from flatout.data.stream import TOLD_PROBLEMS
 from flatout.data.stream_loader import StreamLoader
 from flatout.device import reserved_memory_bytes
-from flatout.engine.adapter_folder import ADAPTER, files_beside, step_of, write_adapter
+from flatout.engine.adapter_folder import ADAPTER, step_of, write_adapter
 from flatout.engine.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -349,19 +349,12 @@ def _save(
 
 def save_run_adapter(run: Run, folder: Path, step: int) -> None:
     """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load."""
-    name, data = run.config.model.init_from, run.dataset
-    if run.adapters is None or name is None or not isinstance(data, SampleData):
+    name = run.config.model.init_from
+    if run.adapters is None or name is None or not isinstance(run.dataset, SampleData):
         return
     if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
         return
-    files, _ = files_beside(
-        data.tokenizer,
-        context=run.config.model.context,
-        description=data.description,
-        chat=True,
-        template=data.template,
-        stops=data.stops,
-    )
+    files = run.files_beside
     write_adapter(run.adapters, folder / ADAPTER, base=name, fingerprint=run.base, step=step, files=files)
 
 

@@ -5,6 +5,7 @@ device -> dataset -> switches -> model -> optimizer -> step -> loaders. Nothing 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
@@ -48,7 +49,7 @@ from flatout.device import (
     peak_memory_bytes,
     use_expandable_segments,
 )
-from flatout.engine.adapter_folder import adapter_at, stored_base, with_adapter
+from flatout.engine.adapter_folder import adapter_at, files_beside, stored_base, with_adapter
 from flatout.engine.base_model import base_fingerprint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed, resolve_speed
@@ -117,6 +118,14 @@ class Run:
     @property
     def val(self) -> Tokens:
         return self.dataset.val
+
+    @functools.cached_property
+    def files_beside(self) -> dict[str, bytes]:
+        """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
+        data = self.dataset
+        assert isinstance(data, SampleData)
+        given = {"description": data.description, "template": data.template, "stops": data.stops}
+        return files_beside(data.tokenizer, context=self.config.model.context, chat=True, **given)[0]
 
     def peak_memory_bytes(self) -> int:
         """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""

@@ -62,10 +62,6 @@ class GPT(nn.Module):
         self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None
     ) -> Tensor:
         """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents."""
-        if layout is not None and layout.tight is not None and self.execution.kernels == "triton" and not layout.alone:
-            # Our kernels join all rows anyway, and need no padding then.
-            tokens_BT, targets_BT = layout.tight.take(tokens_BT), layout.tight.take(targets_BT)
-            layout = layout.tight.layout
         hidden_BTW = self.hidden(tokens_BT, layout=layout)
         if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]

@@ -139,7 +139,7 @@ class PackedRows:
             tokens, targets, documents = _joined(tokens, targets, documents, length, room.longest)
         elif room is not None:
             room = dataclasses.replace(room, joined=False)
-        layout = lay_out(documents, targets, torch.device("cpu"), room, tighten=False)
+        layout = lay_out(documents, targets, torch.device("cpu"), room)
         return torch.from_numpy(tokens), torch.from_numpy(targets), layout
 
 
@@ -182,13 +182,12 @@ class Layout:
     reach: int  # positions that are needed: tokens of the longest document that is none
     labelled_L: Tensor | None  # int64: tokens with a label, and one without for each place that is left over
     alone: bool = False  # each row has one document, and padding after it: plain causal attention does as well
-    tight: "Tight | None" = None  # the same documents without padding, where that is shorter
 
     @functools.cached_property
     def in_one_row(self) -> "Layout":
         """The same documents with all rows joined to one."""
         flat = {"documents_BT": self.documents_BT.flatten()[None], "positions_BT": self.positions_BT.flatten()[None]}
-        return dataclasses.replace(self, **flat)
+        return dataclasses.replace(self, **flat, alone=self.alone and len(self.documents_BT) == 1)
 
     @property
     def visible_B1TS(self) -> Tensor:
@@ -213,9 +212,9 @@ class Layout:
         return tuple(value.shape if isinstance(value, Tensor) else value for value in values.values())
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Layout":
-        """A layout of what `function` makes of every tensor, without the tighter one."""
+        """A layout of what `function` makes of every tensor."""
         tensors = {name: value for name, value in self._values().items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, tight=None, **{name: function(value) for name, value in tensors.items()})
+        return dataclasses.replace(self, **{name: function(value) for name, value in tensors.items()})
 
     def _values(self) -> dict[str, object]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -234,28 +233,13 @@ class Layout:
         return self._added[dtype]
 
 
-@dataclasses.dataclass(frozen=True)
-class Tight:
-    """Packed rows as one row without padding, but for what fills it up to a length that comes again."""
-
-    places_N: Tensor  # int64: where its tokens are in the rows
-    layout: Layout
-
-    def take(self, x_BT: Tensor) -> Tensor:
-        return x_BT.flatten().index_select(0, self.places_N)[None]
-
-
 def lay_out(
     documents_BT: npt.NDArray[np.int32],
     targets_BT: npt.NDArray[np.int64] | None,
     device: torch.device,
     room: Room | None = None,
-    *,
-    tighten: bool = True,
 ) -> Layout:
     """The layout of rows in which a document is a run of one number.
-
-    `tighten` looks for a shorter row as well, where sizes are not given by a `room`.
 
     With targets, the places of labels come along: the head then works on these alone. They are padded with a token that
     has no label, so where every token has one, or there are as many places as tokens, there is nothing to select.
@@ -292,21 +276,7 @@ def lay_out(
         reach=reach,
         labelled_L=None if labelled is None else there(labelled, torch.int64),
         alone=_alone(documents_BT),
-        tight=_tight(np.where(inside, numbers, -1), targets_BT, device) if tighten and room is None else None,
     )
-
-
-def _tight(
-    numbers_N: npt.NDArray[np.int64], targets_BT: npt.NDArray[np.int64] | None, device: torch.device
-) -> Tight | None:
-    real, padding = np.flatnonzero(numbers_N >= 0), np.flatnonzero(numbers_N < 0)
-    count = -(-len(real) // _STEP) * _STEP
-    if not 0 < count < len(numbers_N):
-        return None
-    places = np.append(real, np.full(count - len(real), padding[0]))
-    targets = None if targets_BT is None else targets_BT.reshape(-1)[places][None]
-    layout = lay_out(numbers_N[places][None].astype(np.int32), targets, device, tighten=False)
-    return Tight(_there(places, torch.int64, device), layout)
 
 
 def _there(values: npt.NDArray[np.generic], kind: torch.dtype, device: torch.device) -> Tensor:

@@ -126,7 +126,7 @@ class FrozenLinear:
         if len(there) < len(totals):  # made now, and returned
             there = [torch.zeros_like(adapter, requires_grad=False) for adapter in self.adapters]
         add_adapter_gradients(there, dy_NJ, x_NI, u_NR, self.joined.layout, self.weight_OI.shape[0])
-        return [None] * len(totals) if None not in totals else [*there]
+        return [*there] if any(total is None for total in totals) else [None] * len(totals)
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight_OI.to(dtype) if self.joined is None else self.joined.weight_OI

@@ -227,8 +227,8 @@ def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, *turns] if system is not None else turns
 
 
-def write_chat_model(folder: Path, family: str = "smollm2", *, seed: int = 1) -> Path:
-    """A whole model's folder: a small Llama with drawn weights, tokenizer and template."""
+def write_chat_model(folder: Path, family: str = "smollm2", *, seed: int = 1, **shape: int) -> Path:
+    """A whole model's folder: a small Llama with drawn weights, tokenizer and template. `shape` makes it larger."""
     from flatout.config.schema import ModelConfig
     from flatout.data.model_folder import read_model_tokenizer
     from flatout.model.gpt import build_model
@@ -236,7 +236,8 @@ def write_chat_model(folder: Path, family: str = "smollm2", *, seed: int = 1) ->
 
     with tempfile.TemporaryDirectory() as place:
         language = write_model(Path(place) / "language", FAMILIES[family])
-        config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, context=256, qk_norm=False, tied=False)
+        sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "context": 256, **shape}
+        config = ModelConfig(**sizes, qk_norm=False, tied=False)  # pyright: ignore[reportArgumentType]
         export_huggingface(build_model(config, read_model_tokenizer(language).vocab, seed=seed), folder)
         for path in language.iterdir():
             shutil.copyfile(path, folder / path.name)

@@ -736,7 +736,8 @@ def tune(
     seconds: float | None = None,
     progress: Callable[[TuneProgress], None] = lambda _: None,
 ) -> Generator[TuneRow | TuneResult]:
-    """Finds the fastest micro-batch, checkpointing and loss for a config's global batch on this device.
+    """Finds the fastest micro-batch, checkpointing and loss for a config's global batch on this device, in pretraining
+    or, where it has `chat.source`, in fine-tuning.
 
     Yields a row for every setting tried, and a `TuneResult` last; its `fragment` is a config file. `memory` is a cap in
     GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).

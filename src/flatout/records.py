@@ -351,6 +351,7 @@ class TuneResult:
 
     `words` are the settings as they stand on a command line, `fragment` a config file that holds them and everything
     else that was asked for. `confirmed` says whether the figures are of whole steps or put together from shorter ones.
+    Of fine-tuning, which has `batch_samples`, all figures are of whole steps, and `confirmed` ones were measured again.
     """
 
     chosen: TuneRow
@@ -366,6 +367,7 @@ class TuneResult:
     seconds: float
     flatout: str
     torch: str
+    batch_samples: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

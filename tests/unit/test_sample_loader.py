@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.data.loader import Batch
-from flatout.data.sample_loader import SampleLoader, SampleOrder, count_padding, row_lengths, sample_batches
+from flatout.data.sample_loader import (
+    SampleLoader,
+    SampleOrder,
+    count_padding,
+    fullest_steps,
+    micro_batches,
+    most_rows,
+    row_lengths,
+    sample_batches,
+)
 from flatout.data.samples import Samples
 from flatout.ops.reference import IGNORED
 
@@ -242,3 +251,46 @@ def test_a_row_for_each_sample_stays_one():
     for batch in batches(samples, 4, 0, 1, packing=False, joined=True):
         assert batch.packed is not None
         assert batch.packed.part(slice(None), torch.device("cpu"))[0].shape == (4, 256)
+
+
+def test_chosen_steps_come_again_and_again():
+    samples = made([5 + n % 7 for n in range(40)])
+    order = SampleOrder(40, 4, seed=3)
+    only = SampleOrder(40, 4, seed=3, chosen=(7, 12))
+    assert [only.indices(step).tolist() for step in range(4)] == [order.indices(s).tolist() for s in (7, 12, 7, 12)]
+    assert only.steps_per_epoch == order.steps_per_epoch
+    whole = batches(samples, 4, 0, 13)
+    with SampleLoader(
+        samples, only, row_tokens=256, packing=True, workers=2, device="cpu", first_step=0, last_step=4
+    ) as loader:
+        for batch, step in zip(loader, (7, 12, 7, 12), strict=True):
+            assert torch.equal(batch.tokens, whole[step].tokens)
+
+
+@given(lengths=st.lists(st.integers(2, 60), min_size=5, max_size=40), size=st.integers(1, 6), epochs=st.integers(1, 3))
+@settings(max_examples=12, deadline=None)
+def test_the_fullest_steps_are_among_those_looked_at(lengths: list[int], size: int, epochs: int):
+    samples = made(lengths)
+    order = SampleOrder(len(lengths), size, seed=3)
+    steps = epochs * order.steps_per_epoch
+    found = fullest_steps(samples, order, steps)
+    assert max(found) < steps
+    sums = [samples.lengths[order.indices(step)].sum() for step in range(steps)]
+    longest = [samples.lengths[order.indices(step)].max() for step in range(steps)]
+    assert max(sums) == max(sums[step] for step in found)
+    assert max(longest) == max(longest[step] for step in found)
+    how = {"row_tokens": 64, "packing": True}
+    assert most_rows(samples, order, found, **how) <= size
+    one_by_one = {"row_tokens": 64, "packing": False, "micro_batch": size}
+    most = max(one.by_tokens()[0] for _, one in micro_batches(samples, order, range(steps), **one_by_one))
+    assert most == max(one.by_tokens()[0] for _, one in micro_batches(samples, order, found, **one_by_one))
+    labels = max(one.by_labels()[0] for _, one in micro_batches(samples, order, range(steps), **one_by_one))
+    assert labels == max(one.by_labels()[0] for _, one in micro_batches(samples, order, found, **one_by_one))
+
+
+def test_a_run_shorter_than_an_epoch_is_looked_at_as_far_as_it_goes():
+    samples = made([5] * 30 + [50])
+    order = SampleOrder(31, 1, seed=3)
+    longest = next(step for step in range(31) if order.indices(step)[0] == 30)
+    assert longest in fullest_steps(samples, order)
+    assert all(step < longest for step in fullest_steps(samples, order, longest or 1))

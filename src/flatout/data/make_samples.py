@@ -96,12 +96,7 @@ def prepare_samples(
     progress: Progress | None = None,
 ) -> SampleSet:
     """The samples that `request` asks for, in `folder`: those that are there, or made anew where they do not fit."""
-    _check_request(request)
-    target = Path(folder).resolve()
-    train_files = _files_of(request.source, "chat.source")
-    val_files = [] if request.val_source is None else _files_of(request.val_source, "chat.val_source")
-    key = _key(request, train_files, val_files, tokenizer, template)
-    check_target(target)
+    target, train_files, val_files, key = _asked(request, tokenizer, template, folder)
     why = why_not(target, key)
     if not why:
         return open_samples(target)
@@ -115,6 +110,27 @@ def prepare_samples(
     arrays = {name: _arrays(made, token_dtype(tokenizer.vocab)) for name, made in splits.items()}
     write_samples(target, key, arrays, maker.told(), maker.problems, tokenizer, template)
     return dataclasses.replace(open_samples(target), made=why)
+
+
+def why_made(
+    request: SampleRequest, tokenizer: ModelTokenizer, template: ChatTemplate | None, folder: str | Path
+) -> str:
+    """Why `prepare_samples` would make samples now; nothing where those that it is asked for are there."""
+    target, _, _, key = _asked(request, tokenizer, template, folder)
+    return why_not(target, key)
+
+
+def _asked(
+    request: SampleRequest, tokenizer: ModelTokenizer, template: ChatTemplate | None, folder: str | Path
+) -> tuple[Path, list[InputFile], list[InputFile], dict[str, Any]]:
+    """(folder, files to train on, files to evaluate on, what samples made of them are known by)"""
+    _check_request(request)
+    target = Path(folder).resolve()
+    train_files = _files_of(request.source, "chat.source")
+    val_files = [] if request.val_source is None else _files_of(request.val_source, "chat.val_source")
+    key = _key(request, train_files, val_files, tokenizer, template)
+    check_target(target)
+    return target, train_files, val_files, key
 
 
 def _check_request(request: SampleRequest) -> None:

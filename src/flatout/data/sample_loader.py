@@ -13,7 +13,7 @@ A loader is a one-pass iterator and a context manager, like those of `loader`.
 Trap: steps have different numbers of labelled tokens, so their mean loss must be over those of the whole step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, final
@@ -33,6 +33,7 @@ from flatout.ops.reference import IGNORED
 MULTIPLE = 64
 # Lengths between one power of two and the next. More of them pad less and repeat less often.
 _LENGTHS_PER_OCTAVE = 8
+_MOST_EPOCHS = 16  # that are looked through for the fullest step
 
 # Shapes: B rows of the batch, T their length.
 
@@ -40,11 +41,13 @@ _LENGTHS_PER_OCTAVE = 8
 @final
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which samples each step takes."""
+    """Which samples each step takes. `chosen` are steps that come instead, one after the other and again, for who
+    wants to try those alone."""
 
     samples: int
     batch_samples: int
     seed: int
+    chosen: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch_samples < 1:
@@ -56,6 +59,7 @@ class SampleOrder:
 
     def indices(self, step: int) -> npt.NDArray[np.int64]:
         """The numbers of the samples of a step."""
+        step = self.chosen[step % len(self.chosen)] if self.chosen else step
         epoch, inside = divmod(step, self.steps_per_epoch)
         first = inside * self.batch_samples
         count = min(self.batch_samples, self.samples - first)
@@ -158,26 +162,67 @@ class LargestRows:
     row_tokens: int
     labels: int
 
+    def by_tokens(self) -> tuple[int, int]:
+        return self.rows * self.row_tokens, self.labels
+
+    def by_labels(self) -> tuple[int, int]:
+        return self.labels, self.rows * self.row_tokens
+
 
 def largest_rows(
     samples: Samples, order: SampleOrder, *, row_tokens: int, micro_batch: int, packing: bool, joined: bool = False
 ) -> LargestRows:
-    """The largest micro-batch of the first epoch: the steps with the most tokens, and those with the longest samples,
-    are laid out as the loader will do it. Other epochs draw other steps, which differ by little."""
-    lengths = samples.lengths[WindowOrder(order.samples, order.seed).indices(0, order.samples)]
+    """The largest micro-batch of the first epoch: its fullest steps are laid out as the loader will do it. Other epochs
+    draw other steps, which differ by little."""
+    steps = fullest_steps(samples, order)
+    how = {"row_tokens": row_tokens, "micro_batch": micro_batch, "packing": packing, "joined": joined}
+    return max((one for _, one in micro_batches(samples, order, steps, **how)), key=LargestRows.by_tokens)
+
+
+def fullest_steps(samples: Samples, order: SampleOrder, steps: int | None = None) -> tuple[int, ...]:
+    """Steps of which one has the largest micro-batch: those with the most tokens, with the longest samples and with the
+    most labels. Of the first `steps` steps, as far as a few epochs go, or of an epoch."""
+    epochs = min(_MOST_EPOCHS, -(-(steps or 1) // order.steps_per_epoch))
     firsts = np.arange(0, order.samples, order.batch_samples)
-    sums, longest = np.add.reduceat(lengths, firsts), np.maximum.reduceat(lengths, firsts)
-    steps = {*np.argsort(-sums)[:4].tolist(), *np.argsort(-longest, kind="stable")[:4].tolist()}
+    labels = np.add.reduceat(samples.labelled, samples.offsets[:-1], dtype=np.int64)
+    tokens_of, longest_of, labels_of = [], [], []
+    for epoch in range(epochs):
+        numbers = WindowOrder(order.samples, order.seed).indices(epoch * order.samples, order.samples)
+        tokens_of.append(np.add.reduceat(samples.lengths[numbers], firsts))
+        longest_of.append(np.maximum.reduceat(samples.lengths[numbers], firsts))
+        labels_of.append(np.add.reduceat(labels[numbers], firsts))
+    found: set[int] = set()
+    for values in (tokens_of, longest_of, labels_of):
+        most = np.concatenate(values)[: steps or None]
+        found.update(np.argsort(-most, kind="stable")[:4].tolist())
+    return tuple(sorted(found))
+
+
+def micro_batches(
+    samples: Samples,
+    order: SampleOrder,
+    steps: Iterable[int],
+    *,
+    row_tokens: int,
+    micro_batch: int,
+    packing: bool,
+    joined: bool = False,
+) -> Iterator[tuple[int, LargestRows]]:
+    """The micro-batches of some steps as the loader will make them: (step, what it holds)."""
     maker = _Rows(samples, row_tokens, packing, joined, order.batch_samples)
-    found: list[LargestRows] = []
     for step in steps:
         packed = maker.batch(order.indices(step), step).packed
         assert packed is not None
         for part in packed.cuts(micro_batch):
             targets = packed.part(part, torch.device("cpu"))[1]
             rows, length = targets.shape
-            found.append(LargestRows(rows, length, int((targets != IGNORED).sum())))
-    return max(found, key=lambda one: (one.rows * one.row_tokens, one.labels))
+            yield step, LargestRows(rows, length, int((targets != IGNORED).sum()))
+
+
+def most_rows(samples: Samples, order: SampleOrder, steps: Iterable[int], *, row_tokens: int, packing: bool) -> int:
+    """The most rows that one of these steps takes."""
+    maker = _Rows(samples, row_tokens, packing, False, order.batch_samples)
+    return max(len(maker.batch(order.indices(step), step).tokens) for step in steps)
 
 
 @final

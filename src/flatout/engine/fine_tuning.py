@@ -13,7 +13,7 @@ import torch
 
 from flatout.config.schema import LoraConfig, RunConfig
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.make_samples import COUNTS, Progress, SampleRequest, prepare_samples
+from flatout.data.make_samples import COUNTS, Progress, SampleRequest, prepare_samples, why_made
 from flatout.data.masking import preview, stops_of
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.tokenizer import Ids, ModelTokenizer
@@ -67,11 +67,34 @@ class SampleData:
 
 def open_sample_data(config: RunConfig, progress: Progress | None) -> SampleData:
     """The samples that a config asks for, made now unless they are there, and what is known of the model."""
+    base, template, said, request, folder = _asked(config)
+    tokenizer, description = base.tokenizer, base.description
+    samples = prepare_samples(request, tokenizer, template, folder, progress)
+    if samples.val is None:
+        raise DataError(
+            f"nothing of {request.source} is held out to evaluate on",
+            "set chat.val_fraction, or name chat.val_source",
+        )
+    train, val = (
+        SampleSplit(part, split, len(part.tokens), samples.folder, part.tokens.dtype)
+        for split, part in (("train", samples.train), ("val", samples.val))
+    )
+    stops = stops_of(tokenizer, template, description.end_of_text)
+    return SampleData(samples, base, tokenizer, template, description, train, val, stops, (said,) if said else ())
+
+
+def why_samples_are_made(config: RunConfig) -> tuple[Path, str]:
+    """The folder of a config's samples, and why `open_sample_data` would make them now; nothing if they are there."""
+    base, template, _, request, folder = _asked(config)
+    return folder, why_made(request, base.tokenizer, template, folder)
+
+
+def _asked(config: RunConfig) -> tuple[Base, ChatTemplate | None, str, SampleRequest, Path]:
+    """(model, chat template and what there is to say of it, what samples are made of, their folder)"""
     chat, name = config.chat, config.model.init_from
     assert chat.source is not None, "checked by the config"
     assert name is not None, "checked by the config"
     base = open_base(name, config.model.context)
-    tokenizer, description = base.tokenizer, base.description
     template, said = base.template_for(chat.template)
     request = SampleRequest(
         source=chat.source,
@@ -84,18 +107,7 @@ def open_sample_data(config: RunConfig, progress: Progress | None) -> SampleData
         val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
         seed=0,  # the same rows are held out whatever the seed of the run
     )
-    folder = Path(config.data.folder or f"data/{Path(chat.source).stem}-samples")
-    samples = prepare_samples(request, tokenizer, template, folder, progress)
-    if samples.val is None:
-        raise DataError(
-            f"nothing of {chat.source} is held out to evaluate on", "set chat.val_fraction, or name chat.val_source"
-        )
-    train, val = (
-        SampleSplit(part, split, len(part.tokens), samples.folder, part.tokens.dtype)
-        for split, part in (("train", samples.train), ("val", samples.val))
-    )
-    stops = stops_of(tokenizer, template, description.end_of_text)
-    return SampleData(samples, base, tokenizer, template, description, train, val, stops, (said,) if said else ())
+    return base, template, said, request, Path(config.data.folder or f"data/{Path(chat.source).stem}-samples")
 
 
 def remarks_on_samples(data: SampleData) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ class Run:
             return StreamLoader(self.dataset.train, position=start, **shape, **span)
         if isinstance(self.dataset, SampleData):
             assert isinstance(self.order, SampleOrder)
-            rows = {**_rows_of(self.config, self.speed), "micro_batch": self.step.micro_batch}
+            rows = {**rows_of(self.config, self.speed), "micro_batch": self.step.micro_batch}
             return SampleLoader(self.dataset.train.samples, self.order, workers=self.speed.workers, **rows, **span)
         assert isinstance(self.order, WindowOrder)
         shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
@@ -167,7 +167,7 @@ class Run:
                 first_samples(self.dataset.val.samples, self.config.eval.tokens),
                 batch_samples=batch_size or self.step.micro_batch,
                 device=self.speed.device.torch_device,
-                **_rows_of(self.config, self.speed),
+                **rows_of(self.config, self.speed),
             )
         return evaluation_batches(
             self.val,
@@ -188,13 +188,13 @@ def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
         yield
 
 
-def _rows_of(config: RunConfig, speed: Speed) -> dict[str, Any]:
+def rows_of(config: RunConfig, speed: Speed) -> dict[str, Any]:
     """How samples share rows: for attention that goes by bounds, and for our kernels, there need be none."""
     joined = speed.execution.document_attention in BY_BOUNDS or speed.execution.kernels == "triton"
     return {"row_tokens": config.model.context, "packing": config.chat.packing, "joined": joined}
 
 
-def _step_tokens(dataset: Dataset | StreamDataset | SampleData, order: WindowOrder | SampleOrder) -> float | None:
+def step_tokens_of(dataset: Dataset | StreamDataset | SampleData, order: WindowOrder | SampleOrder) -> float | None:
     if isinstance(dataset, SampleData) and isinstance(order, SampleOrder):
         return dataset.train.tokens / order.steps_per_epoch
     return None
@@ -219,14 +219,9 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     dataset, remarks = _open_data(config, progress)
     context, stride = config.model.context, stride_of(config)
     if isinstance(dataset, SampleData):
-        _check_no_shape(config, dataset.description, sources)
-        config = with_described_model(config, dataset.base)
-        if weights or _adapter_is_there(config):
-            config = with_adapter(config, dataset.description, lambda path: _written(sources, path))
-        if not config.lora.rank:  # nothing of it is read, and what a preset says of it is not the run's
-            config = config.model_copy(update={"lora": LoraConfig()})
+        config = described_config(config, dataset, sources, weights=weights)
         packing, corpus_bytes = None, None
-        order = SampleOrder(len(dataset.train.samples), config.chat.batch_samples, config.train.seed)
+        order = order_of(config, dataset)
     elif isinstance(dataset, StreamDataset):
         packing, corpus_bytes = None, None
         order = WindowOrder(block_windows(context), config.train.seed)
@@ -241,7 +236,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
         corpus_bytes,
         lambda path: _written(sources, path),
         vocab=vocab,
-        step_tokens=_step_tokens(dataset, order),
+        step_tokens=step_tokens_of(dataset, order),
     )
     if isinstance(dataset, SampleData):
         assert isinstance(order, SampleOrder)
@@ -250,7 +245,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     else:
         memory = memory_of(config, vocab, speed)
         check_fits(memory, device)
-    steps = _steps(config, order)
+    steps = steps_of(config, order)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
     use_expandable_segments(device.torch_device, on=speed.expandable_segments)
@@ -294,6 +289,23 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     )
     run.evaluation()  # a validation split without a single target is told now, not after the first steps
     return run
+
+
+def described_config(
+    config: RunConfig, dataset: SampleData, sources: Mapping[str, Source], *, weights: bool = True
+) -> RunConfig:
+    """The config of a fine-tuning run with the shape of its model, and that of the adapter it goes on from."""
+    _check_no_shape(config, dataset.description, sources)
+    config = with_described_model(config, dataset.base)
+    if weights or _adapter_is_there(config):
+        config = with_adapter(config, dataset.description, lambda path: _written(sources, path))
+    if not config.lora.rank:  # nothing of it is read, and what a preset says of it is not the run's
+        config = config.model_copy(update={"lora": LoraConfig()})
+    return config
+
+
+def order_of(config: RunConfig, dataset: SampleData) -> SampleOrder:
+    return SampleOrder(len(dataset.train.samples), config.chat.batch_samples, config.train.seed)
 
 
 def _flops(config: RunConfig, dataset: Dataset | StreamDataset | SampleData, vocab: int, trained: Trained) -> float:
@@ -340,12 +352,17 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
     if speed.compile != run.speed.compile or speed.device != run.speed.device:
         raise ValueError("another device or way of compiling needs another model")
     run.model.use(speed.execution)
+    if isinstance(run.dataset, SampleData):
+        assert isinstance(run.order, SampleOrder)
+        memory = _memory_of_samples(config, run.dataset, run.order, speed)
+    else:
+        memory = memory_of(config, run.model.vocab, speed)
     return dataclasses.replace(
         run,
         config=config,
         speed=speed,
         step=_build_step(config, run.model, run.trained, speed, run.steps, run.news, run.adapters),
-        memory=memory_of(config, run.model.vocab, speed),
+        memory=memory,
     )
 
 
@@ -381,7 +398,7 @@ def _vocabulary(config: RunConfig, dataset: Dataset | StreamDataset | SampleData
     return config.model.vocab or known
 
 
-def _steps(config: RunConfig, order: WindowOrder | SampleOrder) -> int:
+def steps_of(config: RunConfig, order: WindowOrder | SampleOrder) -> int:
     train, batch = config.train, config.train.batch_tokens // config.model.context
     if train.steps is not None:
         steps = train.steps
@@ -564,7 +581,7 @@ def _memory_of_samples(
         dataset.train.samples,
         order,
         micro_batch=micro_batch or speed.micro_batch,
-        **_rows_of(config, speed),
+        **rows_of(config, speed),
     )
     return memory_of(config, dataset.description.vocab, speed, rows)
 
@@ -682,7 +699,7 @@ def _remarks_on_padding(
     speed: Speed,
 ) -> Iterator[str]:
     if isinstance(dataset, SampleData) and isinstance(order, SampleOrder):
-        rows = {**_rows_of(config, speed), "micro_batch": speed.micro_batch}
+        rows = {**rows_of(config, speed), "micro_batch": speed.micro_batch}
         padding = count_padding(dataset.train.samples, order, **rows)
         yield (
             f"samples: {padding.share:.1%} of what the device works on is padding, in {padding.shapes} "

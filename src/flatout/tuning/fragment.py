@@ -81,7 +81,8 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
     for path, value in settings.items():
         section, _, name = path.partition(".")
         sections.setdefault(section, {})[name] = format_value(value)
-    first, *comments = _comments(row, device, capacity)
+    samples = None if loaded.config.chat.source is None else loaded.config.chat.batch_samples
+    first, *comments = _comments(row, device, capacity, samples)
     lines = [*comments, *([] if preset is None else [f"preset: {preset}"])]
     for section, fields in sections.items():
         lines += ["", f"{section}:", *(f"  {name}: {value}" for name, value in fields.items())]
@@ -106,11 +107,14 @@ def _checksum(body: str) -> str:
     return hashlib.sha256(body.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-def _comments(row: TuneRow, device: str, capacity: int | None) -> list[str]:
+def _comments(row: TuneRow, device: str, capacity: int | None, samples: int | None) -> list[str]:
     of = "" if capacity is None else f" of {capacity / 2**30:.1f}"
     peak = "" if row.peak_bytes is None else f", at most {row.peak_bytes / 2**30:.2f}{of} GiB"
+    batch = f"{row.micro_batch} x {row.accumulation} sequences"
+    if samples is not None:
+        batch = f"{samples} samples, {row.micro_batch} rows at once"
     return [
         f"{FIRST_LINE} on {' '.join(device.split())}: {row.tokens_per_second or 0.0:,.0f} tokens/s, "
-        f"{row.milliseconds or 0.0:,.1f} ms per step of {row.micro_batch} x {row.accumulation} sequences{peak}.",
+        f"{row.milliseconds or 0.0:,.1f} ms per step of {batch}{peak}.",
         "# The switches hold for that device and this model; what is learned does not depend on them.",
     ]

@@ -100,7 +100,7 @@ class Steps:
                 if batch is None:
                     raise ValueError(f"the run has only {self.run.steps} steps")
                 with self.run.random.active():
-                    report = self.run.step(batch.tokens, batch.targets)
+                    report = self.run.step(batch.tokens, batch.targets, batch.packed)
                 if self.device.type == "mps":  # its marks are the host's, which would run ahead
                     torch.mps.synchronize()
                 if self.after_step is not None:

@@ -22,6 +22,7 @@ from flatout.config.load import LoadedConfig, Source, load_stored
 from flatout.config.schema import RunConfig
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import Run, memory_of, with_speed
 from flatout.errors import HardwareError, ResourceError
 from flatout.tuning.fragment import TUNED, kept_settings, written_paths
@@ -44,7 +45,8 @@ class Probe:
 
     def __init__(self, loaded: LoadedConfig, data: dict, memory: float | None) -> None:
         # Everything as asked for, with data that is here and steps enough; the length of the run plays no part.
-        words = ["train.steps=1000", "model.init_from=null", "eval.epoch_end=false"]
+        words = ["train.steps=1000", "eval.epoch_end=false"]
+        words += ["model.init_from=null"] if loaded.config.chat.source is None else []
         words += [] if memory is None else [f"speed.memory_limit={memory!r}"]
         values = {**loaded.config.model_dump(), "data": data}
         self.config = load_stored(values, words, where="tune").config
@@ -65,6 +67,19 @@ class Probe:
         self.corpus_bytes = 0
         self.update_seconds: dict[bool, float] = {}  # by whether the optimizer is offloaded
         self.recorded: dict[Candidate, bool] = {}  # whether a candidate's micro-batch is replayed as a graph
+
+    @property
+    def batch_tokens(self) -> int:
+        """Tokens of a step."""
+        return self.config.train.batch_tokens
+
+    def micro_batches(self) -> tuple[int, ...]:
+        """The sizes that differ, ascending."""
+        return divisors(self.sequences)
+
+    def accumulation(self, candidate: Candidate) -> int:
+        """Micro-batches of a step."""
+        return self.sequences // candidate.micro_batch
 
     def check(self, *, streamed: bool) -> None:
         """Refuses what the user wrote and this device cannot have, as a training run would."""
@@ -125,11 +140,14 @@ class Probe:
             speed,
             execution=execution,
             micro_batch=candidate.micro_batch,
-            accumulation=self.sequences // candidate.micro_batch,
+            accumulation=self.accumulation(candidate),
             compile=candidate.compile,
             cuda_graphs=self.recorded[candidate],
             optimizer_offload=candidate.optimizer_offload,
         )
+        return self._need(speed)
+
+    def _need(self, speed: Speed) -> int:
         return memory_of(self.config, self.vocab, speed).total
 
     def capacity(self) -> int | None:
@@ -142,21 +160,22 @@ class Probe:
 
     def attempt(self, candidate: Candidate) -> tuple[Trial, Timing | None, bool]:
         """(what came of it, its timing, whether CUDA graphs were on). Out of memory is an answer, not an error."""
-        if self.run is None or self.run.speed.compile != candidate.compile:
-            self.open(candidate)
-        assert self.run is not None
         config = self.config_for(candidate)
         speed = self.resolve(config)
         missing = _difference(candidate, speed)
         if missing:
             return Trial(candidate=candidate, status="absent", reason=missing), None, False
+        if self.run is None or self.run.speed.compile != candidate.compile:
+            self.open(candidate)
+        assert self.run is not None
         timing = self._timed(config, speed)
+        graphs = speed.cuda_graphs and not _gave_up_recording(self.run)
         _forget(self.run)
         if isinstance(timing, str):
-            return Trial(candidate=candidate, status="out_of_memory", reason=timing), None, speed.cuda_graphs
-        rate = self.config.train.batch_tokens / timing.seconds
+            return Trial(candidate=candidate, status="out_of_memory", reason=timing), None, graphs
+        rate = self.batch_tokens / timing.seconds
         trial = Trial(candidate=candidate, status="fits", tokens_per_second=rate, peak_bytes=timing.peak_bytes)
-        return trial, timing, speed.cuda_graphs
+        return trial, timing, graphs
 
     def confirm(self, candidate: Candidate, seconds: float) -> Timing | str | None:
         """Whole steps of the global batch; a sentence where memory runs out, None where `seconds` are not enough."""
@@ -167,28 +186,34 @@ class Probe:
         assert self.run is not None
         self.run = with_speed(self.run, config, self.resolve(config))
         try:
-            with Steps(self.run) as steps:
-                first = steps.take(1)[0].seconds
-                if 2 * first > seconds:
-                    return None
-                steps.take(1)
-                reports = steps.take(max(1, min(3, int(seconds / max(first, 1e-3)) - 2)))
-                timing = Timing(statistics.median(r.seconds for r in reports), self._peak(0))
+            timing = self._whole_steps(self.run, seconds)
         except ResourceError as error:
             timing = error.message
         _forget(self.run)
         return timing
+
+    def _whole_steps(self, run: Run, seconds: float) -> Timing | None:
+        with Steps(run) as steps:
+            first = steps.take(1)[0].seconds
+            if 2 * first > seconds:
+                return None
+            steps.take(1)
+            reports = steps.take(max(1, min(3, int(seconds / max(first, 1e-3)) - 2)))
+            return Timing(statistics.median(r.seconds for r in reports), self._peak(0))
 
     def _timed(self, config: RunConfig, speed: Speed) -> Timing | str:
         assert self.run is not None
         if speed.compile != "off":
             torch._dynamo.reset()
         self.run = with_speed(self.run, config, speed)
-        count = self.sequences // speed.micro_batch
         try:
-            return self._step_seconds(self.run, count, known=self.update_seconds.get(speed.optimizer_offload))
+            return self._measured(self.run)
         except ResourceError as error:
             return error.message
+
+    def _measured(self, run: Run) -> Timing:
+        known = self.update_seconds.get(run.speed.optimizer_offload)
+        return self._step_seconds(run, self.sequences // run.step.micro_batch, known)
 
     def _step_seconds(self, run: Run, count: int, known: float | None) -> Timing:
         """The time of a step with `count` micro-batches, from steps with fewer of them."""
@@ -240,10 +265,13 @@ def _median_seconds(steps: Steps) -> float:
 
 def _forget(run: Run) -> None:
     """Drops moments, gradients and recordings, and gives their memory back: the next trial begins with weights only."""
-    run.step.optimizer.zero_grad(set_to_none=True)
     run.step.optimizer.state.clear()
-    run.step.rebuild()
+    run.step.use_micro_batch(run.step.micro_batch)
     free_memory()
+
+
+def _gave_up_recording(run: Run) -> bool:
+    return isinstance(run.step.run_micro_batch, MicroBatchGraph) and run.step.run_micro_batch.failed
 
 
 def _difference(candidate: Candidate, speed: Speed) -> str:
@@ -260,6 +288,10 @@ def _difference(candidate: Candidate, speed: Speed) -> str:
         if getattr(candidate, name) != value:
             return f"{name} {getattr(candidate, name)} would be {value}: {why.get(name) or 'not here'}"
     return ""
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
 
 
 def _paths(config: RunConfig) -> list[str]:

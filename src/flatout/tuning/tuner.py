@@ -17,7 +17,9 @@ from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.records import TuneProgress, TuneResult, TuneRow
 from flatout.tuning.fragment import fragment_of, kept_settings, words_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
+from flatout.tuning.practice_samples import practice_samples
 from flatout.tuning.probe import Probe
+from flatout.tuning.sample_probe import SampleProbe
 from flatout.tuning.search import Candidate, Memory, Search, Space, Trial, Trials, around, choose, exhaustive, quick
 
 SECONDS, COMPILED_SECONDS, EXHAUSTIVE_SECONDS = 120.0, 1200.0, 3600.0
@@ -49,8 +51,16 @@ def tune(
             "torch.compile's modes are tried on CUDA only, and this is no such device", "leave --compile out"
         )
     with scratch_folder("flatout-tune-") as scratch:
-        data, described = practice_data(loaded.config, scratch)
-        probe = Probe(loaded, data.model_dump(), memory)
+        if loaded.config.chat.source is None:
+            data, described = practice_data(loaded.config, scratch)
+            probe = Probe(loaded, data.model_dump(), memory)
+        else:
+            budget = seconds or (EXHAUSTIVE_SECONDS if thorough else COMPILED_SECONDS if compiled else SECONDS)
+            samples = practice_samples(
+                loaded, scratch, lambda text: progress(TuneProgress(number=1, text=text, seconds=0.0, budget=budget))
+            )
+            described = samples.described
+            probe = SampleProbe(loaded, samples, memory)
         probe.check(streamed=loaded.config.data.streaming)
         try:
             yield from _Tuning(loaded, probe, described, seconds, progress).run(thorough, compiled)
@@ -93,6 +103,7 @@ class _Tuning:
         self.trials: dict[Candidate, Trial] = {}
         self.ended = "everything worth trying was tried"
         self.usable: int | None = None
+        self.samples = loaded.config.chat.batch_samples if loaded.config.chat.source is not None else None
 
     def run(self, thorough: bool, compiled: bool) -> Generator[TuneRow | TuneResult]:
         probe = self.probe
@@ -110,8 +121,9 @@ class _Tuning:
             if "a step needs about" not in error.message:
                 raise
             raise HardwareError(
-                f"even one sequence with everything recomputed and offloaded does not fit: {error.message}",
-                "take a smaller model or model.context",
+                f"even one {'sequence' if self.samples is None else 'row of samples'} with everything recomputed and "
+                f"offloaded does not fit: {error.message}",
+                self._smaller(),
             ) from error
         capacity = probe.capacity()
         method = exhaustive if thorough else quick
@@ -124,6 +136,8 @@ class _Tuning:
         best = found.best()
         if compiled and best is not None:
             for mode in [mode for mode in COMPILE_MODES if mode != space.compile]:
+                if self.samples is not None and mode == "max-autotune":  # it wants one shape, and samples make several
+                    continue
                 losses = (probe.kept["loss"],) if "loss" in probe.kept else ("plain", "fused")
                 other = dataclasses.replace(space, kernels="torch", compile=mode, losses=losses)
                 yield from self._drive(around(other, found, best.candidate), found)
@@ -152,7 +166,7 @@ class _Tuning:
         chunks = chunks[:1] if "loss_chunk" in probe.kept else chunks
         most = probe.kept.get("micro_batch", probe.sequences)
         return Space(
-            micro_batches=tuple(size for size in divisors(probe.sequences) if size <= most),
+            micro_batches=tuple(size for size in probe.micro_batches() if size <= most),
             checkpointings=checkpointings,
             losses=tuple(losses),
             loss_chunks=chunks if probe.device.kind == "cuda" else chunks[:1],
@@ -188,7 +202,7 @@ class _Tuning:
             number=len(self.rows) + 1,
             status=trial.status,
             reason=trial.reason,
-            accumulation=self.probe.sequences // candidate.micro_batch,
+            accumulation=self.probe.accumulation(candidate),
             cuda_graphs=graphs,
             tokens_per_second=trial.tokens_per_second,
             milliseconds=None if timing is None else 1000 * timing.seconds,
@@ -205,7 +219,7 @@ class _Tuning:
         What fails then is out, and the next one is the choice. Nothing where time is too short for whole steps.
         """
         found: dict[Candidate, TuneRow] = {}
-        tokens = self.probe.config.train.batch_tokens
+        tokens = self.probe.batch_tokens
         slower = 1.0  # how much longer than the search had thought whole steps turned out to be
         while len(found) < MOST_CONFIRMED:
             trial = choose(trial for candidate, trial in self.trials.items() if candidate not in found)
@@ -247,12 +261,13 @@ class _Tuning:
             raise ResourceError(
                 f"nothing that was tried fits {probe.device.name}"
                 + ("" if capacity is None else f" with {capacity / 2**30:.1f} GiB"),
-                "take a smaller model or model.context, or set speed.optimizer_state=8bit",
+                f"{self._smaller()}, or set speed.optimizer_state=8bit",
             )
         candidate = chosen.candidate
         row = confirmed.get(candidate, self.rows[candidate])
         others = [f"{_text(one)}: {confirmed[one].tokens_per_second:,.0f}" for one in confirmed if one != candidate]
-        beside = f"; tokens/s of whole steps with {'; with '.join(others)}" if others else ""
+        measured = "of whole steps" if self.samples is None else "measured again"
+        beside = f"; tokens/s {measured} with {'; with '.join(others)}" if others else ""
         settings = words_of(candidate, self.loaded)
         return TuneResult(
             chosen=row,
@@ -262,7 +277,7 @@ class _Tuning:
             fragment=fragment_of(self.loaded, settings, row, probe.device.name, capacity),
             device=probe.device.name,
             capacity_bytes=capacity,
-            batch_tokens=probe.config.train.batch_tokens,
+            batch_tokens=probe.batch_tokens,
             data=self.data,
             tried=len(self.rows),
             ended=self.ended + beside + _kept(probe),
@@ -270,7 +285,15 @@ class _Tuning:
             seconds=time.monotonic() - self.began,
             flatout=flatout.__version__,
             torch=torch.__version__,
+            batch_samples=self.samples,
         )
+
+    def _smaller(self) -> str:
+        """What to do where nothing fits."""
+        lora = self.probe.config.lora
+        if self.samples is not None and lora.rank and lora.quantize == "none":
+            return "take a smaller model or model.context, or lora.quantize=nf4"
+        return "take a smaller model or model.context"
 
     def _say(self, text: str) -> None:
         seconds = time.monotonic() - self.began
@@ -288,7 +311,3 @@ def _text(candidate: Candidate) -> str:
 def _kept(probe: Probe) -> str:
     words = [f"{name} {'at most ' if name == 'micro_batch' else ''}{format_value(v)}" for name, v in probe.kept.items()]
     return f"; kept as written: {', '.join(words)}" if words else ""
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    return tuple(size for size in range(1, number + 1) if number % size == 0)

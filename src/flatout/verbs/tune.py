@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from flatout.errors import ResourceError, UsageError, UserError
 from flatout.files import disk_errors
-from flatout.words import Parser, add_config, load_pretraining, number_between
+from flatout.words import Parser, add_config, load, number_between
 
 if TYPE_CHECKING:
     from flatout.records import TuneResult, TuneRow
@@ -28,7 +28,7 @@ def tune(words: list[str]) -> int:
     parser = Parser(
         "tune",
         "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
-        "by real training steps on this device. What is learned does not change.",
+        "in pretraining or fine-tuning, by real training steps on this device. What is learned does not change.",
     )
     add_config(parser)
     parser.add_argument(
@@ -47,7 +47,10 @@ def tune(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
     parsed = parser.parse_words(words)
     out = None if parsed.out is None else _writable(Path(parsed.out))
-    loaded = load_pretraining(parsed, "tune")
+    if not parsed.config_given and any(word.startswith("chat.source=") for word in parsed.overrides):
+        parsed.config = "lora"  # as `flatout finetune` does
+    loaded = load(parsed)
+    verb = "train" if loaded.config.chat.source is None else "finetune"
     from flatout import api
     from flatout.observe.measured.tune_table import TuneReader
     from flatout.records import TuneResult, record_to_json
@@ -82,7 +85,7 @@ def tune(words: list[str]) -> int:
             if not shown:
                 shown = True
                 reader.table(rows, result)
-                _print_choice(result, None if failure else out, parsed)
+                _print_choice(result, None if failure else out, parsed, verb)
     except KeyboardInterrupt as stopped:
         if result is not None and out is not None and _holds(out, result.fragment):
             print(f"{word_of(stopped)}; {out} was written before that, and is whole", file=sys.stderr)
@@ -152,15 +155,15 @@ def _holds(path: Path, text: str) -> bool:
         return False
 
 
-def _print_choice(result: "TuneResult", out: Path | None, parsed: argparse.Namespace) -> None:
+def _print_choice(result: "TuneResult", out: Path | None, parsed: argparse.Namespace, verb: str) -> None:
     from flatout.tuning.fragment import train_words
 
     if out is not None:
-        print(f"wrote {out}; train with: flatout train {shlex.quote(str(out))}")
+        print(f"wrote {out}; train with: flatout {verb} {shlex.quote(str(out))}")
         return
     print(result.fragment, end="")
     words = [*([parsed.config] if parsed.config else []), *train_words(parsed.overrides, result.words)]
     words += ["--hardware", parsed.hardware] if parsed.hardware else []
-    print(f"\ntrain with: flatout train {shlex.join(words)}")
+    print(f"\ntrain with: flatout {verb} {shlex.join(words)}")
     if parsed.out is None:
         print("or write it to a file with --out FILE")

@@ -71,7 +71,7 @@ class TuneReader:
             cells += ["-", "-", "-"] if rate is None else [f"{rate:,.0f}", share, _number(figures.milliseconds)]
             cells += ["-" if figures.peak_bytes is None else _gib(figures.peak_bytes), _gib(row.estimate_bytes)]
             notes = [
-                "whole steps" if figures is confirmed else "",
+                _confirmed_as(result) if figures is confirmed else "",
                 _STATUS[row.status],
                 "graphs" if row.cuda_graphs else "",
                 row.reason if row.status == "absent" else "",
@@ -82,6 +82,10 @@ class TuneReader:
         if result is not None:
             # Whoever shows it may break the line: breaks of ours would stay in files, and leave spaces at their ends.
             self.output.print(Text(_sentence(result, rows)), soft_wrap=True)
+
+
+def _confirmed_as(result: TuneResult | None) -> str:
+    return "whole steps" if result is None or result.batch_samples is None else "measured again"
 
 
 def _share(rate: float, best: float) -> str:
@@ -111,10 +115,13 @@ def _sentence(result: TuneResult, rows: Sequence[TuneRow]) -> str:
 
 def _how(result: TuneResult, rows: Sequence[TuneRow]) -> str:
     """Where the figure of the chosen row comes from, and what the search had thought if that was far off."""
+    samples = result.batch_samples is not None
     if not result.confirmed:
-        return "put together from shorter steps"
+        return "of whole steps" if samples else "put together from shorter steps"
     rate = result.chosen.tokens_per_second or 0.0
     before = next((row.tokens_per_second or 0.0 for row in rows if row.number == result.chosen.number), rate)
     far = abs(rate - before) > FAR * before
-    others = "; the other rows are the search's, put together from shorter steps" if len(rows) > 1 else ""
-    return f"of whole steps{f', where the search had {before:,.0f}' if far else ''}{others}"
+    others = "; the other rows are the search's" if len(rows) > 1 else ""
+    others += ", put together from shorter steps" if others and not samples else ""
+    again = ", measured again" if samples else ""
+    return f"of whole steps{again}{f', where the search had {before:,.0f}' if far else ''}{others}"

@@ -1,0 +1,92 @@
+"""The samples of a fine-tuning run to measure on: those of its folder or made for the occasion, and which of its steps.
+
+Idea: the steps of a run over samples differ. The fullest of them decides whether a setting fits, so it is taken first;
+speed is that of some steps spread over an epoch, the same ones for every setting. They are whole steps of the run
+itself: its samples, its order, its loader.
+
+Contract: the user's folders are read and never written. Samples that are not there, or were made of something else, are
+made in a folder that the caller throws away; what `flatout finetune` would refuse is refused.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import RunConfig
+from flatout.config.unused import check_used
+from flatout.data.sample_loader import LargestRows, SampleOrder, fullest_steps, micro_batches, most_rows
+from flatout.data.samples import Samples
+from flatout.engine.features import Speed
+from flatout.engine.fine_tuning import open_sample_data, why_samples_are_made
+from flatout.engine.setup import described_config, order_of, rows_of, step_tokens_of, steps_of
+
+
+@dataclasses.dataclass(frozen=True)
+class PracticeSamples:
+    """What a run over samples takes its steps from. `config` has the shape of the model, `fullest` are steps of the
+    whole run that may have its largest micro-batch."""
+
+    config: RunConfig
+    samples: Samples
+    order: SampleOrder
+    fullest: tuple[int, ...]
+    step_tokens: float
+    described: str
+
+    def tokens(self, step: int) -> int:
+        """Tokens of a step that something is predicted from, as a run counts them."""
+        numbers = self.order.indices(step)
+        return int((self.samples.lengths[numbers] - 1).sum())
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """The most rows of a step."""
+        config = self.config
+        how = {"row_tokens": config.model.context, "packing": config.chat.packing}
+        return most_rows(self.samples, self.order, self.fullest, **how)
+
+    def spread(self, count: int) -> tuple[int, ...]:
+        """So many steps of the first epoch, far apart from each other."""
+        steps = self.order.steps_per_epoch
+        places = (np.arange(count) + 0.5) * steps / max(count, 1)
+        return tuple(dict.fromkeys(int(place) for place in places))
+
+    def largest(self, speed: Speed) -> dict[int, LargestRows]:
+        """By their steps, the micro-batch with the most tokens and the one with the most labels; often they are one.
+
+        Activations grow with the tokens, the loss with the labels.
+        """
+        how = {**rows_of(self.config, speed), "micro_batch": speed.micro_batch}
+        found = list(micro_batches(self.samples, self.order, self.fullest, **how))
+        ways = (LargestRows.by_tokens, LargestRows.by_labels)
+        return dict(max(found, key=lambda one, way=way: way(one[1])) for way in reversed(ways))
+
+
+def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:
+    """The samples that a config names. `scratch` is a folder for what has to be made, which `say` is told of."""
+    check_used(loaded)
+    config = loaded.config
+    folder, why = why_samples_are_made(config)
+    described = f"the samples in {folder}"
+    if why:
+        described = f"samples made for the occasion, since those in {folder} cannot be used as they are: {why}"
+        if why.startswith("there were none"):
+            described = f"samples made for the occasion, since there are none in {folder} yet"
+        say(f"making the samples of {config.chat.source}, in a folder for the occasion")
+        folder = scratch / "samples"
+    config = config.model_copy(update={"data": config.data.model_copy(update={"folder": str(folder)})})
+    data = open_sample_data(config, None)
+    config = described_config(config, data, loaded.sources)
+    samples, order = data.train.samples, order_of(config, data)
+    return PracticeSamples(
+        config=config,
+        samples=samples,
+        order=order,
+        fullest=fullest_steps(samples, order, steps_of(config, order)),
+        step_tokens=step_tokens_of(data, order) or 0.0,
+        described=described,
+    )

@@ -7,7 +7,9 @@ here. Rank 16 on every projection of the blocks. Full rows: 8 samples that fill 
 step, lengths lognormal with a mean of about 258 and at most 2,048; packed for ours, padded to the longest for PEFT.
 Everybody sees the same tokens in the same order, and every token but the first of a sample is learned. Each step is
 forward, backward, clipping to 1.0 and torch's fused AdamW. Ours is the path of `flatout finetune`: its loader, its
-switches as they are resolved for this machine, its step. PEFT's is a plain loop under autocast, adapters in fp32.
+switches as they are resolved for this machine, its step. PEFT's is a plain loop under autocast, adapters in fp32. TRL,
+Liger and Unsloth are in finetune_peers.py and run in a process each, since two of them patch the rest; they are no
+part of what a plain call measures. A case that cannot run gives a row with `error`, and the next one follows.
 
 Seconds are the device's own, from the end of one step to the end of the next; the row has the median, and tokens that
 are no padding. `host_ms` is how long the host takes to hand a step over with nobody waiting for the device: where it
@@ -20,10 +22,15 @@ import gc
 import itertools
 import json
 import math
+import os
+import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,6 +77,12 @@ OURS: dict[str, list[str]] = {
     "profile-mixed": [],
 }
 PEERS = ("peft", "peft-checkpoint", "peft-mixed")
+APART = (  # in finetune_peers.py, a process each
+    "trl", "trl-checkpoint", "trl-mixed", "trl-mixed-padded",
+    "liger", "liger-checkpoint", "liger-mixed", "liger-trainer",
+    "unsloth", "unsloth-padded", "unsloth-checkpoint", "unsloth-mixed", "unsloth-mixed-padded",
+)  # fmt: skip
+PATIENCE = 300  # seconds for one of them, its imports and compiling included
 
 
 def samples_of(*, mixed: bool, small: bool) -> Samples:
@@ -254,13 +267,11 @@ def profiled(take: Callable[[Batch], float], feed: Iterator[Batch]) -> dict[str,
     }
 
 
-def peft(case: str, *, small: bool) -> dict[str, Any]:
-    """Hugging Face's Llama with PEFT's LoRA: bf16 weights, sdpa, a plain loop."""
-    from peft import LoraConfig, get_peft_model
+def llama(*, small: bool, device: torch.device) -> Any:
+    """Hugging Face's Llama of the shape, random weights in bf16, attention by sdpa."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape, vocab = (TOY, TOY_VOCAB) if small else (SHAPE, VOCAB)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=shape["width"], intermediate_size=shape["mlp_width"],
         num_hidden_layers=shape["layers"], num_attention_heads=shape["heads"],
@@ -269,14 +280,22 @@ def peft(case: str, *, small: bool) -> dict[str, Any]:
     config._attn_implementation = "sdpa"
     torch.manual_seed(0)
     with torch.device(device):
-        base = LlamaForCausalLM(config).to(torch.bfloat16)  # pyright: ignore
-    if case == "peft-checkpoint":
+        return LlamaForCausalLM(config).to(torch.bfloat16)  # pyright: ignore
+
+
+def peft(case: str, *, small: bool) -> dict[str, Any]:
+    """Hugging Face's Llama with PEFT's LoRA: a plain loop."""
+    from peft import LoraConfig, get_peft_model
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    base = llama(small=small, device=device)
+    if case.endswith("-checkpoint"):
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         base.enable_input_require_grads()
     model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")).train()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-4, fused=True)
-    mixed = case == "peft-mixed"
+    mixed = case.endswith("-mixed")
     feed = padded(samples_of(mixed=mixed, small=small), MIXED if mixed else FULL, device)
     last: list[torch.Tensor] = []
 
@@ -314,9 +333,40 @@ def padded(
         yield *parts, None if mask is None else mask.to(device), float((targets != IGNORED).sum())
 
 
+def apart(case: str, *, small: bool) -> dict[str, Any]:
+    """The row of a peer that has a process to itself, in a folder that goes away, since some write where they are."""
+    paths = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    quiet = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    program = str(Path(__file__).with_name("finetune_peers.py").absolute())
+    with tempfile.TemporaryDirectory() as folder:
+        row, said = Path(folder, "row.json"), Path(folder, "said")
+        command = [sys.executable, program, case, str(row), *(["--small"] if small else [])]
+        try:
+            with said.open("wb") as out:  # a file, since compilers it started could hold a pipe open after its end
+                code = subprocess.run(
+                    command,
+                    cwd=folder,
+                    env={**os.environ, **quiet},
+                    timeout=PATIENCE,
+                    stdout=out,
+                    stderr=out,
+                    check=False,
+                ).returncode
+        except subprocess.TimeoutExpired:
+            code = f"nothing but our patience, after {PATIENCE} seconds"
+        if code == 0 and row.exists():
+            return json.loads(row.read_text(encoding="utf-8"))
+        text = said.read_text(encoding="utf-8", errors="replace")
+    print(text[-4000:], file=sys.stderr)
+    errors = re.findall(r"^\w[\w.]*(?:Error|Exception|Interrupt|Exit)\b.*", text, re.MULTILINE)
+    return {"error": errors[-1][:300] if errors else f"it ended with {code}"}
+
+
 def measure(case: str, words: list[str], *, small: bool) -> dict[str, Any]:
     if case in PEERS:
         return peft(case, small=small)
+    if case in APART:
+        return apart(case, small=small)
     how = {"mixed": "mixed" in case, "small": small, "profile": case.startswith("profile")}
     return ours([*OURS[case], *words], **how)
 
@@ -324,20 +374,21 @@ def measure(case: str, words: list[str], *, small: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit")
-    parser.add_argument("words", nargs="*", metavar="CASE", help=f"of {', '.join([*OURS, *PEERS])}; or a setting a.b=c")
+    known = [*OURS, *PEERS, *APART]
+    parser.add_argument("words", nargs="*", metavar="CASE", help=f"of {', '.join(known)}; or a setting a.b=c")
     parser.add_argument("--small", action="store_true", help="a toy shape")
     asked = parser.parse_intermixed_args()
     settings = [word for word in asked.words if "=" in word]
     cases = [word for word in asked.words if "=" not in word] or ["ours", "ours-full", "mixed", *PEERS]
-    unknown = [case for case in cases if case not in OURS and case not in PEERS]
+    unknown = [case for case in cases if case not in known]
     if unknown:
-        parser.error(f"there is no case {unknown[0]!r}; there are {', '.join([*OURS, *PEERS])}")
+        parser.error(f"there is no case {unknown[0]!r}; there are {', '.join(known)}")
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     for case in cases:
         try:
             row = measure(case, settings, small=asked.small)
         except (UserError, RuntimeError, ImportError) as error:
-            row = {"failed": f"{type(error).__name__}: {str(error)[:300]}"}
+            row = {"error": f"{type(error).__name__}: {str(error)[:300]}"}
         where = {"case": case, "commit": asked.commit, "device": name, "torch": torch.__version__}
         print(json.dumps({**where, **({"settings": settings} if settings else {}), **row}), flush=True)
         gc.collect()

@@ -34,7 +34,7 @@ from flatout.data.stream import open_stream
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.workers import EngineName
 from flatout.device import Device, arithmetic, detect_device
-from flatout.engine.adapter_folder import files_beside, stored_base, write_adapter
+from flatout.engine.adapter_folder import files_beside, stored_base, who_loads, write_adapter
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity
@@ -122,7 +122,8 @@ def train(
     with run_lock(folder):
         point = find_resume_point(folder, resume, messages.append)
         resumed = None if point is None else read_checkpoint(point, verified=True)
-        run = setup_run(config, progress, weights=resumed is None)
+        begun = None if resumed is None else resolve_from_mapping(resumed.config).lora
+        run = setup_run(config, progress, begun=begun)
         if resumed is not None:
             if run.steps < resumed.step:
                 raise ConfigError(
@@ -245,11 +246,18 @@ def load_model(
     """
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
-    if (origin / ADAPTER_CONFIG).is_file():
+    adapter = (origin / ADAPTER_CONFIG).is_file()
+    theirs = adapter or ((origin / "config.json").is_file() and not is_checkpoint(origin))
+    if theirs and not best:
+        raise UsageError(
+            f"--last is for runs, and {origin} holds {'one adapter' if adapter else 'one model'}, no checkpoints",
+            "leave --last out, or name the run",
+        )
+    if adapter:
         return _load_adapter_folder(origin, found, base)
     if base is not None:
         raise UsageError(f"--base is for adapters, and {origin} holds none of PEFT's", "leave --base out")
-    if (origin / "config.json").is_file() and not is_checkpoint(origin):
+    if theirs:
         description = read_description(origin)
         tokenizer = _tokenizer_of(description)
         model = _ready(load_described(description), found)
@@ -550,7 +558,7 @@ def export(
     if adapter and not adapted:
         raise UsageError(f"{loaded.origin} has no adapters to export", "leave --adapter out")
     if adapted and not adapter:
-        return merge(loaded, folder, dtype=dtype).folder
+        return merge(loaded, folder, dtype=dtype, notice=notice).folder
     target = _new_folder(folder)
     files, remarks = _files_beside(loaded)
     with disk_errors(str(target), safe=""):
@@ -576,10 +584,8 @@ def _export_adapter(loaded: LoadedModel, target: Path, files: dict[str, bytes], 
     name = loaded.base_name if loaded.config is None else loaded.config.model.init_from
     name = name or str(loaded.description.folder)
     write_adapter(loaded.adapters, target, base=name, fingerprint=loaded.base, step=loaded.step, files=files)
-    if is_checkpoint(loaded.description.folder):
-        notice(
-            f"its base is a checkpoint of ours: for PEFT, write that as a folder with `flatout export {name} FOLDER`"
-        )
+    if (remark := who_loads(name, loaded.description)) is not None:
+        notice(remark)
 
 
 def _files_beside(loaded: LoadedModel) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -619,23 +625,28 @@ class Merged:
 
 
 def merge(
-    model: LoadedModel | str | Path | None, folder: str | Path, *, dtype: str = "bf16", prompt: str | None = None
+    model: LoadedModel | str | Path | None,
+    folder: str | Path,
+    *,
+    dtype: str = "bf16",
+    prompt: str | None = None,
+    notice: Callable[[str], None] = lambda _: None,
 ) -> Merged:
     """Writes a fine-tuned model as one Hugging Face folder, its adapters inside the weights.
 
     The sum is made in fp32 and rounded once; a model that is handed over has it in its own weights afterwards. Logits
-    are compared on `prompt`, or on a short text of our own.
+    are compared on `prompt`, or on a short text of our own. `notice` hears what cannot be said in files.
     """
-    if dtype not in ("bf16", "fp32"):
-        raise UsageError(f"merged weights are bf16 or fp32, not {dtype}", "use bf16 or fp32")
+    if dtype not in DTYPES:
+        raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     if loaded.adapters is None or loaded.adapters.detached:
         raise UsageError(f"{loaded.origin} has no adapters to merge", "write it as it is with `flatout export`")
     target = _new_folder(folder)
-    files, _ = _files_beside(loaded)
+    files, remarks = _files_beside(loaded)
     ids = loaded.tokenizer.encode(prompt or chat_prompt(loaded, MERGE_PROMPT))[: loaded.model.config.context]
     tokens = torch.tensor([ids.tolist()], device=loaded.device.torch_device)
-    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+    kind = getattr(torch, DTYPES[dtype])
     with torch.no_grad():
         before = loaded.model.logits(tokens).double().cpu()
         report = merge_adapters(loaded.adapters, kind)
@@ -649,6 +660,8 @@ def merge(
             source=_described(loaded),
             files=files,
         )
+    for remark in remarks:
+        notice(remark)
     return Merged(target, report, logit_difference(before, after))
 
 

@@ -209,7 +209,9 @@ DATA_CASES = {
     "a field that no format has": Case("chat.fields", ("chat.fields=[answr=output]",)),
     "a column that is not there": Case("gone", ("chat.format=alpaca", "chat.fields=[output=gone]")),
     "turns without a template": Case(
-        "cannot be used", ("chat.template=none",), rows(turn(role="assistant", content="Hi"))
+        "set chat.template to model, chatml, plain or a file;",
+        ("chat.template=none",),
+        rows(turn(role="assistant", content="Hi")),
     ),
     "a folder of other things": Case("data.folder", ("data.folder=keep",), write("keep/letter.txt", "Dear all")),
     "a file in place of the samples": Case("data.folder", ("data.folder=rows.json",)),
@@ -304,6 +306,12 @@ AFTER_CASES = {
     ),
     "a base that is none": Case("there is no folder", verb=("chat", "adapter", "--base", "gone", *SAY)),
     "a base for what needs none": Case("--base is for adapters", verb=("chat", "done", "--base", "base", *SAY)),
+    "a base with adapters of its own": Case(
+        "or name the model under its adapters: base", verb=("chat", "adapter", "--base", "done", *SAY)
+    ),
+    "the last of an adapter": Case("--last is for runs", verb=("chat", "adapter", "--last", *SAY)),
+    "merging the last of an adapter": Case("--last is for runs", verb=("merge", "adapter", "out", "--last")),
+    "the last of a model": Case("--last is for runs", verb=("export", "base", "out", "--last")),
     "no tokens to say": Case("--tokens", verb=("chat", "done", "--tokens", "0", *SAY)),
     "too hot": Case("--temperature", verb=("chat", "done", "--temperature", "-1", *SAY)),
     "merging what has no adapters": Case("no adapters to merge", verb=("merge", "base", "out")),
@@ -312,7 +320,7 @@ AFTER_CASES = {
     "merging into 8 bits": Case("--dtype", verb=("merge", "done", "out", "--dtype", "int8")),
     "merging without a place": Case("folder", verb=("merge", "done")),
     "exporting adapters of none": Case("no adapters to export", verb=("export", "base", "out", "--adapter")),
-    "exporting adapters in fp16": Case("bf16 or fp32", verb=("export", "done", "out", "--dtype", "fp16")),
+    "exporting adapters in 8 bits": Case("--dtype", verb=("export", "done", "out", "--dtype", "int8")),
     "resuming on other rows": Case(
         "trained on data", (), rows(*[{"instruction": f"a {n}", "output": "b"} for n in range(20)]),
         (*TUNE, "output.folder=done", "--resume", "auto"),

@@ -186,12 +186,42 @@ def refuse(write: Callable, name: str) -> Callable:
     return written
 
 
+@pytest.mark.parametrize("family", ["flatout", "gpt2", "tied", "fine-tuned"])
+def test_a_base_of_ours_is_the_same_model_once_it_is_exported(words, text, family, capsys):
+    shape = {
+        "gpt2": ["model.family=gpt2", "model.layers=2", "model.width=32", "model.heads=2", *PRETRAIN[8:]],
+        "tied": [*PRETRAIN, "model.tied=true"],
+    }.get(family, PRETRAIN)
+    if family == "fine-tuned":
+        run(words("lora.rank=0", "output.name=mine"))
+    else:
+        list(flatout.train(load_config(None, [*shape, f"data.source={text}", "data.tokenizer=bytes"])))
+    records = run(words("model.init_from=runs/mine", "model.context=128"))
+    ours = api.load_model("runs/lora", device="cpu")
+    assert ours.config is not None
+    told = [r.message for r in records if isinstance(r, NoticeRecord) and r.message.startswith("adapter")]
+    hint = f"`flatout export {ours.config.model.init_from} FOLDER`"
+    assert len(told) == 1
+    assert hint in told[0]
+    assert main(["export", "runs/lora", "apart", "--adapter"]) == 0
+    assert hint in capsys.readouterr().out
+    assert main([*hint.strip("`").split()[1:-1], "whole"]) == 0
+    assert main(["chat", "apart", "--base", "whole", "--message", "Hello", "--tokens", "2"]) == 0
+    assert torch.equal(logits(api.load_model("apart", device="cpu", base="whole").model), logits(ours.model))
+    more = ["model.init_from=whole", "model.context=128", "lora.init_from=apart", "output.name=more"]
+    assert isinstance(run(words(*more, "chat.template=plain"))[-1], EndRecord)
+    assert main(["chat", "apart", "--base", "base", "--message", "Hello"]) == 3
+    assert "other weights" in capsys.readouterr().err
+
+
 def test_a_run_of_ours_with_a_shape_of_its_own_is_a_base_too(words, text):
     own = ["model.mlp=relu2", "model.residual_scale=0.5", "data.tokenizer=bytes", f"data.source={text}"]
     list(flatout.train(load_config(None, [*PRETRAIN, *own])))
-    run(words("model.init_from=runs/mine", "model.context=128"))
+    records = run(words("model.init_from=runs/mine", "model.context=128"))
+    assert any("only Flatout loads it" in r.message for r in records if isinstance(r, NoticeRecord))
     loaded = api.load_model("runs/lora", device="cpu")
     assert loaded.adapters is not None
+    assert api.load_model("runs/lora/adapter", device="cpu").adapters is not None
     with pytest.raises(UserError, match=r"model\.mlp"):
         api.export(loaded, "out")
     assert not Path("out").exists()
@@ -308,6 +338,23 @@ def test_export_writes_either_the_adapter_or_the_merged_model(words, capsys):
     assert main(["merge", "apart", "merged"]) == 0  # an adapter folder is as good as the run
 
 
+@pytest.mark.parametrize("verb", ["export", "merge"])
+def test_adapters_are_written_into_fp16_weights(words, verb):
+    run(words())
+    expected = logits(api.load_model("runs/lora", device="cpu").model)
+    assert main([verb, "runs/lora", "half", "--dtype", "fp16"]) == 0
+    assert read_description(Path("half")).dtype == "float16"
+    torch.testing.assert_close(logits(api.load_model("half", device="cpu").model), expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("verb", ["export", "merge"])
+def test_what_is_said_of_a_tokenizer_is_said_of_a_merge_too(words, verb, monkeypatch, capsys):
+    run(words())
+    monkeypatch.setattr(api, "files_beside", lambda *_, **__: ({}, ("a remark of its own",)))
+    assert main([verb, "runs/lora", "out"]) == 0
+    assert "note: a remark of its own" in capsys.readouterr().out
+
+
 def peft_folder(**settings) -> torch.Tensor:
     """An adapter that PEFT itself made on `base`; its logits."""
     peft = pytest.importorskip("peft")
@@ -345,6 +392,42 @@ def test_going_on_from_a_run_and_resuming_that_without_it(words):
     list(api.train(None, resume="runs/second"))
     loaded = api.load_model("runs/second", device="cpu")
     assert loaded.adapters is not None
+
+
+@pytest.mark.parametrize("how", ["without a config", "with the same words"])
+def test_a_run_goes_on_with_its_own_adapter_whatever_lies_in_the_folder_it_began_in(words, how):
+    run(words("lora.rank=4", "lora.alpha=6.0", "lora.targets=[q_proj]", "lora.dora=true", "output.name=first"))
+    begun = ["lora.init_from=runs/first", "output.folder=runs/second"]
+    run(words(*begun, "train.steps=2"))
+    shutil.rmtree("runs/first")
+    run(words("lora.rank=2", "lora.alpha=9.0", "output.name=first"))
+    if how == "without a config":
+        list(api.train(api.stored_config(Path("runs/second"), ["train.steps=3"]), resume="runs/second"))
+    else:
+        list(api.train(load_config("lora", words(*begun, "lora.rank=4")), resume="auto"))
+        with pytest.raises(UserError, match=r"lora\.rank is 2, but the run has 4"):
+            list(api.train(load_config("lora", words(*begun, "lora.rank=2")), resume="auto"))
+    loaded = api.load_model("runs/second", device="cpu", best=False)
+    assert loaded.step == 3
+    assert loaded.config is not None
+    lora = loaded.config.lora
+    assert (lora.rank, lora.alpha, lora.targets, lora.dora) == (4, 6.0, ["q_proj"], True)
+
+
+@pytest.mark.parametrize(
+    "word", ["lora.alpha=null", "lora.dora=false", "lora.targets=[all-linear]", "lora.rank_stabilised=false"]
+)
+def test_what_a_user_writes_against_an_adapter_is_refused_even_if_it_is_the_default(words, word):
+    kind = ["lora.rank=4", "lora.alpha=6.0", "lora.dora=true", "lora.rank_stabilised=true", "lora.targets=[q_proj]"]
+    run(words(*kind, "output.name=first"))
+    with pytest.raises(UserError, match=r"command line: lora\.\w+ is .*, but the adapter in runs/first/adapter has"):
+        run(words("lora.init_from=runs/first", word))
+
+
+def test_what_means_the_same_as_the_adapter_has_is_taken(words):
+    peft_folder(target_modules="all-linear", r=4, lora_alpha=8)  # which PEFT writes as a list of names
+    said = ["lora.alpha=null", "lora.targets=[all-linear]", "lora.dora=false", "lora.rank=4"]
+    assert isinstance(run(words("lora.init_from=theirs", *said))[-1], EndRecord)
 
 
 def test_an_adapter_without_a_base_is_given_one(words, capsys):

@@ -102,8 +102,23 @@ def test_the_whole_model_has_the_type_asked_for_but_not_its_tables():
     gpt, adapters = adapted(dtype=torch.bfloat16)
     merge(adapters, torch.float32)
     assert {parameter.dtype for parameter in gpt.parameters()} == {torch.float32}
-    with pytest.raises(ValueError, match="bf16 or fp32"):
-        merge(adapted()[1], torch.float16)
+    with pytest.raises(ValueError, match="bf16, fp16 or fp32"):
+        merge(adapted()[1], torch.float64)
+
+
+@pytest.mark.parametrize("where", ["sum", "norm"])
+def test_what_fp16_cannot_hold_is_refused_before_anything_is_changed(where):
+    gpt, adapters = adapted()
+    with torch.no_grad():
+        if where == "sum":
+            list(adapters.tensors())[-1].b.fill_(1e6)
+        else:
+            gpt.norm.weight[0] = 1e5
+    before = {name: parameter.clone() for name, parameter in gpt.named_parameters()}
+    with pytest.raises(CheckpointError, match="range"):
+        merge(adapters, torch.float16)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in gpt.named_parameters())
+    merge(adapters, torch.bfloat16)
 
 
 def test_an_adapter_that_does_nothing_loses_nothing():

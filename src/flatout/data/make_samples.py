@@ -378,9 +378,10 @@ class _Maker:
         )
         kinds = Counter(problem.kind for problem in problems)
         others = ", ".join(f"{count:,} of {kind}" for kind, count in kinds.most_common(4)) if len(kinds) > 1 else ""
+        kind = "no-template" if first.kind == "template" and self._template is None else first.kind
         raise DataError(
             f"{what}; the first: {first.file}{place}: {first.message}{f' (problems: {others})' if others else ''}",
-            _HINTS.get(first.kind, "mend the rows, or set chat.format and chat.fields"),
+            _HINTS.get(kind, "mend the rows, or set chat.format and chat.fields"),
         )
 
 
@@ -399,7 +400,8 @@ def _check_readable(file: InputFile, problem: Problem) -> None:
 _HINTS = {
     "json": "one JSON value on each line is .jsonl, one list of all rows is .json: check the name and the content",
     "role": "rename the roles in the file, or map the fields that hold them with chat.fields",
-    "template": "look at the order of the roles, or set chat.template to another one: chatml, plain, none, or a file",
+    "template": "look at the order of the roles, or set chat.template to another one: chatml, plain, or a file",
+    "no-template": "set chat.template to model, chatml, plain or a file; none is for rows without turns",
     "turns": "give rows with an assistant turn to learn, or set chat.train_on=all",
     "field": "map the columns that the file has with chat.fields, or set chat.format",
     "empty": "leave empty rows out",

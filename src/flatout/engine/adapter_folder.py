@@ -6,7 +6,7 @@ base model, whose name is in adapter_config.json.
 
 Contract: the folder is replaced as a whole. The hash of the base is kept in it, and an adapter of ours is not put on
 another base. `lora.init_from` takes over rank, alpha, targets and kind from the folder; what a user wrote that says
-otherwise is refused.
+otherwise is refused. A run that was begun so and goes on has them from its checkpoint.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import LoraConfig, RunConfig
+from flatout.config.yaml_loader import format_value
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.model_folder import TOKENIZER, read_model_tokenizer, read_templates
 from flatout.data.portable import tokenizer_files, with_stops, with_template
@@ -24,7 +25,7 @@ from flatout.engine.run_folder import checkpoints_of, is_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.files import canonical_json
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, read_origin, save_adapter
-from flatout.model.adapter_targets import ALL_LINEAR, choose, targets_of
+from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, choose, targets_of
 from flatout.model.adapters import Adapters
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
@@ -84,6 +85,15 @@ def write_adapter(
     )
 
 
+def who_loads(name: str, description: Description) -> str | None:
+    """What to say of a base that others cannot load; None where they can. `name` is where it lies."""
+    if not is_checkpoint(description.folder):
+        return None
+    if not description.values:
+        return "its base is a checkpoint of ours, of a shape that transformers has not: only Flatout loads it"
+    return f"its base is a checkpoint of ours: for PEFT, write that as a folder with `flatout export {name} FOLDER`"
+
+
 def _facts(folder: Path) -> dict[str, Any]:
     """What we wrote beside an adapter for ourselves; nothing where others wrote it."""
     try:
@@ -122,25 +132,62 @@ def adapter_at(name: str) -> Path:
     raise CheckpointError(f"{name} holds no adapter", hint)
 
 
-def with_adapter(config: RunConfig, description: Description, written: Callable[[str], str | None]) -> RunConfig:
-    """The config with the settings of the adapter it goes on from."""
-    if config.lora.init_from is None:
+def with_adapter(
+    config: RunConfig,
+    description: Description,
+    written: Callable[[str], str | None],
+    *,
+    begun: LoraConfig | None = None,
+) -> RunConfig:
+    """The config with the settings of the adapter it goes on from.
+
+    `begun` is what the checkpoint of a run that goes on says: it began with that folder as it was then, and what lies
+    there today, if anything, does not matter any more.
+    """
+    name = config.lora.init_from
+    if name is None:
         return config
     if not config.lora.rank:
         raise ConfigError("lora.init_from is set, but lora.rank is 0", "leave one of the two out")
-    origin = read_origin(adapter_at(config.lora.init_from))
-    found = {**{name: getattr(origin.plan, name) for name in _SETTINGS}, "targets": _targets(origin, description)}
-    found["alpha"] = float(found["alpha"])
-    for name, value in found.items():
-        ours, default = getattr(config.lora, name), LoraConfig.model_fields[name].default
-        where = written(f"lora.{name}")
-        same = sorted(ours) == sorted(value) if isinstance(ours, list) and isinstance(value, list) else ours == value
-        if where and not same and ours != default:
+    if begun is not None and begun.rank and begun.init_from is not None and Path(begun.init_from) == Path(name):
+        found = {field: getattr(begun, field) for field in (*_SETTINGS, "targets")}
+        whose, hint = "the run", "leave lora.{} out: a run goes on with the adapter that it has"
+    elif begun is not None and not Path(name).is_dir():
+        return config
+    else:
+        origin = read_origin(adapter_at(name))
+        found = {field: getattr(origin.plan, field) for field in _SETTINGS}
+        found |= {"alpha": float(origin.plan.alpha), "targets": _targets(origin, description)}
+        whose, hint = (
+            f"the adapter in {origin.folder}",
+            "leave lora.{} out, or begin a new adapter without lora.init_from",
+        )
+    for field, value in found.items():
+        ours, where = getattr(config.lora, field), written(f"lora.{field}")
+        if where and not _mean_the_same(field, ours, value, found["rank"], description):
             raise ConfigError(
-                f"{where}: lora.{name} is {ours}, but the adapter in {origin.folder} has {value}",
-                f"leave lora.{name} out, or begin a new adapter without lora.init_from",
+                f"{where}: lora.{field} is {format_value(ours)}, but {whose} has {format_value(value)}",
+                hint.format(field),
             )
     return config.model_copy(update={"lora": config.lora.model_copy(update=found)})
+
+
+def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: Description) -> bool:
+    """Whether two values of a setting make the same adapter: a null alpha is a number, and targets have many names."""
+    if field == "alpha":
+        return (2.0 * rank if ours is None else ours) == (2.0 * rank if theirs is None else theirs)
+    if field != "targets" or sorted(ours) == sorted(theirs):
+        return field == "targets" or ours == theirs
+    targets = targets_of(empty_model(description.config, description.vocab, device="meta"))
+    try:
+        one, other = (choose(AdapterPlan(rank=rank, targets=_plan_targets(names)), targets) for names in (ours, theirs))
+    except ConfigError:
+        return False
+    return one == other
+
+
+def _plan_targets(names: list[str]) -> str | tuple[str, ...]:
+    return ALL_LINEAR if names == [ALL_LINEAR] else tuple(names)
 
 
 def _targets(origin: AdapterOrigin, description: Description) -> list[str]:

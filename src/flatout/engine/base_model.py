@@ -26,7 +26,7 @@ from flatout.engine.checkpoint import verify_checkpoint
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint
 from flatout.errors import CheckpointError, DataError
 from flatout.model.execution import Execution
-from flatout.model.fingerprint import weights_fingerprint
+from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import Description, check_same_model, describe, read_description
 from flatout.model.hub_describe import description_of
@@ -81,12 +81,12 @@ def describe_base(name: str, context: int | None) -> Description:
     if found.kind == "huggingface":
         return read_description(found.path, context=context)
     checkpoint = checkpoint_to_load(found.path, best=True)
-    config, state, language = _read_own(name, checkpoint)
+    config, state, language = _read_own(name, checkpoint, training=False)
     return described_checkpoint(config, state, checkpoint, tokenizer_from_json(language).end_of_text, context)
 
 
 def _own(name: str, checkpoint: Path, context: int | None) -> Base:
-    config, state, language = _read_own(name, checkpoint)
+    config, state, language = _read_own(name, checkpoint, training=True)
     try:
         tokenizer = as_model_tokenizer(tokenizer_from_json(language))
     except DataError as error:
@@ -100,7 +100,7 @@ def _own(name: str, checkpoint: Path, context: int | None) -> Base:
     )
 
 
-def _read_own(name: str, checkpoint: Path) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
+def _read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
     """(config, state, tokenizer) of a checkpoint of ours that can be a base."""
     verify_checkpoint(checkpoint)
     values, state, language = (
@@ -108,9 +108,12 @@ def _read_own(name: str, checkpoint: Path) -> tuple[RunConfig, dict[str, Any], d
     )
     config = resolve_from_mapping(values, str(checkpoint))
     if config.lora.rank:
+        other = "or go on with its adapters: lora.init_from"
+        if not training:
+            other = f"or name the model under its adapters: {config.model.init_from}"
         raise CheckpointError(
-            f"{name} has adapters beside a frozen model, and cannot be trained on as a base",
-            f"write it as one model with `flatout merge {name} FOLDER`, or go on with its adapters: lora.init_from",
+            f"{name} has adapters beside a frozen model, and cannot be the base of others",
+            f"write it as one model with `flatout merge {name} FOLDER`, {other}",
         )
     return config, state, language
 
@@ -167,11 +170,14 @@ def build_base(
 
 
 def base_fingerprint(description: Description) -> str:
-    """A hash of the weights, for adapters to be told from those of another model."""
+    """A hash of the weights, for adapters to be told from those of another model.
+
+    A checkpoint of ours and the folder that `flatout export` makes of it have the same.
+    """
     if not is_checkpoint(description.folder):
         return weights_fingerprint(description)
-    manifest = json.loads((description.folder / "manifest.json").read_bytes())
-    return manifest["files"]["model.safetensors"]["sha256"]
+    weights = description.folder / "model.safetensors"
+    return own_fingerprint(weights, description.config, portable=bool(description.values))
 
 
 def check_base(name: str, description: Description, expected: str | None) -> None:

@@ -20,7 +20,7 @@ from flatout.data.sample_loader import SampleOrder
 from flatout.data.stream import TOLD_PROBLEMS
 from flatout.data.stream_loader import StreamLoader
 from flatout.device import reserved_memory_bytes
-from flatout.engine.adapter_folder import ADAPTER, step_of, write_adapter
+from flatout.engine.adapter_folder import ADAPTER, step_of, who_loads, write_adapter
 from flatout.engine.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -161,7 +161,7 @@ def train_loop(
         yield NoticeRecord(step=progress.step, message=f"{position['problems']:,} problems in the source in all")
     yield from (NoticeRecord(step=progress.step, message=message) for message in run.news.take())
     if (step := step_of(folder / ADAPTER)) is not None and run.adapters is not None:
-        yield NoticeRecord(step=progress.step, message=f"adapter for PEFT and vLLM: {folder / ADAPTER}, of step {step}")
+        yield NoticeRecord(step=progress.step, message=_about_adapter(run, folder / ADAPTER, step))
     yield EndRecord(
         step=progress.step,
         reason=reason,
@@ -356,6 +356,14 @@ def save_run_adapter(run: Run, folder: Path, step: int) -> None:
         return
     files = run.files_beside
     write_adapter(run.adapters, folder / ADAPTER, base=name, fingerprint=run.base, step=step, files=files)
+
+
+def _about_adapter(run: Run, place: Path, step: int) -> str:
+    data, name = run.dataset, run.config.model.init_from
+    remark = who_loads(name, data.description) if isinstance(data, SampleData) and name is not None else None
+    return f"adapter{' for PEFT and vLLM' if remark is None else ''}: {place}, of step {step}" + (
+        "" if remark is None else f"; {remark}"
+    )
 
 
 def mend_run_adapter(run: Run, folder: Path) -> None:

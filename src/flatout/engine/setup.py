@@ -204,11 +204,18 @@ def stride_of(config: RunConfig) -> int:
     return config.data.stride or config.model.context
 
 
-def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None, *, weights: bool = True) -> Run:
+def setup_run(
+    loaded: LoadedConfig | RunConfig,
+    progress: Progress | None = None,
+    *,
+    begun: LoraConfig | None = None,
+) -> Run:
     """Builds a run with fresh weights. Resuming overwrites its state afterwards.
 
-    Without `weights`, those that `model.init_from` names are not read where a checkpoint brings all of them.
+    `begun` is what the checkpoint to go on from says of adapters. Weights that `model.init_from` names are then not
+    read where the checkpoint brings all of them.
     """
+    weights = begun is None
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     sources = {} if isinstance(loaded, RunConfig) else loaded.sources
     if isinstance(loaded, LoadedConfig):
@@ -219,7 +226,7 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
     dataset, remarks = _open_data(config, progress)
     context, stride = config.model.context, stride_of(config)
     if isinstance(dataset, SampleData):
-        config = described_config(config, dataset, sources, weights=weights)
+        config = described_config(config, dataset, sources, begun=begun)
         packing, corpus_bytes = None, None
         order = order_of(config, dataset)
     elif isinstance(dataset, StreamDataset):
@@ -292,13 +299,12 @@ def setup_run(loaded: LoadedConfig | RunConfig, progress: Progress | None = None
 
 
 def described_config(
-    config: RunConfig, dataset: SampleData, sources: Mapping[str, Source], *, weights: bool = True
+    config: RunConfig, dataset: SampleData, sources: Mapping[str, Source], *, begun: LoraConfig | None = None
 ) -> RunConfig:
     """The config of a fine-tuning run with the shape of its model, and that of the adapter it goes on from."""
     _check_no_shape(config, dataset.description, sources)
     config = with_described_model(config, dataset.base)
-    if weights or _adapter_is_there(config):
-        config = with_adapter(config, dataset.description, lambda path: _written(sources, path))
+    config = with_adapter(config, dataset.description, lambda path: _written(sources, path), begun=begun)
     if not config.lora.rank:  # nothing of it is read, and what a preset says of it is not the run's
         config = config.model_copy(update={"lora": LoraConfig()})
     return config
@@ -320,11 +326,6 @@ def _flops(config: RunConfig, dataset: Dataset | StreamDataset | SampleData, voc
 def _written(sources: Mapping[str, Source], path: str) -> str | None:
     """Where the user wrote a field, "" where that is not known; None for what no user wrote."""
     return sources[path].written if path in sources else ""
-
-
-def _adapter_is_there(config: RunConfig) -> bool:
-    """A run that goes on has its adapters in its checkpoint, and can do without the folder that they began in."""
-    return config.lora.init_from is not None and Path(config.lora.init_from).is_dir()
 
 
 def _attach(model: GPT, config: RunConfig) -> Adapters:

@@ -22,7 +22,7 @@ from flatout.model.adapters import Adapters
 from flatout.model.gpt import GPT
 from flatout.ops.lora import adapted_weight, dora_norm
 
-MERGED_TYPES = (torch.bfloat16, torch.float32)
+MERGED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,16 +118,18 @@ def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype, *, at_once: int = 20
 
 def check_merged_type(dtype: torch.dtype) -> None:
     if dtype not in MERGED_TYPES:
-        raise ValueError(f"merged weights are bf16 or fp32, not {dtype}")
+        raise ValueError(f"merged weights are bf16, fp16 or fp32, not {dtype}")
 
 
 def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
     """Writes the adapters into their model's weights, takes them off, and puts the whole model in `dtype`.
 
-    Nothing is changed when an adapter is not finite.
+    Nothing is changed when an adapter is not finite, or a weight is beyond the range of fp16.
     """
     check_merged_type(dtype)
     _refuse_broken(adapters)
+    if dtype == torch.float16:  # the other types have the range of fp32
+        _refuse_overflow(adapters)
     rows: list[Retention] = []
     total = _Sums()
     adapters.unfold()
@@ -170,6 +172,25 @@ def _refuse_broken(adapters: Adapters) -> None:
                     f"the adapter of {part.choice.target.path} holds values that are not finite",
                     "take an earlier checkpoint: merged, it would spoil the base",
                 )
+
+
+def _refuse_overflow(adapters: Adapters) -> None:
+    """Every weight is looked at as fp16 would hold it, before the first one is changed."""
+    hint = "merge it as bf16 or fp32, which have a wider range"
+    for layer, retentions, _, merged in _merged(adapters, torch.float16):
+        if not bool(torch.isfinite(merged).all()):
+            raise CheckpointError(
+                f"with its adapter, {_first_beyond(layer, merged, retentions)} leaves fp16's range", hint
+            )
+    inside = {id(layer.weight) for layer in adapters.layers.values()}
+    for name, parameter in adapters.model.named_parameters():
+        if id(parameter) not in inside and not bool(torch.isfinite(parameter.detach().half()).all()):
+            raise CheckpointError(f"{name} holds values beyond the range of fp16", hint)
+
+
+def _first_beyond(layer: AdaptedLinear, merged: Tensor, retentions: list[Retention]) -> str:
+    pairs = zip(layer.layout.parts, retentions, strict=True)
+    return next((found.name for part, found in pairs if not bool(torch.isfinite(merged[part.span]).all())), "a weight")
 
 
 def _convert(model: nn.Module, dtype: torch.dtype) -> None:

@@ -52,7 +52,9 @@ def merge(words: list[str]) -> int:
     parser.add_argument("run", help="a run, checkpoint or adapter folder")
     parser.add_argument("folder", help="new folder to write")
     parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16", help="of the weights; default bf16")
+    parser.add_argument(
+        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights; default bf16"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_base(parser)
     parser.set_defaults(device="cpu")
@@ -61,11 +63,12 @@ def merge(words: list[str]) -> int:
     from flatout import api
 
     model = api.load_model(parsed.run, device="cpu", best=not parsed.last, base=parsed.base)
-    done = api.merge(model, parsed.folder, dtype=parsed.dtype)
+    told: list[str] = []
+    done = api.merge(model, parsed.folder, dtype=parsed.dtype, notice=told.append)
     total, difference = done.report.total, done.difference
     if parsed.json:
         body = {"folder": str(done.folder), "kept": total.kept, "lost": total.lost, "unchanged": total.unchanged}
-        body |= {"relative_update": total.relative_update, "logits_relative": difference.relative}
+        body |= {"relative_update": total.relative_update, "logits_relative": difference.relative, "notes": told}
         print(json.dumps({**body, "logits_largest": difference.largest, "same_choice": difference.same_choice}))
         return 0
     print(f"wrote {done.folder}, in {parsed.dtype}")
@@ -78,5 +81,9 @@ def merge(words: list[str]) -> int:
         f"{difference.largest:.3g}; the likeliest token is the same at {difference.same_choice:.1%} of its places"
     )
     if total.kept < 0.9:
-        print("note: much of the update is lost in bf16: write it with --dtype fp32, or keep the adapters apart")
+        told.append(
+            f"much of the update is lost in {parsed.dtype}: write it with --dtype fp32, or keep the adapters apart"
+        )
+    for message in told:
+        print(f"note: {message}")
     return 0

@@ -232,6 +232,7 @@ def test_bad_rows_are_listed_and_the_rest_is_used(prepare, tmp_path: Path):
     assert len(samples.train) == 40
     assert samples.manifest["problems"] == {"all": 3, "empty": 1, "field": 2}
     assert samples.manifest["counts"]["rows"] == 43
+    assert samples.manifest["counts"]["rows_not_used"] == 3
     listed = [json.loads(line) for line in (tmp_path / "samples" / "problems.jsonl").read_text().splitlines()]
     assert [(problem["place"], problem["kind"]) for problem in listed] == [
         ("line 41", "field"),

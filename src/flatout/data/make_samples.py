@@ -69,6 +69,7 @@ class SampleRequest:
 # What is counted, in the order in which it is of interest.
 COUNTS: Mapping[str, str] = {
     "rows": "rows that were read",
+    "rows_not_used": "rows that could not be used, with the reason of each in problems.jsonl beside the samples",
     "turns": "assistant turns that are learned",
     "turns_apart": "turns in samples of their own, since the template writes them differently later on",
     "prompts_apart": "turns that do not begin as the template's prompt does",
@@ -313,6 +314,7 @@ class _Maker:
     def _note(self, problem: Problem) -> None:
         self.problems.append(problem)
         self.counts["rows"] += problem.records
+        self.counts["rows_not_used"] += problem.records
 
     def _flush(self, made: _Made, pending: list[Rendered], owners: list[int]) -> None:
         most = self._request.context + 1

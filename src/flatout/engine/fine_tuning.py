@@ -119,7 +119,7 @@ def remarks_on_samples(data: SampleData) -> tuple[str, ...]:
         f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned",
         f"samples: {f'made now, since {made}' if made else 'used again'}, in {data.manifest.folder}",
     ]
-    told = ("truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
+    told = ("rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
             "turns_without_end_token", "turns_unlabelled", "special_in_content")  # fmt: skip
     return (*lines, *(f"samples: {counts[name]:,} {COUNTS[name]}" for name in told if counts.get(name)))
 

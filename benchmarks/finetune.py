@@ -194,7 +194,6 @@ def timed(step: Callable[[], float]) -> dict[str, Any]:
     if cuda:
         torch.cuda.synchronize()
     seconds = [between(a, b) for a, b in itertools.pairwise(marks)]
-    rates = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
     peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
     host = []
     for _ in range(3):  # an idle device, so that nothing in a queue holds the host up
@@ -205,6 +204,12 @@ def timed(step: Callable[[], float]) -> dict[str, Any]:
         host.append(time.perf_counter() - began)
     if cuda:
         torch.cuda.synchronize()
+    return figures(tokens, seconds, host, peak)
+
+
+def figures(tokens: list[int], seconds: list[float], host: list[float], peak: float | None) -> dict[str, Any]:
+    """A row's figures; ours and the peers' are made here alike."""
+    rates = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
     return {
         "steps_timed": TIMED,
         "tokens_a_step": round(statistics.mean(tokens)),

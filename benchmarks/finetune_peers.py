@@ -21,7 +21,6 @@ import importlib.metadata
 import itertools
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -41,6 +40,7 @@ from finetune import (
     VOCAB,
     WARM_UP,
     between,
+    figures,
     llama,
     mark,
     peft,
@@ -107,17 +107,8 @@ class Clock:
             raise RuntimeError(f"the trainer took {self.ended} steps, not {STEPS}")
         seconds = [between(first, second) for first, second in itertools.pairwise(self.marks)]
         tokens = self.tokens[UNTIMED : UNTIMED + TIMED]
-        rates = [count / taken for count, taken in zip(tokens, seconds, strict=True)]
         return {
-            "steps_timed": TIMED,
-            "tokens_a_step": round(statistics.mean(tokens)),
-            "tokens_per_second": round(sum(tokens) / sum(seconds)),
-            "median": round(statistics.median(rates)),
-            "fastest": round(max(rates)),
-            "slowest": round(min(rates)),
-            "step_ms": round(1e3 * statistics.median(seconds), 2),
-            "host_ms": round(1e3 * min(self.host), 2),
-            "peak_gib": None if self.peak is None else round(self.peak, 2),
+            **figures(tokens, seconds, self.host, self.peak),
             "losses": [round(float(loss), 4) for loss in (self.losses[0], self.losses[-1])],
         }
 

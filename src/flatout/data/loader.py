@@ -19,14 +19,13 @@ where that is; in packed windows there is no such target.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.ahead import Ahead, with_index
+from flatout.data.ahead import Ahead, BatchLoader, with_index
 from flatout.data.best_fit import Packing, best_fit
 from flatout.data.sampler import WindowOrder, window_count, window_starts
 from flatout.data.shards import Tokens, TokenShards
@@ -123,7 +122,7 @@ def pack_documents(shards: TokenShards, context: int) -> Packing:
 
 
 @final
-class HostLoader:
+class HostLoader(BatchLoader):
     """Batches read from the shards by `workers` threads, or in the loop when there are none.
 
     With a `packing` the stride plays no part, and batches always tell documents; else `with_documents` asks for them.
@@ -152,9 +151,6 @@ class HostLoader:
         span = {"first_step": first_step, "last_step": last_step}
         self._ahead = Ahead(self._read, workers=workers, device=self._device, **span)
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Batch:
         step, raw = self._ahead.take()
         return _batch(raw.on(self._device), step)
@@ -162,14 +158,6 @@ class HostLoader:
     def close(self) -> None:
         """Stop the threads and end the iteration. May be called at any time and more than once."""
         self._ahead.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _read(self, step: int) -> _Raw:
         plan, windows = self._plan, self._plan.windows(step)
@@ -186,7 +174,7 @@ class HostLoader:
 
 
 @final
-class DeviceLoader:
+class DeviceLoader(BatchLoader):
     """Batches gathered on the device from the whole split, kept there in two or four bytes a token."""
 
     def __init__(
@@ -212,9 +200,6 @@ class DeviceLoader:
         self._last_step = last_step
         self._resident: torch.Tensor | None = _resident(shards, self._device)
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Batch:
         step = self._next_step
         if step >= self._last_step or self._resident is None:
@@ -227,14 +212,6 @@ class DeviceLoader:
         """End the iteration and let go of the device memory."""
         self._next_step = self._last_step
         self._resident = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _gathered(self, resident: torch.Tensor, step: int) -> _Raw:
         plan, windows = self._plan, self._plan.windows(step)

@@ -15,14 +15,13 @@ Trap: steps have different numbers of labelled tokens, so their mean loss must b
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.ahead import Ahead, with_index
+from flatout.data.ahead import Ahead, BatchLoader, with_index
 from flatout.data.best_fit import Layout, best_fit
 from flatout.data.loader import Batch
 from flatout.data.sampler import WindowOrder
@@ -77,7 +76,7 @@ def row_lengths(most: int) -> list[int]:
 
 
 @final
-class SampleLoader:
+class SampleLoader(BatchLoader):
     """Batches of samples, made ahead of time by `workers` threads, or in the loop when there are none.
 
     `row_tokens` is how much a row may hold; a sample of n tokens takes n - 1, since its last one is a target only.
@@ -108,23 +107,12 @@ class SampleLoader:
         span = {"first_step": first_step, "last_step": last_step}
         self._ahead = Ahead(self._made, workers=workers, device=self._device, **span)
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Batch:
         return _moved(self._ahead.take()[1], self._device)
 
     def close(self) -> None:
         """Stop the threads and end the iteration. May be called at any time and more than once."""
         self._ahead.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _made(self, step: int) -> Batch:
         batch = self._rows.batch(self._order.indices(step), step)

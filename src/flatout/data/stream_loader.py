@@ -15,13 +15,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Generator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from flatout.data.ahead import BatchLoader
 from flatout.data.loader import Batch
 from flatout.data.sampler import WindowOrder
 from flatout.data.stream import TokenStream
@@ -51,7 +51,7 @@ class Block:
 
 
 @final
-class StreamLoader:
+class StreamLoader(BatchLoader):
     """Batches of a stream, in the order of steps. A one-pass iterator and a context manager, like the other loaders.
 
     `position` is that of a checkpoint at `first_step`; without it the source is read from its beginning.
@@ -91,9 +91,6 @@ class StreamLoader:
         if first_step < last_step:
             self._ahead = _Ahead(stream, position or Position(), first, self._order.windows, context)
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> Batch:
         step = self._next_step
         if step >= self._last_step or self._ahead is None:
@@ -128,14 +125,6 @@ class StreamLoader:
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _take(self, block: Block) -> None:
         self._held[block.number] = block

@@ -109,10 +109,12 @@ def our_config(words: list[str], *, mixed: bool, small: bool) -> RunConfig:
     return config.model_copy(update={"model": ModelConfig(**{**shape, "vocab": TOY_VOCAB if small else VOCAB})})
 
 
-def our_step(config: RunConfig) -> tuple[TrainStep, Speed]:
+def our_step(config: RunConfig, *, mixed: bool, small: bool) -> tuple[TrainStep, Speed]:
     """The step of a fine-tuning run on random weights."""
+    lengths = np.diff(samples_of(mixed=mixed, small=small).offsets) - 1
+    step_tokens = float(lengths.mean()) * config.chat.batch_samples
     device = detect_device(config.speed.device)
-    speed = resolve_speed(config, device, None, lambda _: "", vocab=config.model.vocab)
+    speed = resolve_speed(config, device, None, lambda _: "", vocab=config.model.vocab, step_tokens=step_tokens)
     use_expandable_segments(device.torch_device, on=speed.expandable_segments)
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(speed.precision, torch.float32)
     vocab = config.model.vocab
@@ -153,9 +155,20 @@ def batches_of(config: RunConfig, speed: Speed, *, mixed: bool, small: bool) -> 
     return SampleLoader(samples, order, workers=speed.workers, **rows, **span)
 
 
+def recorded(
+    graph: MicroBatchGraph, take: Callable[[Batch], float], config: RunConfig, speed: Speed, *, mixed: bool, small: bool
+) -> int:
+    """Takes all steps twice, after which every shape that comes is recorded; returns how many shapes that are."""
+    for _ in range(2):
+        with batches_of(config, speed, mixed=mixed, small=small) as loader:
+            for batch in loader:
+                take(batch)
+    return len(graph.recordings)
+
+
 def ours(words: list[str], *, mixed: bool, small: bool, profile: bool) -> dict[str, Any]:
     config = our_config(words, mixed=mixed, small=small)
-    step, speed = our_step(config)
+    step, speed = our_step(config, mixed=mixed, small=small)
     with batches_of(config, speed, mixed=mixed, small=small) as loader:
         feed = iter(loader)
 
@@ -169,6 +182,8 @@ def ours(words: list[str], *, mixed: bool, small: bool, profile: bool) -> dict[s
             return row | profiled(take, feed)
         first = next(feed)
         loss = float(step(first.tokens, first.targets, first.packed)[0])
+        if isinstance(step.run_micro_batch, MicroBatchGraph):  # as in a long run: every shape has come, and twice
+            row |= {"recordings": recorded(step.run_micro_batch, take, config, speed, mixed=mixed, small=small)}
         row |= timed(lambda: take(next(feed)))
         batch = next(feed)
         row["losses"] = [round(loss, 4), round(float(step(batch.tokens, batch.targets, batch.packed)[0]), 4)]

@@ -4,12 +4,13 @@ The exhaustive search runs once per preset, without a cap: its best under a cap 
 the margin there, and both rates come from that search. Where tune moves moments to the host it runs again under that
 cap, and both rates are those of whole steps: an update on the host is too uneven for anything shorter.
 
-    python benchmarks/tune_caps.py PRESET CAP... [--batch-tokens N] [--steps N] [--no-exhaustive]
+    python benchmarks/tune_caps.py PRESET CAP... [--batch-tokens N] [--steps N] [--no-exhaustive | --known FILE]
 
 PRESET is gpt2-124m or gpt2-350m, a CAP is in GiB or `none`. One JSON line per cap goes to stdout and is added to
 benchmarks/tune_caps.jsonl by hand. Needs a CUDA device. Each line holds: the choice, its tokens/s and peak, trials and
 seconds of the search, the best of the exhaustive search and the share of it that the choice reaches, and the speed,
-peak and out-of-memory notices of the training run. Training happens under the same cap.
+peak and out-of-memory notices of the training run. Training happens under the same cap. `--known` takes the trials of
+the search without a cap from such a line, where the caps do not fit into one sitting.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def main() -> None:
@@ -30,10 +31,29 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=131072)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--no-exhaustive", action="store_true")
+    parser.add_argument("--known", type=Path)
     words = parser.parse_args()
+    if words.known is not None:
+        lines = [json.loads(line) for line in words.known.read_text(encoding="utf-8").splitlines()]
+        every = next(line["exhaustive"] for line in lines if line.get("cap_gib") is None and "exhaustive" in line)
+        _EVERYTHING[None] = [Tried(*trial) for trial in every], None
     for cap in words.caps:
         row = one_cap(words.preset, None if cap == "none" else float(cap), words)
         print(json.dumps(row), flush=True)
+
+
+class Tried(NamedTuple):
+    """What this file asks of a trial."""
+
+    micro_batch: int
+    checkpointing: str
+    loss: str
+    status: str
+    tokens_per_second: float | None
+    peak_bytes: int | None
+    loss_chunk: int
+    optimizer_offload: bool
+    cuda_graphs: bool
 
 
 def one_cap(preset: str, cap: float | None, words: argparse.Namespace) -> dict:
@@ -80,6 +100,8 @@ def one_cap(preset: str, cap: float | None, words: argparse.Namespace) -> dict:
             "share_of_best": 1.0 if same and same[0] is best else (mine or 0.0) / (best.tokens_per_second or 1.0),
             "exhaustive_trials": len(every),
         }
+        if cap is None:
+            row["exhaustive"] = [[getattr(trial, name) for name in Tried._fields] for trial in every]
         say(f"{row['share_of_best']:.3f} of the best of {len(every)} trials")
     if words.steps:
         row |= train(preset, cap, result, words)

@@ -147,6 +147,8 @@ def free_memory(device: torch.device) -> None:
     """Gives back what nobody holds any more: first Python's cycles, then the allocator's cache."""
     gc.collect()
     if device.type == "cuda":
+        # The allocator itself waits for one stream only, the one that asked for the memory; others may be using it.
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     elif device.type == "mps":
         torch.mps.empty_cache()

@@ -26,7 +26,7 @@ KERNELS = ["torch", "auto"]  # auto: our own, where they know adapters
 @pytest.fixture(autouse=True)
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_chat_model(tmp_path / "base")
+    write_chat_model(tmp_path / "base", context=512)
     rows = [
         {"instruction": "What is it " * (n % 7), "input": "", "output": "Hello there, it is one. " * (1 + n % 5)}
         for n in range(60)

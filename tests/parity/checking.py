@@ -1,7 +1,8 @@
 """How kernels are checked: against a reference in float64, in memory that shows what was not written or not ours.
 
 Every tensor that a kernel's launcher makes with `torch.empty` is full of NaN and lies between two guards. An element
-that a kernel leaves out fails the comparison; one that it writes beyond the end fails at the end of the test.
+that a kernel leaves out fails the comparison; one that it writes beyond the end fails at the end of the test, or
+before, where a test makes so many tensors that they cannot all be kept.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 GUARD = 64
+KEPT_BYTES = 2**30
 SENTINEL = 96.0  # exact in every floating type down to 8 bits
 
 # (relative to the element, relative to the root mean square of the whole tensor)
@@ -29,6 +31,7 @@ class GuardedMemory:
     def __init__(self) -> None:
         self.empty, self.empty_like = torch.empty, torch.empty_like
         self.buffers: list[Tensor] = []
+        self.bytes = 0
 
     def make(self, *size: Any, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Tensor:
         shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
@@ -39,7 +42,10 @@ class GuardedMemory:
         whole = self.empty(shape.numel() + 2 * GUARD, dtype=kind, device=where)
         fill(whole, SENTINEL)
         fill(whole[GUARD : GUARD + shape.numel()], float("nan"))
+        if self.bytes + whole.nbytes > KEPT_BYTES:
+            self.check()
         self.buffers.append(whole)
+        self.bytes += whole.nbytes
         return whole[GUARD : GUARD + shape.numel()].view(shape)
 
     def make_like(self, x: Tensor, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
@@ -52,6 +58,8 @@ class GuardedMemory:
         for whole in self.buffers:
             guards = torch.cat([whole[:GUARD].float(), whole[-GUARD:].float()])
             assert (guards == SENTINEL).all(), "a kernel wrote beyond the end of its output"
+        self.buffers.clear()
+        self.bytes = 0
 
 
 def fill(x: Tensor, value: float) -> Tensor:

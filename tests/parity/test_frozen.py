@@ -183,8 +183,8 @@ def test_bf16_stays_as_near_to_fp32_as_torch(residual, device):
     assert error(ours) <= allowed * error(torch_path)
 
 
-def steps(device, execution, count: int, *, dtype=torch.float32, bf16=False, plan=None, rows=None, **model):
-    """Losses and gradient norms of some updates by the engine's own step."""
+def step_of(device, execution, count: int, *, dtype=torch.float32, bf16=False, plan=None, micro_batch=1, **model):
+    """The engine's own step, and the adapters that it trains."""
     built, adapters = adapted(device, execution, plan or {}, dtype=dtype, **model)
     trained = only_adapters(adapters)
     fused = device == "cuda"
@@ -195,11 +195,17 @@ def steps(device, execution, count: int, *, dtype=torch.float32, bf16=False, pla
         optimizer,
         rates=[0.02 if dtype == torch.float32 else 1e-3] * count,
         clip=1.0,
-        micro_batch=1 if rows is None else 4,
+        micro_batch=micro_batch,
         clear_gradients=trained.clear_gradients,
         scope=lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=bf16),
     )
-    tokens, targets, _ = batch(device, packed=False) if rows is None else (*rows, None)
+    return step, adapters
+
+
+def steps(device, execution, count: int, **how):
+    """Losses and gradient norms of some updates."""
+    step, adapters = step_of(device, execution, count, **how)
+    tokens, targets, _ = batch(device, packed=False)
     return [step(tokens, targets)[:2].tolist() for _ in range(count)], adapters
 
 
@@ -345,18 +351,28 @@ def test_what_is_kept_for_backward(checkpointing, expected, device):
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("products", ["torch", "tuned"])
 def test_fifty_steps_in_bf16_have_the_losses_of_torch(checkpointing, products, device):
-    """A model of some size, with frozen weights in bf16: losses within bf16's noise all the way."""
+    """A model of some size, with frozen weights in bf16: losses within bf16's noise all the way.
+
+    Two runs in bf16 part for good after a few updates, whoever runs them: Adam divides by gradients that are noise at
+    first. So torch's operations start every step from the adapters that ours have come to.
+    """
     if device != "cuda":
         pytest.skip("of a size for GPUs")
     model = {"layers": 4, "width": 1024, "heads": 16, "kv_heads": 4, "context": 512, "mlp_width": 2816}
     model = LLAMA | model
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, VOCAB, (4, 512), generator=generator).to(device)
-    rows = (tokens, tokens.roll(-1, 1))
-    how = {"dtype": torch.bfloat16, "bf16": True, "plan": {"rank": 16, "alpha": 32.0}, "rows": rows}
+    how = {"dtype": torch.bfloat16, "bf16": True, "plan": {"rank": 16, "alpha": 32.0}, "micro_batch": 4}
     fused = dataclasses.replace(FUSED, checkpointing=checkpointing, products=products, residual="bf16", loss_chunk=8192)
-    mine, _ = steps(device, fused, 50, **how, **model)
-    theirs, _ = steps(device, Execution(), 50, **how, **model)
-    assert theirs[-1][0] < theirs[0][0] - 0.05
-    for index, (ours, expected) in enumerate(zip(mine, theirs, strict=True)):
-        assert ours[0] == pytest.approx(expected[0], rel=1e-2), index
+    (mine, adapters), (theirs, others) = (step_of(device, one, 50, **how, **model) for one in (fused, Execution()))
+    losses = []
+    for index in range(50):
+        with torch.no_grad():
+            others.flat.copy_(adapters.flat)
+        (loss, norm), (loss_there, norm_there) = (
+            step(tokens, tokens.roll(-1, 1))[:2].tolist() for step in (mine, theirs)
+        )
+        assert loss == pytest.approx(loss_there, rel=5e-3), index
+        assert norm == pytest.approx(norm_there, rel=0.1), index
+        losses.append(loss)
+    assert losses[-1] < losses[0] - 0.05

@@ -29,6 +29,7 @@ class FakeRecorder:
         self.error = error
         self.warm_ups = self.recordings = self.replays = 0
         self.pools = []
+        self.finished = 0
         self.bytes = 1000
 
     def warm_up(self, function):
@@ -48,6 +49,9 @@ class FakeRecorder:
 
         self.bytes += 100 if pool is None else 10
         return replay, result, pool or object()
+
+    def finish(self):
+        self.finished += 1
 
     def held(self):
         return self.bytes

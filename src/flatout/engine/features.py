@@ -164,7 +164,10 @@ def resolve_speed(
     reason = reason or ("4-bit weights would leave in full width" if quantized else None)
     activation_offload = switch("activation_offload", asked.activation_offload, reason)
     tokens = size * model.context if step_tokens is None else min(step_tokens, size * model.context)
-    flops = flops_per_token(model, vocab or model.vocab or COMMON_VOCAB) * tokens
+    # A token of packed rows attends inside its own sample, and frozen weights get no gradients.
+    length = None if step_tokens is None else min(model.context, step_tokens / config.chat.batch_samples)
+    each = flops_per_token(model, vocab or model.vocab or COMMON_VOCAB, length, adapters=0 if frozen else None)
+    flops = each * tokens
     graphs = settle(
         "cuda_graphs",
         asked.cuda_graphs,

@@ -16,6 +16,9 @@ Traps:
 - Recording executes nothing. The micro-batch that was recorded is replayed like any other.
 - A graph's memory is its own: evaluation cannot use it, so a run with graphs holds more.
 - Recordings that share memory overwrite each other's results: those are copied before anything else is replayed.
+- With expandable segments the allocator gives memory back as soon as the stream that asked for it is idle. Recordings
+  and warm-ups have asked on a stream of their own, and are replayed and read on another: the device must be idle before
+  memory is given back or recordings are let go, or kernels find their memory gone.
 """
 
 import dataclasses
@@ -47,9 +50,12 @@ class Recorder:
         """Runs on the stream that will record, as torch asks for."""
         outside = torch.cuda.current_stream(self.stream.device)
         self.stream.wait_stream(outside)
-        with torch.cuda.stream(self.stream):
-            result = function()
-        outside.wait_stream(self.stream)
+        try:
+            with torch.cuda.stream(self.stream):
+                result = function()
+        finally:  # after an error, too: what it has started works on gradients, which are let go then
+            outside.wait_stream(self.stream)
+        result.record_stream(outside)
         return result
 
     def record(self, function: Callable[[], Tensor], pool: Any = None) -> tuple[Replay, Tensor, Any]:
@@ -63,8 +69,13 @@ class Recorder:
             result = function()
         return graph.replay, result, graph.pool()
 
+    def finish(self) -> None:
+        """Waits for everything that the device has been told to do."""
+        torch.cuda.synchronize(self.stream.device)
+
     def held(self) -> int:
         """Bytes that torch's allocator holds, without those that it keeps for later only."""
+        self.finish()
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.stream.device)
 
@@ -107,13 +118,16 @@ class MicroBatchGraph:
         self.recorder = recorder
         self.failed = False
         self.crowded = False
+        self.recordings: dict[Hashable, Recording] = {}
         self.reset()
 
     def reset(self) -> None:
         """Forgets all recordings and gives their memory back."""
+        if self.recordings:
+            self.recorder.finish()
         self.prepared: Hashable = None
         self.calls: dict[Hashable, int] = {}
-        self.recordings: dict[Hashable, Recording] = {}
+        self.recordings = {}
         self.gradients: list[Tensor | None] = []
         self.held_bytes = 0  # by recordings, whether one is replayed or not
 

@@ -5,8 +5,8 @@ the micro-batch is halved and the step is taken again. The config stays as it is
 
 Contract: nothing that is learned changes. The update comes last, so weights and moments are those of before the failed
 step; its gradients are dropped, and the random stream is put back. Where the failure came in the middle of an update,
-or a single sequence does not fit, it is an error as before. Packed samples may be a single row from the start: there,
-recordings of CUDA graphs, which hold memory of their own, are given up first.
+or a single sequence does not fit, it is an error as before. Packed samples come in many shapes, and one that was not
+recorded yet needs its memory beside that of the recordings: there CUDA graphs are given up first.
 Trap: the failed step's tensors hang on its error through the frames of its traceback. No memory is free before the
 `except` block is left, so each attempt is a function of its own that hands back a sentence.
 """
@@ -18,6 +18,7 @@ import torch
 from flatout.data.loader import Batch
 from flatout.data.sample_loader import SampleOrder
 from flatout.device import free_memory, is_out_of_memory
+from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import Run, first_sentence, memory_error
 
 
@@ -46,17 +47,19 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
 def use_less_memory(run: Run, sequences: int, sentence: str) -> str:
     """Halves the micro-batch, to a divisor of the batch; returns what to tell the user.
 
-    Packed samples have other numbers of rows in other steps, which no size divides: there it is halved as it is.
+    Packed samples have other numbers of rows in other steps, which no size divides: there it is halved as it is, once
+    there are no recordings of CUDA graphs to let go of.
     """
     before = min(run.step.micro_batch, sequences)
     packed = isinstance(run.order, SampleOrder)
-    if before == 1:
+    graph = run.step.run_micro_batch
+    if before == 1 or (packed and isinstance(graph, MicroBatchGraph) and graph.recordings):
         run.step.use_micro_batch(run.step.micro_batch)  # drops gradients and recordings
         run.step.run_micro_batch = run.step.forward_backward
         free_memory(run.speed.device.torch_device)
         return (
-            f"{sentence}: going on without CUDA graphs, which hold memory of their own; batch and loss stay the same "
-            "(next time: speed.cuda_graphs=off)"
+            f"cuda_graphs became off: {sentence}: going on without CUDA graphs, which hold memory of their own; batch "
+            "and loss stay the same (next time: speed.cuda_graphs=off)"
         )
     size = next(size for size in range(before // 2, 0, -1) if packed or sequences % size == 0)
     run.step.use_micro_batch(size)

@@ -30,6 +30,7 @@ import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.setup import Run, out_of_memory, setup_run
 
@@ -172,7 +173,9 @@ def borrowed_run(loaded: LoadedConfig | RunConfig) -> Iterator[Run]:
 @torch.no_grad()
 def release(run: Run) -> None:
     """Takes weights, gradients and moments away from a run, which is of no use afterwards."""
-    run.step.run_micro_batch = run.step.forward_backward  # a recorded graph keeps its memory
+    if isinstance(run.step.run_micro_batch, MicroBatchGraph):  # recordings keep memory, and the gradients they add to
+        run.step.run_micro_batch.reset()
+    run.step.run_micro_batch = run.step.forward_backward
     run.step.optimizer.state.clear()
     run.model.narrow.forget()
     for parameter in run.model.parameters():

@@ -242,6 +242,7 @@ class Probe:
         """Memory that recorded graphs keep to themselves; torch's peak of allocated bytes does not show it."""
         if not run.speed.cuda_graphs:
             return 0
+        torch.cuda.synchronize(self.device.torch_device)
         torch.cuda.empty_cache()
         return torch.cuda.memory_reserved(self.device.torch_device)
 

@@ -13,7 +13,8 @@ part of what a plain call measures. A case that cannot run gives a row with `err
 
 Seconds are the device's own, from the end of one step to the end of the next; the row has the median, and tokens that
 are no padding. `host_ms` is how long the host takes to hand a step over with nobody waiting for the device: where it
-comes near the step's own time, the host is what is slow. `profile` says where the device's time goes, by kernel.
+comes near the step's own time, the host is what is slow. Where CUDA graphs are used, all steps were taken twice before,
+so that every shape is recorded, as it is from the third epoch on; `peak_gib` counts what recordings hold. `profile` says where the device's time goes, by kernel.
 `--small` is a toy shape, to try this file out on a CPU. Words like `speed.products=tuned` change our settings.
 """
 
@@ -187,8 +188,10 @@ def ours(words: list[str], *, mixed: bool, small: bool, profile: bool) -> dict[s
         row |= timed(lambda: take(next(feed)))
         batch = next(feed)
         row["losses"] = [round(loss, 4), round(float(step(batch.tokens, batch.targets, batch.packed)[0]), 4)]
-    if isinstance(step.run_micro_batch, MicroBatchGraph):
-        row |= {"recordings": len(step.run_micro_batch.recordings), "news": step.run_micro_batch.news.take()}
+    if isinstance(graph := step.run_micro_batch, MicroBatchGraph):
+        row |= {"recordings": len(graph.recordings), "news": graph.news.take()}
+        # In no peak of torch's, and there all the time.
+        row["peak_gib"] = round(max(row["peak_gib"], (torch.cuda.memory_allocated() + graph.held_bytes) / 2**30), 2)
     if batch.packed is not None:
         row["padding"] = round(1 - batch.packed.tokens / batch.packed.places(step.micro_batch), 3)
     return row

@@ -165,6 +165,20 @@ def test_out_of_memory_recordings_are_given_up_before_the_run(words, monkeypatch
         attempt_step(run, batch)
 
 
+def test_out_of_memory_beside_recordings_leaves_the_micro_batch_as_it_is(words, monkeypatch):
+    """A shape that comes for the first time needs its memory beside that of the recordings."""
+    run = setup.setup_run(load_config("lora", words("speed.micro_batch=2", "chat.packing=false")))
+    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.news, FakeRecorder())
+    run.step.run_micro_batch = graph
+    with run.batches(0) as loader:
+        batch = next(loader)
+        assert isinstance(attempt_step(run, batch), torch.Tensor)
+        assert graph.recordings
+        for told in ("cuda_graphs became off: no room: going on without", "no room: going on with micro-batches of 1"):
+            assert use_less_memory(run, batch.tokens.shape[0], "no room").startswith(told)
+            assert isinstance(attempt_step(run, batch), torch.Tensor)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # the compiler hides it from users
 @pytest.mark.parametrize("mode", ["default", "regional"])

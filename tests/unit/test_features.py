@@ -451,6 +451,9 @@ def test_graphs_are_automatic_for_small_steps_of_samples():
     assert not resolve_chat(HOPPER, "speed.cuda_graphs=off").cuda_graphs
     assert resolve_chat(HOPPER, "speed.micro_batch=1", tokens=16000.0).cuda_graphs, "a micro-batch is one row of 2048"
     assert used(resolve_chat(CPU), "cuda_graphs") == ("off", "")
+    mixed = ["chat.batch_samples=32", "speed.attention=cudnn"]
+    assert resolve_chat(HOPPER, *mixed, tokens=7700.0).cuda_graphs
+    assert not resolve_chat(HOPPER, *mixed, "lora.rank=0", tokens=7700.0).cuda_graphs, "all weights get gradients"
 
 
 def test_dropout_on_adapters_cannot_be_recorded():

@@ -96,15 +96,18 @@ def test_replays_give_the_step_without_graphs_exactly():
 
 
 def test_what_recordings_hold_is_known_until_they_are_forgotten():
-    step, _ = make(FakeRecorder())
+    recorder = FakeRecorder()
+    step, _ = make(recorder)
     graph = step.run_micro_batch
     assert isinstance(graph, MicroBatchGraph)
     assert graph.held_bytes == 0
     for seed in range(2):
         step(*batch(seed))
     assert graph.held_bytes == 100
+    assert recorder.finished == 0
     step.rebuild()
     assert graph.held_bytes == 0
+    assert recorder.finished == 1, "a replay may still be running in the memory that goes"
 
 
 def test_gradients_stay_in_place_and_start_from_zero():

@@ -380,16 +380,14 @@ def test_on_a_gpu_in_bf16(kind, way, dora):
         options = {"magnitude_P": exact_leaves[-1], "norm_P": norm.double()}
     exact_b = exact_leaves[2 : 2 + len(b)]
     exact = lora_reference(exact_leaves[0], weight.double(), bias.double(), exact_leaves[1], exact_b, layout, **options)
-    found, expected = [[y]], [[exact]]
+    assert (y.double() - exact).norm() / exact.norm() < 1e-2
     # A gradient of a few numbers may be small by chance, and is then far off by its own measure: several of them count.
+    found, expected = [], []
     for seed in range(16):
         dy = draw(*y.shape, dtype=y.dtype, device="cuda", seed=20 + seed).detach()
-        found.append(list(torch.autograd.grad(y, leaves, dy, retain_graph=True)))
-        expected.append(list(torch.autograd.grad(exact, exact_leaves, dy.double(), retain_graph=True)))
-    for mine, theirs in [
-        (found[0], expected[0]),
-        *zip(zip(*found[1:], strict=True), zip(*expected[1:], strict=True), strict=True),
-    ]:
-        ours, right = torch.stack([*mine]).detach().double(), torch.stack([*theirs]).detach()
+        found.append(torch.autograd.grad(y, leaves, dy, retain_graph=True))
+        expected.append(torch.autograd.grad(exact, exact_leaves, dy.double(), retain_graph=True))
+    for mine, theirs in zip(zip(*found, strict=True), zip(*expected, strict=True), strict=True):
+        ours, right = torch.stack(mine).double(), torch.stack(theirs)
         assert (ours - right).norm() / right.norm() < 1e-2
-    assert [g.dtype for g in found[1][1:]] == [torch.float32] * (len(leaves) - 1)
+    assert [g.dtype for g in found[0][1:]] == [torch.float32] * (len(leaves) - 1)

@@ -14,8 +14,9 @@ part of what a plain call measures. A case that cannot run gives a row with `err
 Seconds are the device's own, from the end of one step to the end of the next; the row has the median, and tokens that
 are no padding. `host_ms` is how long the host takes to hand a step over with nobody waiting for the device: where it
 comes near the step's own time, the host is what is slow. Where CUDA graphs are used, all steps were taken twice before,
-so that every shape is recorded, as it is from the third epoch on; `peak_gib` counts what recordings hold. `profile` says where the device's time goes, by kernel.
-`--small` is a toy shape, to try this file out on a CPU. Words like `speed.products=tuned` change our settings.
+so that every shape is recorded, as it is from the third epoch on; `peak_gib` counts what recordings hold. `profile`
+says where the device's time goes, by kernel. `--small` is a toy shape, to try this file out on a CPU. Words like
+`speed.products=tuned` change our settings.
 """
 
 import argparse

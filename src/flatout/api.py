@@ -34,7 +34,14 @@ from flatout.data.stream import open_stream
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.workers import EngineName
 from flatout.device import Device, arithmetic, detect_device
-from flatout.engine.adapter_folder import files_beside, stored_base, who_loads, write_adapter
+from flatout.engine.adapter_folder import (
+    IN_4_BITS,
+    files_beside,
+    stored_base,
+    stored_quantize,
+    who_loads,
+    write_adapter,
+)
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity
@@ -50,7 +57,7 @@ from flatout.engine.run_folder import (
     run_lock,
     set_later_aside,
 )
-from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run
+from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run, steps_of
 from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.files import disk_errors
@@ -67,6 +74,7 @@ from flatout.model.weights import assign_weights
 from flatout.observe.measured.bench_rows import read_bench
 from flatout.observe.sinks import MetricsFile
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
+from flatout.optim.schedule import rate_factors
 from flatout.records import (
     BenchProgress,
     BenchRow,
@@ -82,6 +90,7 @@ from flatout.tuning.ladder import bench as climb_ladder
 from flatout.tuning.tuner import tune as search_settings
 
 Config = LoadedConfig | RunConfig
+MERGED_DTYPE = "bf16"  # what a base is mostly in, and what others load
 
 
 def prepare(
@@ -130,7 +139,7 @@ def train(
                     f"the run is at step {resumed.step:,} already, and train.steps makes {run.steps:,}",
                     f"set train.steps above {resumed.step}, or start a new run without --resume",
                 )
-            messages += check_same_run(run, resumed)
+            messages += [*check_same_run(run, resumed), *_about_rate(run, resumed)]
             if point is not None and resume != "auto":
                 set_later_aside(folder, point, messages.append)
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
@@ -216,6 +225,21 @@ def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
     return changed
 
 
+def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
+    """A run that is made longer or shorter gets the schedule of its new length, which may be a jump from the old."""
+    before = resolve_from_mapping(checkpoint.config)
+    steps, done = steps_of(before, run.order), int(checkpoint.run["updates"])
+    if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
+        return
+    last = before.optim.learning_rate * rate_factors(before.optim, steps)[done - 1]
+    following = run.config.optim.learning_rate * rate_factors(run.config.optim, run.steps)[done]
+    if abs(following - last) > 0.1 * last:
+        yield (
+            f"the schedule was over {steps:,} steps and is now over {run.steps:,}: the learning rate goes from "
+            f"{last:.2e} in step {checkpoint.step:,} to {following:.2e} in the next"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """A trained model ready to use, in evaluation mode on its device."""
@@ -234,6 +258,7 @@ class LoadedModel:
     base: str | None = None  # hash of the weights under its adapters
     base_name: str | None = None  # where an adapter's folder found them
     bare: bool = False  # an adapter of ours that was taught without a template
+    quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
 
 
 def load_model(
@@ -295,6 +320,7 @@ def load_model(
         template,
         tuple(stops),
         state.get("base"),
+        quantize=config.lora.quantize,
     )
 
 
@@ -312,7 +338,8 @@ def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> Load
             f"the base model of {folder} cannot be loaded: {error.message}", "name it with --base FOLDER"
         ) from error
     check_base(name, description, stored_base(folder))
-    model = build_base(description)
+    quantize = stored_quantize(folder)
+    model = build_base(description, quantize=quantize)
     adapters, _ = load_adapter(model, folder, dropout=0.0)
     own = (folder / "tokenizer.json").is_file()
     place = folder if own else description.folder
@@ -330,7 +357,7 @@ def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> Load
         stops = _stops_in(place if template is not None else description.folder, tokenizer, description)
     return LoadedModel(
         _ready(model, device), tokenizer, device, folder, None, None, None, description, adapters, template, stops,
-        stored_base(folder), name, bare,
+        stored_base(folder), name, bare, quantize,
     )  # fmt: skip
 
 
@@ -542,23 +569,29 @@ def export(
     model: LoadedModel | str | Path | None,
     folder: str | Path,
     *,
-    dtype: str = "fp32",
+    dtype: str | None = None,
     adapter: bool = False,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Writes a trained model as a Hugging Face folder with its tokenizer, its weights in fp32, bf16 or fp16.
 
-    Adapters are written into the weights, as `merge` does, or with `adapter` alone, as PEFT's folder. Refused where
-    transformers has no model that computes the same. `notice` hears what cannot be said in files.
+    Adapters are written into the weights, as `merge` does, or with `adapter` alone, as PEFT's folder. Without a dtype
+    it is `merge`'s where there is something to merge, and else fp32, as it was trained. Refused where transformers has
+    no model that computes the same. `notice` hears what cannot be said in files.
     """
-    if dtype not in DTYPES:
+    if dtype is not None and adapter:
+        raise UsageError("adapters alone are always written in fp32, as PEFT has them", "leave --dtype out")
+    if dtype not in (None, *DTYPES):
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     adapted = loaded.adapters is not None and not loaded.adapters.detached
     if adapter and not adapted:
         raise UsageError(f"{loaded.origin} has no adapters to export", "leave --adapter out")
     if adapted and not adapter:
-        return merge(loaded, folder, dtype=dtype, notice=notice).folder
+        folder = merge(loaded, folder, dtype=dtype or MERGED_DTYPE, notice=notice).folder
+        if dtype is None:
+            notice(f"adapters are merged into the weights, which are in {MERGED_DTYPE}; --dtype fp32 rounds nothing")
+        return folder
     target = _new_folder(folder)
     files, remarks = _files_beside(loaded)
     with disk_errors(str(target), safe=""):
@@ -568,7 +601,7 @@ def export(
         export_huggingface(
             loaded.model,
             target,
-            dtype=getattr(torch, DTYPES[dtype]),
+            dtype=getattr(torch, DTYPES[dtype or "fp32"]),
             end_of_text=loaded.tokenizer.end_of_text,
             source=_described(loaded),
             files=files,
@@ -583,9 +616,12 @@ def _export_adapter(loaded: LoadedModel, target: Path, files: dict[str, bytes], 
     assert loaded.description is not None, "adapters have a base"
     name = loaded.base_name if loaded.config is None else loaded.config.model.init_from
     name = name or str(loaded.description.folder)
-    write_adapter(loaded.adapters, target, base=name, fingerprint=loaded.base, step=loaded.step, files=files)
+    facts = {"fingerprint": loaded.base, "quantize": loaded.quantize, "step": loaded.step}
+    write_adapter(loaded.adapters, target, base=name, files=files, **facts)
     if (remark := who_loads(name, loaded.description)) is not None:
         notice(remark)
+    if loaded.quantize != "none":
+        notice(IN_4_BITS)
 
 
 def _files_beside(loaded: LoadedModel) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -628,7 +664,7 @@ def merge(
     model: LoadedModel | str | Path | None,
     folder: str | Path,
     *,
-    dtype: str = "bf16",
+    dtype: str = MERGED_DTYPE,
     prompt: str | None = None,
     notice: Callable[[str], None] = lambda _: None,
 ) -> Merged:

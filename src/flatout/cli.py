@@ -14,7 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flatout
 from flatout import records
@@ -34,6 +34,9 @@ from flatout.words import (
     quoted,
     sentence,
 )
+
+if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
 
 HELP = """\
 Flatout trains GPTs as fast as your machine allows.
@@ -99,6 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("error: no folder for temporary files can be written", file=sys.stderr)
             print("hint: free some space, or set TMPDIR to a folder with some", file=sys.stderr)
             return 5
+        if error.errno in (errno.EACCES, errno.EPERM):
+            print(f"error: {one_line(str(error.filename or 'a file'))}: {error.strerror}", file=sys.stderr)
+            print("hint: check who may read and write it, and the folders that it lies in", file=sys.stderr)
+            return 3
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         _forget_output()
@@ -165,6 +172,8 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     loaded = None if place is not None else load(parsed)
     if loaded is not None and parser.verb == "finetune" and loaded.config.chat.source is None:
         raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
+    if loaded is not None and parser.verb == "finetune":
+        _check_rows_named(loaded)
     from flatout import api
     from flatout.observe.live.console import JsonReader, TerminalReader
     from flatout.observe.live.prepare_bar import PrepareBar
@@ -201,6 +210,19 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     if not parsed.json:
         print(f"try it: {_program()} {'chat' if loaded.config.chat.source is not None else 'generate'} {folder}")
     return 0
+
+
+def _check_rows_named(loaded: "LoadedConfig") -> None:
+    """Presets name rows and a model for example's sake: where they are not there, the user has to name some."""
+    source, origin = loaded.config.chat.source, loaded.sources["chat.source"]
+    if source is None or origin.written is not None or Path(source).exists():
+        return
+    written = loaded.sources["model.init_from"].written is not None
+    model = f"model.init_from={loaded.config.model.init_from if written else 'FOLDER-OR-HUB-NAME'}"
+    raise UsageError(
+        f"nothing was named to fine-tune on, and {source}, which {origin.where} has, is not there",
+        f"name your rows and a model: flatout finetune {model} chat.source=ROWS.jsonl",
+    )
 
 
 def _draw(folder: Path) -> None:
@@ -325,7 +347,9 @@ def _export(words: list[str]) -> int:
     parser.add_argument("folder", help="new folder to write")
     parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
     parser.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="of the weights; default fp32"
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="of the weights; default: fp32, but bf16 where adapters are merged into them, as `flatout merge` has it",
     )
     parser.add_argument(
         "--adapter", action="store_true", help="adapters alone, as PEFT's folder; default: inside the weights"

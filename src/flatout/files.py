@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 from flatout.errors import ResourceError
 
+CHECK_ACCESS = "check that it is there and that you may read it"
 CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, go on with --resume auto"
 
 
@@ -25,6 +27,16 @@ def canonical_json(value: Any) -> bytes:
 def hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def why_unreadable(path: Path) -> str | None:
+    """The operating system's reason why a file cannot be read, which libraries keep to themselves; None if it can."""
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    return None
 
 
 def sync_and_hash(path: Path) -> dict[str, Any]:
@@ -55,6 +67,19 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def usual_mode(path: Path) -> Iterator[None]:
+    """Gives the file that is written inside the mode of any new file, by the umask. safetensors makes it its owner's
+    alone, and a model that others in the group cannot read is of no use to them.
+
+    The mode is that of an empty file put there first: asking for the umask means changing it, for all threads.
+    """
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    yield
+    path.chmod(mode)
 
 
 @contextmanager

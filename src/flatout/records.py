@@ -49,6 +49,9 @@ class RunInfo:
     config: dict[str, Any]
     batch_samples: int | None = None  # of a fine-tuning run, whose steps have other numbers of tokens each
     trained_parameters: int | None = None  # where not all are
+    base: str | None = None  # hash of the frozen weights under adapters
+    # Of a fine-tuning run: rows, rows_not_used, files, train and val (samples), labelled (tokens), format, template.
+    samples: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

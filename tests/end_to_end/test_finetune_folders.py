@@ -145,7 +145,7 @@ def test_a_run_of_ours_is_a_base(words, text, tokenizer, rank):
     assert (
         "".join(api.generate(loaded, api.chat_prompt(loaded, "Hi"), bare=False, tokens=3, temperature=0.0)) is not None
     )
-    api.export(loaded, "out")
+    api.export(loaded, "out", dtype="fp32")
     again = api.load_model("out", device="cpu")
     assert api.chat_prompt(again, "Hello") == api.chat_prompt(api.load_model("runs/lora", device="cpu"), "Hello")
     assert again.stops == loaded.stops
@@ -329,7 +329,7 @@ def test_an_adapter_that_a_kill_left_behind_is_written_again(words, rate):
 def test_export_writes_either_the_adapter_or_the_merged_model(words, capsys):
     run(words())
     assert main(["export", "runs/lora", "apart", "--adapter"]) == 0
-    assert main(["export", "runs/lora", "whole"]) == 0
+    assert main(["export", "runs/lora", "whole", "--dtype", "fp32"]) == 0
     ours = logits(api.load_model("runs/lora", device="cpu").model)
     assert torch.equal(logits(api.load_model("apart", device="cpu").model), ours)
     torch.testing.assert_close(logits(api.load_model("whole", device="cpu").model), ours, rtol=1e-4, atol=1e-5)

@@ -136,6 +136,7 @@ def load_config(
     and a `hardware:` overlay; the `hardware` argument wins over the file's.
     """
     path = _path_of(target)
+    _refuse_data(Path(str(target)) if path is None else path)
     tree = read_yaml(path) if path is not None else {}
     file_name = printable(str(path))
     if path is None:
@@ -168,6 +169,31 @@ def load_config(
     fallback = file_name if path is not None else f"preset {preset}"
     config = validate(_nested({key: setting.value for key, setting in merged.items()}), written, fallback)
     return LoadedConfig(config, _sources(config, merged))
+
+
+# Files of these kinds are never configs. JSON may be one: YAML holds all of it.
+_DATA = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".txt")
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+
+
+def _refuse_data(path: Path) -> None:
+    """Rows or text in the place of a config are a common slip, and what YAML says of them helps nobody."""
+    plain = path.with_suffix("") if path.suffix in _COMPRESSED else path
+    kind = plain.suffix.lower()
+    if kind == ".json" and path.is_file():
+        try:
+            known = not (tree := read_yaml(path)) or bool(tree.keys() & {*RunConfig.model_fields, *_FILE_KEYS})
+        except ConfigError:
+            known = False
+        if known:
+            return
+    elif kind not in _DATA or not path.is_file():
+        return
+    name = printable(str(path))
+    raise ConfigError(
+        f"{name} is data, not a config",
+        f"to fine-tune on it: chat.source={name}; to train on its text: data.source={name}",
+    )
 
 
 def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "checkpoint") -> LoadedConfig:

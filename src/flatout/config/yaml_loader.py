@@ -66,7 +66,10 @@ def read_yaml(path: Path) -> dict[str, Node]:
     name = printable(str(path))
     try:
         if path.is_dir():
-            raise ConfigError(f"{name}: is a folder, not a config file", "give the path of a .yaml file")
+            raise ConfigError(
+                f"{name}: is a folder, not a config file",
+                "give the path of a .yaml file; a model is named as model.init_from=FOLDER, a run by --resume FOLDER",
+            )
         with path.open("rb") as file:
             # One byte more than allowed is enough to know; a device or pipe may have no end.
             data = file.read(MAX_BYTES + 1)

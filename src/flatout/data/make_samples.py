@@ -127,8 +127,8 @@ def _asked(
     """(folder, files to train on, files to evaluate on, what samples made of them are known by)"""
     _check_request(request)
     target = Path(folder).resolve()
-    train_files = _files_of(request.source, "chat.source")
-    val_files = [] if request.val_source is None else _files_of(request.val_source, "chat.val_source")
+    train_files = row_files(request.source, "chat.source")
+    val_files = [] if request.val_source is None else row_files(request.val_source, "chat.val_source")
     key = _key(request, train_files, val_files, tokenizer, template)
     check_target(target)
     return target, train_files, val_files, key
@@ -158,7 +158,8 @@ def _check_request(request: SampleRequest) -> None:
         )
 
 
-def _files_of(source: str, field: str) -> list[InputFile]:
+def row_files(source: str, field: str) -> list[InputFile]:
+    """The files of rows that a source means; `field` is the setting that names it."""
     rows = "give .jsonl, .json, .csv, .tsv or .parquet files"
     try:
         found = find_files(source)

@@ -29,7 +29,7 @@ from flatout.corpus.document import Problem, shown
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.tokenizer import Ids, ModelTokenizer
 from flatout.errors import DataError
-from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, sync_folder
+from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, sync_folder, usual_mode
 
 FORMAT = "flatout-samples"
 VERSION = 1  # also changes when the same rows would give other tokens or labels
@@ -169,7 +169,8 @@ def write_samples(
         try:
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir(parents=True)
-            save_file(arrays, work / SAMPLES)
+            with usual_mode(work / SAMPLES):
+                save_file(arrays, work / SAMPLES)
             listed = (json.dumps(dataclasses.asdict(problem)) + "\n" for problem in problems)
             (work / PROBLEMS).write_text("".join(listed), encoding="ascii")
             (work / TOKENIZER).write_text(json.dumps(tokenizer.to_json()) + "\n", encoding="ascii")

@@ -22,7 +22,13 @@ def folder_of(config: RunConfig) -> Path:
 
 def check_folder(config: RunConfig) -> Iterator[Finding]:
     """Whether a new run can have its folder, and else what is in the way."""
-    folder = folder_of(config)
+    folder, verb = folder_of(config), "train" if config.chat.source is None else "finetune"
+    file = next((place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None)
+    if file is not None:
+        yield _finding(
+            "bad", f"{folder} cannot be the run's folder: {file} is a file", "Set output.folder to a new one."
+        )
+        return
     holder = _held_by(folder)
     if config.output.folder is None:
         taken = f"; {folder} is taken, so it gets a number" if folder.exists() else ""
@@ -51,14 +57,14 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
         yield _finding(
             "warn",
             f"{folder} holds a run of this model{at}",
-            "`flatout train` refuses to write over it. Add --resume auto to go on with it, or set output.folder to a "
+            f"`flatout {verb}` refuses to write over it. Add --resume auto to go on with it, or set output.folder to a "
             "new folder.",
         )
     else:
         yield _finding(
             "bad",
             f"{folder} holds a run{at}",
-            "There is nothing to resume from, and `flatout train` does not write over it. Set output.folder to a new "
+            f"There is nothing to resume from, and `flatout {verb}` does not write over it. Set output.folder to a new "
             "folder, or remove that one.",
         )
 

@@ -38,6 +38,7 @@ class Finding:
     status: Status
     found: str
     advice: str = ""
+    unchecked: bool = False  # it tells what was not looked at, so nobody may say that all is fine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

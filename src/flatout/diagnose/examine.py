@@ -45,13 +45,10 @@ def examine(
     named = None if hardware == "auto" else hardware
     loaded, complaints = _load(target, overrides, named)
     rest = ("data, config and memory were not checked, as the config cannot be read", "Mend it and ask again.")
+    chat = None
     if loaded is not None and loaded.config.chat.source is not None:
-        # The model is that of another folder, and the data are samples: the checks would be of something else.
-        rest = (
-            "data, config and memory were not checked: this config has chat.source, which is not known here yet",
-            "`flatout finetune` checks them when it starts.",
-        )
-        loaded = None
+        # The model is that of another folder, and the data are samples: other checks would be of something else.
+        chat, loaded = loaded, None
     progress("looking at the machine; importing torch")
     here = machine is None
     machine = gather_machine() if machine is None else machine
@@ -96,6 +93,10 @@ def examine(
     if disk is None:
         disk = measure_disk(RUNS if config is None else folder_of(config), quick=quick)
     yield from guarded("disk", "space", lambda: check_disk(disk, config, fitted.parameters, data))
+    if chat is not None:
+        yield from complaints
+        yield from _fine_tuning(chat, quick=quick, here=here, works=works)
+        return
     if loaded is None or config is None:
         yield from complaints
         yield Finding(
@@ -104,6 +105,7 @@ def examine(
             status="note",
             found=rest[0],
             advice=rest[1],
+            unchecked=True,
         )
         return
 
@@ -142,6 +144,19 @@ def examine(
     yield from guarded(
         "memory", "expected speed", lambda: check_fit.check_speed(config, fitted, steps_of(config, data))
     )
+
+
+def _fine_tuning(chat: LoadedConfig, *, quick: bool, here: bool, works: bool) -> Iterator[Finding]:
+    """Data, config and memory of a config with chat.source, in the order in which findings are told."""
+    if not works:
+        found = "rows, base, config and memory were not checked, as torch does not work"
+        yield Finding(area="config", name="the rest", status="note", found=found, unchecked=True)
+        return
+    from flatout.diagnose.check_chat import check_chat
+
+    findings = list(guarded("data", "fine-tuning", lambda: check_chat(chat, quick=quick, here=here)))
+    for area in ("disk", "data", "config", "memory"):
+        yield from (one for one in findings if one.area == area)
 
 
 def _load(

@@ -5,8 +5,9 @@ the adapter lie the tokenizer and the chat template that it was taught with, so 
 base model, whose name is in adapter_config.json.
 
 Contract: the folder is replaced as a whole. The hash of the base is kept in it, and an adapter of ours is not put on
-another base. `lora.init_from` takes over rank, alpha, targets and kind from the folder; what a user wrote that says
-otherwise is refused. A run that was begun so and goes on has them from its checkpoint.
+another base; so is whether the base was in 4 bits, for us to round it again. Other programs pass over that file.
+`lora.init_from` takes over rank, alpha, targets and kind from the folder; what a user wrote that says otherwise is
+refused. A run that was begun so and goes on has them from its checkpoint.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from flatout.model.hub import Description
 from flatout.model.hub_weights import companions
 
 ADAPTER = "adapter"
-FACTS = "flatout.json"  # beside the adapter: the hash of its base, and its step
+FACTS = "flatout.json"  # beside the adapter: the hash of its base, in how many bits that was, and the step
 # What makes up an adapter in our config, and in PEFT's plan under the same names.
 _SETTINGS = ("rank", "alpha", "rank_stabilised", "dora")
 
@@ -72,7 +73,14 @@ def _same_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def write_adapter(
-    adapters: Adapters, folder: Path, *, base: str, fingerprint: str | None, step: int | None, files: dict[str, bytes]
+    adapters: Adapters,
+    folder: Path,
+    *,
+    base: str,
+    fingerprint: str | None,
+    quantize: str,
+    step: int | None,
+    files: dict[str, bytes],
 ) -> None:
     """PEFT's folder. A base on this machine is named by its whole path, so that it is found from everywhere."""
     place = Path(base)
@@ -81,8 +89,11 @@ def write_adapter(
         adapters,
         folder,
         base=str(place.resolve()) if place.is_dir() else base,
-        files={**kept, FACTS: canonical_json({"base": fingerprint, "step": step})},
+        files={**kept, FACTS: canonical_json({"base": fingerprint, "quantize": quantize, "step": step})},
     )
+
+
+IN_4_BITS = "its base was in 4 bits (NF4): Flatout takes it so again, other programs have to be told (load_in_4bit)"
 
 
 def who_loads(name: str, description: Description) -> str | None:
@@ -113,6 +124,17 @@ def stored_base(folder: Path) -> str | None:
     """The hash of the base that an adapter of ours was trained on; None for those of others."""
     base = _facts(folder).get("base")
     return base if isinstance(base, str) else None
+
+
+def stored_quantize(folder: Path) -> str:
+    """How the base of an adapter of ours was quantized; that of others counts as not."""
+    quantize = _facts(folder).get("quantize", "none")
+    if quantize not in ("none", "nf4"):
+        raise CheckpointError(
+            f"{folder / FACTS} says that the base was quantized as {quantize!r}, which is not known here",
+            "update Flatout to read it",
+        )
+    return quantize
 
 
 # --- going on from a folder -------------------------------------------------------------------------------------------

@@ -158,14 +158,19 @@ def build_base(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     execution: Execution | None = None,
+    quantize: str = "none",
 ) -> GPT:
-    """The model with its weights, wherever they lie."""
+    """The model with its weights, wherever they lie. What was quantized is wide again, with the values it had then."""
     if not is_checkpoint(description.folder):
-        return load_described(description, dtype=dtype, device=device, execution=execution)
-    tensors = read_safetensors(description.folder / "model.safetensors")
-    config, vocab = description.config, description.vocab
-    model = empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
-    assign_weights(model, tensors, str(description.folder))
+        model = load_described(description, dtype=dtype, device=device, execution=execution)
+    else:
+        tensors = read_safetensors(description.folder / "model.safetensors")
+        config, vocab = description.config, description.vocab
+        model = empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
+        assign_weights(model, tensors, str(description.folder))
+    if quantize != "none":  # adapters know the base as it was beside them
+        check_quantizing(torch.device(device))
+        round_linears(model)
     return model
 
 
@@ -203,11 +208,7 @@ def base_of(config: RunConfig, expected: str | None = None) -> tuple[GPT, Descri
     check_same_model(config.model, description, "put the model that the adapters were trained on back in its place")
     check_base(name, description, expected)
     description = dataclasses.replace(description, config=config.model)
-    model = build_base(description)
-    if config.lora.quantize != "none":  # the adapters know the base as it was beside them
-        check_quantizing(torch.device("cpu"))
-        round_linears(model)
-    return model, description
+    return build_base(description, quantize=config.lora.quantize), description
 
 
 __all__ = [

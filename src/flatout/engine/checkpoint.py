@@ -23,7 +23,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flatout.errors import CheckpointError, DamagedError
-from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, sync_folder
+from flatout.files import (
+    CHECK_ACCESS,
+    canonical_json,
+    disk_errors,
+    hash_file,
+    sync_and_hash,
+    sync_folder,
+    usual_mode,
+)
 from flatout.model.weights import read_safetensors
 
 FORMAT = 1
@@ -85,7 +93,8 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
     for name in _TENSOR_FILES:
         path = folder / f"{name}.safetensors"
         tensors: dict[str, Tensor] = getattr(checkpoint, name)
-        save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+        with usual_mode(path):
+            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
         entries[path.name] = sync_and_hash(path)
     for name in _JSON_FILES:
         path = folder / f"{name}.json"
@@ -164,7 +173,11 @@ def verify_checkpoint(path: Path) -> None:
             raise _damaged(file, "is missing")
         if file.stat().st_size != entry["bytes"]:
             raise _damaged(file, f"has {file.stat().st_size:,} bytes, not {entry['bytes']:,}")
-        if hash_file(file) != entry["sha256"]:
+        try:
+            digest = hash_file(file)
+        except OSError as error:  # not damaged: who may read it can go on with it, so it is not set aside
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
+        if digest != entry["sha256"]:
             raise _damaged(file, "does not match its SHA-256")
 
 

@@ -124,6 +124,22 @@ def remarks_on_samples(data: SampleData) -> tuple[str, ...]:
     return (*lines, *(f"samples: {counts[name]:,} {COUNTS[name]}" for name in told if counts.get(name)))
 
 
+def facts_of_samples(data: SampleData) -> dict[str, Any]:
+    """What the run's record keeps of them, for reports."""
+    manifest, train = data.manifest.manifest, data.train.samples
+    readings = manifest.get("reading") or [{}]
+    return {
+        "files": len(manifest["key"]["source"]),
+        "rows": manifest["counts"].get("rows", 0),
+        "rows_not_used": manifest["counts"].get("rows_not_used", 0),
+        "train": len(train),
+        "val": len(data.val.samples),
+        "labelled": train.labels,
+        "format": readings[0].get("format"),
+        "template": None if data.template is None else data.template.name,
+    }
+
+
 def with_described_model(config: RunConfig, base: Base) -> RunConfig:
     """The config with the model that its folder describes; a run of ours is named by its checkpoint."""
     kept = {"init_from": base.name, "dropout": config.model.dropout}

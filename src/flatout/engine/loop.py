@@ -20,7 +20,7 @@ from flatout.data.sample_loader import SampleOrder
 from flatout.data.stream import TOLD_PROBLEMS
 from flatout.data.stream_loader import StreamLoader
 from flatout.device import reserved_memory_bytes
-from flatout.engine.adapter_folder import ADAPTER, step_of, who_loads, write_adapter
+from flatout.engine.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
 from flatout.engine.checkpoint import (
     Checkpoint,
     checkpoint_path,
@@ -31,7 +31,7 @@ from flatout.engine.checkpoint import (
     write_json_atomically,
 )
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
-from flatout.engine.fine_tuning import SampleData
+from flatout.engine.fine_tuning import SampleData, facts_of_samples
 from flatout.engine.machine import MachineWatch
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.recovery import attempt_step, first_fitting, use_less_memory
@@ -245,6 +245,8 @@ def _end_epoch(run: Run, progress: Progress) -> EpochRecord:
     assert run.windows is not None, "only an epoch that has been counted can end"
     seconds = max(progress.epoch_seconds, 1e-9)
     windows = progress.epoch_steps * run.sequences
+    if isinstance(run.order, SampleOrder):
+        windows = min(windows, run.order.samples)  # the last batch takes what is left
     tokens = progress.epoch_tokens or windows * run.config.model.context
     record = EpochRecord(
         step=progress.step,
@@ -354,16 +356,16 @@ def save_run_adapter(run: Run, folder: Path, step: int) -> None:
         return
     if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
         return
-    files = run.files_beside
-    write_adapter(run.adapters, folder / ADAPTER, base=name, fingerprint=run.base, step=step, files=files)
+    facts = {"fingerprint": run.base, "quantize": run.config.lora.quantize, "step": step}
+    write_adapter(run.adapters, folder / ADAPTER, base=name, files=run.files_beside, **facts)
 
 
 def _about_adapter(run: Run, place: Path, step: int) -> str:
     data, name = run.dataset, run.config.model.init_from
     remark = who_loads(name, data.description) if isinstance(data, SampleData) and name is not None else None
-    return f"adapter{' for PEFT and vLLM' if remark is None else ''}: {place}, of step {step}" + (
-        "" if remark is None else f"; {remark}"
-    )
+    remarks = [remark or "", IN_4_BITS if run.config.lora.quantize != "none" else ""]
+    known = f"adapter{' for PEFT and vLLM' if remark is None else ''}: {place}, of step {step}"
+    return "; ".join([known, *filter(None, remarks)])
 
 
 def mend_run_adapter(run: Run, folder: Path) -> None:
@@ -462,4 +464,6 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         config=config.model_dump(),
         batch_samples=samples,
         trained_parameters=run.trained.count if config.lora.rank else None,
+        base=run.base,
+        samples=facts_of_samples(dataset) if isinstance(dataset, SampleData) else None,
     )

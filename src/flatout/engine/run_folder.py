@@ -127,6 +127,10 @@ def set_later_aside(run: Path, chosen: Path, notice: Callable[[str], None]) -> N
 @contextlib.contextmanager
 def run_lock(run: Path) -> Iterator[None]:
     """Holds the folder against a second process. The operating system frees it however the holder dies."""
+    for place in (run, *run.parents):
+        if place.exists() and not place.is_dir():
+            what = "it is a file" if place == run else f"{place} is a file"
+            raise UsageError(f"{run} cannot be the run's folder: {what}", "set output.folder to a new folder")
     with disk_errors(f"run folder {run}", safe=""):
         run.mkdir(parents=True, exist_ok=True)
         handle = os.open(run / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)

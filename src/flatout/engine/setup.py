@@ -49,7 +49,7 @@ from flatout.device import (
     peak_memory_bytes,
     use_expandable_segments,
 )
-from flatout.engine.adapter_folder import adapter_at, files_beside, stored_base, with_adapter
+from flatout.engine.adapter_folder import adapter_at, files_beside, stored_base, stored_quantize, with_adapter
 from flatout.engine.base_model import base_fingerprint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed, resolve_speed
@@ -247,7 +247,7 @@ def setup_run(
     )
     if isinstance(dataset, SampleData):
         assert isinstance(order, SampleOrder)
-        memory = _memory_of_samples(config, dataset, order, speed)
+        memory = memory_of_samples(config, dataset, order, speed)
         check_samples_fit(config, dataset, order, speed, memory)
     else:
         memory = memory_of(config, vocab, speed)
@@ -286,10 +286,12 @@ def setup_run(
         memory=memory,
         notices=(
             *_remarks(config, steps),
+            *_remarks_on_batch(config, order),
             *remarks,
             *_remarks_on_packing(packing),
             *_remarks_on_padding(config, dataset, order, speed),
             *_remarks_on_base(model),
+            *(_remarks_on_adapter(config) if weights else ()),
         ),
         news=news,
         base=base,
@@ -311,7 +313,8 @@ def described_config(
 
 
 def order_of(config: RunConfig, dataset: SampleData) -> SampleOrder:
-    return SampleOrder(len(dataset.train.samples), config.chat.batch_samples, config.train.seed)
+    samples = len(dataset.train.samples)
+    return SampleOrder(samples, min(config.chat.batch_samples, samples), config.train.seed)  # a step has each once
 
 
 def _flops(config: RunConfig, dataset: Dataset | StreamDataset | SampleData, vocab: int, trained: Trained) -> float:
@@ -355,7 +358,7 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
     run.model.use(speed.execution)
     if isinstance(run.dataset, SampleData):
         assert isinstance(run.order, SampleOrder)
-        memory = _memory_of_samples(config, run.dataset, run.order, speed)
+        memory = memory_of_samples(config, run.dataset, run.order, speed)
     else:
         memory = memory_of(config, run.model.vocab, speed)
     return dataclasses.replace(
@@ -575,7 +578,7 @@ def _frozen(lora: LoraConfig) -> FrozenModel:
     return FrozenModel(rank=lora.rank, dora=lora.dora, dropout=lora.dropout > 0, quantized=lora.quantize != "none")
 
 
-def _memory_of_samples(
+def memory_of_samples(
     config: RunConfig, dataset: SampleData, order: SampleOrder, speed: Speed, *, micro_batch: int | None = None
 ) -> MemoryEstimate:
     rows = largest_rows(
@@ -601,7 +604,7 @@ def check_samples_fit(
     tried += [(size, full, f"set speed.checkpointing=full and speed.micro_batch={size}") for size in sizes]
     hint = "take a smaller model, a lower model.context or a card with more memory"
     for size, switches, way in tried:
-        least = _memory_of_samples(config, dataset, order, switches, micro_batch=size)
+        least = memory_of_samples(config, dataset, order, switches, micro_batch=size)
         if device.memory_bytes is not None and least.total <= device.memory_bytes:
             hint = way
             break
@@ -678,6 +681,15 @@ def _remarks_on_data(folder: Path) -> Iterator[str]:
         yield f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"
 
 
+def _remarks_on_batch(config: RunConfig, order: WindowOrder | SampleOrder) -> Iterator[str]:
+    asked = config.chat.batch_samples
+    if isinstance(order, SampleOrder) and order.batch_samples < asked:
+        yield (
+            f"chat.batch_samples is {asked:,} and there are {order.samples:,} samples to train on, so every step takes "
+            "all of them once, and is an epoch"
+        )
+
+
 def _remarks_on_packing(packing: Packing | None) -> Iterator[str]:
     if packing is not None:
         share, alone = packing.padding, packing.remainder
@@ -691,6 +703,19 @@ def _remarks_on_base(model: GPT) -> Iterator[str]:
             f"base: {base.weights:,} weights of linear layers in 4 bits, {base.bytes / 2**20:,.1f} MiB "
             f"instead of {base.wide_bytes / 2**20:,.1f}"
         )
+
+
+def _remarks_on_adapter(config: RunConfig) -> Iterator[str]:
+    """An adapter that is gone on from with its base in other bits still works, and does not start where it was."""
+    name, ours = config.lora.init_from, config.lora.quantize
+    if config.lora.rank and name is not None and Path(name).is_dir():
+        folder = adapter_at(name)
+        theirs = stored_quantize(folder)
+        if stored_base(folder) is not None and ours != theirs:
+            yield (
+                f"lora.init_from: the adapter was trained with lora.quantize={theirs}, and here it is {ours}, so the "
+                "loss does not start where it ended"
+            )
 
 
 def _remarks_on_padding(
@@ -710,8 +735,11 @@ def _remarks_on_padding(
 
 
 def _remarks(config: RunConfig, steps: int) -> Iterator[str]:
-    if config.optim.warmup_steps > steps:
-        yield f"optim.warmup_steps {config.optim.warmup_steps} is longer than the run of {steps} steps"
+    if 0 < steps < config.optim.warmup_steps:
+        yield (
+            f"optim.warmup_steps is {config.optim.warmup_steps:,} and the run has {steps:,} steps, so the warm-up is "
+            f"cut to {steps:,}: the learning rate reaches its peak in the last step and never falls"
+        )
     if 0 < steps < config.eval.every:
         yield f"eval.every {config.eval.every} is never reached in {steps} steps: only the end is evaluated"
     if 0 < steps < config.checkpoint.every:

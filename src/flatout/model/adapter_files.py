@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from flatout.errors import CheckpointError, ConfigError
-from flatout.files import canonical_json, disk_errors, sync_and_hash, sync_folder
+from flatout.files import CHECK_ACCESS, canonical_json, disk_errors, sync_and_hash, sync_folder, usual_mode
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Naming
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT
@@ -75,7 +75,8 @@ def save_adapter(
         try:
             shutil.rmtree(temporary, ignore_errors=True)  # left by a process of the same number that was killed
             temporary.mkdir()
-            save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+            with usual_mode(temporary / WEIGHTS):
+                save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
             for name, content in {CONFIG: canonical_json(peft_config(adapters, base)), **(files or {})}.items():
                 (temporary / name).parent.mkdir(exist_ok=True)
                 (temporary / name).write_bytes(content)
@@ -158,9 +159,10 @@ def read_origin(folder: Path) -> AdapterOrigin:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}", f"name a folder with {CONFIG} and {WEIGHTS}"
-        ) from error
+        reason = error.strerror if isinstance(error, OSError) else f"it is not valid JSON: {error}"
+        denied = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
+        hint = CHECK_ACCESS if denied else f"name a folder with {CONFIG} and {WEIGHTS}"
+        raise CheckpointError(f"{path} cannot be read: {reason}", hint) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds {type(values).__name__}, not an object", "fetch the adapter again")
     _refuse_unknown(values, path)

@@ -147,7 +147,7 @@ class GPT(nn.Module):
 
     def _frozen_blocks(self, x_BTW: Tensor, turn: Turn | None, layout: Layout | None) -> Tensor:
         """The blocks of a frozen model, whose adapters alone are trained."""
-        from flatout.ops.kernels.frozen import Room, frozen_end
+        from flatout.ops.kernels.frozen import GradientRoom, frozen_end
 
         dtype = product_type(x_BTW)
         if self.freshen is not None:
@@ -165,7 +165,7 @@ class GPT(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             last = block.mlp.out
-            above = Room(last.layout.rank if isinstance(last, AdaptedLinear) and last.enabled else 0)
+            above = GradientRoom(last.layout.rank if isinstance(last, AdaptedLinear) and last.enabled else 0)
             x_BTW, branch_BTW = block.frozen(x_BTW, branch_BTW, bias_W, turn, attend, above, below)
             bias_W, below = last.bias, above
         assert branch_BTW is not None, "a model has at least one block"

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
+from flatout.files import CHECK_ACCESS
 
 CONFIG_FILE = "config.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -184,6 +185,7 @@ def read_json(path: Path, hint: str) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
+        hint = hint if isinstance(error, FileNotFoundError) else CHECK_ACCESS
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}", "fetch the file again") from error

@@ -57,6 +57,17 @@ def find_model(name: str) -> FoundModel:
     return FoundModel(_from_hub(name), "huggingface")
 
 
+def is_within_reach(name: str) -> bool:
+    """Whether `find_model` does without a network: there is a folder, or a whole model in the cache, or it refuses."""
+    if Path(name).exists() or not _HUB_NAME.fullmatch(name) or Path(name).parent.is_dir():
+        return True
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        return True  # it says what is missing
+    return _cached(snapshot_download, name) is not None
+
+
 def _found(path: Path) -> FoundModel:
     if (path / "manifest.json").is_file():
         return FoundModel(path, "checkpoint")
@@ -127,8 +138,8 @@ def _hub_error(name: str, error: Exception) -> CheckpointError:
     reason = shorten(str(error).strip().partition("\n")[0] or type(error).__name__, 160)
     return CheckpointError(
         f"{name} is neither a folder here nor in the hub's cache, and could not be fetched: {reason}",
-        "check the network and HF_HUB_OFFLINE, or name a local folder",
+        "check the network and HF_HUB_OFFLINE, or name a folder on this machine: model.init_from=FOLDER",
     )
 
 
-__all__ = ["FoundModel", "find_model"]
+__all__ = ["FoundModel", "find_model", "is_within_reach"]

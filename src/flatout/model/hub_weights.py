@@ -30,6 +30,7 @@ from torch import Tensor
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
+from flatout.files import CHECK_ACCESS, usual_mode, why_unreadable
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, read_description, read_json
@@ -238,6 +239,8 @@ def opened(path: Path) -> Iterator[Any]:
             raise CheckpointError(
                 f"{path} is a pointer of Git LFS, not the weights", "run `git lfs pull` in the folder"
             ) from error
+        if (reason := why_unreadable(path)) is not None:
+            raise CheckpointError(f"{path} cannot be read: {reason}", CHECK_ACCESS) from error
         raise CheckpointError(
             f"{path} cannot be read as safetensors: {error}", "it is torn or damaged; fetch it again"
         ) from error
@@ -388,7 +391,8 @@ def _write_weights(model: GPT, folder: Path, dtype: torch.dtype, shard_bytes: in
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS_FILE
         # A shard is copied when its turn comes: beside the model, memory for one of them is enough.
         copies = {name: _exported(name, part, dtype) for name, part in shard.items()}
-        save_file(copies, folder / file, metadata={"format": "pt"})
+        with usual_mode(folder / file):
+            save_file(copies, folder / file, metadata={"format": "pt"})
         places |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}

@@ -22,7 +22,7 @@ from flatout.ops.documents import Layout, document_attention
 from flatout.ops.scales import Slot
 
 if TYPE_CHECKING:  # who does not ask for our kernels need not have triton
-    from flatout.ops.kernels.frozen import FrozenLinear, Room
+    from flatout.ops.kernels.frozen import FrozenLinear, GradientRoom
     from flatout.ops.kernels.norm import FrozenNorm
 
 Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, T, D/2] of packed rows
@@ -376,8 +376,8 @@ class Block(nn.Module):
         bias_W: Tensor | None,
         turn: Turn | None,
         attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-        above: "Room",
-        below: "Room | None",
+        above: "GradientRoom",
+        below: "GradientRoom | None",
     ) -> tuple[Tensor, Tensor]:
         """`fused` for a block whose weights are frozen, with or without adapters. It sees to checkpointing by itself.
 

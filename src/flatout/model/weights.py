@@ -7,6 +7,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flatout.errors import CheckpointError
+from flatout.files import CHECK_ACCESS, why_unreadable
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -15,6 +16,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError) as error:
+        if (reason := why_unreadable(path)) is not None:
+            raise CheckpointError(f"{path} cannot be read: {reason}", CHECK_ACCESS) from error
         raise CheckpointError(
             f"{path} cannot be read as safetensors: {error}", "check the path, or fetch the file again"
         ) from error

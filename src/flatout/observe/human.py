@@ -17,6 +17,12 @@ def human_count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def human_parameters(parameters: float, trained: float | None) -> str:
+    """The size of a model; `trained` is that of the adapters beside it, where it is frozen."""
+    frozen = "" if trained is None else f" frozen and {human_count(trained)} trained"
+    return f"{human_count(parameters)}{frozen} parameters"
+
+
 def human_bytes(value: float) -> str:
     for limit, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= limit:

@@ -53,7 +53,10 @@ def merge(words: list[str]) -> int:
     parser.add_argument("folder", help="new folder to write")
     parser.add_argument("--last", action="store_true", help="use the newest checkpoint instead of the best")
     parser.add_argument(
-        "--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the weights; default bf16"
+        "--dtype",
+        choices=("bf16", "fp16", "fp32"),
+        default="bf16",
+        help="of the weights; default bf16, as `flatout export` has it for a run with adapters",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_base(parser)

@@ -114,7 +114,8 @@ class _Printer:
         self._section("Worth knowing", worth)
         self._section("Warnings: it works, but not well", [one for one in findings if one.status == "warn"])
         self._section("Problems: training would not work", [one for one in findings if one.status == "bad"])
-        print(f"\n{self._styled(_summary(counts, len(findings)), '1')}")
+        whole = not any(one.unchecked for one in findings)
+        print(f"\n{self._styled(_summary(counts, len(findings), whole=whole), '1')}")
 
     def _section(self, title: str, findings: "list[Finding]") -> None:
         if not findings:
@@ -141,7 +142,7 @@ class _Printer:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour else text
 
 
-def _summary(counts: Counter[str], checks: int) -> str:
+def _summary(counts: Counter[str], checks: int, *, whole: bool) -> str:
     def count(status: str, one: str, many: str) -> str:
         return f"{counts[status]} {one if counts[status] == 1 else many}"
 
@@ -150,7 +151,11 @@ def _summary(counts: Counter[str], checks: int) -> str:
         return f"{checks} checks: {found}. Mend the problems first; they stand last in the list."
     if counts["warn"]:
         found = f"{count('warn', 'warning', 'warnings')}, no problems"
+        if not whole:
+            return f"{checks} checks: {found}; not everything was checked."
         return f"{checks} checks: {found}. Training works; the warnings say what it would waste."
+    if not whole:
+        return f"{checks} checks, nothing wrong found; not everything was checked."
     return f"{checks} checks, all fine."
 
 

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.text import Text
 
 from flatout.config.schema import SpeedConfig
-from flatout.observe.human import human_bytes, human_count, human_seconds, printable
+from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
 from flatout.observe.measured.estimate_table import expected
 from flatout.observe.measured.sample_preview import print_sample
 from flatout.observe.terminal import Terminal
@@ -146,20 +146,18 @@ class TerminalReader:
 
 def _banner(info: RunInfo) -> list[str]:
     start = f", from step {info.start_step}" if info.start_step else ""
-    size = human_count(info.parameters)
+    size = human_parameters(info.parameters, info.trained_parameters)
     step = f"{info.batch_tokens:,} tokens ({info.micro_batch} x {info.context} x {info.accumulation})"
     epochs = f", {info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs" if info.windows else ""
     if info.batch_samples is not None:
         step = f"{info.batch_samples:,} samples (about {info.batch_tokens:,} tokens)"
         epochs = f", {info.steps * info.batch_samples / info.windows:.2f} epochs" if info.windows else ""
-    if info.trained_parameters is not None:
-        size = f"{human_count(info.trained_parameters)} of {size}"
     training = "streamed training text" if info.train_tokens is None else f"{info.train_tokens:,} training"
     shown = [f for f in info.features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
     fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
     return [
-        f"flatout {info.flatout}: {info.family}, {size} parameters, on {info.device} (torch {info.torch})",
+        f"flatout {info.flatout}: {info.family}, {size}, on {info.device} (torch {info.torch})",
         f"data: {training} and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab:,} ids)",
         f"run: {info.steps:,} steps of {step}{epochs}{start}, in {info.folder}",
         f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from flatout.observe.human import human_bytes, human_count, human_seconds
+from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds
 from flatout.observe.picture import drawable, shortened
 from flatout.observe.plot.panels import (
     BLUE,
@@ -234,8 +234,11 @@ def draw_title(figure: "Figure", name: str, facts: str, state: str, *, warning: 
 def _facts(run: RunNumbers) -> str:
     info = run.info
     parts = [_text(info, "family")]
-    parts += [f"{human_count(size)} parameters"] if (size := number(info.get("parameters"))) is not None else []
-    parts += [f"{size:,.0f} tokens per step"] if (size := number(info.get("batch_tokens"))) is not None else []
+    trained, samples = number(info.get("trained_parameters")), number(info.get("batch_samples"))
+    parts += [human_parameters(size, trained)] if (size := number(info.get("parameters"))) is not None else []
+    parts += [f"{samples:,.0f} samples per step"] if samples is not None else []
+    size = number(info.get("batch_tokens")) if samples is None else None
+    parts += [f"{size:,.0f} tokens per step"] if size is not None else []
     parts += [f"context {size:,.0f}"] if (size := number(info.get("context"))) is not None else []
     parts += [f"{_text(info, 'tokenizer')} tokenizer" if _text(info, "tokenizer") else "", _text(info, "device")]
     return "   ·   ".join(part for part in parts if part)

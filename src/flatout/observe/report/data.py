@@ -8,14 +8,14 @@ Trap: records can be of any age and a file can be damaged, so no field is taken 
 """
 
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from flatout.config.yaml_loader import format_value
 from flatout.observe.history import RunHistory
-from flatout.observe.human import human_bytes, human_count, printable
+from flatout.observe.human import human_bytes, printable
+from flatout.observe.report.facts import commands_of, facts_of, summary_of
 from flatout.observe.report.figures import figures_of, speed_groups, time_parts
 from flatout.observe.report.series import amount, curves_of, number, places_of, points_for, rows_with_step
 from flatout.observe.report.state import RunState, state_of
@@ -65,9 +65,9 @@ def _run(
         "name": name,
         "folder": str(history.folder),
         "state": {"kind": state.kind, "word": state.word, "text": state.text, "goes_on": state.goes_on},
-        "summary": _summary(info, state),
+        "summary": summary_of(info, state),
         "figures": figures_of(history, state),
-        "facts": _facts(info),
+        "facts": facts_of(info),
         "speed": speed_groups(history),
         "time": time_parts(history),
         "curves": curves_of(history, points),
@@ -83,69 +83,10 @@ def _run(
         "checkpoints_left_out": max(0, len(checkpoints) - _MOST_CHECKPOINTS),
         "environment": _environment(info),
         "starts": _starts(history),
-        "commands": _commands(history, state),
+        "commands": commands_of(history, state),
         "config": _yaml(info.get("config")),
         "paths": list(config),
     }
-
-
-def _summary(info: dict[str, Any], state: RunState) -> str:
-    size = amount(info.get("parameters"))
-    what = f"{info.get('family', 'model')}" + ("" if size is None else f" with {human_count(size)} parameters")
-    tokens = amount(info.get("train_tokens"))
-    source = _at(info, "data.source")
-    from_where = source if isinstance(source, str) else "several sources" if isinstance(source, list) else "its data"
-    length = "a stream" if tokens is None else f"{human_count(tokens)} tokens"
-    return f"{what}, trained on {length} of {from_where}, on {info.get('device', 'an unknown device')}. {state.text}"
-
-
-def _facts(info: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was trained on what, in three groups of label and text; unknown things are left out."""
-    at = lambda path: _at(info, path)  # noqa: E731
-    shape = [at("model.layers"), at("model.width"), at("model.heads")]
-    steps, batch = amount(info.get("steps")), amount(info.get("batch_tokens"))
-    size, windows = amount(info.get("parameters")), amount(info.get("windows"))
-    context, planned = amount(info.get("context")), None
-    if steps is not None and batch is not None:
-        planned = steps * batch
-    mixture = [info.get(name) for name in ("micro_batch", "context", "accumulation")]
-    source = at("data.source")
-    groups: dict[str, list[tuple[str, Any]]] = {
-        "Model": [
-            ("Family", info.get("family")),
-            ("Parameters", _whole(size)),
-            ("Blocks, width, heads", None if None in shape else " × ".join(str(item) for item in shape)),
-            ("Context", _whole(context, " tokens")),
-            ("Vocabulary", _whole(info.get("vocab"), " ids")),
-            ("Norm, positions, MLP", _joined(at("model.norm"), at("model.positions"), at("model.mlp"))),
-            ("Arithmetic per token", None if (flops := amount(info.get("flops_per_token"))) is None else
-             f"{human_count(flops)} FLOP, forward and backward"),
-        ],
-        "Data": [
-            ("Source", format_value(source) if isinstance(source, list | dict) else source),
-            ("Tokenizer", info.get("tokenizer")),
-            ("Training", _whole(info.get("train_tokens"), " tokens") or "streamed, length not known"),
-            ("Validation", _whole(info.get("val_tokens"), " tokens")),
-            ("Windows", _whole(windows)),
-            ("Packing", at("data.packing")),
-            ("Fingerprint", _shortened(info.get("dataset"))),
-        ],
-        "Training": [
-            ("Planned", None if planned is None else f"{steps:,} steps, {human_count(planned)} tokens"),
-            ("Epochs", f"{planned / (windows * context):.2f}" if planned and windows and context else None),
-            ("Tokens per parameter", f"{planned / size:,.2f} planned" if planned and size else None),
-            ("Tokens per step", None if batch is None or None in mixture else
-             f"{batch:,} ({' × '.join(str(item) for item in mixture)})"),
-            ("Learning rate", _joined(at("optim.learning_rate"), at("optim.schedule"))),
-            ("Warm-up", _whole(at("optim.warmup_steps"), " steps")),
-            ("Weight decay, clip", _joined(at("optim.weight_decay"), at("optim.clip"))),
-            ("Seed", at("train.seed")),
-        ],
-    }  # fmt: skip
-    return [
-        {"group": group, "rows": [[label, str(value)] for label, value in rows if value is not None]}
-        for group, rows in groups.items()
-    ]
 
 
 def _switches(info: dict[str, Any]) -> list[list[str]]:
@@ -230,20 +171,6 @@ def _starts(history: RunHistory) -> list[list[str]]:
     ]
 
 
-def _commands(history: RunHistory, state: RunState) -> list[list[str]]:
-    folder = str(history.folder)
-    quoted = shlex.quote(folder)
-    config, again = shlex.quote(str(history.folder / "config.yaml")), shlex.quote(f"{folder}-again")
-    commands = [["The same run again, in a new folder", f"flatout train {config} output.folder={again}"]]
-    if state.kind in ("interrupted", "stopped"):
-        commands.append(["Go on with it", f"flatout train --resume {quoted}"])
-    if history.checkpoints:
-        commands.append(["Text from it", f"flatout generate {quoted}"])
-        commands.append(["Its loss once more", f"flatout eval {quoted}"])
-    commands.append(["This page", f"flatout report {quoted}"])
-    return commands
-
-
 def _yaml(config: Any) -> str:
     """The stored config as a config file, section by section."""
     if not isinstance(config, dict):
@@ -270,26 +197,6 @@ def _flat_config(config: Any) -> dict[str, str]:
 
 def _paths(configs: Sequence[dict[str, str]]) -> list[str]:
     return list(dict.fromkeys(path for config in configs for path in config))
-
-
-def _at(info: dict[str, Any], path: str) -> Any:
-    value = info.get("config")
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value
-
-
-def _whole(value: Any, unit: str = "") -> str | None:
-    return None if amount(value) is None else f"{value:,}{unit}"
-
-
-def _joined(*values: Any) -> str | None:
-    known = [str(value) for value in values if value is not None]
-    return ", ".join(known) or None
-
-
-def _shortened(value: Any) -> str | None:
-    return None if value is None else str(value)[:16]
 
 
 def _spread(rows: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:

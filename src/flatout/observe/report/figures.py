@@ -48,7 +48,7 @@ def figures_of(history: RunHistory, state: RunState) -> list[dict[str, str]]:
     tokens, size = amount(steps[-1].get("tokens")) if steps else None, amount(info.get("parameters"))
     if tokens is not None:
         add("tokens", "Tokens seen", human_count(tokens), f"{tokens:,}")
-        if size:
+        if size and amount(info.get("batch_samples")) is None:  # of fine-tuning it says nothing
             note = "compute-optimal is about 20"
             add("tokens_per_parameter", "Tokens per parameter", f"{tokens / size:,.3g}", note)
     rates = finite(history.column("tokens_per_second"))
@@ -126,7 +126,9 @@ def _memory_rows(history: RunHistory) -> list[list[str]]:
 def _epoch_rows(history: RunHistory, step_seconds: float) -> list[list[str]]:
     epochs = finite([row.get("seconds") for row in history.epochs])
     windows, context = amount(history.info.get("windows")), amount(history.info.get("context"))
-    batch = amount(history.info.get("batch_tokens"))
+    batch, samples = amount(history.info.get("batch_tokens")), amount(history.info.get("batch_samples"))
+    if windows and samples:  # a window is a sample
+        context, batch = 1, samples
     if epochs:
         return [["Time per epoch", human_seconds(statistics.median(epochs)), "median"]]
     if windows and context and batch:

@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from flatout.observe.human import human_count, human_seconds, printable
+from flatout.observe.human import human_parameters, human_seconds, printable
 from flatout.records import (
     CheckpointRecord,
     EndRecord,
@@ -120,7 +120,9 @@ def _numbers(record: Record) -> dict[str, float | None]:
 def _texts(record: Record) -> dict[str, str]:
     match record:
         case RunInfo():
-            size = f"{record.family}, {human_count(record.parameters)} parameters, on {record.device}"
+            size = (
+                f"{record.family}, {human_parameters(record.parameters, record.trained_parameters)}, on {record.device}"
+            )
             used = "\n".join(f"{item.name}: {item.used}" for item in record.features)
             return {"run": f"flatout {record.flatout}, torch {record.torch}\n{size}\n{used}"}
         case SampleRecord():

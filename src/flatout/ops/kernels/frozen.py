@@ -43,7 +43,7 @@ def roomy(rows: int, columns: int, rank: int, dtype: torch.dtype, device: torch.
 
 
 @dataclasses.dataclass(eq=False)
-class Room:
+class GradientRoom:
     """Where a block finds the gradient of its branch, with room for its thin product; the block above writes it."""
 
     rank: int
@@ -160,8 +160,8 @@ class FrozenBlock:
     attend: Callable[[Tensor, Tensor, Tensor], Tensor]
     checkpointing: str
     dtype: torch.dtype  # of products
-    above: Room  # this block's branch
-    below: Room | None  # the branch of the block before
+    above: GradientRoom  # this block's branch
+    below: GradientRoom | None  # the branch of the block before
 
     @property
     def linears(self) -> tuple[FrozenLinear, ...]:
@@ -429,7 +429,12 @@ class _FrozenEnd(torch.autograd.Function):
 
 
 def frozen_end(
-    x_BTW: Tensor, branch_BTW: Tensor, branch_bias_W: Tensor | None, norm: FrozenNorm, dtype: torch.dtype, below: Room
+    x_BTW: Tensor,
+    branch_BTW: Tensor,
+    branch_bias_W: Tensor | None,
+    norm: FrozenNorm,
+    dtype: torch.dtype,
+    below: GradientRoom,
 ) -> Tensor:
     """The last norm, in `dtype`, of the residual stream with the last block's branch added to it."""
     return _FrozenEnd.apply(x_BTW, branch_BTW, branch_bias_W, norm, dtype, below)  # pyright: ignore

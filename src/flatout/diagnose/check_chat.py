@@ -1,0 +1,294 @@
+"""A fine-tuning config judged: the base, its chat template, the rows, what is learned of them, adapters, a step.
+
+The idea: what `flatout finetune` would do before its first step is done here, with the same functions, in a temporary
+folder. So what is fine here is fine there, and an error there is a finding here, in the same words. Of a large source
+only the first rows are read. Nothing is fetched from the hub: a base that is not here ends the visit, and that is said.
+
+The contract: as for all checks, nothing is raised for what is found; what was not checked is told in a finding of its
+own, which is marked so. Needs a torch that works.
+"""
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from flatout.config.load import LoadedConfig
+from flatout.config.schema import RunConfig
+from flatout.config.unused import check_used
+from flatout.corpus.document import Row
+from flatout.corpus.readers import read_rows
+from flatout.corpus.sources import find_files
+from flatout.data.make_samples import row_files
+from flatout.device import detect_device, limit_memory
+from flatout.diagnose.check_folder import check_folder, folder_of
+from flatout.diagnose.doctor import Finding, Status, finding_of, in_gib
+from flatout.engine.base_model import Base, open_base
+from flatout.engine.features import resolve_speed
+from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, why_samples_are_made
+from flatout.engine.run_folder import is_checkpoint
+from flatout.engine.setup import (
+    check_disk,
+    check_samples_fit,
+    described_config,
+    memory_of_samples,
+    order_of,
+    step_tokens_of,
+    steps_of,
+)
+from flatout.errors import UserError
+from flatout.model.adapter_targets import choose, targets_of
+from flatout.model.count import parameter_count
+from flatout.model.gpt import empty_model
+from flatout.model.hub_find import is_within_reach
+from flatout.model.hub_weights import inventory
+from flatout.model.quantize import check_quantizing
+
+_WHOLE, _WHOLE_QUICK = 32 * 2**20, 4 * 2**20  # bytes of a source that is read to its end
+_FIRST = 2000  # rows of a larger one
+_FEW_LABELS = 0.01
+
+
+def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Finding]:
+    """Findings on data, config and memory of a fine-tuning config. `here` says that it would run on this machine."""
+    try:
+        check_used(loaded)
+    except UserError as error:
+        yield finding_of(error, "config", "settings")
+    base = None
+    for found in _check_base(loaded.config):
+        base = found if isinstance(found, Base) else base
+        if isinstance(found, Finding):
+            yield found
+    if base is None:
+        yield from _check_sources(loaded.config)
+        yield _unchecked("rows, template, adapters and memory were not checked, as there is no base to read them with")
+        return
+    try:
+        template, said = base.template_for(loaded.config.chat.template)
+        name = "none: samples are bare text" if template is None else template.name
+        yield _finding("template", "ok", said or ("the model's own" if name == "model" else name))
+    except UserError as error:
+        yield finding_of(error, "data", "template")
+        yield _unchecked("rows, adapters and memory were not checked, as there is no template to write samples by")
+        return
+    with tempfile.TemporaryDirectory(prefix="flatout-doctor-") as temporary:
+        try:
+            data, whole = _samples(loaded.config, Path(temporary), _WHOLE_QUICK if quick else _WHOLE)
+        except UserError as error:
+            yield finding_of(error, "data", "rows")
+            yield _unchecked("adapters and memory were not checked, as there are no samples")
+            return
+        yield from _check_samples(loaded.config, data, whole=whole)
+        yield from _check_run(loaded, data, whole=whole, here=here)
+
+
+def _check_base(config: RunConfig) -> Iterator[Finding | Base]:
+    """The model that is trained, as far as it can be seen without reading all of its weights; itself last."""
+    name = config.model.init_from
+    assert name is not None, "checked by the config"
+    if not is_within_reach(name):
+        yield _finding(
+            "base",
+            "warn",
+            f"{name} is not on this machine",
+            "It is fetched from the hub when training starts; the hub is not asked now. Without a network, name a "
+            "folder with model.init_from.",
+        )
+        return
+    try:
+        base = open_base(name, config.model.context)
+        if not is_checkpoint(base.description.folder):  # those of ours have been hashed
+            inventory(base.description)
+    except UserError as error:
+        yield finding_of(error, "data", "base")
+        return
+    size = parameter_count(base.description.config, base.description.vocab)
+    kind = base.description.model_type
+    yield _finding("base", "ok", f"{base.name}: {kind} with {size:,} parameters, in {base.description.dtype}")
+    yield base
+
+
+def _check_sources(config: RunConfig) -> Iterator[Finding]:
+    """Whether there is anything to read rows from; without a base that is all that can be said of it."""
+    for field, source in {"chat.source": config.chat.source, "chat.val_source": config.chat.val_source}.items():
+        if source is not None:
+            try:
+                files = row_files(source, field)
+            except UserError as error:
+                yield finding_of(error, "data", "rows")
+            else:
+                size = sum(file.bytes for file in files) / 1e6
+                yield _finding("rows", "ok", f"{source}: {_many(len(files), 'file')}, {size:,.1f} MB, not read")
+
+
+def _samples(config: RunConfig, temporary: Path, most: int) -> tuple[SampleData, bool]:
+    """The samples of a config, and whether they are all of them: those that are there, or made for this visit."""
+    _, why = why_samples_are_made(config)
+    if not why:
+        return open_sample_data(config, None), True
+    assert config.chat.source is not None, "checked by the config"
+    chat = config.chat
+    found = {"source": chat.source, "val_source": chat.val_source}
+    cut = {name: _head(name, source, temporary, most) for name, source in found.items() if source is not None}
+    chat = chat.model_copy(update={name: str(path) for name, path in cut.items() if path is not None})
+    data = config.data.model_copy(update={"folder": str(temporary / "samples")})
+    opened = open_sample_data(config.model_copy(update={"chat": chat, "data": data}), None)
+    return opened, all(path is None for path in cut.values())
+
+
+def _head(name: str, source: str, temporary: Path, most: int) -> Path | None:
+    """A file with the first rows of a source that is too large to be read whole; None for one that is not."""
+    files = find_files(source).files
+    if sum(file.bytes for file in files) <= most:
+        return None
+    path = temporary / f"{name}.jsonl"
+    rows = itertools.chain.from_iterable(read_rows(file) for file in files)
+    with path.open("w", encoding="utf-8") as target:
+        for row in itertools.islice(rows, _FIRST):
+            if isinstance(row, Row):
+                target.write(json.dumps(row.value, default=str) + "\n")
+    return path
+
+
+def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Iterator[Finding]:
+    counts, facts = data.manifest.manifest["counts"], data.train.samples.facts()
+    rows, lost = counts.get("rows", 0), counts.get("rows_not_used", 0)
+    reading = (data.manifest.manifest.get("reading") or [{}])[0].get("format", config.chat.format)
+    part = "" if whole else f"; only the first {_FIRST:,} rows were read"
+    yield _finding("rows", "ok", f"{config.chat.source}: {rows - lost:,} rows, read as {reading}{part}")
+    if lost:
+        yield _finding(
+            "rows not used",
+            "warn",
+            f"{lost:,} of {rows:,} rows cannot be used",
+            "`flatout finetune` lists each with its reason in problems.jsonl beside the samples. Mend them if they are "
+            "many.",
+        )
+    held = len(data.val.samples)
+    yield _finding(
+        "samples", "ok", f"{facts['samples']:,} to train on, {held:,} held out, longest {facts['longest']:,}"
+    )
+    share = facts["labelled_share"]
+    words = f"{share:.1%} of {facts['tokens']:,} tokens are learned"
+    if share < _FEW_LABELS:
+        yield _finding(
+            "learned", "warn", words, "Most of a step is spent on prompts. Look at chat.train_on and the rows."
+        )
+    else:
+        yield _finding("learned", "ok", words)
+    dropped = sum(counts.get(name, 0) for name in ("dropped_too_long", "dropped_labels_cut"))
+    if counts.get("truncated") or dropped:
+        cut = counts.get("truncated", 0)
+        yield _finding(
+            "too long",
+            "warn" if 20 * (cut + dropped) > facts["samples"] else "note",
+            f"{cut:,} samples are cut to model.context={config.model.context:,}, {dropped:,} dropped for their length",
+            f"The longest has {counts.get('longest', 0):,} tokens; raise model.context to keep all of it.",
+        )
+
+
+def _check_run(loaded: LoadedConfig, data: SampleData, *, whole: bool, here: bool) -> Iterator[Finding]:
+    """Steps, adapters, the run's folder and the memory of a step, of the config as it would be trained."""
+    try:
+        config = described_config(loaded.config, data, loaded.sources)
+    except UserError as error:
+        yield finding_of(error, "config", "model")
+        yield _unchecked("steps, adapters and memory were not checked, as the config does not fit its base")
+        return
+    order = order_of(config, data)
+    if whole:
+        yield from _check_steps(config, order.samples, steps_of(config, order))
+    yield from _check_adapters(config, data)
+    yield from check_folder(config)
+    if not whole:
+        yield _unchecked(f"{config.chat.source} is large: rows after the first {_FIRST:,}, and steps, were not checked")
+    if not here:
+        yield _unchecked("the memory of a step was not checked: this is another machine")
+        return
+    try:
+        device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
+
+        def written(path: str) -> str | None:
+            return loaded.sources[path].written if path in loaded.sources else ""
+
+        vocab, tokens = data.description.vocab, step_tokens_of(data, order)
+        speed = resolve_speed(config, device, None, written, vocab=vocab, step_tokens=tokens)
+        memory = memory_of_samples(config, data, order, speed)
+        check_samples_fit(config, data, order, speed, memory)
+    except UserError as error:
+        yield finding_of(error, "config", "a step")
+    else:
+        have = "" if device.memory_bytes is None else f" of {in_gib(device.memory_bytes)}"
+        need = f"{memory.total / 2**20:,.0f} MiB" if memory.total < 2**30 else in_gib(memory.total)
+        yield _finding("a step", "ok", f"needs about {need}{have} on {device.name}", area="memory")
+
+
+def _check_steps(config: RunConfig, samples: int, steps: int) -> Iterator[Finding]:
+    batch = config.chat.batch_samples
+    yield _finding("steps", "ok", f"{steps:,} steps of {min(batch, samples):,} samples", area="config")
+    if batch > samples:
+        yield _finding(
+            "batch",
+            "warn",
+            f"chat.batch_samples is {batch:,}, and there are {samples:,} samples",
+            "Every step takes all of them once and is an epoch. Lower chat.batch_samples for more steps in an epoch.",
+            area="config",
+        )
+    if 0 < steps < config.optim.warmup_steps:
+        yield _finding(
+            "warm-up",
+            "warn",
+            f"optim.warmup_steps is {config.optim.warmup_steps:,}, and the run has {steps:,} steps",
+            "It is cut to the run: the rate would reach its peak in the last step. Lower optim.warmup_steps.",
+            area="config",
+        )
+
+
+def _check_adapters(config: RunConfig, data: SampleData) -> Iterator[Finding]:
+    if not config.lora.rank:
+        count = parameter_count(config.model, data.description.vocab)
+        yield _finding("trained", "ok", f"all {count:,} parameters (lora.rank is 0)", area="config")
+        yield from _check_space(config, count)
+        return
+    model = empty_model(config.model, data.description.vocab, device="meta")
+    try:
+        plan = adapter_plan(config.lora)
+        choices = choose(plan, targets_of(model))
+        if config.lora.quantize != "none":
+            check_quantizing(detect_device(config.speed.device).torch_device)
+    except UserError as error:
+        yield finding_of(error, "config", "adapters")
+        return
+    names = sorted({choice.target.name for choice in choices})
+    count = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
+    held = "" if config.lora.quantize == "none" else f", the base in 4 bits ({config.lora.quantize})"
+    where = f"adapters of rank {config.lora.rank} on {', '.join(names)}"
+    yield _finding("trained", "ok", f"{where}: {count:,} parameters{held}", area="config")
+    yield from _check_space(config, count)
+
+
+def _check_space(config: RunConfig, trained: int) -> Iterator[Finding]:
+    folder = folder_of(config).absolute()
+    place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    kept = config.checkpoint.keep + 2
+    try:
+        check_disk(place, trained, kept)
+    except UserError as error:
+        yield finding_of(error, "disk", "checkpoints")
+        return
+    size = kept * 12 * trained / 2**20
+    yield _finding("checkpoints", "ok", f"{kept} of them take about {size:,.0f} MiB at most", area="disk")
+
+
+def _many(count: int, word: str) -> str:
+    return f"1 {word}" if count == 1 else f"{count:,} {word}s"
+
+
+def _finding(name: str, status: Status, found: str, advice: str = "", *, area: str = "data") -> Finding:
+    return Finding(area=area, name=name, status=status, found=found, advice=advice)
+
+
+def _unchecked(found: str) -> Finding:
+    return Finding(area="config", name="the rest", status="note", found=found, unchecked=True)

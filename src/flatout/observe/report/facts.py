@@ -1,0 +1,210 @@
+"""What was trained on what, and the commands that do it again: in words, for the top and the end of a report.
+
+A fine-tuning run has other facts than pretraining: the model it started from, what is trained of it, and rows in place
+of a text. What an older run did not write is left out.
+"""
+
+import shlex
+from typing import Any
+
+from flatout.config.yaml_loader import format_value
+from flatout.observe.history import RunHistory
+from flatout.observe.human import human_count, human_parameters
+from flatout.observe.report.series import amount
+from flatout.observe.report.state import RunState
+
+Rows = list[tuple[str, Any]]
+
+
+def summary_of(info: dict[str, Any], state: RunState) -> str:
+    """The run in a sentence or two."""
+    size = amount(info.get("parameters"))
+    trained = amount(info.get("trained_parameters"))
+    what = f"{info.get('family', 'model')}" + ("" if size is None else f" with {human_parameters(size, trained)}")
+    where = f"on {info.get('device', 'an unknown device')}. {state.text}"
+    tokens = amount(info.get("train_tokens"))
+    length = "a stream" if tokens is None else f"{human_count(tokens)} tokens"
+    if fine_tuned(info):
+        rows = f"{used:,} rows" if (used := _rows_used(info)) is not None else length
+        return (
+            f"{what}, fine-tuned from {_at(info, 'model.init_from')} on {rows} of {_at(info, 'chat.source')}, {where}"
+        )
+    source = _at(info, "data.source")
+    from_where = source if isinstance(source, str) else "several sources" if isinstance(source, list) else "its data"
+    return f"{what}, trained on {length} of {from_where}, {where}"
+
+
+def facts_of(info: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was trained on what, in three groups of label and text; unknown things are left out."""
+    tuned = fine_tuned(info)
+    groups = {
+        "Model": [*(_base_rows(info) if tuned else []), *_model_rows(info)],
+        "Data": _sample_rows(info) if tuned else _text_rows(info),
+        "Training": _training_rows(info),
+    }
+    return [
+        {"group": group, "rows": [[label, str(value)] for label, value in rows if value is not None]}
+        for group, rows in groups.items()
+    ]
+
+
+def fine_tuned(info: dict[str, Any]) -> bool:
+    return _at(info, "chat.source") is not None
+
+
+def _model_rows(info: dict[str, Any]) -> Rows:
+    shape = [_at(info, f"model.{name}") for name in ("layers", "width", "heads")]
+    flops = amount(info.get("flops_per_token"))
+    return [
+        ("Family", info.get("family")),
+        ("Parameters", _whole(info.get("parameters"))),
+        ("Blocks, width, heads", None if None in shape else " × ".join(str(item) for item in shape)),
+        ("Context", _whole(info.get("context"), " tokens")),
+        ("Vocabulary", _whole(info.get("vocab"), " ids")),
+        ("Norm, positions, MLP", _joined(*(_at(info, f"model.{name}") for name in ("norm", "positions", "mlp")))),
+        ("Arithmetic per token", None if flops is None else f"{human_count(flops)} FLOP, forward and backward"),
+    ]
+
+
+def _base_rows(info: dict[str, Any]) -> Rows:
+    """The model that a run started from, and what is trained of it."""
+    rank, size = amount(_at(info, "lora.rank")), amount(info.get("parameters"))
+    trained = amount(info.get("trained_parameters"))
+    rows: Rows = [("Base", _at(info, "model.init_from")), ("Base's fingerprint", _shortened(info.get("base")))]
+    if not rank:
+        return [*rows, ("Trained", None if size is None else f"all {size:,} parameters")]
+    if trained is not None and size is not None:
+        share = trained / max(1, size + trained)
+        rows.append(("Trained", f"{trained:,} parameters in adapters, {share:.2%} of all; {size:,} are frozen"))
+    alpha, dropout = (amount(_at(info, f"lora.{name}")) for name in ("alpha", "dropout"))
+    targets = _at(info, "lora.targets")
+    kind = "DoRA" if _at(info, "lora.dora") else "LoRA"
+    more = [f"{kind}, rank {rank:g}", f"alpha {2 * rank if alpha is None else alpha:g}"]
+    more += ["rank-stabilised"] if _at(info, "lora.rank_stabilised") else []
+    more += [f"dropout {dropout:g}"] if dropout else []
+    rows.append(("Adapters", ", ".join(more)))
+    rows.append(("Targets", ", ".join(map(str, targets)) if isinstance(targets, list) else None))
+    rows.append(("Went on from", _at(info, "lora.init_from")))
+    if _at(info, "lora.quantize") not in (None, "none"):
+        rows.append(("Base held in", f"4 bits ({_at(info, 'lora.quantize')})"))
+    return rows
+
+
+def _text_rows(info: dict[str, Any]) -> Rows:
+    source = _at(info, "data.source")
+    return [
+        ("Source", format_value(source) if isinstance(source, list | dict) else source),
+        ("Tokenizer", info.get("tokenizer")),
+        ("Training", _whole(info.get("train_tokens"), " tokens") or "streamed, length not known"),
+        ("Validation", _whole(info.get("val_tokens"), " tokens")),
+        ("Windows", _whole(info.get("windows"))),
+        ("Packing", _at(info, "data.packing")),
+        ("Fingerprint", _shortened(info.get("dataset"))),
+    ]
+
+
+def _sample_rows(info: dict[str, Any]) -> Rows:
+    """The rows of a fine-tuning run, and what became of them."""
+    told = _samples(info)
+    files, rows, lost = (amount(told.get(name)) for name in ("files", "rows", "rows_not_used"))
+    train, val, labelled = (amount(told.get(name)) for name in ("train", "val", "labelled"))
+    tokens, val_source = amount(info.get("train_tokens")), _at(info, "chat.val_source")
+    held = f"from {val_source}" if val_source is not None else "held out"
+    used, template = _rows_used(info), told.get("template") or _at(info, "chat.template")
+    return [
+        ("Rows", f"{_at(info, 'chat.source')}" + (f" ({files:,} files)" if files and files > 1 else "")),
+        ("Held-out rows", val_source),
+        ("Read as", told.get("format") or _at(info, "chat.format")),
+        ("Rows used", None if used is None else f"{used:,} of {rows:,}"),
+        ("Rows not used", f"{lost:,}; why is in problems.jsonl beside the samples" if lost else _whole(lost)),
+        ("Samples", None if train is None else f"{train:,} to train on, {val or 0:,} {held}"),
+        ("Learned", f"{labelled / tokens:.1%} of {tokens:,} tokens" if labelled is not None and tokens else None),
+        ("Trained on", _at(info, "chat.train_on")),
+        ("Template", "the model's own" if template == "model" else template),
+        ("Packing", "a row for each sample" if _at(info, "chat.packing") is False else "samples share rows"),
+        ("Validation", _whole(info.get("val_tokens"), " tokens")),
+        ("Fingerprint", _shortened(info.get("dataset"))),
+    ]
+
+
+def _training_rows(info: dict[str, Any]) -> Rows:
+    steps, batch = amount(info.get("steps")), amount(info.get("batch_tokens"))
+    size, windows, context = (amount(info.get(name)) for name in ("parameters", "windows", "context"))
+    samples = amount(info.get("batch_samples"))
+    planned = steps * batch if steps is not None and batch is not None else None
+    mixture = [info.get(name) for name in ("micro_batch", "context", "accumulation")]
+    if samples is not None:
+        about = "" if planned is None else f", about {human_count(planned)} tokens"
+        epochs = f"{steps * samples / windows:.2f}" if steps is not None and windows else None
+        rows: Rows = [
+            ("Planned", None if steps is None else f"{steps:,} steps{about}"),
+            ("Epochs", epochs),
+            ("Samples per step", f"{samples:,}" + ("" if batch is None else f", about {batch:,} tokens")),
+        ]
+    else:
+        rows = [
+            ("Planned", None if planned is None else f"{steps:,} steps, {human_count(planned)} tokens"),
+            ("Epochs", f"{planned / (windows * context):.2f}" if planned and windows and context else None),
+            ("Tokens per parameter", f"{planned / size:,.2f} planned" if planned and size else None),
+            ("Tokens per step", None if batch is None or None in mixture else
+             f"{batch:,} ({' × '.join(str(item) for item in mixture)})"),
+        ]  # fmt: skip
+    return [
+        *rows,
+        ("Learning rate", _joined(_at(info, "optim.learning_rate"), _at(info, "optim.schedule"))),
+        ("Warm-up", _whole(_at(info, "optim.warmup_steps"), " steps")),
+        ("Weight decay, clip", _joined(_at(info, "optim.weight_decay"), _at(info, "optim.clip"))),
+        ("Seed", _at(info, "train.seed")),
+    ]
+
+
+def commands_of(history: RunHistory, state: RunState) -> list[list[str]]:
+    """Commands that make, continue and use the run. They are for the folder that it was started in."""
+    folder, info = str(history.folder), history.info
+    quoted, tuned = shlex.quote(folder), fine_tuned(info)
+    verb = "finetune" if tuned else "train"
+    config, again = shlex.quote(str(history.folder / "config.yaml")), shlex.quote(f"{folder}-again")
+    commands = [["The same run again, in a new folder", f"flatout {verb} {config} output.folder={again}"]]
+    if state.kind in ("interrupted", "stopped"):
+        commands.append(["Go on with it", f"flatout {verb} --resume {quoted}"])
+    if history.checkpoints:
+        commands.append(
+            ["Talk to it", f"flatout chat {quoted}"] if tuned else ["Text from it", f"flatout generate {quoted}"]
+        )
+        commands.append(["Its loss once more", f"flatout eval {quoted}"])
+        if tuned:
+            whole = "merge" if amount(_at(info, "lora.rank")) else "export"
+            target = shlex.quote(f"{folder}-{'merged' if whole == 'merge' else 'exported'}")
+            commands.append(["One folder of weights, for any tool", f"flatout {whole} {quoted} {target}"])
+    commands.append(["This page", f"flatout report {quoted}"])
+    return commands
+
+
+def _samples(info: dict[str, Any]) -> dict[str, Any]:
+    told = info.get("samples")
+    return told if isinstance(told, dict) else {}
+
+
+def _rows_used(info: dict[str, Any]) -> float | None:
+    rows, lost = (amount(_samples(info).get(name)) for name in ("rows", "rows_not_used"))
+    return None if rows is None else rows - (lost or 0)
+
+
+def _at(info: dict[str, Any], path: str) -> Any:
+    value = info.get("config")
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _whole(value: Any, unit: str = "") -> str | None:
+    return None if amount(value) is None else f"{value:,}{unit}"
+
+
+def _joined(*values: Any) -> str | None:
+    known = [str(value) for value in values if value is not None]
+    return ", ".join(known) or None
+
+
+def _shortened(value: Any) -> str | None:
+    return None if value is None else str(value)[:16]

@@ -16,10 +16,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from flatout.errors import CheckpointError, DamagedError
@@ -30,8 +30,8 @@ from flatout.files import (
     hash_file,
     sync_and_hash,
     sync_folder,
-    usual_mode,
 )
+from flatout.model.tensor_file import write_tensors
 from flatout.model.weights import read_safetensors
 
 FORMAT = 1
@@ -89,13 +89,11 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
-    entries: dict[str, dict[str, Any]] = {}
-    for name in _TENSOR_FILES:
-        path = folder / f"{name}.safetensors"
-        tensors: dict[str, Tensor] = getattr(checkpoint, name)
-        with usual_mode(path):
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-        entries[path.name] = sync_and_hash(path)
+    paths = [folder / f"{name}.safetensors" for name in _TENSOR_FILES]
+    tensors: list[dict[str, Tensor]] = [getattr(checkpoint, name) for name in _TENSOR_FILES]
+    with ThreadPoolExecutor(len(paths)) as threads:  # hashing is what takes longest, and is one thread for a file
+        told = threads.map(write_tensors, paths, tensors)
+        entries: dict[str, dict[str, Any]] = {path.name: entry for path, entry in zip(paths, told, strict=True)}
     for name in _JSON_FILES:
         path = folder / f"{name}.json"
         path.write_bytes(canonical_json(getattr(checkpoint, name)))

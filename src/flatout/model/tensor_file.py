@@ -74,7 +74,7 @@ class _Pipeline:
         place = next(self.turns)
         self._wait(place)
         host_N = piece_N if piece_N.device.type == "cpu" else self._fetch(piece_N, place)
-        view = memoryview(host_N.numpy())
+        view = host_N.numpy().data
         hashing, writing = self.threads
         self.at_work[place] = [hashing.submit(self.digest.update, view), writing.submit(self._write, view)]
 

@@ -49,11 +49,12 @@ def _cudnn_forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tens
 
 class _FlashAttention4(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_BTHD, k_BTGD, v_BTGD, cudnn):
+    def forward(ctx, q_BTHD, k_BTGD, v_BTGD, cudnn, window):
+        ctx.how = {"causal": True, **({} if window is None else {"window_size_left": window - 1})}
         if cudnn:
             y_BTHD, lse_BHT = _cudnn_forward(q_BTHD, k_BTGD, v_BTGD)
         else:
-            y_BTHD, lse_BHT = fa4_kernels()[0](q_BTHD, k_BTGD, v_BTGD, causal=True, return_lse=True)[:2]
+            y_BTHD, lse_BHT = fa4_kernels()[0](q_BTHD, k_BTGD, v_BTGD, return_lse=True, **ctx.how)[:2]
         ctx.save_for_backward(q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT)
         return y_BTHD
 
@@ -66,11 +67,16 @@ class _FlashAttention4(torch.autograd.Function):
         if whole is not None:
             gradients = torch.empty_like(whole).split([part.shape[2] for part in parts], dim=2)
             into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-        gradients = fa4_kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, causal=True, **into)
-        return *gradients[:3], None
+        gradients = fa4_kernels()[1](*parts, y_BTHD, dy_BTHD.contiguous(), lse_BHT, **ctx.how, **into)
+        return *gradients[:3], None, None
 
 
-def flash_attention_4(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, cudnn: bool = False) -> Tensor:
-    """Causal attention over as many queries as keys; `cudnn` takes cuDNN's forward pass."""
+def flash_attention_4(
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, cudnn: bool = False, window: int | None = None
+) -> Tensor:
+    """Causal attention over as many queries as keys, to the last `window` of them where that is given.
+
+    `cudnn` takes cuDNN's forward pass, which knows no windows.
+    """
     parts_BTHD = (x.transpose(1, 2) for x in (q_BHTD, k_BGTD, v_BGTD))
-    return _FlashAttention4.apply(*parts_BTHD, cudnn).transpose(1, 2)  # pyright: ignore
+    return _FlashAttention4.apply(*parts_BTHD, cudnn and window is None, window).transpose(1, 2)  # pyright: ignore

@@ -1,0 +1,314 @@
+"""The eigenstate mixer: a bank of damped, turning states in the place of attention.
+
+    β_t = γ ⊙ (W_β · x_t)          complex, K of them;  γ = √(1 − |λ|²) keeps states of all horizons at one size
+    c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = exp θ
+    y_t = W_out · (silu(W_g · x_t) ⊙ [Re ĉ_t, Im ĉ_t])     ĉ = c, or c · R
+
+Options, each off unless asked for:
+    resonance    R = I + ε · M/‖M‖, real, one block per head. It reads states and never goes back into them: in the
+                 recurrence the result would depend on where chunks end.
+    modulation   |λ_t| = |λ|^r with r = exp(m · tanh(W_m · x_t)) for each head: the input says how fast to forget, and γ
+                 follows.
+    convolution  a causal filter of a few positions on W_β · x, one for each channel.
+    scales       groups of states that see means over the last s positions of their document, weighted at the read-out.
+                 A mean over what comes after, repeated back to where it began, would show a position its future.
+`energy` is the mean of |λ|², a term for the loss that favours forgetting. It bounds nothing by itself: what holds for
+inputs of size B at most is √E(t) ≤ √E(0) + t·B.
+
+Contract: the interface of `Attention`. The result at t depends on positions up to t of its own document, through states
+in fp32 whose gradients are cut nowhere. With a cache, a prompt and then token after token equal one pass; a token costs
+the same at any length. `init_states` sets what is not a linear layer and must come after any pass that draws weights.
+
+Trap: horizons. A state forgets to 1/e in exp(−ν) tokens. At first they are spread evenly in their logarithm from a few
+tokens to the whole context; states that begin with short ones never see far enough to learn to.
+
+Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then imaginary; in `both` 4K), H heads,
+D = K/H, S positions that a filter looks back.
+"""
+
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.model.execution import Execution
+from flatout.model.narrow import NarrowBlock, input_slot
+from flatout.ops.documents import Layout
+from flatout.ops.scan import scan, state_type
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EigenstateShape:
+    """What a mixer is made of."""
+
+    width: int
+    states: int
+    context: int
+    heads: int = 1
+    bias: bool = False  # of the output
+    shortest: float = 4.0  # tokens: the horizon of the quickest state at first; that of the slowest is the context
+    fastest: float = math.pi  # radians per token, at first
+    resonance: float = 0.0  # ε
+    modulation: float = 0.0  # m; the guide's own is 0.1
+    convolution: int = 0  # positions, its own included
+    scales: tuple[int, ...] = ()  # as 1, 2, 4: an equal share of the states each
+
+    def __post_init__(self) -> None:
+        if self.states % self.heads:
+            raise ValueError(f"{self.states} states do not divide into {self.heads} heads")
+        if self.scales and (self.states % len(self.scales) or min(self.scales) < 1):
+            raise ValueError(f"{self.states} states do not divide into scales {self.scales}")
+
+
+class EigenstateCache:
+    """What decoding carries from token to token: the states, and what filters look back at. Nothing grows."""
+
+    def __init__(self, batch: int, shape: EigenstateShape, dtype: torch.dtype, device: torch.device | str) -> None:
+        both = 2 * shape.states
+        wide = torch.promote_types(dtype, torch.float32)
+        self.state_BC = torch.zeros(batch, both, dtype=wide, device=device)
+        self.convolved_BSC = torch.zeros(batch, max(0, shape.convolution - 1), both, dtype=dtype, device=device)
+        self.averaged_BSC = torch.zeros(batch, max(shape.scales, default=1) - 1, both, dtype=dtype, device=device)
+
+
+class Eigenstate(nn.Module):
+    """The mixer. Its weights are to be written yet: the linear layers by whoever draws them, the rest by
+    `init_states`."""
+
+    def __init__(self, shape: EigenstateShape, execution: Execution) -> None:
+        super().__init__()
+        self.shape = shape
+        self.execution = execution
+        self.chunk: int | None = None  # positions at once in the scan; None leaves it to the scan
+        states, heads = shape.states, shape.heads
+        # One product for the complex input and for the gate, which has a value for each half of each state.
+        self.inward = nn.Linear(shape.width, 4 * states, bias=False)
+        self.out = nn.Linear(2 * states, shape.width, bias=shape.bias)
+        self.decay_K = nn.Parameter(torch.empty(states))  # ν
+        self.frequency_K = nn.Parameter(torch.empty(states))  # θ
+        size = states // heads
+        self.resonance_HDD = nn.Parameter(torch.empty(heads, size, size)) if shape.resonance else None
+        self.modulate = nn.Linear(shape.width, heads) if shape.modulation else None
+        self.taps_SC = nn.Parameter(torch.empty(shape.convolution, 2 * states)) if shape.convolution else None
+        self.scale_weights = nn.Parameter(torch.empty(len(shape.scales))) if shape.scales else None
+
+    @torch.no_grad()
+    def init_states(self, generator: torch.Generator) -> None:
+        """Sets everything that is not a linear layer."""
+        shape, count = self.shape, self.shape.states
+
+        def spread(count: int) -> Tensor:
+            """Numbers between 0 and 1, one in each of `count` equal parts, in order."""
+            return (torch.arange(count) + torch.rand(count, generator=generator)) / count
+
+        groups = shape.scales or (1,)
+        horizons = []
+        for scale in groups:  # a state that sees means of s positions has no use for a horizon below that
+            shortest = shape.shortest * scale
+            longest = max(shortest, float(shape.context))
+            horizons.append(shortest * (longest / shortest) ** spread(count // len(groups)))
+        # Heads are runs of states and each should reach from short to long, so states are dealt out to them in turn.
+        horizon_K = torch.cat(horizons).view(len(groups), -1)
+        heads = shape.heads // len(groups) if shape.heads % len(groups) == 0 else 1
+        if horizon_K.shape[1] % heads == 0:
+            horizon_K = horizon_K.view(len(groups), -1, heads).transpose(1, 2)
+        self.decay_K.copy_(-horizon_K.flatten().log())
+        # Even, and any angle at any horizon: distances are told apart by waves of all lengths. Half a turn is the
+        # fastest there is, since turning the other way is the same state with another read-out.
+        frequency_K = shape.fastest * spread(count)[torch.randperm(count, generator=generator)]
+        self.frequency_K.copy_(frequency_K.clamp(min=1e-6).log())
+        if self.resonance_HDD is not None:
+            self.resonance_HDD.copy_(torch.randn(self.resonance_HDD.shape, generator=generator))
+        if self.taps_SC is not None:
+            self.taps_SC.zero_()
+            self.taps_SC[0] = 1.0  # its own position: the filter begins as none
+        if self.scale_weights is not None:
+            self.scale_weights.zero_()
+
+    # --- what to look at -----------------------------------------------------------------------------------------
+
+    def eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """(log|λ|, angle of λ in radians per token) of every state, in fp32 at least, before modulation."""
+        wide = state_type(self.decay_K)
+        return -torch.exp(self.decay_K.to(wide)), torch.exp(self.frequency_K.to(wide))
+
+    @torch.no_grad()
+    def memory_horizon(self) -> Tensor:
+        """Tokens after which 1/e of a state is left: [K]."""
+        return -1.0 / self.eigenvalues()[0]
+
+    def energy(self) -> Tensor:
+        """The mean of |λ|²."""
+        return torch.exp(2 * self.eigenvalues()[0]).mean()
+
+    def empty_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> EigenstateCache:
+        """`dtype` is that of the products."""
+        return EigenstateCache(batch, self.shape, dtype, device)
+
+    # --- the mixer -----------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x_BTW: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+        cache: EigenstateCache | None,
+        position: int,
+        layout: Layout | None = None,
+    ) -> Tensor:
+        """`turn` is not looked at: a state knows by its angle how long ago something was."""
+        if cache is not None and layout is not None:
+            raise ValueError("packed documents are not decoded")
+        log_decay_K, phase_K = self.eigenvalues()
+        plain = type(self.inward) is nn.Linear  # another one has more than its weight, as an adapter
+        scale_C = None if self.modulate is not None else _input_scale(log_decay_K)
+        if plain and scale_C is not None:
+            both_BTC = F.linear(x_BTW, self._scaled(self.inward.weight, scale_C))
+            scale_C = None
+        else:
+            both_BTC = self.inward(x_BTW)
+        y_BTC = self._mixed(x_BTW, both_BTC, scale_C, (log_decay_K, phase_K), cache, position, layout)
+        return self.out(y_BTC)
+
+    def fused(
+        self, h_BTW: Tensor, turn: tuple[Tensor, Tensor] | None, narrow: NarrowBlock, layout: Layout | None = None
+    ) -> Tensor:
+        """The same in our kernels, up to the output's bias, which the residual addition brings along."""
+        from flatout.ops.kernels.linear import linear
+
+        tuned = self.execution.products == "tuned"
+        log_decay_K, phase_K = self.eigenvalues()
+        scale_C = None if self.modulate is not None else _input_scale(log_decay_K)
+        if scale_C is not None and input_slot(narrow.qkv) is None:
+            both_BTC = linear(h_BTW, self._scaled(self.inward.weight, scale_C), tuned=tuned)
+            scale_C = None
+        else:  # 8-bit weights are rounded once per update, before any scaling
+            both_BTC = linear(h_BTW, self.inward.weight, narrow=narrow.qkv, tuned=tuned)
+        y_BTC = self._mixed(h_BTW, both_BTC, scale_C, (log_decay_K, phase_K), None, 0, layout)
+        return linear(y_BTC, self.out.weight, narrow=narrow.out, tuned=tuned)
+
+    def _scaled(self, weight: Tensor, scale_C: Tensor) -> Tensor:
+        """The input's scale in the weights, where it costs nothing; rows of the gate stay."""
+        return weight * F.pad(scale_C.to(weight.dtype), (0, scale_C.numel()), value=1.0)[:, None]
+
+    def _mixed(
+        self,
+        x_BTW: Tensor,
+        both_BTC: Tensor,
+        scale_C: Tensor | None,
+        eigenvalue: tuple[Tensor, Tensor],
+        cache: EigenstateCache | None,
+        position: int,
+        layout: Layout | None,
+    ) -> Tensor:
+        """Gated states, from inputs and gate side by side. `scale_C` is what the inputs have not been scaled by yet."""
+        input_BTC, gate_BTC = both_BTC.chunk(2, dim=-1)
+        if scale_C is not None:
+            input_BTC = input_BTC * scale_C.to(input_BTC.dtype)
+        input_BTC = self._filtered(input_BTC, cache, position, layout)
+        log_decay, phase_K = eigenvalue
+        if self.modulate is not None:
+            log_decay = self._modulated(x_BTW, log_decay)
+            input_BTC = (input_BTC * _input_scale(log_decay)).to(gate_BTC.dtype)
+        path = "triton" if self.execution.kernels == "triton" else "chunked"
+        states_BTC, last_BC = scan(
+            input_BTC,
+            log_decay,
+            phase_K,
+            initial_BC=None if cache is None else cache.state_BC,
+            begins_BT=None if layout is None else document_begins(layout.documents_BT),
+            path="reference" if x_BTW.shape[1] == 1 else path,
+            chunk=self.chunk,
+        )
+        if cache is not None:
+            cache.state_BC.copy_(last_BC.detach())
+        return F.silu(gate_BTC) * self._read(states_BTC)
+
+    def _modulated(self, x_BTW: Tensor, log_decay_K: Tensor) -> Tensor:
+        """log|λ| of every position, [B, T, K]."""
+        assert self.modulate is not None
+        rate_BTH = torch.exp(self.shape.modulation * torch.tanh(self.modulate(x_BTW).to(log_decay_K.dtype)))
+        return rate_BTH.repeat_interleave(self.shape.states // self.shape.heads, dim=-1) * log_decay_K
+
+    def _read(self, states_BTC: Tensor) -> Tensor:
+        shape = self.shape
+        if self.scale_weights is not None:
+            weights = len(shape.scales) * torch.softmax(self.scale_weights, dim=0)
+            weights_K = weights.repeat_interleave(shape.states // len(shape.scales))
+            states_BTC = states_BTC * weights_K.repeat(2).to(states_BTC.dtype)
+        if self.resonance_HDD is not None:
+            couple_HDD = self.resonance_HDD / torch.linalg.matrix_norm(self.resonance_HDD, keepdim=True)
+            couple_HDD = (shape.resonance * couple_HDD).to(states_BTC.dtype)
+            # Both halves of a complex number go through the same real matrix.
+            by_head = states_BTC.unflatten(-1, (2, shape.heads, -1))
+            states_BTC = states_BTC + torch.einsum("btphd,hde->btphe", by_head, couple_HDD).flatten(-3)
+        return states_BTC
+
+    # --- filters of a few positions ------------------------------------------------------------------------------
+
+    def _filtered(
+        self, input_BTC: Tensor, cache: EigenstateCache | None, position: int, layout: Layout | None
+    ) -> Tensor:
+        shape = self.shape
+        documents_BT = None if layout is None else layout.documents_BT
+        if self.taps_SC is not None:
+            tail_BSC = None if cache is None else cache.convolved_BSC
+            taps_SC = self.taps_SC.to(input_BTC.dtype)
+            past = _Past(input_BTC, tail_BSC, shape.convolution - 1, documents_BT)
+            result_BTC = input_BTC * taps_SC[0]
+            for lag in range(1, shape.convolution):
+                result_BTC = result_BTC + past.at(lag) * taps_SC[lag]
+            input_BTC = result_BTC
+        if shape.scales:
+            tail_BSC = None if cache is None else cache.averaged_BSC
+            past = _Past(input_BTC, tail_BSC, max(shape.scales) - 1, documents_BT)
+            if layout is None:
+                seen_BT = torch.arange(position + 1, position + 1 + input_BTC.shape[1], device=input_BTC.device)[None]
+            else:
+                seen_BT = layout.positions_BT + 1
+            input_BTC = self._averaged(input_BTC, past, seen_BT)
+        return input_BTC
+
+    def _averaged(self, input_BTC: Tensor, past: "_Past", seen_BT: Tensor) -> Tensor:
+        """Every group of states gets the mean of the last positions, as many as its scale says or there are."""
+        scales = self.shape.scales
+        total = input_BTC.unflatten(-1, (2, len(scales), -1))
+        means: dict[int, Tensor] = {}
+        for lag in range(max(scales)):
+            if lag:
+                total = total + past.at(lag).unflatten(-1, (2, len(scales), -1))
+            if lag + 1 in scales:
+                count_BT = seen_BT.clamp(max=lag + 1).to(total.dtype)
+                means[lag + 1] = total / count_BT[..., None, None, None]
+        return torch.stack([means[scale][..., group, :] for group, scale in enumerate(scales)], dim=-2).flatten(-3)
+
+
+class _Past:
+    """Values and what came before them: from a cache, which is brought up to date, or nothing."""
+
+    def __init__(self, x_BTC: Tensor, tail_BSC: Tensor | None, reach: int, documents_BT: Tensor | None) -> None:
+        self.positions, self.reach, self.documents_BT = x_BTC.shape[1], reach, documents_BT
+        if tail_BSC is None:
+            self.whole_BTC = F.pad(x_BTC, (0, 0, reach, 0))
+        else:
+            self.whole_BTC = torch.cat([tail_BSC.to(x_BTC.dtype), x_BTC], dim=1)
+            tail_BSC.copy_(self.whole_BTC[:, self.positions :].detach())
+
+    def at(self, lag: int) -> Tensor:
+        """The values `lag` positions earlier; nothing where that is another document."""
+        earlier_BTC = self.whole_BTC[:, self.reach - lag : self.reach - lag + self.positions]
+        if self.documents_BT is None:
+            return earlier_BTC
+        same_BT = F.pad(self.documents_BT[:, lag:] == self.documents_BT[:, :-lag], (min(lag, self.positions), 0))
+        return earlier_BTC.masked_fill(~same_BT[..., None], 0.0)
+
+
+def document_begins(documents_BT: Tensor) -> Tensor:
+    """True where the document is another one than at the position before; a row's first position has none before."""
+    return F.pad(documents_BT[:, 1:] != documents_BT[:, :-1], (1, 0))
+
+
+def _input_scale(log_decay: Tensor) -> Tensor:
+    """√(1 − |λ|²) for both halves. 1 − |λ|² itself would have no digits left where |λ| is near 1."""
+    return torch.sqrt(-torch.expm1(2 * log_decay)).tile(2)

@@ -1,0 +1,466 @@
+"""The recurrence h_t = λ_t · h_{t-1} + x_t (ops/scan.py) in chunks, forward and backward.
+
+Three passes each way. (1) Every chunk by itself: the state E that it would end in from nothing, and the product A of
+its λ. (2) The carry: what every chunk starts from, by a scan over chunks, h → A·h + E. (3) Every chunk again, from its
+start, writing its states. A program of passes 1 and 3 is one warp with up to 128 channels of one chunk, so memory is
+read in whole rows, states stay in registers, and the warp never waits for another. Rows come in groups that are asked
+for together: a few thousand warps with a group each keep the memory busy.
+
+Backward is the same from the other end. With g the gradient of the states, a_t = g_t + r_t is the gradient of x_t, and
+r_{t-1} = conj(λ_t) · a_t goes on to the position before; r begins as the gradient of the last state and ends as that of
+the initial one. With u_t = λ_t · h_{t-1}, log_decay gets Re(conj(a_t)·u_t) and phase Im(conj(u_t)·a_t), which pass 3
+adds up per program where λ is the same for all positions. h is the result itself, as stored; nothing else is kept.
+
+Bytes for B 4, T 32,768, K 128 and one λ for all: a tensor of states is 67 MB in bf16, 134 MB in fp32. Forward reads x
+twice and writes h: 201 or 403 MB, 0.05 or 0.09 ms at 4.3 TB/s. Backward reads g twice and h, and writes dx: 268 or
+537 MB, 0.06 or 0.13 ms. What goes between passes is 1/16 of a tensor in fp32 or less. Look-back between programs would
+save a third, and would have programs wait for each other; the products around the scan take several times as long.
+
+The trap: λ near 1 is a matter of digits. Its magnitude and angle are computed in float64 where λ is fixed, and by a
+series near 0 otherwise: the fast exponential may be off by 2^-22, which is 3e-3 after 32,768 positions.
+
+Shape legend: B rows, T positions, K channels, C = 2K (real parts, then imaginary), N chunks, P programs that sum.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatout.ops.kernels.launch import fold, multiprocessors
+
+
+@triton.jit
+def _exponential(x):
+    """exp of what is never above 0, to the last digit or two where the result is near 1."""
+    series = 1.0 + x * (1.0 + x / 2 * (1.0 + x / 3 * (1.0 + x / 4 * (1.0 + x / 5 * (1.0 + x / 6)))))
+    return tl.where(x > -0.125, series, tl.exp(x))
+
+
+@triton.jit
+def _table(
+    log_ptr, phase_ptr, table_ptr, channels,
+    LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As much of λ as is the same for all positions."""
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < channels
+    real = tl.full((BLOCK,), 1.0, tl.float64)
+    imaginary = tl.zeros((BLOCK,), tl.float64)
+    if not PHASE_VARIES:
+        phase = tl.load(phase_ptr + column, inside, 0.0).to(tl.float64)
+        real = tl.cos(phase)
+        imaginary = tl.sin(phase)
+    if not LOG_VARIES:
+        magnitude = tl.exp(tl.load(log_ptr + column, inside, 0.0).to(tl.float64))
+        real *= magnitude
+        imaginary *= magnitude
+    tl.store(table_ptr + column, real.to(tl.float32), inside)
+    tl.store(table_ptr + channels + column, imaginary.to(tl.float32), inside)
+
+
+@triton.jit
+def _pair(ptr, place, channels, mask):
+    real = tl.load(ptr + place, mask, 0.0)
+    imaginary = tl.load(ptr + place + channels, mask, 0.0)
+    return real, imaginary
+
+
+@triton.jit
+def _row(
+    x_ptr, log_ptr, phase_ptr, begins_ptr, origin, position, positions, stride_t, column, inside, channels,
+    LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
+):  # fmt: skip
+    """What lies in memory of one position, x and λ: asked for early, used late."""
+    alive = position < positions
+    mask = inside & alive
+    real, imaginary = _pair(x_ptr, position.to(tl.int64) * stride_t + column, channels, mask)  # pyright: ignore
+    place = (origin + position) * channels + column
+    log, phase, begins = 0.0, 0.0, 0
+    if LOG_VARIES:
+        log = tl.load(log_ptr + place, mask, 0.0)
+    if PHASE_VARIES:
+        phase = tl.load(phase_ptr + place, mask, 0.0)
+    if RESETS:
+        begins = tl.load(begins_ptr + origin + position, alive, 0).to(tl.int32)
+    return real, imaginary, log, phase, begins
+
+
+@triton.jit
+def _eigenvalue(
+    row, base_re, base_im, alive, LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr
+):
+    """λ of one position: 0 where a document begins, 1 beyond the last position, where the state has to stay."""
+    real, imaginary = base_re, base_im
+    if PHASE_VARIES:
+        phase = row[3].to(tl.float32)
+        imaginary = real * tl.sin(phase)
+        real = real * tl.cos(phase)
+    if LOG_VARIES:
+        magnitude = _exponential(row[2].to(tl.float32))
+        real = real * magnitude
+        imaginary = imaginary * magnitude
+    if RESETS:
+        real = tl.where(row[4] == 0, real, 0.0)
+        imaginary = tl.where(row[4] == 0, imaginary, 0.0)
+    return tl.where(alive, real, 1.0), tl.where(alive, imaginary, 0.0)
+
+
+@triton.jit
+def _where_am_i(positions, chunks, channels, blocks, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """(row, chunk, its first position, columns, which of them there are). Blocks of one chunk are neighbours."""
+    program = tl.program_id(0)
+    chunk = program // blocks
+    column = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    return chunk // chunks, chunk % chunks, chunk % chunks * CHUNK, column, column < channels
+
+
+@triton.jit
+def _ends(
+    x_ptr, table_ptr, log_ptr, phase_ptr, begins_ptr, ends_ptr, positions, chunks, channels, blocks,
+    stride_b, stride_t,
+    REVERSE: tl.constexpr, LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pass 1. Backward x is the gradient of the states, and the end is before the chunk's first position."""
+    batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
+    base_re, base_im = _pair(table_ptr, column, channels, inside)
+    x_ptr += batch.to(tl.int64) * stride_b
+    origin = batch.to(tl.int64) * positions
+    state_re = tl.zeros((BLOCK,), tl.float32)
+    state_im = tl.zeros((BLOCK,), tl.float32)
+    product_re = tl.full((BLOCK,), 1.0, tl.float32)
+    product_im = tl.zeros((BLOCK,), tl.float32)
+    for group in range(0, CHUNK, ROWS):
+        rows = ()
+        for step in tl.static_range(ROWS):
+            position = first + (CHUNK - 1 - group - step if REVERSE else group + step)
+            rows += (
+                _row(
+                    x_ptr, log_ptr, phase_ptr, begins_ptr, origin, position, positions, stride_t, column, inside,
+                    channels, LOG_VARIES, PHASE_VARIES, RESETS,
+                ),
+            )  # fmt: skip
+        for step in tl.static_range(ROWS):
+            position = first + (CHUNK - 1 - group - step if REVERSE else group + step)
+            factor_re, factor_im = _eigenvalue(
+                rows[step], base_re, base_im, position < positions, LOG_VARIES, PHASE_VARIES, RESETS
+            )
+            x_re = rows[step][0].to(tl.float32)
+            x_im = rows[step][1].to(tl.float32)
+            if REVERSE:
+                x_re += state_re
+                x_im += state_im
+                state_re = factor_re * x_re + factor_im * x_im
+                state_im = factor_re * x_im - factor_im * x_re
+            else:
+                before_re = state_re
+                state_re = factor_re * before_re - factor_im * state_im + x_re
+                state_im = factor_re * state_im + factor_im * before_re + x_im
+            before_re = product_re
+            product_re = factor_re * before_re - factor_im * product_im
+            product_im = factor_re * product_im + factor_im * before_re
+    ends_ptr += (batch * chunks + chunk).to(tl.int64) * 4 * channels
+    tl.store(ends_ptr + column, state_re, inside)
+    tl.store(ends_ptr + channels + column, state_im, inside)
+    tl.store(ends_ptr + 2 * channels + column, product_re, inside)
+    tl.store(ends_ptr + 3 * channels + column, -product_im if REVERSE else product_im, inside)
+
+
+@triton.jit
+def _then(a_re, a_im, x_re, x_im, b_re, b_im, y_re, y_im):
+    """h → a·h + x, and then h → b·h + y, as one."""
+    return (
+        b_re * a_re - b_im * a_im,
+        b_re * a_im + b_im * a_re,
+        b_re * x_re - b_im * x_im + y_re,
+        b_re * x_im + b_im * x_re + y_im,
+    )
+
+
+@triton.jit
+def _carry(
+    ends_ptr, outer_ptr, starts_ptr, chunks, channels, blocks,
+    HAS_OUTER: tl.constexpr, REVERSE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pass 2. What a chunk starts from is what the chunks before it made of what came from outside."""
+    batch = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = column < channels
+    start_re = tl.zeros((BLOCK,), tl.float32)
+    start_im = tl.zeros((BLOCK,), tl.float32)
+    if HAS_OUTER:
+        start_re, start_im = _pair(outer_ptr, batch.to(tl.int64) * 2 * channels + column, channels, inside)
+    lane = tl.arange(0, ROWS)
+    for group in range(0, chunks, ROWS):
+        index = group + lane
+        # One chunk late: its own end is for the next one.
+        earlier = index - 1
+        mask = ((earlier >= 0) & (earlier < chunks))[:, None] & inside[None, :]
+        chunk = chunks - 1 - earlier if REVERSE else earlier
+        place = (batch * chunks + chunk).to(tl.int64)[:, None] * 4 * channels + column[None, :]
+        x_re, x_im = _pair(ends_ptr, place, channels, mask)
+        a_re = tl.load(ends_ptr + place + 2 * channels, mask, 1.0)
+        a_im = tl.load(ends_ptr + place + 3 * channels, mask, 0.0)
+        a_re, a_im, x_re, x_im = tl.associative_scan((a_re, a_im, x_re, x_im), 0, _then)
+        h_re = a_re * start_re[None, :] - a_im * start_im[None, :] + x_re
+        h_im = a_re * start_im[None, :] + a_im * start_re[None, :] + x_im
+        mask = (index < chunks)[:, None] & inside[None, :]
+        chunk = chunks - 1 - index if REVERSE else index
+        place = (batch * chunks + chunk).to(tl.int64)[:, None] * 2 * channels + column[None, :]
+        tl.store(starts_ptr + place, h_re, mask)
+        tl.store(starts_ptr + place + channels, h_im, mask)
+        start_re = tl.sum(tl.where((lane == ROWS - 1)[:, None], h_re, 0.0), 0)
+        start_im = tl.sum(tl.where((lane == ROWS - 1)[:, None], h_im, 0.0), 0)
+
+
+@triton.jit
+def _states(
+    x_ptr, table_ptr, log_ptr, phase_ptr, begins_ptr, starts_ptr, h_ptr, last_ptr, positions, chunks, channels, blocks,
+    stride_b, stride_t,
+    LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pass 3, forward."""
+    batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
+    base_re, base_im = _pair(table_ptr, column, channels, inside)
+    x_ptr += batch.to(tl.int64) * stride_b
+    origin = batch.to(tl.int64) * positions
+    place = (batch * chunks + chunk).to(tl.int64) * 2 * channels + column
+    state_re, state_im = _pair(starts_ptr, place, channels, inside)
+    for group in range(0, CHUNK, ROWS):
+        rows = ()
+        for step in tl.static_range(ROWS):  # pyright: ignore
+            position = first + group + step
+            rows += (
+                _row(
+                    x_ptr, log_ptr, phase_ptr, begins_ptr, origin, position, positions, stride_t, column, inside,
+                    channels, LOG_VARIES, PHASE_VARIES, RESETS,
+                ),
+            )  # fmt: skip
+        for step in tl.static_range(ROWS):
+            position = first + group + step
+            alive = position < positions
+            factor_re, factor_im = _eigenvalue(rows[step], base_re, base_im, alive, LOG_VARIES, PHASE_VARIES, RESETS)
+            before_re = state_re
+            state_re = factor_re * before_re - factor_im * state_im + rows[step][0].to(tl.float32)
+            state_im = factor_re * state_im + factor_im * before_re + rows[step][1].to(tl.float32)
+            place = (origin + position) * 2 * channels + column
+            tl.store(h_ptr + place, state_re.to(h_ptr.dtype.element_ty), inside & alive)
+            tl.store(h_ptr + place + channels, state_im.to(h_ptr.dtype.element_ty), inside & alive)
+    place = batch.to(tl.int64) * 2 * channels + column
+    tl.store(last_ptr + place, state_re, inside & (chunk == chunks - 1))
+    tl.store(last_ptr + place + channels, state_im, inside & (chunk == chunks - 1))
+
+
+@triton.jit
+def _gradients(
+    g_ptr, h_ptr, initial_ptr, table_ptr, log_ptr, phase_ptr, begins_ptr, starts_ptr,
+    dx_ptr, dlog_ptr, dphase_ptr, sums_ptr, dinitial_ptr,
+    positions, chunks, channels, blocks, stride_b, stride_t,
+    HAS_INITIAL: tl.constexpr, LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
+    CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pass 3, backward: from the chunk's last position to its first."""
+    batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
+    base_re, base_im = _pair(table_ptr, column, channels, inside)
+    g_ptr += batch.to(tl.int64) * stride_b
+    origin = batch.to(tl.int64) * positions
+    number = (batch * chunks + chunk).to(tl.int64)
+    state_re, state_im = _pair(starts_ptr, number * 2 * channels + column, channels, inside)
+    log_sum = tl.zeros((BLOCK,), tl.float32)
+    phase_sum = tl.zeros((BLOCK,), tl.float32)
+    for group in range(0, CHUNK, ROWS):
+        rows = ()
+        befores = ()
+        for step in tl.static_range(ROWS):  # pyright: ignore
+            position = first + CHUNK - 1 - group - step
+            place = (origin + position - 1) * 2 * channels + column
+            befores += (_pair(h_ptr, place, channels, inside & (position > 0) & (position < positions)),)
+            rows += (
+                _row(
+                    g_ptr, log_ptr, phase_ptr, begins_ptr, origin, position, positions, stride_t, column, inside,
+                    channels, LOG_VARIES, PHASE_VARIES, RESETS,
+                ),
+            )  # fmt: skip
+        for step in tl.static_range(ROWS):
+            position = first + CHUNK - 1 - group - step
+            alive = position < positions
+            factor_re, factor_im = _eigenvalue(rows[step], base_re, base_im, alive, LOG_VARIES, PHASE_VARIES, RESETS)
+            h_re = befores[step][0].to(tl.float32)
+            h_im = befores[step][1].to(tl.float32)
+            if HAS_INITIAL:
+                at_first = inside & (position == 0)
+                place = batch.to(tl.int64) * 2 * channels + column
+                initial_re, initial_im = _pair(initial_ptr, place, channels, at_first)
+                h_re += initial_re
+                h_im += initial_im
+            u_re = factor_re * h_re - factor_im * h_im
+            u_im = factor_re * h_im + factor_im * h_re
+            a_re = rows[step][0].to(tl.float32) + state_re
+            a_im = rows[step][1].to(tl.float32) + state_im
+            state_re = factor_re * a_re + factor_im * a_im
+            state_im = factor_re * a_im - factor_im * a_re
+            place = (origin + position) * 2 * channels + column
+            tl.store(dx_ptr + place, a_re.to(dx_ptr.dtype.element_ty), inside & alive)
+            tl.store(dx_ptr + place + channels, a_im.to(dx_ptr.dtype.element_ty), inside & alive)
+            dlog = a_re * u_re + a_im * u_im
+            dphase = a_im * u_re - a_re * u_im
+            place = (origin + position) * channels + column
+            if LOG_VARIES:
+                tl.store(dlog_ptr + place, dlog.to(dlog_ptr.dtype.element_ty), inside & alive)
+            else:
+                log_sum += dlog
+            if PHASE_VARIES:
+                tl.store(dphase_ptr + place, dphase.to(dphase_ptr.dtype.element_ty), inside & alive)
+            else:
+                phase_sum += dphase
+    sums_ptr += number * 2 * channels
+    if not LOG_VARIES:
+        tl.store(sums_ptr + column, log_sum, inside)
+    if not PHASE_VARIES:
+        tl.store(sums_ptr + channels + column, phase_sum, inside)
+    if HAS_INITIAL:
+        place = batch.to(tl.int64) * 2 * channels + column
+        tl.store(dinitial_ptr + place, state_re, inside & (chunk == 0))
+        tl.store(dinitial_ptr + place + channels, state_im, inside & (chunk == 0))
+
+
+_ROWS = 8  # rows that a program asks for at once; of backward's, which are twice as many, half
+_CARRIED = (256, 16)  # chunks and channels that one program of the carry has in registers
+
+
+def chunk_and_block(batch: int, positions: int, channels: int, device: torch.device) -> tuple[int, int]:
+    """(positions of a chunk, channels of a program): long chunks as long as there are enough programs for all.
+
+    Short ones have more programs and more to carry. 12 warps of 8 rows for each multiprocessor have 48 KiB on their
+    way, about twice what it takes to keep the memory of an H200 busy.
+    """
+    block = min(128, int(triton.next_power_of_2(channels)))
+    if triton.cdiv(channels, 128) * 128 > triton.cdiv(channels, 64) * 64:  # 160 or 192 channels waste less by 64
+        block = min(64, block)
+    chunk, enough = 256, 12 * multiprocessors(device)
+    while chunk > 32 and batch * triton.cdiv(positions, chunk) * triton.cdiv(channels, block) < enough:
+        chunk //= 2
+    return max(_ROWS, min(chunk, int(triton.next_power_of_2(positions)))), block
+
+
+class _Passes:
+    """One call: its shape, its λ, and the three passes."""
+
+    def __init__(self, shape: torch.Size, log_decay: Tensor, phase: Tensor, begins: Tensor | None, chunk: int | None):
+        self.batch, self.positions, both = shape
+        self.channels, self.device = both // 2, log_decay.device
+        chosen, self.block = chunk_and_block(self.batch, self.positions, self.channels, self.device)
+        self.chunk = chosen if chunk is None else chunk
+        self.chunks = triton.cdiv(self.positions, self.chunk)
+        self.blocks = triton.cdiv(self.channels, self.block)
+        self.log_decay, self.phase, self.begins = log_decay, phase, begins
+        self.flags = {"LOG_VARIES": log_decay.dim() == 3, "PHASE_VARIES": phase.dim() == 3}
+        self.table = self._made(2, self.channels)
+        grid = (triton.cdiv(self.channels, 32),)
+        _table[grid](log_decay, phase, self.table, self.channels, **self.flags, BLOCK=32, num_warps=1)
+        self.eigenvalues = (self.table, log_decay, phase, begins)
+        self.counts = (self.positions, self.chunks, self.channels, self.blocks)
+        self.flags["RESETS"] = begins is not None
+        self.grid = (self.batch * self.chunks * self.blocks,)
+
+    def _made(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
+    def starts(self, x: Tensor, outer: Tensor | None, *, reverse: bool) -> Tensor:
+        """[B, N, C] that every chunk starts from, with what comes from outside: passes 1 and 2."""
+        starts = self._made(self.batch, self.chunks, 2 * self.channels)
+        ends = self._made(self.batch, self.chunks, 4 * self.channels)
+        _ends[self.grid](
+            x, *self.eigenvalues, ends, *self.counts, x.stride(0), x.stride(1), REVERSE=reverse, **self.flags,
+            CHUNK=self.chunk, ROWS=_ROWS, BLOCK=self.block, num_warps=1,
+        )  # fmt: skip
+        rows = min(_CARRIED[0], int(triton.next_power_of_2(self.chunks)))
+        block = min(_CARRIED[1], int(triton.next_power_of_2(self.channels)))
+        blocks = triton.cdiv(self.channels, block)
+        _carry[(self.batch * blocks,)](
+            ends, outer, starts, self.chunks, self.channels, blocks, HAS_OUTER=outer is not None, REVERSE=reverse,
+            ROWS=rows, BLOCK=block, num_warps=max(1, rows * block // 512),
+        )  # fmt: skip
+        return starts
+
+    def states(self, x: Tensor, initial: Tensor | None) -> tuple[Tensor, Tensor]:
+        h = torch.empty(x.shape, dtype=x.dtype, device=self.device)
+        last = self._made(self.batch, 2 * self.channels)
+        _states[self.grid](
+            x, *self.eigenvalues, self.starts(x, initial, reverse=False), h, last, *self.counts, x.stride(0),
+            x.stride(1), **self.flags, CHUNK=self.chunk, ROWS=_ROWS, BLOCK=self.block, num_warps=1,
+        )  # fmt: skip
+        return h, last
+
+    def gradients(self, g: Tensor, h: Tensor, initial: Tensor | None, dlast: Tensor | None) -> list[Tensor | None]:
+        """Of x, log_decay, phase and the initial state."""
+        starts = self.starts(g, dlast, reverse=True)
+        dx = torch.empty(h.shape, dtype=h.dtype, device=self.device)
+        dlog = torch.empty_like(self.log_decay) if self.flags["LOG_VARIES"] else None
+        dphase = torch.empty_like(self.phase) if self.flags["PHASE_VARIES"] else None
+        sums = self._made(self.batch * self.chunks, 2, self.channels)
+        dinitial = None if initial is None else self._made(self.batch, 2 * self.channels)
+        _gradients[self.grid](
+            g, h, initial, *self.eigenvalues, starts, dx, dlog, dphase, sums, dinitial, *self.counts, g.stride(0),
+            g.stride(1), HAS_INITIAL=initial is not None, **self.flags, CHUNK=self.chunk, ROWS=_ROWS // 2,
+            BLOCK=self.block, num_warps=1,
+        )  # fmt: skip
+        if dlog is None or dphase is None:
+            totals = _total(sums)
+            dlog = totals[0].to(self.log_decay.dtype) if dlog is None else dlog
+            dphase = totals[1].to(self.phase.dtype) if dphase is None else dphase
+        return [dx, dlog, dphase, dinitial]
+
+
+def _total(sums_PXK: Tensor) -> Tensor:
+    """The sum over programs. Many are added up in two steps, the first of which has work for all multiprocessors."""
+    programs, width = sums_PXK.shape[0], 64
+    if programs > 4 * width and programs % width == 0:
+        sums_PXK = fold(sums_PXK.view(width, programs // width, *sums_PXK.shape[1:]))
+    return fold(sums_PXK)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, log_decay, phase, initial, begins, chunk):
+        passes = _Passes(x.shape, log_decay, phase, begins, chunk)
+        h, last = passes.states(_dense(x), initial)
+        ctx.save_for_backward(h, log_decay, phase, initial, begins)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
+        return h, last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dh, dlast):
+        h, log_decay, phase, initial, begins = ctx.saved_tensors
+        dh = torch.zeros_like(h) if dh is None else _dense(dh)
+        dlast = None if dlast is None else dlast.contiguous()
+        passes = _Passes(h.shape, log_decay, phase, begins, ctx.chunk)
+        return *passes.gradients(dh, h, initial, dlast), None, None
+
+
+def scan_kernels(
+    x_BTC: Tensor,
+    log_decay: Tensor,
+    phase: Tensor,
+    initial_BC: Tensor | None,
+    begins_BT: Tensor | None,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor]:
+    """(states, the last one in fp32), by `ops.scan.scan`, which has checked the shapes."""
+    if x_BTC.dtype == torch.float64:
+        raise ValueError("these kernels have states in fp32; float64 takes another path")
+    if chunk is not None and (chunk < _ROWS or chunk % _ROWS):
+        raise ValueError(f"a chunk of {chunk} positions; kernels take multiples of {_ROWS}")
+    initial_BC = None if initial_BC is None else initial_BC.float().contiguous()
+    begins_BT = None if begins_BT is None else begins_BT.bool().contiguous().view(torch.uint8)
+    values = (x_BTC, log_decay.contiguous(), phase.contiguous(), initial_BC, begins_BT, chunk)
+    return _Scan.apply(*values)  # pyright: ignore

@@ -1,0 +1,237 @@
+"""The diagonal complex recurrence h_t = λ_t · h_{t-1} + x_t, one number λ per channel, in three forms.
+
+    reference   one position after the other, in complex numbers: slow, obvious, right
+    chunked     torch's own operations on pairs of real numbers, any device, any type; the second opinion
+    triton      our kernels (ops/kernels/scan.py)
+
+Idea of `chunked`: a chunk is done by itself, and what it hands to the next one is again such a recurrence, of fewer
+positions, done the same way. With one λ for all positions a chunk is a product with a Toeplitz matrix of λ's powers;
+otherwise all chunks take a step at the same time.
+
+Contract: λ = exp(log_decay + i·phase), log_decay finite and never above 0. Both are [K], or [B, T, K] where they
+depend on the input; with fewer entries H that divide K, each serves K/H channels side by side (a head). Complex numbers
+are two halves of a last axis, real parts first. `begins_BT` is true where a document begins: λ is 0 there, and nothing
+of a finite state gets past it. The result has the type of x; the state is in fp32, or in float64 where x is, and so is
+the last state, which comes along. The size of the chunk changes rounding and nothing else.
+
+Trap: powers of λ come from log_decay and phase in float64, and nothing is ever divided by one. |λ|^t vanishes in any
+type after a while, and an angle of 32,768 · ω has lost its digits in fp32. A matrix product in TF32 would lose them
+too: on a GPU this form is for checking, with TF32 off.
+
+Shape legend: B rows, T positions, K channels, C = 2K (real parts, then imaginary), H heads, N chunks, L positions of a
+chunk.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PATHS = ("reference", "chunked", "triton")
+CHUNK = 64
+
+Pair = tuple[Tensor, Tensor]  # real and imaginary parts
+
+
+def scan(
+    x_BTC: Tensor,
+    log_decay: Tensor,
+    phase: Tensor,
+    *,
+    initial_BC: Tensor | None = None,
+    begins_BT: Tensor | None = None,
+    path: str = "chunked",
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(states of all positions, the last of them), beginning with `initial_BC` or nothing.
+
+    `chunk` is the positions of a chunk, where the path has them; None lets it choose.
+    """
+    channels = x_BTC.shape[2] // 2
+    log_decay, phase = _per_channel(log_decay, x_BTC), _per_channel(phase, x_BTC)
+    if initial_BC is not None and initial_BC.shape != (x_BTC.shape[0], 2 * channels):
+        raise ValueError(f"an initial state of shape {tuple(initial_BC.shape)} for x of shape {tuple(x_BTC.shape)}")
+    if begins_BT is not None and begins_BT.shape != x_BTC.shape[:2]:
+        raise ValueError(f"beginnings of shape {tuple(begins_BT.shape)} for x of shape {tuple(x_BTC.shape)}")
+    if path == "reference":
+        return scan_reference(x_BTC, log_decay, phase, initial_BC, begins_BT)
+    if path == "chunked":
+        return _chunked(x_BTC, log_decay, phase, initial_BC, begins_BT, CHUNK if chunk is None else chunk)
+    if path == "triton":
+        from flatout.ops.kernels.scan import scan_kernels
+
+        return scan_kernels(x_BTC, log_decay, phase, initial_BC, begins_BT, chunk)
+    raise ValueError(f"no such path: {path}")
+
+
+def state_type(x: Tensor) -> torch.dtype:
+    """The type of states: never narrower than fp32."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _per_channel(values: Tensor, x_BTC: Tensor) -> Tensor:
+    """[K] or [B, T, K] of values that may be given by head."""
+    channels, given = x_BTC.shape[2] // 2, values.shape[-1]
+    if x_BTC.shape[2] % 2 or channels % given or values.shape[:-1] not in ((), x_BTC.shape[:2]):
+        raise ValueError(f"eigenvalues of shape {tuple(values.shape)} for x of shape {tuple(x_BTC.shape)}")
+    return values if given == channels else values.repeat_interleave(channels // given, dim=-1)
+
+
+# --- the reference -----------------------------------------------------------------------------------------------
+
+
+def scan_reference(
+    x_BTC: Tensor,
+    log_decay: Tensor,
+    phase: Tensor,
+    initial_BC: Tensor | None = None,
+    begins_BT: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, written out."""
+    wide = state_type(x_BTC)
+    batch, positions, _ = x_BTC.shape
+    x_BTK = torch.complex(*x_BTC.to(wide).chunk(2, dim=-1))
+    eigenvalue = torch.exp(log_decay.to(wide)) * torch.exp(1j * phase.to(wide))
+    eigenvalue_BTK = eigenvalue.expand(batch, positions, -1)
+    if initial_BC is None:
+        state_BK = torch.zeros_like(x_BTK[:, 0])
+    else:
+        state_BK = torch.complex(*initial_BC.to(wide).chunk(2, dim=-1))
+    states = []
+    for t in range(positions):
+        if begins_BT is not None:
+            state_BK = torch.where(begins_BT[:, t, None].bool(), 0.0, state_BK)
+        state_BK = eigenvalue_BTK[:, t] * state_BK + x_BTK[:, t]
+        states.append(state_BK)
+    h_BTK = torch.stack(states, dim=1)
+    h_BTC = torch.cat([h_BTK.real, h_BTK.imag], dim=-1).to(x_BTC.dtype)
+    return h_BTC, torch.cat([state_BK.real, state_BK.imag], dim=-1)
+
+
+# --- chunks in torch's operations --------------------------------------------------------------------------------
+
+
+def _chunked(
+    x_BTC: Tensor, log_decay: Tensor, phase: Tensor, initial_BC: Tensor | None, begins_BT: Tensor | None, chunk: int
+) -> tuple[Tensor, Tensor]:
+    if chunk < 2:
+        raise ValueError(f"a chunk of {chunk} positions; at least 2 are needed")
+    wide = state_type(x_BTC)
+    with torch.autocast(x_BTC.device.type, enabled=False):  # it would round the products to its own type
+        x_BTK = _halves(x_BTC.to(wide))
+        if initial_BC is not None:  # what is left of it at the first position is one more input there
+            first = [value if value.dim() == 1 else value[:, 0] for value in (log_decay, phase)]
+            left_BK = _times(_eigenvalue(first[0], first[1], wide), _halves(initial_BC.to(wide)))
+            if begins_BT is not None:
+                left_BK = _each(left_BK, lambda part_BK: part_BK.masked_fill(begins_BT[:, :1].bool(), 0.0))
+            left_BTK = _each(left_BK, lambda part_BK: F.pad(part_BK[:, None], (0, 0, 0, x_BTC.shape[1] - 1)))
+            x_BTK = _plus(x_BTK, left_BTK)
+        if log_decay.dim() == phase.dim() == 1 and begins_BT is None:
+            h_BTK = _toeplitz(x_BTK, _wide(log_decay), _wide(phase), chunk)
+        else:
+            factor = _eigenvalue(log_decay, phase, wide)
+            factor_BTK = _each(factor, lambda part: part.expand_as(x_BTK[0]))
+            if begins_BT is not None:
+                factor_BTK = _each(factor_BTK, lambda part_BTK: part_BTK.masked_fill(begins_BT[..., None].bool(), 0.0))
+            h_BTK = _in_step(x_BTK, factor_BTK, chunk)
+        h_BTC = torch.cat(h_BTK, dim=-1)
+        return h_BTC.to(x_BTC.dtype), h_BTC[:, -1].clone()
+
+
+def _toeplitz(x_BTK: Pair, log_decay_K: Tensor, phase_K: Tensor, chunk: int) -> Pair:
+    """States under one λ for all positions, from nothing. log_decay and phase are in float64."""
+    positions, dtype = x_BTK[0].shape[1], x_BTK[0].dtype
+    length = min(chunk, positions)
+    lags_L = torch.arange(length + 1, dtype=phase_K.dtype, device=phase_K.device)[:, None]
+    powers_LK = _eigenvalue(lags_L * log_decay_K, lags_L * phase_K, dtype)  # λ^0 to λ^L
+    steps_L = torch.arange(length, device=phase_K.device)
+    lag_LL = steps_L[:, None] - steps_L[None, :]
+    # Row i takes column j if j comes first. The other way round it would look ahead.
+    matrix_KLL = _each(powers_LK, lambda power_LK: power_LK[lag_LL.clamp(min=0)].permute(2, 0, 1) * (lag_LL >= 0))
+    x_BNLK = _each(x_BTK, lambda part_BTK: _cut(part_BTK, length))
+    batch, chunks, _, channels = x_BNLK[0].shape
+    # Both halves side by side: two matrix products instead of four.
+    both_KLM = torch.stack(x_BNLK).permute(4, 3, 0, 1, 2).reshape(channels, length, -1)
+    by_real, by_imaginary = (
+        (part_KLL @ both_KLM).view(channels, length, 2, batch, chunks).permute(2, 3, 4, 1, 0) for part_KLL in matrix_KLL
+    )
+    h_BNLK = by_real[0] - by_imaginary[1], by_real[1] + by_imaginary[0]
+    if chunks > 1:
+        ends_BNK = _each(h_BNLK, lambda part_BNLK: part_BNLK[:, :, -1])
+        starts_BNK = _one_later(_toeplitz(ends_BNK, length * log_decay_K, length * phase_K, chunk))
+        h_BNLK = _plus(h_BNLK, _times(_each(powers_LK, lambda power_LK: power_LK[1:]), _each(starts_BNK, _to_all)))
+    return _each(h_BNLK, lambda part_BNLK: part_BNLK.flatten(1, 2)[:, :positions])
+
+
+def _in_step(x_BTK: Pair, factor_BTK: Pair, chunk: int) -> Pair:
+    """States under a λ for each position, from nothing: every chunk takes its first step, then its second, ..."""
+    positions = x_BTK[0].shape[1]
+    length = min(chunk, positions)
+    x_BNLK, factor_BNLK = (_each(pair, lambda part_BTK: _cut(part_BTK, length)) for pair in (x_BTK, factor_BTK))
+    chunks = x_BNLK[0].shape[1]
+    states, products = [_at(x_BNLK, 0)], [_at(factor_BNLK, 0)]
+    for step in range(1, length):
+        factor_BNK = _at(factor_BNLK, step)
+        states.append(_plus(_times(factor_BNK, states[-1]), _at(x_BNLK, step)))
+        if chunks > 1:
+            products.append(_times(factor_BNK, products[-1]))
+    h_BNLK = _stacked(states)
+    if chunks > 1:
+        starts_BNK = _one_later(_in_step(states[-1], products[-1], chunk))
+        h_BNLK = _plus(h_BNLK, _times(_stacked(products), _each(starts_BNK, _to_all)))
+    return _each(h_BNLK, lambda part_BNLK: part_BNLK.flatten(1, 2)[:, :positions])
+
+
+# --- pairs of real numbers ---------------------------------------------------------------------------------------
+
+
+def _halves(x: Tensor) -> Pair:
+    real, imaginary = x.chunk(2, dim=-1)
+    return real, imaginary
+
+
+def _each(pair: Pair, function: Callable[[Tensor], Tensor]) -> Pair:
+    return function(pair[0]), function(pair[1])
+
+
+def _times(a: Pair, b: Pair) -> Pair:
+    return a[0] * b[0] - a[1] * b[1], a[0] * b[1] + a[1] * b[0]
+
+
+def _plus(a: Pair, b: Pair) -> Pair:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _eigenvalue(log_decay: Tensor, phase: Tensor, dtype: torch.dtype) -> Pair:
+    """exp(log_decay + i·phase), in float64 up to the last rounding."""
+    magnitude, angle = torch.exp(_wide(log_decay)), _wide(phase)
+    return (magnitude * torch.cos(angle)).to(dtype), (magnitude * torch.sin(angle)).to(dtype)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In float64, which one kind of device does not have."""
+    return x.float() if x.device.type == "mps" else x.double()
+
+
+def _cut(part_BTK: Tensor, length: int) -> Tensor:
+    """[B, N, L, K] of [B, T, K], zeros at the end."""
+    missing = -part_BTK.shape[1] % length
+    return F.pad(part_BTK, (0, 0, 0, missing)).unflatten(1, (-1, length))
+
+
+def _at(pair_BNLK: Pair, step: int) -> Pair:
+    return pair_BNLK[0][:, :, step], pair_BNLK[1][:, :, step]
+
+
+def _stacked(steps: list[Pair]) -> Pair:
+    return torch.stack([step[0] for step in steps], dim=2), torch.stack([step[1] for step in steps], dim=2)
+
+
+def _one_later(pair_BNK: Pair) -> Pair:
+    """What every chunk starts from: the end of the one before it, nothing for the first."""
+    return _each(pair_BNK, lambda part_BNK: F.pad(part_BNK[:, :-1], (0, 0, 1, 0)))
+
+
+def _to_all(part_BNK: Tensor) -> Tensor:
+    return part_BNK[:, :, None]

@@ -1,0 +1,321 @@
+"""The eigenstate mixer against its own formulas, written out in float64, and against what others got wrong."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatout.model.eigenstate import Eigenstate, EigenstateShape
+from flatout.model.execution import Execution
+from flatout.ops.documents import lay_out
+
+WIDTH, STATES, CONTEXT = 12, 8, 64
+VARIANTS = {
+    "plain": {},
+    "heads": {"heads": 2, "bias": True},
+    "resonance": {"heads": 2, "resonance": 0.3},
+    "modulation": {"heads": 4, "modulation": 1.5},
+    "convolution": {"convolution": 4},
+    "scales": {"scales": (1, 2, 4, 8)},
+    "all": {
+        "heads": 4,
+        "resonance": 0.3,
+        "modulation": 0.5,
+        "convolution": 3,
+        "scales": (4, 1),
+        "bias": True,
+    },
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def made(variant: str, *, dtype: torch.dtype = torch.float64, seed: int = 3, **more) -> Eigenstate:
+    """A mixer whose parameters are all away from their beginnings, which would hide mistakes."""
+    shape = EigenstateShape(**{"width": WIDTH, "states": STATES, "context": CONTEXT, **VARIANTS[variant], **more})
+    mixer = Eigenstate(shape, Execution())
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for linear in (module for module in mixer.modules() if isinstance(module, nn.Linear)):
+            linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) / math.sqrt(linear.in_features))
+            if linear.bias is not None:
+                linear.bias.zero_()
+        mixer.init_states(generator)
+        for parameter in mixer.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return mixer.to(dtype)
+
+
+def inputs(batch: int = 2, positions: int = 21, *, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, positions, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def written_out(mixer: Eigenstate, x_TW: Tensor) -> Tensor:
+    """The mixer on one document, position by position, from the formulas and with no function of ours."""
+    shape = mixer.shape
+    per_head, per_scale = shape.states // shape.heads, shape.states // max(1, len(shape.scales))
+    ring = torch.exp(-torch.exp(mixer.decay_K))
+    angle = torch.exp(mixer.frequency_K)
+    weight_re, weight_im, gate_re, gate_im = mixer.inward.weight.chunk(4)
+    raw = [torch.complex(weight_re @ x, weight_im @ x) for x in x_TW]
+    state = torch.zeros(shape.states, dtype=torch.complex128)
+    seen, rows = [], []
+    for t, x in enumerate(x_TW):
+        magnitude = ring
+        if mixer.modulate is not None:
+            rate = torch.exp(shape.modulation * torch.tanh(mixer.modulate.weight @ x + mixer.modulate.bias))
+            magnitude = torch.stack([ring[k] ** rate[k // per_head] for k in range(shape.states)])
+        gamma = torch.sqrt(1 - magnitude**2)
+        # A filter sees inputs as they were scaled in their own time, unless the scale depends on the input.
+        scaled = raw[t] if mixer.modulate is not None else gamma * raw[t]
+        if mixer.taps_SC is not None:
+            taps_re, taps_im = mixer.taps_SC.chunk(2, dim=-1)
+            earlier = [raw[s] if mixer.modulate is not None else gamma * raw[s] for s in range(t + 1)]
+            lags = range(min(t + 1, shape.convolution))
+            scaled = sum(
+                torch.complex(taps_re[lag] * earlier[t - lag].real, taps_im[lag] * earlier[t - lag].imag)
+                for lag in lags
+            )
+        seen.append(scaled)
+        if shape.scales:
+            means = [torch.stack(seen[-shape.scales[k // per_scale] :]).mean(0)[k] for k in range(shape.states)]
+            scaled = torch.stack(means)
+        if mixer.modulate is not None:
+            scaled = gamma * scaled
+        state = torch.polar(magnitude, angle) * state + scaled
+        read = state
+        if mixer.scale_weights is not None:
+            weights = len(shape.scales) * torch.softmax(mixer.scale_weights, dim=0)
+            read = torch.stack([weights[k // per_scale] * read[k] for k in range(shape.states)])
+        if mixer.resonance_HDD is not None:
+            blocks = [
+                torch.eye(per_head, dtype=torch.float64) + shape.resonance * block / block.square().sum().sqrt()
+                for block in mixer.resonance_HDD
+            ]
+            read = read @ torch.block_diag(*blocks).to(torch.complex128)
+        gate = torch.cat([gate_re @ x, gate_im @ x])
+        y = mixer.out.weight @ (gate * torch.sigmoid(gate) * torch.cat([read.real, read.imag]))
+        rows.append(y if mixer.out.bias is None else y + mixer.out.bias)
+    return torch.stack(rows)
+
+
+@every_variant
+def test_the_mixer_is_what_its_formulas_say(variant):
+    mixer, x = made(variant), inputs().requires_grad_()
+    y = mixer(x, None, None, 0)
+    expected = torch.stack([written_out(mixer, row) for row in x])
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
+    sent = inputs(seed=9)
+    wanted = [x, *mixer.parameters()]
+    ours, theirs = torch.autograd.grad(y, wanted, sent), torch.autograd.grad(expected, wanted, sent)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)
+
+
+@every_variant
+def test_no_parameter_is_without_gradient(variant):
+    for kernels in ("torch", "triton"):
+        if kernels == "triton":
+            pytest.importorskip("triton")
+            if torch.cuda.is_available() or variant not in ("plain", "all"):
+                continue  # kernels are compiled there, and tests/parity has them; here the interpreter takes its time
+        mixer = made(variant, dtype=torch.float32)
+        mixer.execution = Execution(kernels=kernels)
+        mixer.chunk = 16
+        mixer(inputs(1, 18, dtype=torch.float32), None, None, 0).square().sum().backward()
+        for name, parameter in mixer.named_parameters():
+            assert parameter.grad is not None, name
+            assert torch.isfinite(parameter.grad).all(), name
+            share = (parameter.grad != 0).double().mean()
+            assert share > 0.9, f"{name}: {share:.0%} of it has a gradient"
+
+
+@every_variant
+def test_a_position_sees_nothing_after_it(variant):
+    mixer, x = made(variant), inputs(1, 40)
+    mixer.chunk = 16
+    y = mixer(x, None, None, 0)
+    for t in (0, 15, 16, 30, 39):
+        moved = x.clone()
+        moved[:, t] += 1.0
+        change = (mixer(moved, None, None, 0) - y).abs().amax((0, 2))
+        assert (change[:t] == 0).all(), "what comes later is seen"
+        assert (change[t:] > 0).all(), "what came before is not seen"
+
+
+@every_variant
+def test_the_chunk_changes_nothing(variant):
+    mixer, x = made(variant), inputs(1, 200)
+    results = []
+    for chunk in (16, 32, 64, 128, 256, 512):
+        mixer.chunk = chunk
+        y = mixer(x, None, None, 0)
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(mixer.parameters()))])
+    for other in results[1:]:
+        for mine, first in zip(other, results[0], strict=True):
+            torch.testing.assert_close(mine, first, rtol=1e-9, atol=1e-10)
+
+
+@every_variant
+@pytest.mark.parametrize("prompt", [1, 2, 17])
+def test_a_prompt_and_then_tokens_equal_one_pass(variant, prompt):
+    mixer, x = made(variant), inputs(2, 30)
+    mixer.chunk = 16
+    with torch.no_grad():
+        whole = mixer(x, None, None, 0)
+        cache = mixer.empty_cache(2, torch.float64, "cpu")
+        sizes = {name: value.numel() for name, value in vars(cache).items()}
+        parts = [mixer(x[:, :prompt], None, cache, 0)]
+        parts += [mixer(x[:, t : t + 1], None, cache, t) for t in range(prompt, 25)]
+        parts.append(mixer(x[:, 25:], None, cache, 25))  # and several tokens at once in the middle of a text
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
+    assert {name: value.numel() for name, value in vars(cache).items()} == sizes
+
+
+@every_variant
+def test_documents_in_a_row_are_as_if_alone(variant):
+    mixer, lengths = made(variant), [[1, 7, 13], [16, 5]]
+    x = inputs(2, 21)
+    numbers = np.array([np.repeat(np.arange(len(row)), row) for row in lengths], dtype=np.int32)
+    layout = lay_out(numbers, None, torch.device("cpu"))
+    x.requires_grad_()
+    packed = mixer(x, None, None, 0, layout)
+    alone = []
+    for row, counts in zip(x, lengths, strict=True):
+        documents = row.split(counts)
+        alone.append(torch.cat([mixer(document[None], None, None, 0)[0] for document in documents]))
+    torch.testing.assert_close(packed, torch.stack(alone), rtol=1e-10, atol=1e-12)
+    one_row = mixer(x.flatten(0, 1)[None], None, None, 0, layout.in_one_row)  # as our kernels have it
+    torch.testing.assert_close(one_row.view_as(packed), packed, rtol=1e-10, atol=1e-12)
+    # The second document of the first row depends on itself alone, to the last bit.
+    (gradient,) = torch.autograd.grad(packed[0, 1:8].sum(), x)
+    assert (gradient[0, 1:8] != 0).all()
+    gradient[0, 1:8] = 0
+    assert (gradient == 0).all()
+
+
+def test_the_path_in_our_kernels_equals_the_plain_one():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled here")
+    from flatout.model.narrow import NarrowBlock
+
+    for variant in ("plain", "all"):
+        mixer = made(variant, dtype=torch.float32)
+        layout = lay_out(np.array([[0] * 5 + [1] * 15], dtype=np.int32), None, torch.device("cpu"))
+        results = []
+        for kernels in ("torch", "triton"):
+            mixer.execution, mixer.chunk = Execution(kernels=kernels), 8
+            x = inputs(1, 20, dtype=torch.float32).requires_grad_()
+            if kernels == "torch":
+                y = mixer(x, None, None, 0, layout)
+            else:
+                y = mixer.fused(x, None, NarrowBlock(), layout)
+                y = y if mixer.out.bias is None else y + mixer.out.bias
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])])
+        for mine, other in zip(*results, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * float(other.detach().abs().max()))
+
+
+def test_a_projection_that_is_more_than_its_weight_is_asked_itself():
+    """As one with adapters: the input's scale cannot hide in the weight then."""
+
+    class Other(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    mixer, x = made("plain"), inputs()
+    expected = mixer(x, None, None, 0)
+    other = Other(WIDTH, 4 * STATES, bias=False).double()
+    with torch.no_grad():
+        other.weight.copy_(mixer.inward.weight / 2)
+    mixer.inward = other
+    torch.testing.assert_close(mixer(x, None, None, 0), expected)
+
+
+def test_gradients_reach_back_through_all_chunks():
+    """Cut at a chunk's end, as others have it, a mixer learns nothing that is further away."""
+    mixer = made("plain", context=4096)
+    mixer.chunk = 16
+    x = inputs(1, 400).requires_grad_()
+    (gradient,) = torch.autograd.grad(mixer(x, None, None, 0)[0, -1].sum(), x)
+    assert (gradient[0, 0].abs() > 0).all()
+    assert gradient[0, 0].norm() > 1e-3 * gradient[0, -1].norm()
+
+
+@pytest.mark.parametrize(("context", "heads", "scales"), [(1024, 1, ()), (32768, 4, ()), (32768, 4, (1, 2, 4, 8))])
+def test_horizons_span_the_context_in_every_head(context, heads, scales):
+    shape = EigenstateShape(width=4, states=128, context=context, heads=heads, scales=scales)
+    mixer = Eigenstate(shape, Execution())
+    for linear in (mixer.inward, mixer.out):  # a pass that draws all linear layers comes first and harms nothing
+        nn.init.normal_(linear.weight)
+    mixer.init_states(torch.Generator().manual_seed(0))
+    horizon = mixer.memory_horizon()
+    assert horizon.shape == (128,)
+    assert horizon.min() >= 4.0 * 0.999
+    assert context / 2 < horizon.max() <= context * 1.001
+    if not scales:
+        by_head = horizon.view(heads, -1)
+        assert (by_head.amin(1) < 4.0 * 2).all()
+        assert (by_head.amax(1) > context / 4).all()
+    log_decay, phase = mixer.eigenvalues()
+    torch.testing.assert_close(torch.exp(log_decay * horizon), torch.full_like(horizon, math.exp(-1)))
+    assert (phase > 0).all()
+    assert (phase <= math.pi * 1.001).all()
+    assert mixer.energy().item() == pytest.approx(torch.exp(2 * log_decay).mean().item(), rel=1e-6)
+
+
+def test_states_of_all_horizons_have_one_size():
+    """White noise in, states of variance 1 out, whether they remember 4 tokens or 1,000."""
+    mixer = made("plain", states=32, context=1000)
+    mixer.init_states(torch.Generator().manual_seed(1))
+    seen = []
+    mixer._read = lambda states_BTC: seen.append(states_BTC) or states_BTC
+    with torch.no_grad():
+        mixer(inputs(4, 4000), None, None, 0)
+    variance_K = seen[0][:, 1000:].square().mean((0, 1)).view(2, -1).mean(0)
+    assert variance_K.min() > 0.2
+    assert variance_K.max() < 5.0
+
+
+def test_energy_grows_as_the_square_and_no_faster():
+    """√E(t) ≤ √E(0) + t·B is reached as |λ| nears 1; E(0) + t·B² is not a bound."""
+    from flatout.ops.scan import scan
+
+    x = torch.ones(1, 50, 2, dtype=torch.float64)
+    x[..., 1] = 0
+    zero = torch.zeros(1, dtype=torch.float64)
+    states, _ = scan(x, zero - 1e-9, zero, initial_BC=torch.tensor([[3.0, 0.0]], dtype=torch.float64))
+    energy = states.square().sum(-1)[0]
+    steps = torch.arange(1, 51)
+    assert (energy.sqrt() <= 3.0 + steps).all()
+    assert (energy > 9.0 + steps).all()
+
+
+def test_shapes_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="heads"):
+        EigenstateShape(width=4, states=6, context=8, heads=4)
+    with pytest.raises(ValueError, match="scales"):
+        EigenstateShape(width=4, states=8, context=8, scales=(1, 2, 4))
+    mixer = made("plain")
+    layout = lay_out(np.zeros((1, 4), dtype=np.int32), None, torch.device("cpu"))
+    with pytest.raises(ValueError, match="decoded"):
+        mixer(inputs(1, 4), None, mixer.empty_cache(1, torch.float64, "cpu"), 0, layout)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_inputs_have_wide_states(dtype):
+    """Under autocast, over 4,096 positions: the state is carried in fp32 and does not drift."""
+    mixer = made("plain", dtype=torch.float32, context=4096)
+    x = inputs(1, 4096, dtype=torch.float32)
+    with torch.no_grad():
+        exact = made("plain", context=4096)(x.double(), None, None, 0)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            cache = mixer.empty_cache(1, dtype, "cpu")
+            y = mixer(x, None, cache, 0)
+    assert cache.state_BC.dtype == torch.float32
+    assert y.dtype == dtype
+    error = (y.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)

@@ -34,6 +34,8 @@ OTHER: dict[str, str | list[str]] = {
     "model.heads": "4",
     "model.kv_heads": "1",
     "model.head_size": "20",
+    "model.pattern": "AW",
+    "model.window": "5",
     "model.context": "32",
     "model.vocab": "100",
     "model.norm": "rmsnorm",

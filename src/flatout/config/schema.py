@@ -88,6 +88,13 @@ class ModelConfig(Section):
     head_size: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None, description="Size of each head; null means width over heads."
     )
+    pattern: Annotated[str, Field(pattern=r"^[AW]{1,1000}$")] = Field(
+        default="A",
+        description="Kinds of blocks, one letter each, over and over: A full attention, W a sliding window.",
+    )
+    window: Annotated[int, Field(ge=1, le=2**24)] = Field(
+        default=1024, description="Tokens that attention of a W block reaches, the token itself included."
+    )
     context: Annotated[int, Field(ge=1, le=2**24)] = Field(default=256, description="Tokens the model sees at once.")
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
         default=None, description="Number of token ids; null takes the tokenizer's."
@@ -147,6 +154,12 @@ class ModelConfig(Section):
         return {**FAMILY_DEFAULTS[family], **values} if family in ("gpt", "gpt2") else values
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How far attention of each block reaches; None is everything before."""
+        letters = (self.pattern[index % len(self.pattern)] for index in range(self.layers))
+        return tuple(self.window if letter == "W" else None for letter in letters)
+
+    @property
     def size(self) -> int:
         """Values in one head."""
         return self.head_size or self.width // self.heads
@@ -173,6 +186,10 @@ class ModelConfig(Section):
                 f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}",
                 f"set model.kv_heads to a divisor of {self.heads}, or to null for as many as heads",
             )
+        if "W" in self.pattern and self.family == "gpt2":
+            raise Conflict(f"pattern is {self.pattern}, and GPT-2 knows no windows", "set model.family=gpt")
+        if "W" in self.pattern and self.dropout > 0:
+            raise Conflict("attention within a window has no dropout", "set model.dropout=0, or model.pattern=A")
         if self.positions == "rope" and self.head_size is not None and self.head_size % 2:
             raise Conflict(
                 f"rotary positions need an even head_size, not {self.head_size}",

@@ -67,7 +67,9 @@ def flops_per_token(
     """
     matrices = linear_count(config) + vocab * config.width
     products = 6.0 * matrices if adapters is None else 4.0 * matrices + 6.0 * adapters
-    return products + 12.0 * config.layers * config.queries * (context or config.context)
+    context = context or config.context
+    reached = sum(context if window is None else min(context, window) for window in config.windows)
+    return products + 12.0 * config.queries * reached
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

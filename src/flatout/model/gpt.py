@@ -38,7 +38,7 @@ class GPT(nn.Module):
         self.rotary = build_rotary(config) if config.positions == "rope" else None
         self.dropout = nn.Dropout(config.dropout)
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
-        self.blocks = nn.ModuleList(Block(config, execution) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, execution, window) for window in config.windows)
         self.norm = build_norm(config, config.width)
         self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
         self.offload = ActivationOffload(self)

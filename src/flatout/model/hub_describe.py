@@ -18,7 +18,13 @@ def model_type_of(config: ModelConfig) -> str:
     if config.family == "gpt2":
         return "gpt2"
     hint = "only models that transformers has the same of can be exported; train with other values of these fields"
-    for field, needed in {"norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "residual_scale": None}.items():
+    for field, needed in {
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "mlp": "swiglu",
+        "residual_scale": None,
+        "pattern": "A",
+    }.items():
         if getattr(config, field) != needed:
             raise CheckpointError(
                 f"transformers has no such model with model.{field}={shorten(getattr(config, field))}", hint

@@ -5,6 +5,7 @@ D head size, W width, M MLP width.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -194,8 +195,9 @@ def turned(x_BHTD: Tensor, turn: Turn) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention with one fused projection for queries, keys and values."""
 
-    def __init__(self, config: ModelConfig, execution: Execution) -> None:
+    def __init__(self, config: ModelConfig, execution: Execution, window: int | None = None) -> None:
         super().__init__()
+        self.window = window
         self.heads = config.heads
         self.groups = config.kv_heads or config.heads
         self.size = config.size
@@ -227,9 +229,13 @@ class Attention(nn.Module):
         if layout is not None and dropout > 0.0:
             raise ValueError("attention between packed documents has no dropout")
         if layout is None:
-            y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=how.attention, dropout=dropout)
+            y_BHTD = causal_attention(
+                q_BHTD, k_BGTD, v_BGTD, backend=how.attention, dropout=dropout, window=self.window
+            )
         else:
-            y_BHTD = document_attention(q_BHTD, k_BGTD, v_BGTD, layout, backend=how.document_attention)
+            y_BHTD = document_attention(
+                q_BHTD, k_BGTD, v_BGTD, layout, backend=how.document_attention, window=self.window
+            )
         return self.out(y_BHTD.transpose(1, 2).flatten(2))
 
     def fused(self, h_BTW: Tensor, turn: Turn | None, narrow: NarrowBlock, layout: Layout | None = None) -> Tensor:
@@ -251,9 +257,11 @@ class Attention(nn.Module):
         q_BHTD, k_BGTD = prepare_heads(q_BHTD, k_BGTD, *norms, cos, sin, eps)
         how = self.execution
         if layout is None:
-            y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=how.attention)
+            y_BHTD = causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=how.attention, window=self.window)
         else:
-            y_BHTD = document_attention(q_BHTD, k_BGTD, v_BGTD, layout, backend=how.document_attention)
+            y_BHTD = document_attention(
+                q_BHTD, k_BGTD, v_BGTD, layout, backend=how.document_attention, window=self.window
+            )
         return linear(y_BHTD.transpose(1, 2).flatten(2), self.out.weight, narrow=narrow.out, tuned=tuned)
 
     def _project(self, x_BTW: Tensor) -> tuple[Tensor, ...]:
@@ -332,10 +340,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); the branches may carry learned scales."""
 
-    def __init__(self, config: ModelConfig, execution: Execution) -> None:
+    def __init__(self, config: ModelConfig, execution: Execution, window: int | None = None) -> None:
         super().__init__()
         self.attention_norm = build_norm(config, config.width)
-        self.attention = Attention(config, execution)
+        self.attention = Attention(config, execution, window)
         self.mlp_norm = build_norm(config, config.width)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -375,7 +383,7 @@ class Block(nn.Module):
         branch_BTW: Tensor | None,
         bias_W: Tensor | None,
         turn: Turn | None,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+        attend: Callable[..., Tensor],
         above: "GradientRoom",
         below: "GradientRoom | None",
     ) -> tuple[Tensor, Tensor]:
@@ -403,7 +411,7 @@ class Block(nn.Module):
             cos=cos,
             sin=sin,
             kind=self.mlp.kind,
-            attend=attend,
+            attend=functools.partial(attend, window=attention.window),
             checkpointing=execution.checkpointing,
             dtype=product_type(x_BTW),
             above=above,

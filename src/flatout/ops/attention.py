@@ -35,6 +35,7 @@ from torch.nn.attention import SDPBackend
 
 from flatout.ops.flash_attention_4 import fa4_missing, flash_attention_4
 from flatout.ops.reference import attention_reference, causal_mask
+from flatout.ops.windows import decoding_attention, window_attention
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -52,8 +53,18 @@ _NAMES = {
 _PROBED_POSITIONS = 64  # of a causal result, the first positions depend on themselves only
 
 
-def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backend: str, dropout: float = 0.0) -> Tensor:
-    """Attention of the last T of S positions to everything before them."""
+def causal_attention(
+    q_BHTD: Tensor,
+    k_BGSD: Tensor,
+    v_BGSD: Tensor,
+    *,
+    backend: str,
+    dropout: float = 0.0,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of the last T of S positions to everything before them, or to the last `window` of it."""
+    if window is not None and window < k_BGSD.shape[2]:
+        return _within_window(q_BHTD, k_BGSD, v_BGSD, backend, dropout, window)
     if backend == "reference":
         return attention_reference(q_BHTD, k_BGSD, v_BGSD, keep_BHTS=_dropout_factors(q_BHTD, k_BGSD, dropout))
     if backend == "sdpa" or _decoding(q_BHTD, k_BGSD):
@@ -70,6 +81,25 @@ def causal_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, backend:
             k_BGSD, v_BGSD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSD, v_BGSD))
     with _only(KERNELS[backend]):
         return _torch_attention(q_BHTD, k_BGSD, v_BGSD, dropout)
+
+
+def _within_window(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, backend: str, dropout: float, window: int) -> Tensor:
+    if dropout > 0.0:
+        raise ValueError("attention within a window has no dropout")
+    if _decoding(q_BHTD, k_BGSD):
+        return decoding_attention(q_BHTD, k_BGSD, v_BGSD, window=window)
+    if backend == "flex":
+        return _flex(q_BHTD, k_BGSD, v_BGSD, 0.0, window)
+    return window_attention(q_BHTD, k_BGSD, v_BGSD, window=window, kernel=window_kernel(backend, q_BHTD))
+
+
+def window_kernel(backend: str, x: Tensor) -> str:
+    """What serves a window where `backend` serves full attention. cuDNN knows none, flash only half precision."""
+    if backend == "reference":
+        return "reference"
+    if backend in FA4:
+        return "fa4"
+    return "flash" if x.is_cuda and x.element_size() == 2 and backend != "efficient" else "blocks"
 
 
 def _torch_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float) -> Tensor:
@@ -180,16 +210,16 @@ def fa3_missing() -> str | None:
 # --- FlexAttention ----------------------------------------------------------------------------------------------------
 
 
-def _flex(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float) -> Tensor:
+def _flex(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float, window: int | None = None) -> Tensor:
     if dropout > 0.0:
         raise ValueError("FlexAttention has no dropout")
     positions = q_BHTD.shape[2]
     grouped = q_BHTD.shape[1] != k_BGSD.shape[1]
     if torch.compiler.is_compiling():  # the compiler around us shares one mask among all layers by itself
-        mask = _block_mask(positions, q_BHTD.device)
+        mask = _block_mask(positions, q_BHTD.device, window)
         return _flex_attention()(q_BHTD, k_BGSD, v_BGSD, block_mask=mask, enable_gqa=grouped)
     return _compiled_flex(q_BHTD.device.type)(
-        q_BHTD, k_BGSD, v_BGSD, block_mask=_kept_block_mask(positions, q_BHTD.device), enable_gqa=grouped
+        q_BHTD, k_BGSD, v_BGSD, block_mask=_kept_block_mask(positions, q_BHTD.device, window), enable_gqa=grouped
     )
 
 
@@ -210,10 +240,14 @@ def _earlier(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def _block_mask(positions: int, device: torch.device) -> Any:
+def _block_mask(positions: int, device: torch.device, window: int | None = None) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(_earlier, None, None, positions, positions, device=str(device))
+    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < window)
+
+    seen = _earlier if window is None else near
+    return create_block_mask(seen, None, None, positions, positions, device=str(device))
 
 
 _kept_block_mask = functools.lru_cache(maxsize=8)(_block_mask)

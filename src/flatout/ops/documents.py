@@ -18,7 +18,6 @@ Shape legend: B rows, T tokens of a row, N = B·T, E documents, H query heads, G
 
 import dataclasses
 import functools
-import inspect
 import itertools
 from collections.abc import Callable
 
@@ -31,6 +30,8 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.flash_attention_4 import fa4_kernels
 from flatout.ops.reference import IGNORED, attention_reference
+from flatout.ops.varlen import varlen_flash
+from flatout.ops.windows import window_mask
 
 BY_BOUNDS = ("flash", "fa4")
 _STEP = 128  # what kernels hear of the longest document and of labels is rounded up to this: shapes come again
@@ -299,16 +300,25 @@ def _places(targets_N: npt.NDArray[np.int64], unit: int) -> npt.NDArray[np.int64
     return np.append(with_label, np.full(places - len(with_label), without[0]))
 
 
-def document_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: Layout, *, backend: str) -> Tensor:
-    """Attention of every token to those before it in its document."""
+def document_attention(
+    q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, layout: Layout, *, backend: str, window: int | None = None
+) -> Tensor:
+    """Attention of every token to those before it in its document, or to the last `window` of them."""
+    window = None if window is None or window >= layout.longest else window
     if backend in BY_BOUNDS:
         q_NHD, k_NGD, v_NGD = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-        attend = _flash if backend == "flash" else _FlashAttention4.apply
-        y_NHD = attend(q_NHD, k_NGD, v_NGD, layout.bounds_E, -(-layout.longest // _STEP) * _STEP)
+        longest = -(-layout.longest // _STEP) * _STEP
+        if backend == "flash":
+            y_NHD = varlen_flash(q_NHD, k_NGD, v_NGD, layout.bounds_E, longest, window=window)
+        else:
+            y_NHD = _FlashAttention4.apply(q_NHD, k_NGD, v_NGD, layout.bounds_E, longest, window)
         return y_NHD.view(q_BHTD.shape[0], q_BHTD.shape[2], *y_NHD.shape[1:]).transpose(1, 2)  # pyright: ignore
     if backend == "reference":
-        return attention_reference(q_BHTD, k_BGTD, v_BGTD, visible=layout.visible_B1TS)
+        return attention_reference(q_BHTD, k_BGTD, v_BGTD, visible=_near(layout.visible_B1TS, window))
     grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
+    if window is not None:
+        mask_B1TS = _near(layout.visible_B1TS, window)
+        return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, attn_mask=mask_B1TS, enable_gqa=grouped)
     kind = q_BHTD.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHTD.dtype
     mask_B1TS = layout.visible_B1TS if torch.compiler.is_compiling() else layout.added_B1TS(dtype)
@@ -348,19 +358,18 @@ def document_mask(documents_BT: Tensor) -> Tensor:
     return (documents_BT[:, :, None] == documents_BT[:, None, :]) & earlier_TS
 
 
-def _flash(q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor, bounds_E: Tensor, longest: int) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch 2.11 takes fewer key heads as they come; later ones want to be asked for it.
-    asked = "enable_gqa" in inspect.signature(varlen_attn).parameters and q_NHD.shape[1] != k_NGD.shape[1]
-    how = {"window_size": (-1, 0), **({"enable_gqa": True} if asked else {})}
-    return varlen_attn(q_NHD, k_NGD, v_NGD, bounds_E, bounds_E, longest, longest, **how)  # pyright: ignore
+def _near(visible_B1TS: Tensor, window: int | None) -> Tensor:
+    if window is None:
+        return visible_B1TS
+    length = visible_B1TS.shape[-1]
+    return visible_B1TS & window_mask(length, length, window, visible_B1TS.device)
 
 
 class _FlashAttention4(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_NHD, k_NGD, v_NGD, bounds_E, longest):
-        how = {"cu_seqlens_q": bounds_E, "cu_seqlens_k": bounds_E, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    def forward(ctx, q_NHD, k_NGD, v_NGD, bounds_E, longest, window):
+        how = {} if window is None else {"window_size_left": window - 1}
+        how |= {"cu_seqlens_q": bounds_E, "cu_seqlens_k": bounds_E, "max_seqlen_q": longest, "max_seqlen_k": longest}
         y_NHD, lse = fa4_kernels()[0](q_NHD, k_NGD, v_NGD, causal=True, return_lse=True, **how)[:2]
         ctx.save_for_backward(q_NHD, k_NGD, v_NGD, y_NHD, lse)
         ctx.how = how
@@ -371,4 +380,4 @@ class _FlashAttention4(torch.autograd.Function):
     def backward(ctx, dy_NHD):
         *parts, y_NHD, lse = ctx.saved_tensors
         gradients = fa4_kernels()[1](*parts, y_NHD, dy_NHD.contiguous(), lse, causal=True, **ctx.how)
-        return *gradients[:3], None, None
+        return *gradients[:3], None, None, None

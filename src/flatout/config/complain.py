@@ -215,6 +215,7 @@ _RULES = {
 # The patterns of the schema in words; a pattern is for machines.
 _FORMS = {
     r"^(auto|cpu|mps|cuda|cuda:\d{1,3})$": "auto, cpu, mps, cuda or cuda:N",
+    r"^[AW]{1,1000}$": "letters A and W, as in WWA",
     r"^[a-z]{2,3}$": "a code of two or three small letters, such as en",
     r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$": "up to 100 letters, digits, dots, dashes and underscores, none of the last "
     "three in front",

@@ -46,6 +46,7 @@ from flatout.engine.base_model import base_of, build_base, check_base, describe_
 from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
+from flatout.engine.features import scan_for
 from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data
 from flatout.engine.loop import train_loop
 from flatout.engine.run_folder import (
@@ -57,7 +58,7 @@ from flatout.engine.run_folder import (
     run_lock,
     set_later_aside,
 )
-from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run, steps_of
+from flatout.engine.setup import Run, apart, check_disk, first_samples, out_of_memory, setup_run, steps_of
 from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.files import disk_errors
@@ -394,6 +395,8 @@ def _tokenizer_of(description: Description) -> Tokenizer:
 
 
 def _ready(model: GPT, device: Device) -> GPT:
+    if model.eigenstates:
+        model.use(dataclasses.replace(model.execution, scan=scan_for(device)))
     with out_of_memory():
         return model.to(device.torch_device).eval()
 
@@ -489,9 +492,9 @@ def evaluate(
     else:
         shards = _shards(loaded, data, split)
     device = loaded.device.torch_device
-    batches = evaluation_batches(
-        shards, context=loaded.model.config.context, batch_size=batch_size, device=device, most_tokens=tokens
-    )
+    how = {"context": loaded.model.config.context, "batch_size": batch_size, "device": device}
+    how["apart"] = loaded.config is not None and apart(loaded.config)
+    batches = evaluation_batches(shards, most_tokens=tokens, **how)
     with out_of_memory():
         loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
     return Evaluation(

@@ -24,6 +24,7 @@ from tests.damaged import build
 
 STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
 LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
+STATES = ["model.pattern=EA", "model.states=16"]
 CHAT = ["model.init_from=chatty", "chat.source=rows.json", "model.context=64"]
 ADAPTERS = [*CHAT, "lora.rank=4"]
 # One other value for each field. A list of words where a field only makes sense beside another.
@@ -36,6 +37,13 @@ OTHER: dict[str, str | list[str]] = {
     "model.head_size": "20",
     "model.pattern": ["model.pattern=AW", "model.window=5"],
     "model.window": ["model.pattern=AW", "model.window=5"],
+    "model.states": [*STATES, "model.states=24"],
+    "model.state_heads": [*STATES, "model.resonance=0.2", "model.state_heads=2"],
+    "model.resonance": [*STATES, "model.resonance=0.2"],
+    "model.modulation": [*STATES, "model.modulation=0.2"],
+    "model.convolution": [*STATES, "model.convolution=3"],
+    "model.scales": [*STATES, "model.scales=[1, 4]"],
+    "model.energy": [*STATES, "model.energy=0.1"],
     "model.context": "32",
     "model.vocab": "100",
     "model.norm": "rmsnorm",
@@ -69,6 +77,7 @@ OTHER: dict[str, str | list[str]] = {
     "data.val_fraction": "0.2",
     "data.shard_tokens": "1000",
     "data.packing": ["data.packing=best_fit", *STREAM],
+    "data.documents": ["data.documents=apart", *STREAM],
     "data.streaming": ["data.streaming=true", *STREAM],
     "data.stride": "7",
     "clean.min_characters": ["clean.min_characters=120", "data.source=many.jsonl"],
@@ -117,6 +126,7 @@ OTHER: dict[str, str | list[str]] = {
     "speed.device": "auto",
     "speed.precision": "bf16",
     "speed.attention": "reference",
+    "speed.scan": [*STATES, "speed.scan=reference"],
     "speed.residual": "fp32",
     "speed.fp8": "[up]",
     "speed.products": "torch",
@@ -160,6 +170,9 @@ BESIDE: dict[str, list[str]] = {
     **{name: ADAPTERS for name in OTHER if name.startswith("lora.") and name != "lora.rank"},
     "model.rope_factor": ["model.rope_scaling=linear"],
     "model.window": ["model.pattern=AW", "model.window=9"],
+    **{f"model.{name}": STATES for name in ("states", "resonance", "modulation", "convolution", "scales", "energy")},
+    "model.state_heads": [*STATES, "model.resonance=0.2"],
+    "speed.scan": STATES,
     **{f"model.rope_{name}": LLAMA3 for name in ("low", "high", "original_context")},
     "model.init_from": ["model.family=gpt2"],
     "data.format": ["data.source=rows.txt"],
@@ -168,6 +181,7 @@ BESIDE: dict[str, list[str]] = {
     "data.invalid_utf8": ["data.invalid_utf8=skip", "data.source=bad.jsonl"],
     "data.split": ["data.source=many.jsonl"],
     "data.packing": STREAM,
+    "data.documents": STREAM,
     "data.streaming": STREAM,
     **{f"clean.{name}": ["data.source=many.jsonl"] for name in ("min_characters", "max_characters")},
     **{f"clean.{name}": ["data.source=web.jsonl"] for name in WEB_RULES},

@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter, with one they are compiled; the tests are the same.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -16,6 +17,7 @@ from flatout.model.eigenstate import Eigenstate, EigenstateShape
 from flatout.model.execution import Execution
 from flatout.ops.documents import lay_out
 from flatout.ops.kernels import scan as kernels_module
+from flatout.ops.kernels.gated_scan import gated_scan
 from flatout.ops.scan import scan
 from tests.parity.checking import DEVICES, assert_near, compare, draw, strided
 
@@ -210,6 +212,31 @@ def test_kernels(batch, positions, channels, chunk, varies, resets, has_initial,
 
 
 @on_every_device
+@pytest.mark.parametrize(
+    ("batch", "positions", "channels", "chunk", "resets", "dtype"),
+    [
+        (1, 1, 1, None, False, FP32),
+        (3, 19, 5, 8, True, FP32),
+        (1, 33, 20, 16, False, BF16),
+        *[on_gpu(3, 1000, 160, None, resets, dtype) for resets in (True, False) for dtype in (FP32, BF16)],
+        on_gpu(2, 2049, 130, 512, True, BF16),
+    ],
+)
+@pytest.mark.usefixtures("guarded_memory")
+def test_kernels_with_a_gate(batch, positions, channels, chunk, resets, dtype, device):
+    begins = beginnings(batch, positions, chunk or 16).to(device) if resets else None
+
+    def slow(both, log_decay, phase):
+        x, gate = both.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * scan(x, log_decay, phase, begins_BT=begins, path="reference")[0]
+
+    both = draw(batch, positions, 4 * channels, dtype=dtype, device=device)
+    inputs = [both, *eigenvalues(batch, positions, channels, dtype=FP32, device=device)]
+    fast = functools.partial(gated_scan, begins_BT=begins, chunk=chunk)
+    compare(fast, slow, inputs, dtype=dtype, slack=2.0 if positions < 100 else 5.0)
+
+
+@on_every_device
 @pytest.mark.usefixtures("guarded_memory")
 def test_kernels_that_carry_over_more_chunks_than_fit_at_once(device, monkeypatch):
     """And over more programs than are summed in one step."""
@@ -298,7 +325,7 @@ ALL = {"heads": 4, "modulation": 1.0, "resonance": 0.1, "convolution": 4, "scale
 def mixers(context: int, more: dict) -> tuple[Eigenstate, Eigenstate]:
     """(in our kernels and fp32, in torch's operations and float64), the same weights in both."""
     shape = EigenstateShape(width=64, states=32, context=context, **more)
-    mixer, exact = Eigenstate(shape, Execution(kernels="triton")), Eigenstate(shape, Execution())
+    mixer, exact = Eigenstate(shape, Execution(kernels="triton", scan="triton")), Eigenstate(shape, Execution())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in mixer.parameters():

@@ -41,7 +41,7 @@ from flatout.config.load import (
 from flatout.config.schema import RunConfig, SourceConfig, micro_batch_of
 from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
-from flatout.model.count import estimate_memory
+from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
 from flatout.words import number_between
 
@@ -648,9 +648,18 @@ def test_the_shipped_names() -> None:
         "gpt-124m",
         "gpt2-124m",
         "gpt2-350m",
+        "large-32k",
+        "large-32k-eigenstate",
+        "large-32k-hybrid",
         "lora",
+        "medium-32k",
+        "medium-32k-eigenstate",
+        "medium-32k-hybrid",
         "shakespeare-bpe",
         "shakespeare-char",
+        "small-32k",
+        "small-32k-eigenstate",
+        "small-32k-hybrid",
         "tinyllama-lora",
     ]
     assert OVERLAYS == ["4gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"]
@@ -670,6 +679,20 @@ def test_presets_load(preset: str) -> None:
     # copy_preset adds an output section of its own.
     assert "output:" not in preset_text(preset)
     assert loaded.config.output.name == preset
+
+
+@pytest.mark.parametrize("preset", [name for name in PRESETS if "32k" in name])
+def test_long_presets_have_the_parameters_that_they_state(preset: str) -> None:
+    config, text = load_config(preset).config, preset_text(preset)
+    count = parameter_count(config.model, 50257)
+    assert f"# {count:,} parameters with GPT-2's tokenizer" in text
+    assert f"{round(count / 1e6)} million parameters." in text.partition("\n")[0]
+    kinds = {"hybrid": {"E", "A"}, "eigenstate": {"E"}}.get(preset.rpartition("-")[2], {"A"})
+    assert set(config.model.kinds) == kinds
+    assert config.model.context == 32768
+    how = Execution(kernels="triton", scan="triton", residual="bf16", loss="fused", pad_vocab=64)
+    size = {"micro_batch": micro_batch_of(config)[0], "half": True, "compiled": False, "execution": how}
+    assert estimate_memory(config.model, 50257, **size).total < 0.75 * 80e9
 
 
 @pytest.mark.parametrize("preset", PRESETS)

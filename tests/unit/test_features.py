@@ -71,6 +71,66 @@ def test_a_hopper_takes_the_fast_path_by_itself():
     assert (how.kernels, how.attention, how.loss, how.residual) == ("triton", "cudnn+fa4", "fused", "bf16")
 
 
+# --- eigenstates ------------------------------------------------------------------------------------------------------
+
+STATES = ("model.family=gpt", "model.pattern=EEEA", "model.states=64")
+
+
+def test_the_scan_is_in_our_kernels_where_they_run():
+    assert used(resolve(HOPPER, *STATES), "scan") == ("triton", "")
+    assert resolve(HOPPER, *STATES).execution.scan == "triton"
+    assert used(resolve(HOPPER, *STATES, "speed.scan=chunked", written=True), "scan") == ("chunked", "")
+    assert used(resolve(HOPPER, *STATES, "speed.kernels=torch"), "scan") == ("triton", ""), "it stands by itself"
+    for device in (CPU, MPS):
+        assert used(resolve(device, *STATES), "scan") == ("chunked", "")
+    bare = probes(triton=lambda: False)
+    assert used(resolve(HOPPER, *STATES, using=bare), "scan") == ("chunked", "")
+    assert used(resolve(CPU, *STATES, "speed.scan=triton"), "scan")[0] == "chunked"
+    with pytest.raises(HardwareError, match=r"speed\.scan is triton, but our kernels run on CUDA devices only"):
+        resolve(CPU, *STATES, "speed.scan=triton", written=True)
+
+
+def test_without_states_there_is_no_scan():
+    assert feature(resolve(HOPPER), "scan").used == "none"
+    with pytest.raises(HardwareError, match=r"no block of model\.pattern=A is E"):
+        resolve(HOPPER, "speed.scan=triton", written=True)
+
+
+def test_without_attention_no_kernel_of_it_is_tried():
+    def never(*_a, **_k) -> str:
+        raise AssertionError("there is nothing to try")
+
+    alone = ("model.family=gpt", "model.pattern=E")
+    speed = resolve(HOPPER, *alone, using=probes(attention=never, picked=never))
+    assert used(speed, "attention") == ("sdpa", "no block has attention")
+    with pytest.raises(HardwareError, match="no block has attention"):
+        resolve(HOPPER, *alone, "speed.attention=cudnn", written=True)
+
+
+def test_8_bit_products_need_states_that_fit():
+    assert used(resolve(HOPPER, *STATES, "speed.fp8=[qkv, out]"), "fp8") == ("[qkv, out]", "")
+    why = used(resolve(HOPPER, *STATES, "model.states=60", "model.state_heads=4", "speed.fp8=[qkv]"), "fp8")[1]
+    assert "states has 120" in why
+
+
+# --- documents apart --------------------------------------------------------------------------------------------------
+
+
+def test_documents_apart_are_read_on_the_host_and_attended_by_bounds():
+    words = ("model.family=gpt", "data.documents=apart")
+    speed = resolve(HOPPER, *words)
+    assert speed.execution.document_attention == "fa4"
+    assert used(speed, "loader") == ("host", "documents are laid out there")
+    assert used(speed, "cuda_graphs") == ("off", "rows hold other documents at every step")
+    assert used(speed, "kernels") == ("triton", "")
+    assert used(resolve(HOPPER, *words, "speed.precision=fp32"), "kernels")[0] == "torch"
+    with pytest.raises(HardwareError, match="documents are laid out there"):
+        resolve(HOPPER, *words, "speed.loader=device", written=True)
+    states = resolve(HOPPER, *words, "model.pattern=E", "speed.precision=fp32")
+    assert used(states, "kernels") == ("triton", ""), "nothing attends, so there is no mask"
+    assert all(one.name != "document_attention" for one in states.features)
+
+
 # --- attention --------------------------------------------------------------------------------------------------------
 
 

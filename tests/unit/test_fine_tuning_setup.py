@@ -172,6 +172,20 @@ def test_what_is_never_read_is_refused_with_its_place(words, tmp_path):
     assert "mine.yaml:3: clean.quality is set" in refusal(load_config("mine.yaml", words()))
 
 
+@pytest.mark.parametrize(
+    "word",
+    ["window=9", "states=64", "state_heads=2", "resonance=0.1", "modulation=0.1", "convolution=4", "scales=[1, 2]"],
+)
+def test_fields_of_blocks_that_a_model_has_not_are_refused(word):
+    message = refusal(load_config("shakespeare-char", [f"model.{word}"]))
+    letter = "W" if word.startswith("window") else "E"
+    assert (
+        f"command line: model.{word.partition('=')[0]} is set, but no block of model.pattern=A is {letter}" in message
+    )
+    check_used(load_config("shakespeare-char", ["model.pattern=EWA", "model.dropout=0", f"model.{word}"]))
+    assert "speed.scan" in refusal(load_config("shakespeare-char", ["speed.scan=chunked"]))
+
+
 def test_defaults_presets_and_what_is_read_pass(words):
     check_used(load_config("lora", words("data.folder=here", "data.tokenizer=char", "train.batch_tokens=16384")))
     check_used(load_config("shakespeare-char", []))

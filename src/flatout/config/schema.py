@@ -88,12 +88,34 @@ class ModelConfig(Section):
     head_size: Annotated[int, Field(ge=1, le=4096)] | None = Field(
         default=None, description="Size of each head; null means width over heads."
     )
-    pattern: Annotated[str, Field(pattern=r"^[AW]{1,1000}$")] = Field(
+    pattern: Annotated[str, Field(pattern=r"^[AEW]{1,1000}$")] = Field(
         default="A",
-        description="Kinds of blocks, one letter each, over and over: A full attention, W a sliding window.",
+        description="Kinds of blocks, a letter each, over and over: A full attention, W a sliding window, E states.",
     )
     window: Annotated[int, Field(ge=1, le=2**24)] = Field(
         default=1024, description="Tokens that attention of a W block reaches, the token itself included."
+    )
+    states: Annotated[int, Field(ge=1, le=65536)] = Field(
+        default=128, description="Complex states of an E block, each with a decay and a frequency of its own."
+    )
+    state_heads: Annotated[int, Field(ge=1, le=65536)] = Field(
+        default=8, description="Groups of an E block's states that share a resonance matrix and a modulation."
+    )
+    resonance: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=0.0, description="How much states of a head are mixed with each other as they are read; 0 not at all."
+    )
+    modulation: Annotated[float, Field(ge=0.0, le=10.0)] = Field(
+        default=0.0, description="How far the input moves the logarithm of a head's rates of decay; 0 fixes them."
+    )
+    convolution: Annotated[int, Field(ge=0, le=256)] = Field(
+        default=0, description="Positions of a causal filter before the states, the token's own included; 0 is none."
+    )
+    scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(
+        default=[],
+        description="Means over so many last tokens, as [1, 2, 4], each for an equal share of the states; [] is none.",
+    )
+    energy: Annotated[float, Field(ge=0.0, le=1000.0)] = Field(
+        default=0.0, description="Weight of the mean squared size of all eigenvalues in the training loss."
     )
     context: Annotated[int, Field(ge=1, le=2**24)] = Field(default=256, description="Tokens the model sees at once.")
     vocab: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
@@ -154,10 +176,19 @@ class ModelConfig(Section):
         return {**FAMILY_DEFAULTS[family], **values} if family in ("gpt", "gpt2") else values
 
     @property
+    def kinds(self) -> str:
+        """The letter of every block."""
+        return "".join(self.pattern[index % len(self.pattern)] for index in range(self.layers))
+
+    @property
+    def attends(self) -> bool:
+        """Whether any block has attention."""
+        return set(self.kinds) != {"E"}
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """How far attention of each block reaches; None is everything before."""
-        letters = (self.pattern[index % len(self.pattern)] for index in range(self.layers))
-        return tuple(self.window if letter == "W" else None for letter in letters)
+        """How far attention of each block that has some reaches; None is everything before."""
+        return tuple(self.window if kind == "W" else None for kind in self.kinds if kind != "E")
 
     @property
     def size(self) -> int:
@@ -186,10 +217,20 @@ class ModelConfig(Section):
                 f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}",
                 f"set model.kv_heads to a divisor of {self.heads}, or to null for as many as heads",
             )
-        if "W" in self.pattern and self.family == "gpt2":
-            raise Conflict(f"pattern is {self.pattern}, and GPT-2 knows no windows", "set model.family=gpt")
+        if set(self.pattern) != {"A"} and self.family == "gpt2":
+            raise Conflict(f"pattern is {self.pattern}, and GPT-2 has full attention only", "set model.family=gpt")
         if "W" in self.pattern and self.dropout > 0:
             raise Conflict("attention within a window has no dropout", "set model.dropout=0, or model.pattern=A")
+        if "E" in self.pattern and self.states % self.state_heads:
+            raise Conflict(
+                f"states {self.states} is not a multiple of state_heads {self.state_heads}",
+                f"set model.states={_multiple_near(self.states, self.state_heads)}, or model.state_heads to a divisor",
+            )
+        if "E" in self.pattern and self.scales and self.states % len(self.scales):
+            raise Conflict(
+                f"states {self.states} do not divide into {len(self.scales)} scales",
+                f"set model.states={_multiple_near(self.states, len(self.scales))}, or other model.scales",
+            )
         if self.positions == "rope" and self.head_size is not None and self.head_size % 2:
             raise Conflict(
                 f"rotary positions need an even head_size, not {self.head_size}",
@@ -275,6 +316,10 @@ class DataConfig(Section):
     packing: Literal["concat", "best_fit"] = Field(
         default="concat",
         description="Windows over the joined documents, or whole documents fitted into windows with little padding.",
+    )
+    documents: Literal["joined", "apart"] = Field(
+        default="joined",
+        description="Whether a token sees all of its window before it, or its own document alone, labels included.",
     )
     streaming: bool = Field(
         default=False, description="Train while reading data.source, without preparing shards first."
@@ -472,6 +517,10 @@ class SpeedConfig(Section):
         default="auto",
         description="Attention kernel; sdpa lets torch pick, auto is cudnn from Hopper on (with fa4, if installed).",
     )
+    scan: Literal["auto", "reference", "chunked", "triton"] = Field(
+        default="auto",
+        description="States of E blocks: token by token, in chunks, or in our Triton kernels; auto is those on CUDA.",
+    )
     fused_qkv: bool = Field(
         default=True, description="Queries, keys and values in one matrix product instead of three."
     )
@@ -625,6 +674,16 @@ class RunConfig(Section):
             raise Conflict(
                 "data.streaming goes with data.packing concat and no data.stride",
                 "set data.packing=concat and data.stride=null, or data.streaming=false",
+            )
+        if self.data.streaming and self.data.documents != "joined":
+            raise Conflict(
+                "data.streaming does not tell where documents end",
+                "set data.documents=joined, or data.streaming=false",
+            )
+        if self.data.documents != "joined" and self.model.dropout > 0 and self.model.attends:
+            raise Conflict(
+                "attention inside documents has no dropout, and model.dropout is set",
+                "set model.dropout=0, or data.documents=joined",
             )
         if self.data.packing == "best_fit" and self.data.stride is not None:
             raise Conflict(

@@ -28,6 +28,17 @@ _INSTEAD = {
 }
 
 
+# What only blocks of one letter read.
+_OF_BLOCKS = {
+    "model.window": "W",
+    **{
+        f"model.{name}": "E"
+        for name in ("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy")
+    },
+    "speed.scan": "E",
+}
+
+
 def check_used(loaded: LoadedConfig) -> None:
     """Refuses the first setting, in the schema's order, that a user wrote for another kind of run."""
     for path, why, hint in _unused(loaded.config):
@@ -53,6 +64,12 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     yield path, why, f"leave {path} out{f': {instead}' if instead else ''}"
         for path, instead in _ALONE.items():
             yield path, why, f"leave {path} out: {instead}"
+    if config.model.init_from is None:  # else the model's own shape is what counts, and it is read later
+        for path, letter in _OF_BLOCKS.items():
+            if letter not in config.model.pattern:
+                why = f"no block of model.pattern={config.model.pattern} is {letter}"
+                pattern = {"W": "WWWA", "E": "EEEA"}[letter]
+                yield path, why, f"set a pattern with {letter}, such as model.pattern={pattern}, or leave {path} out"
     if not config.lora.rank:
         for name in type(config.lora).model_fields:
             if name != "rank":

@@ -94,6 +94,7 @@ class _Plan:
     with_documents: bool
     rank: int
     world_size: int
+    apart: bool = False
 
     def windows(self, step: int) -> npt.NDArray[np.int64]:
         share = self.batch_size // self.world_size
@@ -101,10 +102,12 @@ class _Plan:
 
     def documents(self, windows: npt.NDArray[np.int64]) -> torch.Tensor | None:
         """Of windows over joined documents, if asked for."""
-        if not self.with_documents:
+        if not self.with_documents and not self.apart:
             return None
         starts = window_starts(windows, self.stride)
-        return torch.from_numpy(_documents_in(self.shards.document_starts(), starts, self.context))
+        # Apart, one token more: whether the last target is of the same document.
+        length = self.context + (1 if self.apart else 0)
+        return torch.from_numpy(_documents_in(self.shards.document_starts(), starts, length))
 
 
 def window_order(
@@ -126,6 +129,7 @@ class HostLoader(BatchLoader):
     """Batches read from the shards by `workers` threads, or in the loop when there are none.
 
     With a `packing` the stride plays no part, and batches always tell documents; else `with_documents` asks for them.
+    With documents `apart` batches are packed rows, laid out for `micro_batch` rows at once.
     """
 
     def __init__(
@@ -144,22 +148,29 @@ class HostLoader(BatchLoader):
         world_size: int = 1,
         packing: Packing | None = None,
         with_documents: bool = False,
+        apart: bool = False,
+        micro_batch: int | None = None,
     ) -> None:
-        plan = _Plan(shards, order, batch_size, context, stride, packing, with_documents, rank, world_size)
+        if apart:
+            shards.check_document_starts()
+        plan = _Plan(shards, order, batch_size, context, stride, packing, with_documents, rank, world_size, apart)
         self._plan = _checked(plan)
+        self._micro_batch = micro_batch
         self._device = with_index(device)
         span = {"first_step": first_step, "last_step": last_step}
         self._ahead = Ahead(self._read, workers=workers, device=self._device, **span)
 
     def __next__(self) -> Batch:
-        step, raw = self._ahead.take()
-        return _batch(raw.on(self._device), step)
+        step, read = self._ahead.take()
+        if isinstance(read, PackedRows):
+            return _packed_batch(read, step, self._device)
+        return _batch(read.on(self._device), step)
 
     def close(self) -> None:
         """Stop the threads and end the iteration. May be called at any time and more than once."""
         self._ahead.close()
 
-    def _read(self, step: int) -> _Raw:
+    def _read(self, step: int) -> _Raw | PackedRows:
         plan, windows = self._plan, self._plan.windows(step)
         if plan.packing is None:
             ids = plan.shards.gather(window_starts(windows, plan.stride), plan.context + 1)
@@ -170,6 +181,10 @@ class HostLoader(BatchLoader):
             ids = plan.shards.read_ranges(layout.starts, lengths)
             sources = layout.sources(np.cumsum(lengths) - lengths)
             raw = _Raw(_as_signed(ids), torch.from_numpy(sources), torch.from_numpy(layout.documents))
+        if plan.apart:
+            packed = _packed_rows(raw)
+            packed.prepare(self._micro_batch or plan.batch_size, pin=self._device.type == "cuda")
+            return packed
         return raw.pinned(self._device)
 
 
@@ -227,23 +242,39 @@ class DeviceLoader(BatchLoader):
 
 
 def evaluation_batches(
-    shards: Tokens, *, context: int, batch_size: int, device: torch.device | str, most_tokens: int | None = None
+    shards: Tokens,
+    *,
+    context: int,
+    batch_size: int,
+    device: torch.device | str,
+    most_tokens: int | None = None,
+    apart: bool = False,
 ) -> Iterator[Batch]:
     """Every target of the split once, from its start and in order, up to `most_tokens` of them.
 
     Windows do not overlap in targets. All batches have one shape: where there is no target, the token is 0 and the
-    target IGNORED, so a mean must be over the labelled tokens.
+    target IGNORED, so a mean must be over the labelled tokens. With documents `apart` batches are packed rows, in which
+    a document's last token has no target.
     """
     if context < 1 or batch_size < 1 or (most_tokens is not None and most_tokens < 1):
         raise ValueError(f"no batches of {batch_size} times {context} tokens with at most {most_tokens} in all")
     if shards.tokens < 2:
         raise _too_short(shards, 2, "a token and the one that follows it")
     targets = min(shards.tokens - 1, most_tokens or shards.tokens)
-    return _evaluation_batches(shards, context, batch_size, torch.device(device), targets)
+    starts = None
+    if apart:
+        assert isinstance(shards, TokenShards), "checked by the config"
+        starts = shards.document_starts()
+    return _evaluation_batches(shards, context, batch_size, torch.device(device), targets, starts)
 
 
 def _evaluation_batches(
-    shards: Tokens, context: int, batch_size: int, device: torch.device, targets: int
+    shards: Tokens,
+    context: int,
+    batch_size: int,
+    device: torch.device,
+    targets: int,
+    document_starts: npt.NDArray[np.uint64] | None,
 ) -> Iterator[Batch]:
     size = batch_size * context
     for step, start in enumerate(range(0, targets, size)):
@@ -253,6 +284,16 @@ def _evaluation_batches(
         tokens = torch.zeros(size, dtype=torch.int64)
         labels = torch.full((size,), IGNORED, dtype=torch.int64)
         tokens[:count], labels[:count] = ids[:-1], ids[1:]
+        if document_starts is not None:
+            begins = start + context * np.arange(batch_size)
+            documents = torch.from_numpy(_documents_in(document_starts, begins, context + 1))
+            labels_BT = _within(labels.view(batch_size, context), documents)
+            documents_BT = documents[:, :-1].masked_fill((torch.arange(size) >= count).view(batch_size, context), -1)
+            packed = PackedRows(
+                tokens.view(batch_size, context).numpy(), documents_BT.numpy().copy(), labels_BT.numpy()
+            )
+            yield _packed_batch(packed, step, device)
+            continue
         yield Batch(tokens.view(batch_size, context).to(device), labels.view(batch_size, context).to(device), step)
 
 
@@ -266,6 +307,26 @@ def _batch(raw: _Raw, step: int) -> Batch:
     tokens_BT = _widened(raw.ids.index_select(0, sources)).view_as(padding_BT).masked_fill_(padding_BT, 0)
     targets_BT = _widened(raw.ids.index_select(0, sources + 1)).view_as(padding_BT).masked_fill_(padding_BT, IGNORED)
     return Batch(tokens_BT, targets_BT, step, raw.documents)
+
+
+def _packed_rows(raw: _Raw) -> PackedRows:
+    """Rows in which documents stay apart, of raw ids on the host."""
+    batch = _batch(raw, 0)
+    documents, targets_BT = batch.documents, batch.targets
+    assert documents is not None
+    if raw.sources is None:
+        targets_BT, documents = _within(targets_BT, documents), documents[:, :-1].contiguous()
+    return PackedRows(batch.tokens.numpy(), documents.numpy(), targets_BT.numpy())
+
+
+def _within(targets_BT: torch.Tensor, documents_BW: torch.Tensor) -> torch.Tensor:
+    """Without those targets that are of another document than their token."""
+    return targets_BT.masked_fill(documents_BW[:, 1:] != documents_BW[:, :-1], IGNORED)
+
+
+def _packed_batch(packed: PackedRows, step: int, device: torch.device) -> Batch:
+    tokens_BT, targets_BT = (torch.from_numpy(rows).to(device) for rows in (packed.tokens_BT, packed.targets_BT))
+    return Batch(tokens_BT, targets_BT, step, packed=packed)
 
 
 def _widened(ids: torch.Tensor) -> torch.Tensor:

@@ -110,7 +110,7 @@ def resolve_speed(
     def settle(name: str, wanted: str, used: str, why: str = "", shown: str | None = None) -> str:
         where = written(f"speed.{name}")
         if why and wanted not in ("auto", used) and where is not None:
-            ways = [used] if SpeedConfig.model_fields[name].default != "auto" else ["auto", used]
+            ways = dict.fromkeys([used] if SpeedConfig.model_fields[name].default != "auto" else ["auto", used])
             place = f"{where}: " if where else ""
             raise HardwareError(f"{place}speed.{name} is {wanted}, but {why}", f"set speed.{name}={', or '.join(ways)}")
         features.append(Feature(name=name, asked=wanted, used=shown or used, why=why))
@@ -124,6 +124,7 @@ def resolve_speed(
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
     packed, quantized = config.chat.source is not None, config.lora.quantize != "none"
+    apart = config.data.documents == "apart" and not packed
     kernels, why = _kernels(asked, device, config, precision, probes)
     if quantized and asked.kernels != "torch":
         kernels, why = "torch", "they know no 4-bit weights"
@@ -136,12 +137,14 @@ def resolve_speed(
     fp8 = settle("fp8", _words(asked.fp8), *_fp8(asked, device, kernels, model, adapters=frozen))
     attention, why = _attention(asked.attention, device, precision, kernels, config, probes)
     settle("attention", asked.attention, attention, why, _shown_attention(attention, device, precision, config, probes))
+    scan, why = _scan(asked.scan, device, model, probes)
+    settle("scan", asked.scan, scan, why, "none" if scan == "auto" else None)
     why = "our kernels take one product" if kernels == "triton" and not asked.fused_qkv else ""
     fused_qkv = settle("fused_qkv", _word(asked.fused_qkv), _word(asked.fused_qkv or bool(why)), why) == "true"
     documents, why = _document_attention(attention, device, precision, config, probes)
-    if packed:  # of rows with more than one sample; `attention` is for those with one
+    if packed or (apart and model.attends):  # of rows with more than one; `attention` is for those with one
         features.append(Feature(name="document_attention", asked=attention, used=documents, why=why))
-    compiled, why = _compile(asked, device, kernels, attention, probes, packed=packed)
+    compiled, why = _compile(asked, device, kernels, attention, probes, packed=packed or apart)
     if quantized and compiled != "off":
         compiled, why = "off", "it cannot look into 4-bit weights"
     settle("compile", asked.compile, compiled, why)
@@ -152,7 +155,8 @@ def resolve_speed(
     fused = settle("fused_optimizer", asked.fused_optimizer, *_fused(asked, device))
     offload = switch("optimizer_offload", asked.optimizer_offload, _no_offload(device))
     state = settle("optimizer_state", asked.optimizer_state, *_optimizer_state(asked.optimizer_state, device, offload))
-    loader = settle("loader", asked.loader, *_loader(asked.loader, device, corpus_bytes, packed=packed))
+    how = {"packed": packed, "apart": apart}
+    loader = settle("loader", asked.loader, *_loader(asked.loader, device, corpus_bytes, **how))
     size, count = micro_batch_of(config)
     wanted = "null" if asked.micro_batch is None else str(asked.micro_batch)
     why = "the largest divisor of the batch" if asked.micro_batch not in (None, size) else ""
@@ -187,6 +191,7 @@ def resolve_speed(
         execution=Execution(
             attention=attention,
             document_attention=documents,
+            scan="chunked" if scan == "auto" else scan,
             kernels=kernels,
             products=products,
             residual=residual,
@@ -235,24 +240,38 @@ def _kernels(asked: SpeedConfig, device: Device, config: RunConfig, precision: s
             reason = "compile was asked for"
         elif not asked.fused_qkv:
             reason = "fused_qkv is off"
-        elif config.chat.source is not None and (precision not in ("bf16", "fp16") or config.train.deterministic):
+        elif _has_layout(config) and (precision not in ("bf16", "fp16") or config.train.deterministic):
             # They join rows to one, and attention with a mask then looks from every row into every other.
-            reason = "samples have attention with a mask here, which takes rows one by one"
+            what = "documents" if config.chat.source is None else "samples"
+            reason = f"{what} have attention with a mask here, which takes rows one by one"
     return ("triton", "") if reason is None else ("torch", reason)
+
+
+def _has_layout(config: RunConfig) -> bool:
+    """Whether attention stays inside documents or samples of a row."""
+    return config.chat.source is not None or (config.data.documents == "apart" and config.model.attends)
 
 
 def _kernels_missing(device: Device, model: ModelConfig, probes: Probes) -> str | None:
     """Why our Triton kernels cannot run this model here, or None."""
+    reason = _no_triton(device, probes)
+    if reason is not None:
+        return reason
+    if model.dropout > 0:
+        return "they have no dropout"
+    if model.residual_scale is not None:
+        return "they have no residual scales"
+    return None
+
+
+def _no_triton(device: Device, probes: Probes) -> str | None:
+    """Why none of our Triton kernels can run here, or None."""
     if device.kind != "cuda":
         return "our kernels run on CUDA devices only"
     if not probes.triton():
         return "triton is not installed"
     if device.capability is not None and device.capability < (8, 0):
         return f"{device.name} is older than Ampere"
-    if model.dropout > 0:
-        return "they have no dropout"
-    if model.residual_scale is not None:
-        return "they have no residual scales"
     return None
 
 
@@ -294,8 +313,11 @@ def _fp8(asked: SpeedConfig, device: Device, kernels: str, model: ModelConfig, *
     if "head" in asked.fp8 and loss != "fused":
         return "[]", f"the head in 8 bits needs the fused loss, and loss is {loss}"
     groups, hidden = model.kv_heads or model.heads, mlp_width_of(model)
-    columns = model.size * (model.heads + 2 * groups)
-    sizes = {"width": model.width, "qkv": columns, "heads": model.queries, "mlp": hidden}
+    sizes = {"width": model.width, "mlp": hidden}
+    if model.attends:
+        sizes |= {"qkv": model.size * (model.heads + 2 * groups), "heads": model.queries}
+    if "E" in model.kinds:
+        sizes["states"] = 2 * model.states
     for name, size in sizes.items():
         if size % 16:
             return "[]", f"8-bit products need sizes that are multiples of 16, and {name} has {size}"
@@ -307,6 +329,8 @@ def _attention(
 ) -> tuple[str, str]:
     if asked in ("reference", "sdpa"):
         return asked, ""
+    if not config.model.attends:
+        return "sdpa", "no block has attention"
     if device.kind != "cuda":
         return "sdpa", "" if asked == "auto" else _NOT_CUDA
     hopper = device.capability is not None and device.capability >= (9, 0)
@@ -351,12 +375,26 @@ def _document_attention(
         return "sdpa", "by bounds backward is not deterministic, and train.deterministic is set"
     if attention == "flash":
         return "flash", ""
-    if attention in FA4 and config.chat.source is not None:
+    if attention in FA4 and _has_layout(config):
         model = config.model
         shape = {"heads": model.heads, "groups": model.kv_heads or model.heads, "size": model.size}
         reason = probes.documents("fa4", device.torch_device, precision=precision, **shape)
         return ("fa4", "") if reason is None else ("flash", reason)
     return "flash", f"{attention} knows no bounds"
+
+
+def scan_for(device: Device) -> str:
+    """What serves eigenstates where no config asks: in a model that was loaded to read or write text."""
+    return "chunked" if _no_triton(device, Probes()) else "triton"
+
+
+def _scan(asked: str, device: Device, model: ModelConfig, probes: Probes) -> tuple[str, str]:
+    if asked in ("reference", "chunked"):  # also where there is nothing to do, as what a rung says of its ground
+        return asked, ""
+    if "E" not in model.kinds:
+        return "auto", f"no block of model.pattern={model.pattern} is E"
+    reason = _no_triton(device, probes)
+    return ("triton", "") if reason is None else ("chunked", "" if asked == "auto" else reason)
 
 
 def _faster_with_fa4(model: ModelConfig) -> str | None:
@@ -369,7 +407,7 @@ def _faster_with_fa4(model: ModelConfig) -> str | None:
 
 def _shown_attention(used: str, device: Device, precision: str, config: RunConfig, probes: Probes) -> str:
     """With the kernel that torch picks, where the choice is torch's."""
-    if used != "sdpa":
+    if used != "sdpa" or not config.model.attends:
         return used
     picked = probes.picked(
         device.torch_device,
@@ -432,6 +470,8 @@ def _cuda_graphs(
         return "off", "activation_offload waits for the host's memory, which a recording cannot"
     if graphs_of_its_own(compiled, our_graphs=wanted == "on"):
         return "off", f"compile {compiled} records graphs of its own"
+    if config.data.documents == "apart" and config.chat.source is None:
+        return "off", "rows hold other documents at every step"
     if wanted == "on":
         return "on", ""
     if compiled != "off":
@@ -476,7 +516,7 @@ def _compile(
     if wanted == "off":
         return "off", ""
     if packed and wanted == "auto":
-        return "off", "not worth its start-up in a run over samples"
+        return "off", "not worth its start-up where rows hold other documents at every step"
     if wanted == "auto" and device.kind != "cuda":
         return "off", f"not worth its start-up on {device.kind}"
     if kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
@@ -508,7 +548,9 @@ def _fused(speed: SpeedConfig, device: Device) -> tuple[str, str]:
     return ("on", "") if device.fused_optimizer else ("off", f"torch has no fused AdamW on {device.kind}")
 
 
-def _loader(asked: str, device: Device, corpus_bytes: int | None, *, packed: bool) -> tuple[str, str]:
+def _loader(asked: str, device: Device, corpus_bytes: int | None, *, packed: bool, apart: bool) -> tuple[str, str]:
+    if apart:
+        return "host", "" if asked == "host" else "documents are laid out there"
     if corpus_bytes is None:
         return "host", "" if asked == "host" else "samples are packed there" if packed else "the text is streamed"
     if asked != "auto":

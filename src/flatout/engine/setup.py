@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from flatout.config.load import LoadedConfig, Source
@@ -156,6 +157,8 @@ class Run:
         assert isinstance(self.order, WindowOrder)
         shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
         plan = {"packing": self.packing, **shape, **span}
+        if apart(self.config):
+            plan |= {"apart": True, "micro_batch": self.step.micro_batch}
         if self.speed.loader == "device":
             return DeviceLoader(self.dataset.train, self.order, **plan)
         return HostLoader(self.dataset.train, self.order, workers=self.speed.workers, **plan)
@@ -175,6 +178,7 @@ class Run:
             batch_size=batch_size or self.step.micro_batch,
             device=self.speed.device.torch_device,
             most_tokens=self.config.eval.tokens,
+            apart=apart(self.config),
         )
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
@@ -198,6 +202,11 @@ def step_tokens_of(dataset: Dataset | StreamDataset | SampleData, order: WindowO
     if isinstance(dataset, SampleData) and isinstance(order, SampleOrder):
         return dataset.train.tokens / order.steps_per_epoch
     return None
+
+
+def apart(config: RunConfig) -> bool:
+    """Whether documents of plain text must not see each other."""
+    return config.data.documents == "apart" and config.chat.source is None
 
 
 def stride_of(config: RunConfig) -> int:
@@ -318,6 +327,11 @@ def order_of(config: RunConfig, dataset: SampleData) -> SampleOrder:
 
 
 def _flops(config: RunConfig, dataset: Dataset | StreamDataset | SampleData, vocab: int, trained: Trained) -> float:
+    if isinstance(dataset, Dataset) and apart(config):
+        # As of samples below; of a document that is longer than a window, pieces of a window.
+        lengths = np.diff(dataset.train.document_starts().astype(np.int64), append=dataset.train.tokens)
+        lengths = np.minimum(lengths, config.model.context).astype(float)
+        return flops_per_token(config.model, vocab, float((lengths**2).sum() / lengths.sum()))
     if not isinstance(dataset, SampleData):
         return flops_per_token(config.model, vocab)
     # A token attends inside its own sample: the mean length that a token finds itself in, not that of a row.
@@ -447,7 +461,7 @@ def _build(config: RunConfig, vocab: int, speed: Speed, news: News) -> GPT:
         install_flash(speed.execution.attention)
     if speed.compile != "off":
         news.follow(CompileWatch(speed.compile).news)
-        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs)
+        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs, any_shape=apart(config))
     return model
 
 
@@ -557,6 +571,7 @@ def _build_step(
 def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | None = None) -> MemoryEstimate:
     """What a step of this config needs with these switches; `rows` is the most that packed samples fill."""
     lora = config.lora
+    row_tokens = config.model.context if apart(config) and config.model.attends else None
     return estimate_memory(
         config.model,
         vocab,
@@ -569,7 +584,7 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
         accumulated=speed.accumulation > 1,
         graphs=speed.cuda_graphs,
         frozen=_frozen(lora) if lora.rank else None,
-        row_tokens=None if rows is None else rows.row_tokens,
+        row_tokens=row_tokens if rows is None else rows.row_tokens,
         labels=None if rows is None else rows.labels,
     )
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flatout.errors import CheckpointError
 from flatout.model.adapters import Adapters
+from flatout.optim.optimizers import by_decay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +42,8 @@ class Trained:
 
 
 def all_weights(model: nn.Module) -> Trained:
-    """Decay goes to what has two dimensions or more: never to biases, norms and scales."""
     named = dict(model.named_parameters())
-    trained = [parameter for parameter in named.values() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    return Trained(named, named, matrices, [parameter for parameter in trained if parameter.ndim < 2])
+    return Trained(named, named, *by_decay(model))
 
 
 def only_adapters(adapters: Adapters) -> Trained:

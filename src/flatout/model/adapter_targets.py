@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 from flatout.errors import ConfigError
 from flatout.model.gpt import GPT
-from flatout.model.layers import Block
+from flatout.model.layers import Attention, Block
 
 ALL_LINEAR = "all-linear"
 LINEARS = ("qkv", "out", "up", "down")  # the matrices of a block, as Block.linears names them
@@ -128,6 +128,11 @@ def targets_of(model: GPT, naming: Naming | None = None) -> list[Target]:
     found = []
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
+        if not isinstance(block.attention, Attention):
+            raise ConfigError(
+                f"model.pattern is {model.config.pattern}, and adapters are for blocks with attention only",
+                "set lora.rank=0, which trains all weights",
+            )
         for linear, module in block.linears().items():
             names = naming.parts[linear]
             rows = _rows(block, linear, module.out_features)
@@ -154,6 +159,7 @@ def _rows(block: Block, linear: str, outputs: int) -> list[int]:
     """The rows of queries, keys, values, and of gate and up."""
     if linear == "qkv":
         attention = block.attention
+        assert isinstance(attention, Attention)
         return [count * attention.size for count in (attention.heads, attention.groups, attention.groups)]
     return [outputs // 2, outputs // 2] if linear == "up" and block.mlp.kind == "swiglu" else [outputs]
 

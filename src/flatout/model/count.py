@@ -2,9 +2,11 @@
 
 FLOP convention, here and everywhere in Flatout: a training token costs 6 per weight of a matrix product (2 forward,
 4 backward; the tied or untied head counts, embedding look-ups do not) plus 12·L·W·T for attention, not halved for
-causality (where `model.head_size` is given, W is heads times that size there). It is the convention of the figures
-others publish, so that utilisation numbers compare. Under adapters a frozen weight costs 4 (2 forward, 2 for the
-gradient that passes through; it has none of its own), and each value of an adapter 6.
+causality (where `model.head_size` is given, W is heads times that size there; of a sliding window, T is the window).
+The scan of eigenstates, some tens of operations for each state, is left out, as all work is that goes element by
+element. It is the convention of the figures others publish, so that utilisation numbers compare. Under adapters a
+frozen weight costs 4 (2 forward, 2 for the gradient that passes through; it has none of its own), and each value of an
+adapter 6.
 
 Memory convention: bytes of torch's allocator at the peak of a step, which is either inside the loss (all blocks' kept
 values and the logits) or at the start of backward (all kept values and one block's gradients), whichever is more. What
@@ -19,6 +21,7 @@ from flatout.model.execution import Execution
 from flatout.model.layers import mlp_width_of
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
+from flatout.ops.scan import CHUNK
 
 GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
 
@@ -26,24 +29,39 @@ GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequen
 def parameter_count(config: ModelConfig, vocab: int) -> int:
     """Exactly the number of trained values; a tied head is counted once."""
     width, bias = config.width, 1 if config.bias else 0
-    size, qkv = config.size, _qkv_columns(config)
     up, hidden = _mlp_widths(config)
     norm = width * (2 if config.norm == "layernorm" and config.bias else 1)
     block = 2 * norm
-    block += width * qkv + (qkv if config.has_qkv_bias else 0) + config.queries * width + bias * width
     block += width * up + bias * up + hidden * width + bias * width
-    block += 2 * size if config.qk_norm else 0
     block += 2 * width if config.residual_scale is not None else 0
-    total = vocab * width + config.layers * block + norm
+    mixers = sum(_mixer_count(config, kind) for kind in config.kinds)
+    total = vocab * width + config.layers * block + mixers + norm
     total += config.context * width if config.positions == "learned" else 0
     total += 0 if config.tied else vocab * width
     return total
 
 
+def _mixer_count(config: ModelConfig, kind: str) -> int:
+    """Trained values of attention, or of what is in its place."""
+    width, (columns, rows) = config.width, _mixer_widths(config, kind)
+    total = width * columns + rows * width + (width if config.bias else 0)
+    if kind != "E":
+        total += columns if config.has_qkv_bias else 0
+        return total + (2 * config.size if config.qk_norm else 0)
+    total += 2 * config.states + len(config.scales) + config.convolution * 2 * config.states
+    total += config.states**2 // config.state_heads if config.resonance else 0
+    return total + ((width + 1) * config.state_heads if config.modulation else 0)
+
+
 def linear_count(config: ModelConfig) -> int:
-    """Weights of the linear layers in all blocks."""
-    width, (up, hidden) = config.width, _mlp_widths(config)
-    return config.layers * (width * _qkv_columns(config) + config.queries * width + width * up + hidden * width)
+    """Weights of the linear layers in all blocks, but those that have no place in `speed.fp8`."""
+    return sum(sum(_linear_sizes(config, kind).values()) for kind in config.kinds)
+
+
+def _linear_sizes(config: ModelConfig, kind: str) -> dict[str, int]:
+    """Weights of a block's linear layers, by their names in `speed.fp8`."""
+    width, (up, hidden), (columns, rows) = config.width, _mlp_widths(config), _mixer_widths(config, kind)
+    return {"qkv": width * columns, "out": width * rows, "up": width * up, "down": width * hidden}
 
 
 def adapter_count(config: ModelConfig, rank: int) -> int:
@@ -66,6 +84,11 @@ def flops_per_token(
     are trained beside frozen weights; None trains them all.
     """
     matrices = linear_count(config) + vocab * config.width
+    if "E" in config.kinds:
+        rates = config.width * config.state_heads if config.modulation else 0
+        # Both halves of a state go through the same matrix of its head.
+        coupled = 2 * config.states**2 // config.state_heads if config.resonance else 0
+        matrices += config.kinds.count("E") * (rates + coupled)
     products = 6.0 * matrices if adapters is None else 4.0 * matrices + 6.0 * adapters
     context = context or config.context
     reached = sum(context if window is None else min(context, window) for window in config.windows)
@@ -151,14 +174,17 @@ def estimate_memory(
         )
         held = _graph_bytes(vocab, labels, half=half, compiled=compiled, execution=execution) if graphs else 0
         return dataclasses.replace(estimate, activations=estimate.activations + mask, graphs=held)
-    block = _block_bytes(config, half=half, compiled=compiled, execution=execution)
-    per_layer, again = _kept_and_again(config, block, half=half, execution=execution)
-    kept = config.layers * per_layer
+    blocks = {}
+    for kind in set(config.kinds):
+        block = _block_bytes(config, kind, half=half, compiled=compiled, execution=execution)
+        blocks[kind] = _kept_and_again(config, kind, block, half=half, execution=execution)
+    kept, again = sum(blocks[kind][0] for kind in config.kinds), max(again for _, again in blocks.values())
     if execution.activation_offload:  # on its way out or back: one block being made, one being used
-        kept = min(kept, 2 * per_layer)
+        kept = min(kept, 2 * max(kept for kept, _ in blocks.values()))
     backward = tokens * (again + _backward_bytes(config, half=half, execution=execution))
     loss, head_gradient = _loss_bytes(config, vocab, labels, half=half, compiled=compiled, execution=execution)
     activations = tokens * (kept + _end_bytes(config, half=half, execution=execution)) + mask
+    activations += config.kinds.count("E") * _chunk_bytes(config, row_tokens or config.context, execution)
     working = max(loss, backward + head_gradient)
     return MemoryEstimate(
         weights=4 * parameters + _narrow_bytes(config, parameters, half=half, execution=execution),
@@ -203,14 +229,14 @@ def _estimate_frozen(
     else:
         # A stream in the type of weights is what our kernels call a stream in bf16.
         how = dataclasses.replace(execution, residual="bf16" if half else "fp32")
-        block = _block_bytes(config, half=half, compiled=compiled, execution=how)
+        block = _block_bytes(config, "A", half=half, compiled=compiled, execution=how)
         block -= 2 * (4 - cell) * config.width  # the inputs of both norms
         block -= 2 * 4 * config.width if config.norm == "rmsnorm" and not compiled else 0
         inputs = 2 * config.width + config.queries + hidden
         block += cell * projections * frozen.rank + (inputs if frozen.dropout else 0)
         if frozen.dora:
             block += cell * (_qkv_columns(config) + 2 * config.width + up)
-        per_layer, again = _kept_and_again(config, block, half=half, execution=how)
+        per_layer, again = _kept_and_again(config, "A", block, half=half, execution=how)
     if not triton and execution.checkpointing != "none":
         per_layer -= (4 - cell) * config.width  # a block's input
     kept = config.layers * per_layer
@@ -263,16 +289,14 @@ def _narrow_bytes(config: ModelConfig, parameters: int, *, half: bool, execution
     only for one product where memory is dear. 8-bit copies come with a transpose."""
     if execution.kernels == "torch":
         return 2 * parameters if half else 0
-    width, (up, hidden) = config.width, _mlp_widths(config)
-    columns, rows = _qkv_columns(config), config.queries
-    sizes = {"qkv": width * columns, "out": width * rows, "up": width * up, "down": width * hidden}
-    eight = sum(size for name, size in sizes.items() if name in execution.fp8)
-    wide = sum(sizes.values()) - eight if half else 0
+    layers = [_linear_sizes(config, kind) for kind in config.kinds]
+    eight = [sum(size for name, size in sizes.items() if name in execution.fp8) for sizes in layers]
+    wide = [sum(sizes.values()) - rounded if half else 0 for sizes, rounded in zip(layers, eight, strict=True)]
     staying = execution.checkpointing != "full" and not execution.activation_offload
-    return 2 * eight * config.layers + 2 * wide * (config.layers if staying else 1)
+    return 2 * sum(eight) + 2 * (sum(wide) if staying else max(wide))
 
 
-def _kept_and_again(config: ModelConfig, block: int, *, half: bool, execution: Execution) -> tuple[int, int]:
+def _kept_and_again(config: ModelConfig, kind: str, block: int, *, half: bool, execution: Execution) -> tuple[int, int]:
     """(bytes per token that a block keeps, bytes that its backward makes again), of the `block` bytes it needs."""
     cell, width = 2 if half else 4, config.width
     triton = execution.kernels == "triton"
@@ -285,7 +309,10 @@ def _kept_and_again(config: ModelConfig, block: int, *, half: bool, execution: E
         if triton:
             return block - cell * hidden, cell * hidden
         # The block's input and the results of its products and of attention.
-        kept = 4 * width + cell * (_qkv_columns(config) + up + 2 * width + config.queries) + 4 * config.heads
+        kept = 4 * width + cell * (sum(_mixer_widths(config, "A")) + up + 2 * width) + 4 * config.heads
+        if kind == "E":
+            kept = 4 * width + cell * (4 * config.states + up + 2 * width)
+            kept += 16 * config.states if execution.scan == "chunked" else 0  # products inside of it
         return kept, max(0, block - kept)
     return block, 0
 
@@ -332,38 +359,88 @@ def _stream(execution: Execution) -> int:
     return 2 if execution.kernels == "triton" and execution.residual == "bf16" else 4
 
 
-def _block_bytes(config: ModelConfig, *, half: bool, compiled: bool, execution: Execution) -> int:
+def _block_bytes(config: ModelConfig, kind: str, *, half: bool, compiled: bool, execution: Execution) -> int:
     """Bytes that one block keeps per token until its backward, where nothing is computed again."""
     triton, stream, cell = execution.kernels == "triton", _stream(execution), 2 if half else 4
-    width, queries = config.width, config.queries
-    values = (config.kv_heads or config.heads) * config.size
-    queries_keys = queries + values
-    up, hidden = _mlp_widths(config)
+    width, (up, hidden) = config.width, _mlp_widths(config)
+    mixer = _eigenstate_bytes if kind == "E" else _attention_bytes
     parts = [
         2 * stream * width,  # inputs of both norms
         2 * cell * width,  # inputs of qkv and up
-        cell * (queries_keys + values),  # output of qkv
-        cell * queries + 4 * config.heads,  # output of attention, log-sum-exp
+        mixer(config, half=half, compiled=compiled, execution=execution),
         cell * (up + hidden),  # input and output of the non-linearity
     ]
     if triton:
         parts.append(16 if config.norm == "layernorm" else 8)  # statistics of both norms
-        if config.positions == "rope" or config.qk_norm:
-            parts.append(cell * queries_keys)  # turned queries and keys
         return sum(parts)
-    if config.positions == "rope":
-        parts += [cell * queries_keys, cell * queries]  # turned queries and keys; attention's output in out's layout
     if compiled:  # the rest is recomputed in backward
         return sum(parts)
     if config.norm == "rmsnorm":
         parts.append(2 * stream * width)  # the normalised input, before its weight
-    if config.qk_norm:
-        parts.append((8 if half else 4) * queries_keys)  # normalised in fp32, and widened first
     if config.mlp == "swiglu":
         parts.append(cell * hidden)  # silu(gate)
     if config.residual_scale is not None:
         parts.append(2 * cell * width)
     return sum(parts)
+
+
+def _attention_bytes(config: ModelConfig, *, half: bool, compiled: bool, execution: Execution) -> int:
+    """What attention keeps per token, between the inputs of its first and of its last product."""
+    triton, cell, queries = execution.kernels == "triton", 2 if half else 4, config.queries
+    values = (config.kv_heads or config.heads) * config.size
+    queries_keys = queries + values
+    parts = [
+        cell * (queries_keys + values),  # output of qkv
+        cell * queries + 4 * config.heads,  # output of attention, log-sum-exp
+    ]
+    if config.positions == "rope" or (triton and config.qk_norm):
+        parts.append(cell * queries_keys)  # turned queries and keys
+    if config.positions == "rope" and not triton:
+        parts.append(cell * queries)  # attention's output in out's layout
+    if config.qk_norm and not triton and not compiled:
+        parts.append((8 if half else 4) * queries_keys)  # normalised in fp32, and widened first
+    return sum(parts)
+
+
+def _eigenstate_bytes(config: ModelConfig, *, half: bool, compiled: bool, execution: Execution) -> int:
+    """The same of eigenstates. The compiler is not asked: it looks into little of it."""
+    cell, both = 2 if half else 4, 2 * config.states
+    parts = [
+        cell * 2 * both,  # inputs and gate, in one buffer
+        cell * 2 * both,  # the states, and what the gate leaves of them
+    ]
+    options = config.resonance or config.modulation or config.convolution or config.scales
+    if options or execution.kernels != "triton" or execution.scan != "triton" or "qkv" in execution.fp8:
+        parts.append(cell * both)  # the gate after its non-linearity
+    if config.convolution:
+        parts.append(cell * both)  # inputs with what came before them
+    if config.modulation:  # rates, decays, and scales of inputs, all in fp32
+        parts.append(4 * 3 * both + (cell * both if config.convolution else 0))
+    if config.scales:
+        parts.append(cell * both)  # weighted states
+    if config.resonance:
+        parts.append(cell * both)  # coupled states
+    if execution.scan != "triton":  # inputs in fp32; where decays differ, every step, and what is carried over chunks
+        steps = 1 if not config.modulation else 3 if config.context <= CHUNK else 5
+        parts.append(steps * 4 * both)
+    return sum(parts)
+
+
+def _chunk_bytes(config: ModelConfig, positions: int, execution: Execution) -> int:
+    """Powers of eigenvalues that the scan in chunks multiplies with: of a chunk, of chunks of chunks, and so on."""
+    if execution.scan != "chunked" or config.modulation or execution.checkpointing == "full":
+        return 0
+    total = 0
+    while positions > 1:
+        length = min(CHUNK, positions)
+        total += 2 * 4 * config.states * length**2
+        positions = -(-positions // length)
+    return total
+
+
+def _mixer_widths(config: ModelConfig, kind: str) -> tuple[int, int]:
+    """(columns of the product into attention or what is in its place, rows of the one out of it)."""
+    return (4 * config.states, 2 * config.states) if kind == "E" else (_qkv_columns(config), config.queries)
 
 
 def _qkv_columns(config: ModelConfig) -> int:

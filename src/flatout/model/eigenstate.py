@@ -55,6 +55,11 @@ class EigenstateShape:
     convolution: int = 0  # positions, its own included
     scales: tuple[int, ...] = ()  # as 1, 2, 4: an equal share of the states each
 
+    @property
+    def has_options(self) -> bool:
+        """Whether there is more to it than the three formulas."""
+        return bool(self.resonance or self.modulation or self.convolution or self.scales)
+
     def __post_init__(self) -> None:
         if self.states % self.heads:
             raise ValueError(f"{self.states} states do not divide into {self.heads} heads")
@@ -76,6 +81,9 @@ class EigenstateCache:
 class Eigenstate(nn.Module):
     """The mixer. Its weights are to be written yet: the linear layers by whoever draws them, the rest by
     `init_states`."""
+
+    # Not for weight decay: at 0 they are no simpler than elsewhere.
+    undecayed = ("decay_K", "frequency_K", "resonance_HDD", "taps_SC", "scale_weights")
 
     def __init__(self, shape: EigenstateShape, execution: Execution) -> None:
         super().__init__()
@@ -185,7 +193,13 @@ class Eigenstate(nn.Module):
             scale_C = None
         else:  # 8-bit weights are rounded once per update, before any scaling
             both_BTC = linear(h_BTW, self.inward.weight, narrow=narrow.qkv, tuned=tuned)
-        y_BTC = self._mixed(h_BTW, both_BTC, scale_C, (log_decay_K, phase_K), None, 0, layout)
+        if scale_C is None and not self.shape.has_options and self.execution.scan == "triton":
+            from flatout.ops.kernels.gated_scan import gated_scan
+
+            begins_BT = None if layout is None else document_begins(layout.documents_BT)
+            y_BTC = gated_scan(both_BTC, log_decay_K, phase_K, begins_BT, self.chunk)
+        else:
+            y_BTC = self._mixed(h_BTW, both_BTC, scale_C, (log_decay_K, phase_K), None, 0, layout)
         return linear(y_BTC, self.out.weight, narrow=narrow.out, tuned=tuned)
 
     def _scaled(self, weight: Tensor, scale_C: Tensor) -> Tensor:
@@ -211,14 +225,13 @@ class Eigenstate(nn.Module):
         if self.modulate is not None:
             log_decay = self._modulated(x_BTW, log_decay)
             input_BTC = (input_BTC * _input_scale(log_decay)).to(gate_BTC.dtype)
-        path = "triton" if self.execution.kernels == "triton" else "chunked"
         states_BTC, last_BC = scan(
             input_BTC,
             log_decay,
             phase_K,
             initial_BC=None if cache is None else cache.state_BC,
             begins_BT=None if layout is None else document_begins(layout.documents_BT),
-            path="reference" if x_BTW.shape[1] == 1 else path,
+            path="reference" if x_BTW.shape[1] == 1 else self.execution.scan,
             chunk=self.chunk,
         )
         if cache is not None:

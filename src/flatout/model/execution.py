@@ -9,6 +9,7 @@ class Execution:
 
     attention: str = "sdpa"
     document_attention: str = "sdpa"  # in packed rows: reference, sdpa, flash, fa4
+    scan: str = "chunked"  # of eigenstates; or reference, triton
     kernels: str = "torch"  # or triton
     products: str = "torch"  # or tuned
     residual: str = "fp32"  # or bf16

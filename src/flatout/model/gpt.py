@@ -19,12 +19,14 @@ from torch import Tensor, nn
 from flatout.config.schema import ModelConfig
 from flatout.model.activations import ActivationOffload, recomputed
 from flatout.model.adapted import AdaptedLinear
+from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.layers import Block, Cache, LayerCache, Norm, Turn, build_norm, build_rotary, product_type
+from flatout.model.layers import Attention, Block, Cache, Norm, Turn, build_norm, build_rotary, product_type
 from flatout.model.narrow import ModelNarrow, gradient_slot
 from flatout.ops.attention import causal_attention
 from flatout.ops.documents import Layout, document_attention
 from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
+from flatout.ops.reference import IGNORED
 
 
 class GPT(nn.Module):
@@ -35,10 +37,10 @@ class GPT(nn.Module):
         self.execution = execution
         self.embedding = _table(vocab, config.width)
         self.positions = _table(config.context, config.width) if config.positions == "learned" else None
-        self.rotary = build_rotary(config) if config.positions == "rope" else None
+        self.rotary = build_rotary(config) if config.positions == "rope" and config.attends else None
         self.dropout = nn.Dropout(config.dropout)
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
-        self.blocks = nn.ModuleList(Block(config, execution, window) for window in config.windows)
+        self.blocks = nn.ModuleList(Block(config, execution, kind) for kind in config.kinds)
         self.norm = build_norm(config, config.width)
         self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
         self.offload = ActivationOffload(self)
@@ -61,12 +63,28 @@ class GPT(nn.Module):
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None
     ) -> Tensor:
-        """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents."""
+        """Cross-entropy summed over the targets that are not IGNORED; with a layout, of packed documents.
+
+        In training it may come with the energy of eigenstates, once for each of those targets.
+        """
         hidden_BTW = self.hidden(tokens_BT, layout=layout)
         if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
             targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
-        return self.head_and_loss(hidden_BTW, targets_BT, label_smoothing)
+        loss = self.head_and_loss(hidden_BTW, targets_BT, label_smoothing)
+        if self.config.energy and self.training and self.eigenstates:
+            # Times the targets, by all of which of a step the sum is divided: however it is cut, the term counts once.
+            loss = loss + self.config.energy * self.energy() * (targets_BT != IGNORED).sum()
+        return loss
+
+    @property
+    def eigenstates(self) -> list[Eigenstate]:
+        """The mixers of all E blocks."""
+        return [block.attention for block in self.blocks if isinstance(block.attention, Eigenstate)]
+
+    def energy(self) -> Tensor:
+        """The mean of |λ|² over all states of all blocks."""
+        return torch.stack([mixer.energy() for mixer in self.eigenstates]).mean()
 
     def head_and_loss(self, hidden_BTW: Tensor, targets_BT: Tensor, label_smoothing: float) -> Tensor:
         """The last part of `forward`, apart from it so that it can be compiled alone."""
@@ -192,11 +210,15 @@ class GPT(nn.Module):
             return function(*values)
 
     def empty_cache(self, batch: int = 1) -> Cache:
-        config, weight = self.config, self.embedding.weight
-        groups, size = config.kv_heads or config.heads, config.size
+        weight = self.embedding.weight
         dtype = torch.get_autocast_dtype(weight.device.type) if _autocasting(weight.device) else weight.dtype
-        make = (batch, groups, config.context, size, dtype, weight.device)
-        return Cache([LayerCache(*make) for _ in range(config.layers)])
+        layers = []
+        for block in self.blocks:
+            if isinstance(block.attention, Attention):
+                layers.append(block.attention.empty_cache(batch, self.config.context, dtype, weight.device))
+            elif isinstance(block.attention, Eigenstate):
+                layers.append(block.attention.empty_cache(batch, dtype, weight.device))
+        return Cache(layers)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -223,6 +245,8 @@ class GPT(nn.Module):
             elif isinstance(module, Block) and module.attention_scale is not None and module.mlp_scale is not None:
                 module.attention_scale.fill_(self.config.residual_scale or 0.0)
                 module.mlp_scale.fill_(self.config.residual_scale or 0.0)
+        for mixer in self.eigenstates:  # after all linear layers, of which nothing is to be overwritten
+            mixer.init_states(generator)
 
 
 def build_model(config: ModelConfig, vocab: int, *, seed: int = 0, execution: Execution | None = None) -> GPT:

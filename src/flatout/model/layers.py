@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
 from flatout.model.adapted import AdaptedLinear
+from flatout.model.eigenstate import Eigenstate, EigenstateCache, EigenstateShape
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
 from flatout.ops.attention import causal_attention
@@ -117,10 +118,43 @@ class LayerCache:
         return self.k_BGSD[:, :, :end], self.v_BGSD[:, :, :end]
 
 
-class Cache:
-    """What decoding carries from token to token: per-layer keys and values, and how many positions are filled."""
+class WindowCache:
+    """Keys and values of a layer that looks back over a window: room for two windows, however long the text.
 
-    def __init__(self, layers: list[LayerCache]) -> None:
+    When it is full, what is still seen moves to its front, so that a token costs the same anywhere.
+    """
+
+    def __init__(
+        self, batch: int, groups: int, window: int, size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.seen = window - 1  # positions before a token that it looks at
+        self.filled = 0
+        self.k_BGSD = torch.zeros(batch, groups, 2 * window, size, dtype=dtype, device=device)
+        self.v_BGSD = torch.zeros_like(self.k_BGSD)
+
+    def append(self, position: int, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the new positions and of those before them that they may look at, or some more."""
+        new, room = k_BGTD.shape[2], self.k_BGSD.shape[2]
+        kept = min(self.seen, self.filled)
+        if self.filled + new <= room:
+            end = self.filled + new
+            self.k_BGSD[:, :, self.filled : end] = k_BGTD
+            self.v_BGSD[:, :, self.filled : end] = v_BGTD
+            self.filled = end
+            return self.k_BGSD[:, :, end - new - kept : end], self.v_BGSD[:, :, end - new - kept : end]
+        first = self.filled - kept
+        k_BGSD = torch.cat([self.k_BGSD[:, :, first : self.filled], k_BGTD], dim=2)
+        v_BGSD = torch.cat([self.v_BGSD[:, :, first : self.filled], v_BGTD], dim=2)
+        self.filled = min(self.seen, k_BGSD.shape[2])
+        self.k_BGSD[:, :, : self.filled] = k_BGSD[:, :, k_BGSD.shape[2] - self.filled :]
+        self.v_BGSD[:, :, : self.filled] = v_BGSD[:, :, v_BGSD.shape[2] - self.filled :]
+        return k_BGSD, v_BGSD
+
+
+class Cache:
+    """What decoding carries from token to token, layer by layer, and how many positions are filled."""
+
+    def __init__(self, layers: list[LayerCache | WindowCache | EigenstateCache]) -> None:
         self.layers = layers
         self.length = 0
 
@@ -212,7 +246,7 @@ class Attention(nn.Module):
         self,
         x_BTW: Tensor,
         turn: Turn | None,
-        cache: LayerCache | None,
+        cache: LayerCache | WindowCache | None,
         position: int,
         layout: Layout | None = None,
     ) -> Tensor:
@@ -237,6 +271,13 @@ class Attention(nn.Module):
                 q_BHTD, k_BGTD, v_BGTD, layout, backend=how.document_attention, window=self.window
             )
         return self.out(y_BHTD.transpose(1, 2).flatten(2))
+
+    def empty_cache(
+        self, batch: int, context: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerCache | WindowCache:
+        if self.window is not None and 2 * self.window < context:
+            return WindowCache(batch, self.groups, self.window, self.size, dtype, device)
+        return LayerCache(batch, self.groups, context, self.size, dtype, device)
 
     def fused(self, h_BTW: Tensor, turn: Turn | None, narrow: NarrowBlock, layout: Layout | None = None) -> Tensor:
         """The same in our kernels, up to the output's bias, which the residual addition brings along."""
@@ -337,13 +378,34 @@ class MLP(nn.Module):
         )
 
 
-class Block(nn.Module):
-    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); the branches may carry learned scales."""
+def build_mixer(config: ModelConfig, execution: Execution, kind: str) -> Attention | Eigenstate:
+    """What `kind`, a letter of `model.pattern`, means."""
+    if kind != "E":
+        return Attention(config, execution, config.window if kind == "W" else None)
+    shape = EigenstateShape(
+        width=config.width,
+        states=config.states,
+        context=config.context,
+        heads=config.state_heads,
+        bias=config.bias,
+        resonance=config.resonance,
+        modulation=config.modulation,
+        convolution=config.convolution,
+        scales=tuple(config.scales),
+    )
+    return Eigenstate(shape, execution)
 
-    def __init__(self, config: ModelConfig, execution: Execution, window: int | None = None) -> None:
+
+class Block(nn.Module):
+    """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); the branches may carry learned scales.
+
+    In blocks of kind E eigenstates are in the place of attention, and under its name.
+    """
+
+    def __init__(self, config: ModelConfig, execution: Execution, kind: str = "A") -> None:
         super().__init__()
         self.attention_norm = build_norm(config, config.width)
-        self.attention = Attention(config, execution, window)
+        self.attention = build_mixer(config, execution, kind)
         self.mlp_norm = build_norm(config, config.width)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -361,7 +423,7 @@ class Block(nn.Module):
         self,
         x_BTW: Tensor,
         turn: Turn | None,
-        cache: LayerCache | None,
+        cache: LayerCache | WindowCache | EigenstateCache | None,
         position: int,
         layout: Layout | None = None,
     ) -> Tensor:
@@ -373,6 +435,8 @@ class Block(nn.Module):
     @property
     def is_frozen(self) -> bool:
         """Whether nothing but adapters is trained here."""
+        if not isinstance(self.attention, Attention):  # the kernels for such blocks know attention alone
+            return False
         norms = (self.attention_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
         own = [module for module in (*norms, *self.linears().values()) if module is not None]
         return not any(x is not None and x.requires_grad for module in own for x in (module.weight, module.bias))
@@ -394,6 +458,7 @@ class Block(nn.Module):
         from flatout.ops.kernels.frozen import FrozenBlock, frozen_block
 
         attention, execution = self.attention, self.attention.execution
+        assert isinstance(attention, Attention), "there are no adapters in a model with eigenstates"
         cos, sin = (None, None) if turn is None else (turn[0].flatten(0, -2), turn[1].flatten(0, -2))
         norms, eps = None, 0.0
         if attention.q_norm is not None and attention.k_norm is not None:
@@ -421,12 +486,13 @@ class Block(nn.Module):
 
     def linears(self) -> dict[str, nn.Linear]:
         """The linear layers by their names in `speed.fp8`."""
-        return {"qkv": self.attention.qkv, "out": self.attention.out, "up": self.mlp.up, "down": self.mlp.out}
+        first = self.attention.qkv if isinstance(self.attention, Attention) else self.attention.inward
+        return {"qkv": first, "out": self.attention.out, "up": self.mlp.up, "down": self.mlp.out}
 
     def set_linear(self, name: str, layer: nn.Linear) -> None:
         """Puts another layer in the place of one of `linears`."""
         owner, attribute = {
-            "qkv": (self.attention, "qkv"),
+            "qkv": (self.attention, "qkv" if isinstance(self.attention, Attention) else "inward"),
             "out": (self.attention, "out"),
             "up": (self.mlp, "up"),
             "down": (self.mlp, "out"),

@@ -86,8 +86,10 @@ def causal_attention(
 def _within_window(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, backend: str, dropout: float, window: int) -> Tensor:
     if dropout > 0.0:
         raise ValueError("attention within a window has no dropout")
-    if _decoding(q_BHTD, k_BGSD):
+    if q_BHTD.shape[2] != k_BGSD.shape[2]:
         return decoding_attention(q_BHTD, k_BGSD, v_BGSD, window=window)
+    if _decoding(q_BHTD, k_BGSD) and backend != "reference":  # a prompt: of torch's own, and no mask over all of it
+        backend = "sdpa"
     if backend == "flex":
         return _flex(q_BHTD, k_BGSD, v_BGSD, 0.0, window)
     return window_attention(q_BHTD, k_BGSD, v_BGSD, window=window, kernel=window_kernel(backend, q_BHTD))
@@ -244,8 +246,9 @@ def _block_mask(positions: int, device: torch.device, window: int | None = None)
     from torch.nn.attention.flex_attention import create_block_mask
 
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (query - key < window)
+        return (query >= key) & (query - key < reach)
 
+    reach = window or 0
     seen = _earlier if window is None else near
     return create_block_mask(seen, None, None, positions, positions, device=str(device))
 

@@ -74,8 +74,8 @@ def _blocks(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tens
     groups = k_BGTD.shape[1]
     grouped = heads != groups
     first = min(window, length)
-    cut = [x[:, :, :first] for x in (q_BHTD, k_BGTD, v_BGTD)]
-    y_BHTD = F.scaled_dot_product_attention(*cut, is_causal=True, enable_gqa=grouped)
+    q_first, k_first, v_first = (x[:, :, :first] for x in (q_BHTD, k_BGTD, v_BGTD))
+    y_BHTD = F.scaled_dot_product_attention(q_first, k_first, v_first, is_causal=True, enable_gqa=grouped)
     if length <= window:
         return y_BHTD
     blocks = -(-length // window)

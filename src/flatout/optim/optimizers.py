@@ -30,13 +30,10 @@ def build_optimizer(
 
     It moves `matrices` and `vectors`, of whatever shape they are held in, or else all that the model trains.
 
-    Weight decay goes to parameters of two or more dimensions; biases, norms and residual scales have one. Grouping by
-    dimension, not by name, cannot miss a layer. The fused kernel takes its rate from a tensor on the device, so that
-    the schedule needs no host.
+    The fused kernel takes its rate from a tensor on the device, so that the schedule needs no host.
     """
     if matrices is None:
-        trained = [p for p in model.parameters() if p.requires_grad]
-        matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
+        matrices, vectors = by_decay(model)
     parameters = [*matrices, *vectors]
     groups = [
         {"params": list(matrices), "weight_decay": config.weight_decay},
@@ -57,6 +54,19 @@ def build_optimizer(
         # narrower types are kept fresh. The host's optimizer does it by copying, and keeps book of it.
         optimizer.register_step_post_hook(lambda *_: increment_version(parameters))
     return optimizer
+
+
+def by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """What a model trains: (what decays, what does not).
+
+    Weight decay goes to parameters of two or more dimensions; biases, norms and residual scales have one. Grouping by
+    dimension, not by name, cannot miss a layer. What a module lists under `undecayed` is spared whatever its shape.
+    """
+    spared = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "undecayed", ())}
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decays = [parameter.ndim >= 2 and id(parameter) not in spared for parameter in trained]
+    matrices = [parameter for parameter, decay in zip(trained, decays, strict=True) if decay]
+    return matrices, [parameter for parameter, decay in zip(trained, decays, strict=True) if not decay]
 
 
 def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:

@@ -104,6 +104,7 @@ def bench(
             micro_batch=micro_batch_of(plan.config)[0],
             attention=attention,
             plain_attention=plain_attention,
+            eigenstates="E" in plan.config.model.kinds,
         )
         asked = None if names is None else list(names)
         check_here(asked or (), listed, plan.device.kind)

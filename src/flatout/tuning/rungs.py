@@ -34,6 +34,7 @@ BASELINE: dict[str, str] = {
     "speed.kernels": "torch",
     "speed.products": "torch",
     "speed.attention": "reference",
+    "speed.scan": "chunked",  # token by token a long context takes minutes
     "speed.fused_qkv": "false",
     "speed.compile": "off",
     "speed.cuda_graphs": "off",
@@ -88,14 +89,18 @@ class Rung:
     kinds: tuple[str, ...] = ("cuda", "mps", "cpu")
 
 
-def all_rungs(*, kind: str, micro_batch: int, attention: str, plain_attention: str | None = None) -> list[Rung]:
+def all_rungs(
+    *, kind: str, micro_batch: int, attention: str, plain_attention: str | None = None, eigenstates: bool = False
+) -> list[Rung]:
     """Every rung for a kind of device, in the order they are measured; `linked` says against what.
 
     `micro_batch` is what the config asks for, `attention` the backend that `auto` takes on this device, and
-    `plain_attention` the one it takes beside torch's own operations, where that is another.
+    `plain_attention` the one it takes beside torch's own operations, where that is another. Models with `eigenstates`
+    have a rung for their scan.
     """
     plain_attention = plain_attention or attention
     steps = _steps(micro_batch, attention, plain_attention)
+    steps = [step for step in steps if eigenstates or step.name != "scan"]
     climbed = [step for step in steps if kind in step.kinds]
     beside = [dataclasses.replace(step, group="extra", against=FULL) for step in steps if kind not in step.kinds]
     without = [Rung(f"{WITHOUT}{step.name}", "without", step.out, FULL) for step in climbed if step.out is not None]
@@ -161,6 +166,7 @@ def _steps(micro_batch: int, attention: str, plain_attention: str) -> list[Rung]
         step("pad-vocab", {"speed.pad_vocab": "64"}, {"speed.pad_vocab": "1"}),
         step("compile", {"speed.compile": "default"}, {**torch_only, "speed.compile": "off"}, kinds=("cuda",)),
         step("attention", {"speed.attention": plain_attention}, {"speed.attention": "sdpa"}, kinds=("cuda",)),
+        step("scan", {"speed.scan": "triton"}, {"speed.scan": "chunked"}, kinds=("cuda",)),
         step("loss", {"speed.loss": "fused"}, {"speed.loss": "plain"}, kinds=("cuda",)),
         step(
             "triton",
@@ -242,7 +248,7 @@ def asked_for(rung: Rung, *, names: Sequence[str] | None, only: str | None) -> b
 
 def every_name() -> list[str]:
     """The names that rungs have on any device, and `full`, the top of whatever ladder there is."""
-    return [*(rung.name for rung in all_rungs(kind="cuda", micro_batch=1, attention="sdpa")), FULL]
+    return [*(rung.name for rung in all_rungs(kind="cuda", micro_batch=1, attention="sdpa", eigenstates=True)), FULL]
 
 
 def check_asked(loaded: "LoadedConfig", names: Sequence[str] | None) -> None:

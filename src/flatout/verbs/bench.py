@@ -163,7 +163,7 @@ def _ladder_names(device: str) -> list[str]:
     from flatout.device import detect_device
     from flatout.tuning.rungs import all_rungs
 
-    listed = all_rungs(kind=detect_device(device).kind, micro_batch=1, attention="sdpa")
+    listed = all_rungs(kind=detect_device(device).kind, micro_batch=1, attention="sdpa", eigenstates=True)
     return [rung.name for rung in listed if rung.group == "ladder"]
 
 

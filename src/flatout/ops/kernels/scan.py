@@ -258,7 +258,7 @@ def _states(
 def _gradients(
     g_ptr, h_ptr, initial_ptr, table_ptr, log_ptr, phase_ptr, begins_ptr, starts_ptr,
     dx_ptr, dlog_ptr, dphase_ptr, sums_ptr, dinitial_ptr,
-    positions, chunks, channels, blocks, stride_b, stride_t,
+    positions, chunks, channels, blocks, stride_b, stride_t, dx_stride_b, dx_stride_t,
     HAS_INITIAL: tl.constexpr, LOG_VARIES: tl.constexpr, PHASE_VARIES: tl.constexpr, RESETS: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -266,6 +266,7 @@ def _gradients(
     batch, chunk, first, column, inside = _where_am_i(positions, chunks, channels, blocks, CHUNK, BLOCK)  # pyright: ignore
     base_re, base_im = _pair(table_ptr, column, channels, inside)
     g_ptr += batch.to(tl.int64) * stride_b
+    dx_ptr += batch.to(tl.int64) * dx_stride_b
     origin = batch.to(tl.int64) * positions
     number = (batch * chunks + chunk).to(tl.int64)
     state_re, state_im = _pair(starts_ptr, number * 2 * channels + column, channels, inside)
@@ -284,7 +285,7 @@ def _gradients(
                     channels, LOG_VARIES, PHASE_VARIES, RESETS,
                 ),
             )  # fmt: skip
-        for step in tl.static_range(ROWS):
+        for step in tl.static_range(ROWS):  # pyright: ignore
             position = first + CHUNK - 1 - group - step
             alive = position < positions
             factor_re, factor_im = _eigenvalue(rows[step], base_re, base_im, alive, LOG_VARIES, PHASE_VARIES, RESETS)
@@ -302,7 +303,7 @@ def _gradients(
             a_im = rows[step][1].to(tl.float32) + state_im
             state_re = factor_re * a_re + factor_im * a_im
             state_im = factor_re * a_im - factor_im * a_re
-            place = (origin + position) * 2 * channels + column
+            place = position.to(tl.int64) * dx_stride_t + column
             tl.store(dx_ptr + place, a_re.to(dx_ptr.dtype.element_ty), inside & alive)
             tl.store(dx_ptr + place + channels, a_im.to(dx_ptr.dtype.element_ty), inside & alive)
             dlog = a_re * u_re + a_im * u_im
@@ -346,7 +347,7 @@ def chunk_and_block(batch: int, positions: int, channels: int, device: torch.dev
     return max(_ROWS, min(chunk, int(triton.next_power_of_2(positions)))), block
 
 
-class _Passes:
+class Passes:
     """One call: its shape, its λ, and the three passes."""
 
     def __init__(self, shape: torch.Size, log_decay: Tensor, phase: Tensor, begins: Tensor | None, chunk: int | None):
@@ -395,18 +396,20 @@ class _Passes:
         )  # fmt: skip
         return h, last
 
-    def gradients(self, g: Tensor, h: Tensor, initial: Tensor | None, dlast: Tensor | None) -> list[Tensor | None]:
-        """Of x, log_decay, phase and the initial state."""
+    def gradients(
+        self, g: Tensor, h: Tensor, initial: Tensor | None, dlast: Tensor | None, into: Tensor | None = None
+    ) -> list[Tensor | None]:
+        """Of x, log_decay, phase and the initial state; `into` takes that of x, in rows that may be apart."""
         starts = self.starts(g, dlast, reverse=True)
-        dx = torch.empty(h.shape, dtype=h.dtype, device=self.device)
+        dx = torch.empty(h.shape, dtype=h.dtype, device=self.device) if into is None else into
         dlog = torch.empty_like(self.log_decay) if self.flags["LOG_VARIES"] else None
         dphase = torch.empty_like(self.phase) if self.flags["PHASE_VARIES"] else None
         sums = self._made(self.batch * self.chunks, 2, self.channels)
         dinitial = None if initial is None else self._made(self.batch, 2 * self.channels)
         _gradients[self.grid](
             g, h, initial, *self.eigenvalues, starts, dx, dlog, dphase, sums, dinitial, *self.counts, g.stride(0),
-            g.stride(1), HAS_INITIAL=initial is not None, **self.flags, CHUNK=self.chunk, ROWS=_ROWS // 2,
-            BLOCK=self.block, num_warps=1,
+            g.stride(1), dx.stride(0), dx.stride(1), HAS_INITIAL=initial is not None, **self.flags, CHUNK=self.chunk,
+            ROWS=_ROWS // 2, BLOCK=self.block, num_warps=1,
         )  # fmt: skip
         if dlog is None or dphase is None:
             totals = _total(sums)
@@ -430,7 +433,7 @@ def _dense(x: Tensor) -> Tensor:
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, log_decay, phase, initial, begins, chunk):
-        passes = _Passes(x.shape, log_decay, phase, begins, chunk)
+        passes = Passes(x.shape, log_decay, phase, begins, chunk)
         h, last = passes.states(_dense(x), initial)
         ctx.save_for_backward(h, log_decay, phase, initial, begins)
         ctx.chunk = chunk
@@ -443,7 +446,7 @@ class _Scan(torch.autograd.Function):
         h, log_decay, phase, initial, begins = ctx.saved_tensors
         dh = torch.zeros_like(h) if dh is None else _dense(dh)
         dlast = None if dlast is None else dlast.contiguous()
-        passes = _Passes(h.shape, log_decay, phase, begins, ctx.chunk)
+        passes = Passes(h.shape, log_decay, phase, begins, ctx.chunk)
         return *passes.gradients(dh, h, initial, dlast), None, None
 
 
@@ -456,11 +459,76 @@ def scan_kernels(
     chunk: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(states, the last one in fp32), by `ops.scan.scan`, which has checked the shapes."""
+    values = (x_BTC, *as_kernels_take(x_BTC, log_decay, phase, initial_BC, begins_BT, chunk), chunk)
+    if torch.compiler.is_compiling():
+        return _one_operation(*values)
+    return _Scan.apply(*values)  # pyright: ignore
+
+
+def as_kernels_take(
+    x_BTC: Tensor,
+    log_decay: Tensor,
+    phase: Tensor,
+    initial_BC: Tensor | None,
+    begins_BT: Tensor | None,
+    chunk: int | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """All but x in the types and layouts of kernels; what they cannot do is refused."""
     if x_BTC.dtype == torch.float64:
         raise ValueError("these kernels have states in fp32; float64 takes another path")
     if chunk is not None and (chunk < _ROWS or chunk % _ROWS):
         raise ValueError(f"a chunk of {chunk} positions; kernels take multiples of {_ROWS}")
     initial_BC = None if initial_BC is None else initial_BC.float().contiguous()
     begins_BT = None if begins_BT is None else begins_BT.bool().contiguous().view(torch.uint8)
-    values = (x_BTC, log_decay.contiguous(), phase.contiguous(), initial_BC, begins_BT, chunk)
-    return _Scan.apply(*values)  # pyright: ignore
+    return log_decay.contiguous(), phase.contiguous(), initial_BC, begins_BT
+
+
+# --- for compiled code, which calls both without a look inside -------------------------------------------------------
+
+
+@torch.library.custom_op("flatout::scan", mutates_args=())
+def _one_operation(
+    x: Tensor, log_decay: Tensor, phase: Tensor, initial: Tensor | None, begins: Tensor | None, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    return Passes(x.shape, log_decay, phase, begins, chunk).states(_dense(x), initial)
+
+
+@_one_operation.register_fake
+def _(x, log_decay, phase, initial, begins, chunk):
+    return x.new_empty(x.shape), x.new_empty((x.shape[0], x.shape[2]), dtype=torch.float32)
+
+
+@torch.library.custom_op("flatout::scan_backward", mutates_args=())
+def _one_backward(
+    dh: Tensor,
+    dlast: Tensor,
+    h: Tensor,
+    log_decay: Tensor,
+    phase: Tensor,
+    initial: Tensor | None,
+    begins: Tensor | None,
+    chunk: int | None,
+) -> list[Tensor]:
+    passes = Passes(h.shape, log_decay, phase, begins, chunk)
+    gradients = passes.gradients(_dense(dh), h, initial, dlast.contiguous())
+    # Of one λ for all positions both come out of one sum, and results of such an operation may not share memory.
+    return [gradient.clone() if gradient.dim() == 1 else gradient for gradient in gradients if gradient is not None]
+
+
+@_one_backward.register_fake
+def _(dh, dlast, h, log_decay, phase, initial, begins, chunk):
+    like = (h, log_decay, phase) if initial is None else (h, log_decay, phase, initial)
+    return [x.new_empty(x.shape) for x in like]
+
+
+def _keep_for_backward(ctx, inputs, output) -> None:
+    _, log_decay, phase, initial, begins, ctx.chunk = inputs
+    ctx.save_for_backward(output[0], log_decay, phase, initial, begins)
+
+
+def _backward(ctx, dh, dlast):
+    gradients = _one_backward(dh, dlast, *ctx.saved_tensors, ctx.chunk)
+    return *gradients, *(None,) * (6 - len(gradients))
+
+
+_one_operation.register_autograd(_backward, setup_context=_keep_for_backward)

@@ -1,0 +1,301 @@
+"""Whole models of every mixer, A, W, E and mixtures: what must hold of each, on a CPU in float64."""
+
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from flatout.config.schema import ModelConfig, OptimConfig
+from flatout.errors import CheckpointError, ConfigError
+from flatout.generation.decode import generate_tokens
+from flatout.model.adapter_targets import AdapterPlan
+from flatout.model.adapters import attach
+from flatout.model.execution import Execution
+from flatout.model.gpt import GPT, build_model
+from flatout.model.hub_weights import export_huggingface
+from flatout.model.layers import LayerCache, WindowCache
+from flatout.ops.documents import lay_out
+from flatout.ops.reference import IGNORED
+from flatout.optim.optimizers import build_optimizer, by_decay
+
+VOCAB = 50
+SHAPE = {"layers": 3, "width": 32, "heads": 2, "context": 40, "window": 5, "states": 8, "state_heads": 2}
+OPTIONS = {"resonance": 0.3, "modulation": 0.5, "convolution": 3, "scales": [1, 4], "energy": 0.1}
+MODELS = {
+    "A": {"pattern": "A"},
+    "W": {"pattern": "W"},
+    "E": {"pattern": "E"},
+    "EA": {"pattern": "EA"},
+    "WEA": {"pattern": "WEA", "mlp": "relu2", "norm": "layernorm", "bias": True},
+    "E with all": {"pattern": "E", **OPTIONS},
+    "EWA with all": {"pattern": "EWA", "positions": "learned", **OPTIONS},
+}
+every_model = pytest.mark.parametrize("model_name", MODELS)
+with_interpreter = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels do not take tensors of the host"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of infinities in masked lanes, which it computes too
+]
+
+
+def config_of(model_name: str, **more) -> ModelConfig:
+    return ModelConfig(**{**SHAPE, **MODELS[model_name], **more})
+
+
+def built(model_name: str, execution: Execution | None = None, **more) -> GPT:
+    return build_model(config_of(model_name, **more), VOCAB, seed=1, execution=execution).double()
+
+
+def tokens(batch: int = 2, length: int = 40, seed: int = 3) -> Tensor:
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def results_of(model: GPT, row: Tensor, layout=None) -> list[Tensor]:
+    """The loss and all gradients."""
+    loss = model(row, row.flip(1), 0.0, layout)
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@every_model
+def test_a_token_sees_nothing_after_it(model_name):
+    model, row = built(model_name), tokens(1)
+    before = model.logits(row)
+    for place in (0, 7, 20, 39):
+        other = row.clone()
+        other[:, place] = (other[:, place] + 1) % VOCAB
+        changed = (model.logits(other) != before).any(dim=-1)[0]
+        assert not changed[:place].any(), "what comes later is seen"
+        reach = 40 if model_name != "W" else 3 * (5 - 1) + 1
+        assert changed[place : place + reach].all(), "what came before is not seen"
+
+
+@every_model
+def test_the_fast_forms_equal_the_references(model_name):
+    ways = Execution(attention="reference", scan="reference"), Execution(attention="sdpa", scan="chunked")
+    for mine, theirs in zip(*(results_of(built(model_name, how), tokens()) for how in ways), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@every_model
+def test_the_chunk_changes_nothing(model_name):
+    model, row, found = built(model_name, context=600, layers=2), tokens(1, 600), []
+    for chunk in (16, 32, 64, 128, 256, 512):
+        for mixer in model.eigenstates:
+            mixer.chunk = chunk
+        found.append(results_of(model, row))
+    for other in found[1:]:
+        for mine, first in zip(other, found[0], strict=True):
+            torch.testing.assert_close(mine, first, rtol=1e-9, atol=1e-10)
+
+
+@every_model
+@pytest.mark.parametrize("prompt", [1, 4, 17])
+def test_a_prompt_and_then_tokens_equal_one_pass(model_name, prompt):
+    model, row = built(model_name).eval(), tokens()
+    with torch.inference_mode():
+        whole, cache = model.logits(row), model.empty_cache(2)
+        pieces = [model.logits(row[:, :prompt], cache)]
+        pieces += [model.logits(row[:, place : place + 1], cache) for place in range(prompt, 30)]
+        pieces.append(model.logits(row[:, 30:37], cache))  # several at once in the middle of a text
+        pieces += [model.logits(row[:, place : place + 1], cache) for place in range(37, 40)]
+    torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=1e-9, atol=1e-11)
+
+
+@every_model
+def test_text_with_a_cache_is_that_without(model_name):
+    """Also where the context is full and generation goes on from its second half."""
+    model = built(model_name)
+    texts = [list(generate_tokens(model, [1, 2, 3], count=60, temperature=0.0, cached=how)) for how in (True, False)]
+    assert texts[0] == texts[1]
+
+
+def test_caches_hold_what_can_be_seen_and_no_more():
+    model = build_model(config_of("WEA", context=4096), VOCAB)
+    cache = model.empty_cache()
+    window, states, whole = cache.layers
+    assert isinstance(window, WindowCache)
+    assert window.k_BGSD.shape[2] == 2 * 5
+    assert states.state_BC.shape == (1, 16)
+    assert isinstance(whole, LayerCache)
+    assert whole.k_BGSD.shape[2] == 4096
+    with torch.autocast("cpu", torch.bfloat16):
+        narrow = model.empty_cache().layers
+    assert (narrow[0].k_BGSD.dtype, narrow[1].state_BC.dtype) == (torch.bfloat16, torch.float32)
+    wide = build_model(config_of("W", context=10), VOCAB).empty_cache().layers
+    assert all(isinstance(layer, LayerCache) for layer in wide), "two windows are the context"
+
+
+@every_model
+@pytest.mark.parametrize("scan", ["chunked", "reference"])
+def test_documents_are_as_if_alone(model_name, scan):
+    lengths = [[1, 14, 25], [33, 7]]
+    numbers = np.array([np.repeat(np.arange(len(row)), row) for row in lengths], dtype=np.int32)
+    layout = lay_out(numbers, None, torch.device("cpu"))
+    model, row = built(model_name, Execution(scan=scan)), tokens()
+    packed = model.logits(row, layout=layout)
+    for text, counts, found in zip(row, lengths, packed, strict=True):
+        alone = torch.cat([model.logits(document[None])[0] for document in text.split(counts)])
+        torch.testing.assert_close(found, alone, rtol=1e-9, atol=1e-11)
+    other = row.clone()
+    other[0, 1:15] = (other[0, 1:15] + 1) % VOCAB
+    moved = (model.logits(other, layout=layout) != packed).any(dim=-1)
+    assert moved[0, 1:15].all()
+    assert int(moved.sum()) == 14, "to the last bit, in all other documents"
+
+
+@every_model
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_parameter_is_without_gradient(model_name, packed):
+    model = built(model_name)
+    documents = np.repeat(np.array([[0, 1], [0, 0]], dtype=np.int32), 20, axis=1)
+    layout = lay_out(documents, None, torch.device("cpu")) if packed else None
+    model(tokens(), tokens().flip(1), 0.0, layout).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert torch.isfinite(parameter.grad).all(), name
+        if "embedding" not in name and "positions" not in name:  # of those only some rows were looked up
+            share = (parameter.grad != 0).double().mean()
+            assert share > 0.9, f"{name}: {share:.0%} of it has a gradient"
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("model_name", ["EA", "E with all"])
+def test_what_is_computed_again_changes_nothing(model_name, checkpointing, offload):
+    results = []
+    for how in (Execution(), Execution(checkpointing=checkpointing, activation_offload=offload)):
+        model = built(model_name, how)
+        model.offload.least_bytes = 1
+        results.append(results_of(model, tokens()))
+        assert (model.offload.moved_bytes > 0) == how.activation_offload
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model_name", "packed", "checkpointing"),
+    [
+        pytest.param("EA", False, "none", marks=with_interpreter),
+        pytest.param("EA", True, "full", marks=with_interpreter),
+        pytest.param("EWA with all", True, "none", marks=with_interpreter),
+    ],
+)
+def test_our_kernels_equal_torchs_operations(model_name, packed, checkpointing):
+    kernels = Execution(kernels="triton", scan="triton", loss="fused", checkpointing=checkpointing)
+    documents = np.repeat(np.array([[0, 1]], dtype=np.int32), 12, axis=1)
+    layout = lay_out(documents, None, torch.device("cpu")) if packed else None
+    config = config_of(model_name, context=24, layers=len(MODELS[model_name]["pattern"]))
+    results = []
+    for how in (Execution(), kernels):
+        model = build_model(config, VOCAB, seed=1, execution=how)
+        results.append(results_of(model, tokens(1, 24), layout))
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=5e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize("scan", ["chunked", pytest.param("triton", marks=with_interpreter)])
+def test_a_model_with_eigenstates_compiles_in_one_graph(scan):
+    results = []
+    for compiled in (False, True):
+        config = config_of("E with all" if scan == "chunked" else "EA", context=24, layers=2)
+        model = build_model(config, VOCAB, seed=1, execution=Execution(scan=scan))
+        if compiled:
+            model.compile(backend="aot_eager", fullgraph=True)
+        loss = model(tokens(1, 24), tokens(1, 24))
+        loss.backward()
+        results.append([loss, *(parameter.grad for parameter in model.parameters())])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
+
+
+def test_weights_depend_on_the_seed_alone_and_horizons_are_in_place():
+    first, second, other = (build_model(config_of("EA", context=4096), VOCAB, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    mixers = first.eigenstates
+    assert len(mixers) == 2
+    assert not torch.equal(mixers[0].frequency_K, other.eigenstates[0].frequency_K)
+    assert not torch.equal(mixers[0].frequency_K, mixers[1].frequency_K)
+    for mixer in mixers:
+        horizon = mixer.memory_horizon()
+        assert horizon.min() >= 4.0 * 0.999
+        assert 4096 / 4 < horizon.max() <= 4096 * 1.001
+    taps_SC = build_model(config_of("E with all"), VOCAB).eigenstates[0].taps_SC
+    assert taps_SC is not None
+    assert torch.equal(taps_SC[0], torch.ones(16)), "the filter begins as none"
+
+
+def test_a_model_of_states_alone_has_no_table_of_positions():
+    assert build_model(config_of("E"), VOCAB).rotary is None
+    assert build_model(config_of("EA"), VOCAB).rotary is not None
+
+
+def test_what_is_no_matrix_does_not_decay():
+    model = build_model(config_of("E with all"), VOCAB)
+    matrices, vectors = by_decay(model)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decayed = {names[id(parameter)].rpartition(".")[2] for parameter in matrices}
+    assert decayed == {"weight"}
+    spared = {names[id(parameter)].rpartition(".")[2] for parameter in vectors}
+    assert {"decay_K", "frequency_K", "resonance_HDD", "taps_SC", "scale_weights"} <= spared
+    assert len(matrices) + len(vectors) == len(names)
+    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.5), fused=False)
+    decaying = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
+    assert decaying == {id(parameter) for parameter in matrices}
+
+
+def test_energy_counts_once_however_a_step_is_cut():
+    model, plain = (built("EA", energy=energy) for energy in (0.7, 0.0))
+    row, targets = tokens(4), tokens(4, seed=5)
+    targets[1, 3:9] = IGNORED
+    labelled = (targets != IGNORED).sum()
+    expected = plain(row, targets) / labelled + 0.7 * torch.stack([m.energy() for m in plain.eigenstates]).mean()
+    torch.testing.assert_close(model(row, targets) / labelled, expected)
+    cut = sum(model(row[part], targets[part]) for part in (slice(0, 1), slice(1, 4)))
+    torch.testing.assert_close(cut / labelled, expected)
+    assert torch.equal(model.eval()(row, targets), plain.eval()(row, targets)), "evaluation is about text alone"
+
+
+# --- what does not go ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ({"family": "gpt2", "context": 16}, "GPT-2 has full attention only"),
+        ({"states": 9}, "multiple of state_heads"),
+        ({"scales": [1, 2, 4]}, "do not divide"),
+        ({"scales": [0]}, "scales"),
+        ({"states": 0}, "states"),
+        ({"modulation": -1.0}, "modulation"),
+        ({"pattern": "EX"}, "pattern"),
+    ],
+)
+def test_what_eigenstates_do_not_go_with(more, word):
+    with pytest.raises(ValueError, match=word):
+        ModelConfig(**{**SHAPE, "pattern": "E", **more})
+
+
+def test_fields_of_eigenstates_are_looked_at_where_there_are_some():
+    assert ModelConfig(**{**SHAPE, "pattern": "A", "states": 9}).kinds == "AAA"
+
+
+def test_others_do_not_know_such_models(tmp_path):
+    model = build_model(config_of("EA"), VOCAB)
+    with pytest.raises(CheckpointError, match=r"model\.pattern='EA'"):
+        export_huggingface(model, tmp_path / "out")
+    with pytest.raises(ConfigError, match="adapters are for blocks with attention"):
+        attach(model, AdapterPlan(rank=2), seed=0)
+
+
+def test_other_switches_may_come_later():
+    model, row = build_model(config_of("EA"), VOCAB, seed=1), tokens()
+    before = model(row, row)
+    model.use(dataclasses.replace(model.execution, scan="reference"))
+    assert {mixer.execution.scan for mixer in model.eigenstates} == {"reference"}
+    torch.testing.assert_close(model(row, row), before)

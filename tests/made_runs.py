@@ -8,6 +8,8 @@ from typing import Any
 
 from flatout.records import (
     CheckpointRecord,
+    EigenstateLayer,
+    EigenstateRecord,
     EndRecord,
     EvalRecord,
     Feature,
@@ -124,6 +126,32 @@ def machine_of(step: int, elapsed: float, *, throttled: str = "") -> MachineReco
     )
 
 
+def eigenstates_of(step: int, *, layers: tuple[int, ...] = (1, 3), context: int = 1024) -> EigenstateRecord:
+    """States spread from 4 tokens to the context at first; with every step the deeper layers learn to look further."""
+
+    def layer_of(number: int, depth: float) -> EigenstateLayer:
+        grown = (1 + step / 50) ** (2 * depth - 0.8)
+        horizon = {name: 4.0 * (context / 4) ** share * grown for name, share in _SHARES.items()}
+        return EigenstateLayer(
+            layer=number,
+            states=128,
+            magnitude={name: math.exp(-1 / value) for name, value in horizon.items()},
+            horizon=horizon,
+            period={name: 2.0 / max(1.0 - share, 0.001) * (1 + 0.2 * depth) for name, share in _SHARES.items()},
+            beyond=min(1.0, max(0.0, 0.02 * (grown - 1))),
+        )
+
+    parts = enumerate(layers)
+    return EigenstateRecord(
+        step=step,
+        context=context,
+        layers=tuple(layer_of(number, place / max(1, len(layers) - 1)) for place, number in parts),
+    )
+
+
+_SHARES = {"min": 0.0, "10%": 0.1, "50%": 0.5, "90%": 0.9, "max": 1.0}
+
+
 def spans_of(step: int, steps: int) -> SpanRecord:
     seconds = {"wait": 0.002, "data": 0.001, "forward": 0.035, "backward": 0.071, "optimizer": 0.009}
     return SpanRecord(
@@ -176,6 +204,21 @@ def write_run(folder: Path, records: Iterator[Record] | list[Record]) -> Path:
         file.writelines(record_to_json(record) + "\n" for record in records)
     (folder / "run.lock").write_text("pid 999999999 on nowhere\n", encoding="utf-8")
     return folder
+
+
+def eigenstate_run(
+    folder: Path, *, steps: int = 200, every: int = 50, layers: tuple[int, ...] = (1, 3), context: int = 1024
+) -> Path:
+    """A finished run of a model that has eigenstate blocks."""
+    records: list[Record] = [
+        info_of(folder, steps=steps, context=context),
+        eigenstates_of(0, layers=layers, context=context),
+    ]
+    for record in training(folder, 1, steps, steps=steps, every=every):
+        records.append(record)
+        if isinstance(record, EvalRecord):
+            records.append(eigenstates_of(record.step, layers=layers, context=context))
+    return write_run(folder, [*records, end_of(folder, steps)])
 
 
 def finished_run(folder: Path, *, steps: int = 200, every: int = 50, **info: Any) -> Path:

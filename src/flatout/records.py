@@ -123,6 +123,33 @@ class MachineRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EigenstateLayer:
+    """What the states of one block can remember, as quantiles over them from `min` over `50%` to `max`.
+
+    `layer` counts all blocks of the model, from 1. `magnitude` is |λ|. `horizon` is in tokens: after so many, 1/e of a
+    state is left, -1 / ln |λ|. `period` is the tokens of a whole turn, 2 at least: half a turn per token is the fastest
+    there is. All are learned values, before any modulation by the input. `beyond` is the share of the states whose
+    horizon is longer than the context.
+    """
+
+    layer: int
+    states: int
+    magnitude: dict[str, float]
+    horizon: dict[str, float]
+    period: dict[str, float]
+    beyond: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EigenstateRecord:
+    """The eigenstate blocks of a model after `step`: at a run's start, at every evaluation and at the end."""
+
+    step: int
+    context: int
+    layers: tuple[EigenstateLayer, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """An epoch's end: every training window was seen once since the last one."""
 
@@ -394,6 +421,7 @@ Record = (
     | NoticeRecord
     | SpanRecord
     | MachineRecord
+    | EigenstateRecord
     | EndRecord
 )
 
@@ -408,6 +436,7 @@ _NAMES: dict[type, str] = {
     NoticeRecord: "notice",
     SpanRecord: "spans",
     MachineRecord: "machine",
+    EigenstateRecord: "eigenstates",
     EndRecord: "end",
     DataSummary: "data",
     BenchRow: "bench",

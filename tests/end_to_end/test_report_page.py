@@ -12,7 +12,19 @@ from flatout.observe.report.report import write_report
 from flatout.observe.report.server import Source, open_server
 from flatout.records import SampleRecord, record_to_json
 from tests.end_to_end import chromium
-from tests.made_runs import CONFIG, end_of, finished_run, info_of, machine_of, notice_of, step_of, training, write_run
+from tests.made_runs import (
+    CONFIG,
+    eigenstate_run,
+    eigenstates_of,
+    end_of,
+    finished_run,
+    info_of,
+    machine_of,
+    notice_of,
+    step_of,
+    training,
+    write_run,
+)
 
 WIDTHS = [pytest.param(1280, id="desktop"), pytest.param(390, id="phone")]
 HOSTILE = "</script><img src=x onerror=alert(2)><svg onload=alert(3)><a href='javascript:alert(4)'>\u202e"
@@ -325,3 +337,76 @@ def test_a_live_page_follows_the_run_and_keeps_the_zoom(browser: chromium.Browse
             server.shutdown()
             thread.join()
     browser.wait("document.querySelector('#live').classList.contains('lost')")
+
+
+# --- eigenstates ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_horizons_of_eigenstates_can_be_hovered(browser: chromium.Browser, tmp_path: Path, width: int):
+    url = page_of_run(tmp_path, eigenstate_run(tmp_path / "run", layers=(1, 2, 5), context=8192))
+    browser.open(url, width=width)
+    titles = browser.run(
+        "[...document.querySelectorAll('#eigenstates .chart:not([hidden]) h3')].map((title) => title.textContent)"
+    )
+    assert titles == ["Memory horizon, tokens", "|λ|", "Period, tokens per turn"]
+    assert "context 8,192" in browser.run("document.querySelector('#chart-horizon .plot svg').textContent")
+    assert browser.run("document.querySelectorAll('#chart-horizon .level').length") == 1
+    places = [float(tick.replace("k", "e3")) for tick in ticks(browser, "horizon", "y")]
+    assert places[-1] / places[0] >= 30  # logarithmic, though nobody asked for it
+    hover(browser, "horizon", 0.97)
+    shown = text_of(browser, "#chart-horizon .readout")
+    last = eigenstates_of(200, layers=(1, 2, 5), context=8192)
+    assert "step 200" in shown
+    for layer in last.layers:
+        value = layer.horizon["50%"]
+        text = f"{value / 1e3:.4g}k" if value >= 1e4 else f"{value:.4g}"
+        assert f"layer {layer.layer}" in shown
+        assert text in shown
+    assert browser.run("document.querySelectorAll('#chart-magnitude .spot').length") == 3
+    magnitudes = [float(tick) for tick in ticks(browser, "magnitude", "y")]
+    assert all(0.9 < value < 1 for value in magnitudes)
+    assert magnitudes == sorted(magnitudes, reverse=True)  # ticks come by what is lacking to 1
+    rows = browser.run("[...document.querySelectorAll('#eigenstates tbody th')].map((cell) => cell.textContent)")
+    assert rows == ["1", "2", "5"]
+    assert text_of(browser, "#eigenstates .body p").startswith("Eigenstate memory: median horizon ")
+    bar = browser.run("document.querySelector('#eigenstates .bars td svg').getBoundingClientRect().width")
+    assert bar >= 80
+    assert browser.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+    assert is_quiet(browser, url)
+
+
+def test_runs_with_and_without_eigenstates_side_by_side(browser: chromium.Browser, tmp_path: Path):
+    with_states = [eigenstate_run(tmp_path / "a", context=1024), eigenstate_run(tmp_path / "b", context=4096)]
+    browser.open(page_of_run(tmp_path, *with_states, finished_run(tmp_path / "c")))
+    assert browser.run("document.querySelectorAll('#chart-horizon .curve').length") == 2
+    assert browser.run("document.querySelectorAll('#chart-horizon .level').length") == 2
+    assert "No eigenstate blocks." in text_of(browser, "#eigenstates")
+    hover(browser, "horizon", 0.5)
+    shown = text_of(browser, "#chart-horizon .readout")
+    assert "a" in shown
+    assert "b" in shown
+    browser.open(page_of_run(tmp_path, finished_run(tmp_path / "c")))
+    assert browser.run(
+        "document.querySelector('#eigenstates').hidden && document.querySelector('#to-eigenstates').hidden"
+    )
+    assert browser.complaints() == []
+
+
+def test_odd_numbers_of_eigenstates_leave_the_page_whole(browser: chromium.Browser, tmp_path: Path):
+    first, second = eigenstates_of(0, layers=(1, 2)), eigenstates_of(50, layers=(1, 2))
+    second.layers[0].horizon.update({"50%": float("nan"), "max": float("inf")})
+    second.layers[1].magnitude["50%"] = 1.0
+    row = json.loads(record_to_json(eigenstates_of(60, layers=(1, 2))))
+    row["layers"][1] |= {"layer": HOSTILE, "horizon": {"50%": HOSTILE}, "states": HOSTILE}
+    folder = write_run(tmp_path / "run", [info_of(tmp_path), first, step_of(1), step_of(50), second])
+    with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+    url = page_of_run(tmp_path, folder)
+    browser.open(url)
+    hover(browser, "horizon", 0.5)
+    assert browser.run("document.querySelectorAll('#chart-horizon .bad').length") == 1
+    assert browser.run("document.querySelectorAll('#eigenstates .median').length") == 2
+    assert "onerror" not in text_of(browser, "#eigenstates")
+    assert browser.run("document.querySelectorAll('img, [onerror], [onload]').length") == 0
+    assert is_quiet(browser, url)

@@ -572,7 +572,7 @@ def test_where_files_go(place: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["runs/a/checkpoints/step-00000010"], "is part of a run", "runs/a"),
         (["runs/a", "runs/../runs/a"], "named twice", "once"),
         (["runs/a", "--out", ""], "--out needs a folder", "--out plots"),
-        (["runs/a", "--out", "x.png"], "has two pictures", "name a folder"),
+        (["runs/a", "--out", "x.png"], "has several pictures", "name a folder"),
         (["runs/a", "runs/b", "--svg", "--out", "x.png"], "--svg does not go with", ".svg"),
         (["runs/a", "runs/b", "--each"], "--each goes with one run", "leave it out"),
         (["runs/a", "runs/b", "--out", "runs/a/plots"], "is the plots folder of a run", "another folder"),

@@ -30,6 +30,7 @@ from flatout.engine.checkpoint import (
     write_checkpoint,
     write_json_atomically,
 )
+from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
 from flatout.engine.fine_tuning import SampleData, facts_of_samples
 from flatout.engine.machine import MachineWatch
@@ -94,6 +95,8 @@ def train_loop(
         yield NoticeRecord(step=progress.step, message=message)
     if isinstance(run.dataset, SampleData) and progress.step == 0:
         yield PreviewRecord(step=0, pieces=run.dataset.preview())
+    yield from look_at_eigenstates(run.model, progress.step)
+    looked = progress.step
     spent = _out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
     reason, checkpoint = "early_stop" if spent else "finished", resumed_from
     position = None if resumed is None else resumed.state.get("stream")
@@ -142,6 +145,8 @@ def train_loop(
                 improved, exhausted = record.best, _out_of_patience(run, progress)
                 totals.add("evaluation", record.seconds)
                 yield record
+                yield from look_at_eigenstates(run.model, step)
+                looked = step
             if (sampling or exhausted) and run.config.eval.sample_tokens:
                 began = time.perf_counter()
                 record = _sample(run, step)
@@ -162,6 +167,8 @@ def train_loop(
     yield from (NoticeRecord(step=progress.step, message=message) for message in run.news.take())
     if (step := step_of(folder / ADAPTER)) is not None and run.adapters is not None:
         yield NoticeRecord(step=progress.step, message=_about_adapter(run, folder / ADAPTER, step))
+    if looked != progress.step:
+        yield from look_at_eigenstates(run.model, progress.step)
     yield EndRecord(
         step=progress.step,
         reason=reason,

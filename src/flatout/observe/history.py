@@ -32,6 +32,7 @@ class RunHistory:
     spans: tuple[dict[str, Any], ...]
     machine: tuple[dict[str, Any], ...]
     ends: tuple[dict[str, Any], ...]  # an interrupted run that went on has several
+    eigenstates: tuple[dict[str, Any], ...] = ()
 
     @property
     def info(self) -> dict[str, Any]:
@@ -71,16 +72,21 @@ def read_history(folder: Path) -> RunHistory:
         kinds.setdefault(str(row["type"]), []).append(_numbers(row))
     if not kinds.get("run"):
         raise DataError(f"{path} holds no run", "name the folder of a run that was started by flatout train")
-    names = ("run", "step", "eval", "epoch", "sample", "checkpoint", "notice", "spans", "machine", "end")
+    names = ("run", "step", "eval", "epoch", "sample", "checkpoint", "notice", "spans", "machine", "end", "eigenstates")
     return RunHistory(folder, *(tuple(kinds.get(name, ())) for name in names))
 
 
-def _numbers(value: Any) -> Any:
-    """Text that stands for a number JSON has no word for becomes that number; in records no other text is like it."""
-    if isinstance(value, dict):
-        return {key: item if key in _TEXTS else _numbers(item) for key, item in value.items()}
+def _numbers(value: Any, depth: int = 4) -> Any:
+    """Text that stands for a number JSON has no word for becomes that number; in records no other text is like it.
+
+    `depth` is how deep records go: a damaged line may go deeper than Python can follow.
+    """
+    if isinstance(value, dict) and depth:
+        return {key: item if key in _TEXTS else _numbers(item, depth - 1) for key, item in value.items()}
+    if isinstance(value, list) and depth:
+        return [_numbers(item, depth - 1) for item in value]
     return _NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
 _TEXTS = {"text", "prompt", "message", "config", "features", "folder", "path", "type", "reason", "device", "family",
-          "flatout", "torch", "dataset", "tokenizer", "resumed_from", "checkpoint", "throttled"}  # fmt: skip
+          "flatout", "torch", "dataset", "tokenizer", "resumed_from", "checkpoint", "throttled", "pieces"}  # fmt: skip

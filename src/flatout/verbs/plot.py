@@ -56,8 +56,9 @@ def plot(words: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "plot",
-        "Draw a run: what it learned and how it ran, as two pictures, with the numbers as CSV beside them. Several "
-        "runs are drawn into one picture, to compare them. A run that still goes on can be drawn too.",
+        "Draw a run: what it learned and how it ran, as two pictures, with the numbers as CSV beside them; a run with "
+        "eigenstate blocks has a third. Several runs are drawn into one picture, to compare them. A run that still "
+        "goes on can be drawn too.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="a run folder, such as runs/shakespeare-char")
     parser.add_argument(
@@ -109,7 +110,7 @@ def _target(parsed: argparse.Namespace, runs: list[Path]) -> _Target:
         target = _Target(Path(parsed.out), form)
     elif not several:
         raise UsageError(
-            f"a run has two pictures, and --out {quoted(parsed.out)} names one",
+            f"a run has several pictures, and --out {quoted(parsed.out)} names one",
             "name a folder with --out; --svg writes SVG",
         )
     else:
@@ -130,7 +131,7 @@ def _target(parsed: argparse.Namespace, runs: list[Path]) -> _Target:
 
 def _files(parsed: argparse.Namespace, target: _Target, *, several: bool) -> list[Path]:
     from flatout.observe.plot.plots import COMPARISON, picture_names
-    from flatout.observe.plot.tables import EVALS, STEPS
+    from flatout.observe.plot.tables import EIGENSTATES, EVALS, STEPS
 
     folder = target.folder
     if target.picture is not None:
@@ -138,7 +139,7 @@ def _files(parsed: argparse.Namespace, target: _Target, *, several: bool) -> lis
     else:
         names = [COMPARISON] if several else picture_names(each=parsed.each)
         pictures, before = [folder / f"{name}.{target.form}" for name in names], ""
-    return pictures + ([] if parsed.no_csv else [folder / f"{before}{name}" for name in (STEPS, EVALS)])
+    return pictures + ([] if parsed.no_csv else [folder / f"{before}{name}" for name in (STEPS, EVALS, EIGENSTATES)])
 
 
 def _refuse_to_replace(files: list[Path], *, several: bool) -> None:
@@ -163,4 +164,4 @@ def _write(parsed: argparse.Namespace, runs: list[Path], target: _Target) -> lis
         tables = not parsed.no_csv
         return write_run_plots(runs[0], out=target.folder, form=target.form, tables=tables, each=parsed.each)
     picture, *tables = _files(parsed, target, several=True)
-    return write_comparison(runs, picture, *(tables or (None, None)))
+    return write_comparison(runs, picture, *tables)

@@ -12,12 +12,14 @@ from rich.live import Live
 from rich.text import Text
 
 from flatout.config.schema import SpeedConfig
+from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
 from flatout.observe.measured.estimate_table import expected
 from flatout.observe.measured.sample_preview import print_sample
 from flatout.observe.terminal import Terminal
 from flatout.records import (
     CheckpointRecord,
+    EigenstateRecord,
     EndRecord,
     EpochRecord,
     EvalRecord,
@@ -56,6 +58,7 @@ class TerminalReader:
         self.info: RunInfo | None = None
         self.val_loss: float | None = None
         self.speed: float | None = None
+        self.memory = ""  # of eigenstates, in a sentence
         self.live: Live | None = None
         self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
 
@@ -138,8 +141,11 @@ class TerminalReader:
                 return [f"saved {record.path} ({what}{', best so far' if record.best else ''})"]
             case NoticeRecord():
                 return [f"note: {record.message}"]
+            case EigenstateRecord():
+                self.memory = record_sentence(record)
+                return []
             case EndRecord():
-                return _ending(record)
+                return [*_ending(record), *([self.memory] if self.memory else [])]
             case _:
                 return []
 

@@ -32,10 +32,10 @@ from typing import Any, Literal, final
 from flatout.errors import DataError, UsageError
 from flatout.records import (
     CheckpointRecord,
+    EigenstateRecord,
     EndRecord,
     EpochRecord,
     EvalRecord,
-    Feature,
     MachineRecord,
     NoticeRecord,
     Record,
@@ -64,6 +64,7 @@ _KINDS: dict[str, type] = {
     "notice": NoticeRecord,
     "spans": SpanRecord,
     "machine": MachineRecord,
+    "eigenstates": EigenstateRecord,
     "end": EndRecord,
 }
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -319,7 +320,7 @@ def _convert(hint: Any, empty: Any, value: Any) -> Any:
         rows = value if isinstance(value, dict) else {}
         return rows if inner is Any else {key: _convert(inner, None, item) for key, item in rows.items()}
     rows = value if isinstance(value, list | tuple) else ()
-    return tuple(_fill(Feature, row) for row in rows if isinstance(row, dict))
+    return tuple(_fill(hint.__args__[0], row) for row in rows if isinstance(row, dict))
 
 
 def _is_number(value: Any) -> bool:

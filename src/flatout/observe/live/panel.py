@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import human_bytes, human_count, human_seconds, printable
 from flatout.observe.live.alerts import STALL_SHARE
 from flatout.observe.live.state import ViewState, mean_of
@@ -128,6 +129,8 @@ def _facts(state: ViewState, width: int) -> list[Text]:
             cell = Text.assemble((f"{name:<12}", _FAINT), (value, style))
             parts.append(_padded(_cut(cell, each - 1), each))
         lines.append(_joined(parts))
+    if state.eigenstates is not None and (words := record_sentence(state.eigenstates)):
+        lines.append(_cut(Text(words), width))
     return lines
 
 

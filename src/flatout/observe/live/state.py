@@ -13,6 +13,7 @@ from typing import final
 from flatout.observe.live.alerts import Alert, Alerts
 from flatout.records import (
     CheckpointRecord,
+    EigenstateRecord,
     EndRecord,
     EvalRecord,
     MachineRecord,
@@ -77,6 +78,7 @@ class ViewState:
         self.evaluation: EvalRecord | None = None
         self.best: tuple[float, int] | None = None
         self.machine: MachineRecord | None = None
+        self.eigenstates: EigenstateRecord | None = None
         self.sample: SampleRecord | None = None
         self.saved: CheckpointRecord | None = None
         self.end: EndRecord | None = None
@@ -105,6 +107,8 @@ class ViewState:
                     self.best = record.loss, record.step
             case MachineRecord():
                 self.machine = record
+            case EigenstateRecord():
+                self.eigenstates = record
             case SampleRecord():
                 self.sample = record
             case CheckpointRecord():

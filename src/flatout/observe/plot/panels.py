@@ -41,6 +41,7 @@ SMALL = 9.0
 _FEW = 40  # points, up to which each one is a dot
 _TINY = 1e-30  # what is smaller has no place on a logarithmic axis
 _NICE = [1, 2, 2.5, 5, 10]  # between two ticks, times a power of ten
+LEVEL = (0, (5, 3))  # dashes
 _MARKS = 9  # on an inch; more would touch each other
 
 
@@ -85,6 +86,14 @@ class Marks:
 
 
 @dataclasses.dataclass(frozen=True)
+class Level:
+    """A value to hold lines against, from left to right; always within the limits."""
+
+    value: float
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Across:
     """The horizontal axis: step, tokens or seconds."""
 
@@ -103,16 +112,10 @@ def draw_panel(
     words: str = "",
     legend: bool = True,
     beside: Sequence[Line] = (),
+    levels: Sequence[Level] = (),
 ) -> None:
     """Draws everything into `axes`; `words` stand above its right end, and lines `beside` share its horizontal axis."""
-    axes.set_title(title, loc="left", size=11.5, weight="bold", color=INK, pad=7)
-    axes.set_title(words, loc="right", size=SMALL, color=FAINT, pad=7)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(LINE)
-    axes.tick_params(length=3, color=LINE, labelcolor=INK, labelsize=SMALL)
-    axes.grid(True, color="#e6e9ec", linewidth=0.8)
-    axes.set_axisbelow(True)
+    draw_frame(axes, title, words)
     lines = [line for line in lines if len(line.curve.x)]
     places = numpy.concatenate([line.curve.x for line in (*lines, *beside)] or [numpy.zeros(0)])
     decade = len(places) > 0 and places.min() > _TINY and places.max() >= 10 * places.min()
@@ -122,16 +125,30 @@ def draw_panel(
         _say(axes, "not recorded")
         axes.set_xticks([])
         return
-    low, high, divisor = _set_vertical(axes, lines, quantity, across)
+    low, high, divisor = _set_vertical(axes, lines, quantity, across, levels)
     for line in lines:
         shown = Curve(line.curve.x / stretch, line.curve.y / divisor)
         _draw_line(axes, dataclasses.replace(line, curve=shown), across, low, high, divisor, quantity)
+    for level in levels:
+        axes.axhline(level.value / divisor, color=INK, linewidth=1.1, linestyle=LEVEL, zorder=2, label=level.label)
     for kind in marks:
         _draw_marks(axes, dataclasses.replace(kind, places=kind.places / stretch), across)
     if not any(len(line.curve.values) for line in lines):
         _say(axes, "no finite value")
     if legend:
         _draw_legend(axes)
+
+
+def draw_frame(axes: "Axes", title: str, words: str) -> None:
+    """What all panels look like."""
+    axes.set_title(title, loc="left", size=11.5, weight="bold", color=INK, pad=7)
+    axes.set_title(words, loc="right", size=SMALL, color=FAINT, pad=7)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(LINE)
+    axes.tick_params(length=3, color=LINE, labelcolor=INK, labelsize=SMALL)
+    axes.grid(True, color="#e6e9ec", linewidth=0.8)
+    axes.set_axisbelow(True)
 
 
 # --- quantities -------------------------------------------------------------------------------------------------------
@@ -207,7 +224,7 @@ def _set_horizontal(axes: "Axes", places: Array, across: Across) -> float:
 
 
 def _set_vertical(
-    axes: "Axes", lines: Sequence[Line], quantity: Quantity, across: Across
+    axes: "Axes", lines: Sequence[Line], quantity: Quantity, across: Across, levels: Sequence[Level]
 ) -> tuple[float, float, float]:
     """Limits and ticks; returns the limits as drawn, and what values are divided by."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -216,6 +233,7 @@ def _set_vertical(
     if across.logarithmic:  # what is usual depends on the room it takes, and the beginning takes most of it
         values, slack = [evenly_in_logarithm(line.curve) for line in lines], min(slack, 0.5)
     ranges = [found for array in values if (found := usual_range(array, slack)) is not None]
+    ranges += [(level.value, level.value) for level in levels]
     low, high = min((pair[0] for pair in ranges), default=0.0), max((pair[1] for pair in ranges), default=1.0)
     logarithmic = low > _TINY and high / low > quantity.logarithmic_from
     if quantity.from_zero and not logarithmic:
@@ -224,11 +242,7 @@ def _set_vertical(
     axes.set_ylabel(name + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
     low, high = low / divisor, high / divisor
     if logarithmic:
-        axes.set_yscale("log")
-        margin = (high / low) ** 0.06
-        low, high = low / margin, high * margin
-        axes.set_ylim(low, high)
-        _set_logarithmic_ticks(axes.yaxis)
+        low, high = set_logarithmic(axes, low, high)
         return low, high, divisor
     least = 1e-2 * max(abs(low), abs(high)) or 1.0  # a line that is flat looks flat
     if high - low < least:
@@ -240,6 +254,16 @@ def _set_vertical(
     axes.yaxis.set_major_formatter(FuncFormatter(short_number))
     low, high = axes.get_ylim()
     return low, high, divisor
+
+
+def set_logarithmic(axes: "Axes", low: float, high: float) -> tuple[float, float]:
+    """A logarithmic vertical axis with some room around these values; returns its limits."""
+    axes.set_yscale("log")
+    margin = max((high / low) ** 0.06, 1.04)
+    low, high = low / margin, high * margin
+    axes.set_ylim(low, high)
+    _set_logarithmic_ticks(axes.yaxis)
+    return low, high
 
 
 def _set_logarithmic_ticks(axis: object) -> None:

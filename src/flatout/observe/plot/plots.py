@@ -2,7 +2,8 @@
 
 Idea: two pictures per run. `metrics` shows how it ran: learning rate, throughput, memory, gradient norm, parameter norm
 and step time. `results` shows what it learned: loss over steps, tokens and time. Several runs share one picture, with a
-table of names as its legend. The numbers lie beside as CSV, so that everything can be drawn again in another way.
+table of names as its legend. A run with eigenstate blocks has a third picture, `eigenstates`: what they remember. The
+numbers lie beside as CSV, so that everything can be drawn again in another way.
 
 Contract: needs no torch and opens no window. Every run that can be read can be drawn, also one that is still going on.
 Files are whole or not there. Runs are drawn from at most a few thousand points each, however long they are.
@@ -18,6 +19,7 @@ from flatout.observe.history import RunHistory, read_history
 from flatout.observe.human import printable
 from flatout.observe.picture import write_picture
 from flatout.observe.plot.compare import comparison_figure
+from flatout.observe.plot.eigenstates import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
 from flatout.observe.plot.run import (
     DPI,
     MARK,
@@ -30,12 +32,13 @@ from flatout.observe.plot.run import (
     results_figure,
 )
 from flatout.observe.plot.series import run_numbers
+from flatout.observe.plot.tables import EIGENSTATES as EIGENSTATES_TABLE
 from flatout.observe.plot.tables import EVALS, STEPS, write_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-METRICS, RESULTS, COMPARISON, FOLDER = "metrics", "results", "comparison", "plots"
+METRICS, RESULTS, EIGENSTATES, COMPARISON, FOLDER = "metrics", "results", "eigenstates", "comparison", "plots"
 
 
 def write_run_plots(
@@ -47,12 +50,17 @@ def write_run_plots(
     """
     run = run_numbers(_read(folder))
     target = _make_folder(folder / FOLDER if out is None else out)
-    written = write_tables([run], target / STEPS, target / EVALS) if tables else []
+    places = [target / name for name in (STEPS, EVALS, EIGENSTATES_TABLE)]
+    written = write_tables([run], *places) if tables else []
     pictures: dict[str, Callable[[], Figure]] = {
         METRICS: lambda: metrics_figure(run),
         RESULTS: lambda: results_figure(run),
         **{name: lambda draw=draw: panel_figure(run, draw) for name, draw in PANELS.items() if each},
     }
+    if run.eigenstates.layers:
+        pictures[EIGENSTATES] = lambda: eigenstates_figure(run)
+        for name in EIGENSTATE_PANELS if each else ():
+            pictures[name] = lambda name=name: eigenstate_panel_figure(run, name)
     for name, make in pictures.items():
         path = target / f"{name}.{form}"
         write_picture(path, make)
@@ -61,13 +69,17 @@ def write_run_plots(
 
 
 def write_comparison(
-    folders: Sequence[Path], picture: Path, steps: Path | None = None, evals: Path | None = None
+    folders: Sequence[Path],
+    picture: Path,
+    steps: Path | None = None,
+    evals: Path | None = None,
+    eigenstates: Path | None = None,
 ) -> list[Path]:
     """Draws several runs into one picture, PNG or SVG by its name, and writes their numbers where tables are named."""
     names = distinct_names(folders)
     runs = [run_numbers(_read(folder), name) for folder, name in zip(folders, names, strict=True)]
     _make_folder(picture.parent)
-    written = [] if steps is None or evals is None else write_tables(runs, steps, evals, names=True)
+    written = [] if steps is None or evals is None else write_tables(runs, steps, evals, eigenstates, names=True)
     write_picture(picture, lambda: comparison_figure(runs))
     return [*written, picture]
 
@@ -83,8 +95,8 @@ def draw_results(history: RunHistory, path: str | Path) -> None:
 
 
 def picture_names(*, each: bool) -> list[str]:
-    """What the pictures of one run are called, without their endings."""
-    return [METRICS, RESULTS, *(PANELS if each else ())]
+    """What the pictures of one run can be called, without their endings; those of eigenstates not every run has."""
+    return [METRICS, RESULTS, EIGENSTATES, *({**PANELS, **EIGENSTATE_PANELS} if each else ())]
 
 
 def is_plot(path: Path) -> bool:

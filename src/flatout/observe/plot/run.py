@@ -52,7 +52,7 @@ _STEP = Across("step")
 
 def metrics_figure(run: RunNumbers) -> "Figure":
     figure = new_figure(WIDTH, HEIGHT)
-    _draw_header(figure, run, "how it ran")
+    draw_header(figure, run, "how it ran")
     grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, top=0.835, bottom=0.075, wspace=0.2, hspace=0.38)
     for place, draw in enumerate(_METRIC_PANELS.values()):
         draw(figure.add_subplot(grid[place // 3, place % 3]), run)
@@ -61,7 +61,7 @@ def metrics_figure(run: RunNumbers) -> "Figure":
 
 def results_figure(run: RunNumbers) -> "Figure":
     figure = new_figure(WIDTH, HEIGHT)
-    _draw_header(figure, run, "what it learned")
+    draw_header(figure, run, "what it learned")
     grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, top=0.835, bottom=0.075, wspace=0.2, hspace=0.38)
     cells = (grid[0, :2], grid[0, 2], grid[1, 0], grid[1, 1], grid[1, 2])
     for cell, draw in zip(cells, _RESULT_PANELS.values(), strict=True):
@@ -69,11 +69,12 @@ def results_figure(run: RunNumbers) -> "Figure":
     return figure
 
 
-def panel_figure(run: RunNumbers, draw: "Callable[[Axes, RunNumbers], None]") -> "Figure":
+def panel_figure(run: RunNumbers, draw: "Callable[[Axes, RunNumbers], None]", caption: str | None = None) -> "Figure":
     figure = new_figure(NARROW, 5.4)
     name = fitted(drawable(run.name), 10.5, 0.4 * NARROW)
     figure.text(0.085, 0.965, name, size=10.5, color=INK, va="center")
-    figure.text(0.98, 0.965, _caption(run), size=SMALL, color=FAINT, va="center", ha="right")
+    words = _caption(run) if caption is None else caption
+    figure.text(0.98, 0.965, words, size=SMALL, color=FAINT, va="center", ha="right")
     draw(figure.add_axes((0.085, 0.105, 0.895, 0.765)), run)
     return figure
 
@@ -209,9 +210,10 @@ def new_figure(width: float, height: float) -> "Figure":
     return figure
 
 
-def _draw_header(figure: "Figure", run: RunNumbers, what: str) -> None:
+def draw_header(figure: "Figure", run: RunNumbers, what: str, caption: str | None = None) -> None:
     draw_title(figure, f"{run.name}: {what}", _facts(run), _state(run))
-    figure.text(0.985, 0.955, _caption(run), size=SMALL, color=FAINT, va="center", ha="right")
+    words = _caption(run) if caption is None else caption
+    figure.text(0.985, 0.955, words, size=SMALL, color=FAINT, va="center", ha="right")
 
 
 def _caption(run: RunNumbers) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy
 
+from flatout.observe.eigenstates import EigenstateHistory, LayerHistory, eigenstate_history
 from flatout.observe.history import RunHistory
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
@@ -69,6 +70,7 @@ class RunNumbers:
     memory: Array
     notices: Array
     resumes: Array
+    eigenstates: EigenstateHistory
 
     def curve(self, field: str, against: str = "step") -> Curve:
         """A field of the steps where it was told."""
@@ -78,6 +80,10 @@ class RunNumbers:
         """Validation loss."""
         values, told = _numbers([row.get("loss") for row in self.evals])
         return _curve(self.place([row["step"] for row in self.evals], against), values, told)
+
+    def layer_curve(self, layer: LayerHistory, quantity: str, quantile: str = "50%") -> Curve:
+        """What the states of an eigenstate block had, over steps."""
+        return _curve(_array(layer.steps), *_numbers(list(layer.values[quantity][quantile])))
 
     def place(self, steps: Iterable[int], against: str) -> Array:
         """Where steps lie on an axis: at the newest step that is not after them; 0 before the first."""
@@ -120,6 +126,7 @@ def run_numbers(history: RunHistory, name: str | None = None) -> RunNumbers:
         memory=_array(memory),
         notices=_array(notices),
         resumes=_array(_resumes(history.infos, rows)),
+        eigenstates=eigenstate_history(history.eigenstates),
     )
 
 

@@ -1,4 +1,4 @@
-"""The numbers of runs as CSV: one row per step, and one per evaluation.
+"""The numbers of runs as CSV: one row per step, one per evaluation, and one per look at each eigenstate block.
 
 Contract: every field of a step that is a number has its column, and so has what the pictures draw besides: seconds of
 training so far, and the validation loss of the steps that had one. A missing value is an empty cell; NaN and infinity
@@ -17,23 +17,38 @@ from pathlib import Path
 from typing import Any
 
 from flatout.files import disk_errors
+from flatout.observe.eigenstates import QUANTILES, QUANTITIES
 from flatout.observe.human import printable
 from flatout.observe.plot.series import RunNumbers
 from flatout.records import EvalRecord, StepRecord
 
-STEPS, EVALS = "steps.csv", "evals.csv"
+STEPS, EVALS, EIGENSTATES = "steps.csv", "evals.csv", "eigenstates.csv"
 _STEP_FIELDS = tuple(field.name for field in dataclasses.fields(StepRecord))
 _EVAL_FIELDS = tuple(field.name for field in dataclasses.fields(EvalRecord))
 STEP_HEADER = (*_STEP_FIELDS, "training_seconds", "val_loss")
 EVAL_HEADER = (*_EVAL_FIELDS, "tokens_seen", "training_seconds")
+_OF_STATES = tuple((quantity, quantile) for quantity in QUANTITIES for quantile in QUANTILES)
+EIGENSTATE_HEADER = (
+    "step", "layer", "states", *(f"{quantity}_{quantile}" for quantity, quantile in _OF_STATES), "beyond_context",
+    "tokens_seen", "training_seconds",
+)  # fmt: skip
 
 
-def write_tables(runs: Sequence[RunNumbers], steps: Path, evals: Path, *, names: bool = False) -> list[Path]:
-    """Writes both tables and returns their paths; with `names`, the first column is the run's name."""
+def write_tables(
+    runs: Sequence[RunNumbers], steps: Path, evals: Path, eigenstates: Path | None = None, *, names: bool = False
+) -> list[Path]:
+    """Writes the tables and returns their paths; with `names`, the first column is the run's name.
+
+    That of eigenstate blocks is written only where a run has some.
+    """
     first = ("run",) if names else ()
     _write(steps, (*first, *STEP_HEADER), (_named(run, _step_rows(run), names=names) for run in runs))
     _write(evals, (*first, *EVAL_HEADER), (_named(run, _eval_rows(run), names=names) for run in runs))
-    return [steps, evals]
+    if eigenstates is None or not any(run.eigenstates.layers for run in runs):
+        return [steps, evals]
+    rows = (_named(run, _eigenstate_rows(run), names=names) for run in runs)
+    _write(eigenstates, (*first, *EIGENSTATE_HEADER), rows)
+    return [steps, evals, eigenstates]
 
 
 def is_table(path: Path, *, names: bool) -> bool:
@@ -61,6 +76,18 @@ def _eval_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
     columns = [_column(run.evals, field) for field in _EVAL_FIELDS]
     tokens, seconds = (run.place(steps, axis).tolist() for axis in ("tokens", "seconds"))
     return zip(*columns, map(_whole, tokens), map(_known, seconds), strict=True)
+
+
+def _eigenstate_rows(run: RunNumbers) -> Iterator[tuple[Any, ...]]:
+    """Step by step, and at each step layer by layer."""
+    rows: list[tuple[Any, ...]] = []
+    for layer in run.eigenstates.layers:
+        columns = [layer.values[quantity][quantile] for quantity, quantile in _OF_STATES]
+        tokens, seconds = (run.place(layer.steps, axis).tolist() for axis in ("tokens", "seconds"))
+        ends = (layer.beyond, map(_whole, tokens), map(_known, seconds))
+        for step, *values in zip(layer.steps, *columns, *ends, strict=True):
+            rows.append((step, layer.layer, layer.states, *values))
+    return iter(sorted(rows, key=lambda row: row[:2]))
 
 
 def _column(rows: Sequence[dict[str, Any]], field: str) -> Iterable[Any]:

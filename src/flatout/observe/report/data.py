@@ -15,6 +15,7 @@ from typing import Any
 from flatout.config.yaml_loader import format_value
 from flatout.observe.history import RunHistory
 from flatout.observe.human import human_bytes, printable
+from flatout.observe.report.eigenstates import eigenstate_part
 from flatout.observe.report.facts import commands_of, facts_of, summary_of
 from flatout.observe.report.figures import figures_of, speed_groups, time_parts
 from flatout.observe.report.series import amount, curves_of, number, places_of, points_for, rows_with_step
@@ -70,6 +71,7 @@ def _run(
         "facts": facts_of(info),
         "speed": speed_groups(history),
         "time": time_parts(history),
+        "eigenstates": eigenstate_part(history),
         "curves": curves_of(history, points),
         "resumes": [[int(step), *places.at(int(step))] for step in resumes],
         "throttled": [row["step"] for row in rows_with_step(history.machine) if row.get("throttled")][:500],

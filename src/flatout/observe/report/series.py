@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from flatout.observe.eigenstates import QUANTITIES, eigenstate_history
 from flatout.observe.history import RunHistory
 
 MOST_POINTS, FEWEST_POINTS = 2400, 240  # per curve, and how thin many runs beside each other may become
@@ -23,6 +24,7 @@ _SHARED_POINTS = 3600  # per kind of curve, by all runs together
 _SMOOTH_SHARE = 100  # the window goes a hundredth of the run to either side
 _LARGEST = 2**53  # JavaScript's largest whole number
 _MOST = 1e30  # beyond it a number is damage, or as good as infinite
+_NEAREST = 1e-12  # to 1, that |λ| is told
 _SHORT = 40  # steps below which smoothing would hide more than it shows
 
 Curve = dict[str, Any]  # s: steps, t: tokens (a list, or tokens per step), e: seconds, v: values
@@ -96,6 +98,7 @@ def curves_of(history: RunHistory, most: int) -> dict[str, Curve]:
         curves[name] = _curve(evals, [number(row.get(field)) for row in evals], places, most)
     for name, field in _MACHINE_FIELDS.items():
         curves[name] = _curve(machine, [number(row.get(field)) for row in machine], places, most // 2)
+    curves |= _eigenstate_curves(history, places, most)
     return {name: curve for name, curve in curves.items() if curve is not None}
 
 
@@ -122,6 +125,27 @@ _MACHINE_FIELDS = {
     "temperature": "temperature",
     "clock": "clock_mhz",
 }
+
+
+def _eigenstate_curves(history: RunHistory, places: Places, most: int) -> dict[str, Curve | None]:
+    """Medians over each layer's states, as `horizon_3`, and over layers, as `horizon_middle`."""
+    found = eigenstate_history(history.eigenstates)
+    each = max(FEWEST_POINTS // 4, most // max(len(found.layers), 1))
+    curves: dict[str, Curve | None] = {}
+    for quantity in QUANTITIES:
+        # |λ| is sent as what it lacks to 1: that has digits where |λ| has only nines.
+        sent = (lambda value: max(1.0 - value, _NEAREST)) if quantity == "magnitude" else (lambda value: value)
+        for layer in found.layers:
+            told = zip(layer.steps, layer.values[quantity]["50%"], strict=True)
+            known = [(step, value if math.isnan(value) else sent(value)) for step, value in told if value is not None]
+            curves[f"{quantity}_{layer.layer}"] = _points(known, places, each)
+        middle = [(step, sent(value)) for step, value in found.middle(quantity)]
+        curves[f"{quantity}_middle"] = _points(middle, places, most)
+    return curves
+
+
+def _points(points: Sequence[tuple[int, float]], places: Places, most: int) -> Curve | None:
+    return _curve([{"step": step} for step, _ in points], [value for _, value in points], places, most)
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:

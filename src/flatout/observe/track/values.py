@@ -13,6 +13,7 @@ from typing import Any
 from flatout.observe.human import human_parameters, human_seconds, printable
 from flatout.records import (
     CheckpointRecord,
+    EigenstateRecord,
     EndRecord,
     EpochRecord,
     EvalRecord,
@@ -108,6 +109,16 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "machine/temperature": record.temperature,
                 "machine/clock_mhz": record.clock_mhz,
                 "machine/throttled": float(bool(record.throttled)),
+            }
+        case EigenstateRecord():
+            return {
+                f"eigenstates/{tag}_layer_{layer.layer:02d}": values.get("50%")
+                for layer in record.layers
+                for tag, values in (
+                    ("horizon_tokens", layer.horizon),
+                    ("magnitude", layer.magnitude),
+                    ("period_tokens", layer.period),
+                )
             }
         case CheckpointRecord():
             return {"checkpoint/seconds": record.seconds, "checkpoint/gib": _gib(record.bytes)}

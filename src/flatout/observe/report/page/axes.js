@@ -81,6 +81,7 @@ function shown(kind, value) {
   if (!Number.isFinite(value)) return value > 0 ? "+infinity" : "-infinity";
   if (kind === "clock") return clock(value);
   if (kind === "loss") return Math.abs(value) >= 1000 ? trimmed(value, 6) : value.toFixed(4);
+  if (kind === "magnitude") return trimmed(1 - value, 12); // it comes as what it lacks to 1
   if (kind === "whole") return value.toLocaleString("en-US");
   const [factor, suffix] = unitOf(kind, value);
   return trimmed(value / factor, 4) + suffix;
@@ -103,7 +104,8 @@ function linearTicks(kind, low, high, count) {
   const ticks = [];
   for (let index = Math.ceil(low / factor / step - 1e-9); index * step <= high / factor + step * 1e-9; index++) {
     const value = index * step;
-    ticks.push(
+    if (kind === "magnitude") ticks.push([value * factor, shown(kind, Number((value * factor).toPrecision(10)))]);
+    else ticks.push(
       [value * factor, (Math.abs(value) < step / 1e6 ? "0" : value.toFixed(decimals)) + (value === 0 ? "" : suffix)]
     );
     if (ticks.length > 40) break;

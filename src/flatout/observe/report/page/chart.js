@@ -58,8 +58,8 @@ class Chart {
         const curve = run.unpacked[line.key];
         if (!curve || (many && line.onlyAlone)) return;
         const smooth = this.view.smooth ? run.unpacked[line.key + "_smooth"] : null;
-        const colour = many ? number % 8 : place;
-        const dash = line.dash || (many ? runDash(number) : "");
+        const colour = (many ? number : place) % 8;
+        const dash = line.dash || runDash(many ? number : place);
         found.push(
           {
             run, number, curve, smooth: smooth || null, colour, dash, dots: line.dots, name: line.name,
@@ -98,6 +98,7 @@ class Chart {
       [low, high] = [Math.min(low, least), Math.max(high, most)];
     }
     if (low > high) return null;
+    for (const level of this.levels(lines)) [low, high] = [Math.min(low, level), Math.max(high, level)];
     if (this.log) {
       const room = (high / low) ** 0.04;
       return low === high ? [low / 1.5, high * 1.5] : [low / room, high * room];
@@ -106,6 +107,12 @@ class Chart {
     if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) * 0.1, high + Math.abs(high) * 0.1];
     const room = (high - low) * 0.05;
     return [this.panel.zero && low === 0 ? 0 : low - room, high + room];
+  }
+
+  /* What the curves are held against: the contexts of their runs. */
+  levels(lines) {
+    const contexts = this.panel.level ? lines.map(({ run }) => run.eigenstates && run.eigenstates.context) : [];
+    return [...new Set(contexts)].filter((context) => context > 0);
   }
 
   reach(lines) {
@@ -123,7 +130,7 @@ class Chart {
     if (this.element.hidden) return;
     const lines = (this.drawn = this.lines(runs));
     const { axis } = this.view;
-    this.log = this.view.log && lines.some(({ curve }) => curve.v.some((value) => Number.isFinite(value) && value > 0));
+    this.log = (this.view.log || this.panel.log) && lines.some(({ curve }) => curve.v.some((value) => Number.isFinite(value) && value > 0));
     const width = Math.max(220, Math.floor(this.plot.clientWidth) || 560);
     const height = this.panel.wide ? (width < 560 ? 260 : 330) : 205;
     const bounds = this.range(lines) || [0, 1];
@@ -134,7 +141,8 @@ class Chart {
     const box = (this.box = { left, top: 8, right: width - 14, bottom: height - 36 });
     const reach = this.reach(lines);
     const x = (this.x = scaleOf(reach[0], reach[1], box.left, box.right, false));
-    const y = (this.y = scaleOf(bounds[0], bounds[1], box.bottom, box.top, this.log));
+    const [foot, head] = this.panel.flipped ? [box.top, box.bottom] : [box.bottom, box.top];
+    const y = (this.y = scaleOf(bounds[0], bounds[1], foot, head, this.log));
     const count = Math.max(2, Math.floor((box.right - box.left) / (width < 480 ? 62 : 84)));
     const xTicks = (
       AXES[axis].kind === "clock" ? clockTicks : linearTicks.bind(null, "plain")
@@ -173,6 +181,7 @@ class Chart {
     );
     const shifted = (value) => x(value) - box.left;
     this.paintResumes(inner, lines, shifted);
+    this.paintLevels(inner, lines);
     for (const line of lines) if (line.smooth) this.paintCurve(inner, line.curve, line, "raw", shifted, true);
     for (const line of lines) {
       this.paintCurve(inner, line.smooth || line.curve, line, "curve", shifted, !line.smooth);
@@ -275,6 +284,17 @@ class Chart {
           last = at;
         }
       }
+    }
+  }
+
+  paintLevels(parent, lines) {
+    for (const level of this.levels(lines)) {
+      const at = this.y(level);
+      const under = at < this.box.top + 14;
+      parent.append(
+        draw("line", { class: "level", x1: 0, x2: this.box.right - this.box.left, y1: at, y2: at }),
+        draw("text", { class: "event", x: 5, y: at + (under ? 13 : -5) }, "context " + shown("whole", level))
+      );
     }
   }
 

@@ -58,6 +58,13 @@ const MACHINE_PANELS = [
   },
 ];
 
+/* Their lines are the layers of the run, or of several runs a median over layers each. */
+const EIGENSTATE_PANELS = [
+  { id: "horizon", title: "Memory horizon, tokens", kind: "plain", wide: true, log: true, level: true, lines: [] },
+  { id: "magnitude", title: "|λ|", kind: "magnitude", log: true, flipped: true, lines: [] },
+  { id: "period", title: "Period, tokens per turn", kind: "plain", log: true, lines: [] },
+];
+
 const byId = (id) => document.getElementById(id);
 const page = { data: null, parts: new Map() };
 
@@ -237,6 +244,13 @@ function buildCurves(runs) {
     machine.append(chart.element);
   }
   byId("machine").append(machine);
+  const memory = make("div", { class: "charts" });
+  for (const panel of EIGENSTATE_PANELS) {
+    const chart = new Chart(panel, view);
+    view.charts.push(chart);
+    memory.append(chart.element);
+  }
+  byId("eigenstates").querySelector(".body").before(memory);
   new ResizeObserver(() => view.repaint()).observe(section);
 }
 
@@ -246,6 +260,10 @@ const SECTIONS = [
   { id: "figures", title: "Figures", show: showFigures, part: (run) => run.figures },
   { id: "curves", title: "Curves" },
   { id: "differences", title: "Differences", show: showDifferences, part: () => 0 },
+  {
+    id: "eigenstates", short: "Eigenstates", title: "What eigenstates remember", show: showEigenstates,
+    part: (run) => run.eigenstates
+  },
   { id: "speed", short: "Speed", title: "Speed and memory", show: showSpeed, part: (run) => run.speed },
   { id: "time", short: "Time", title: "Where the time went", show: showTime, part: (run) => run.time },
   { id: "machine", title: "Machine" },
@@ -272,7 +290,14 @@ function whenChanged(id, part, change) {
   change();
 }
 
+function layerLines(runs, quantity) {
+  if (runs.length > 1) return [{ key: quantity + "_middle", name: "median over layers", dots: true }];
+  const layers = runs[0].eigenstates ? runs[0].eigenstates.layers : [];
+  return layers.map(({ layer }) => ({ key: quantity + "_" + layer, name: "layer " + layer, dots: true }));
+}
+
 function update(data) {
+  for (const panel of EIGENSTATE_PANELS) panel.lines = layerLines(data.runs, panel.id);
   whenChanged("curves", data.runs.map((run) => [run.curves, run.resumes]), () => {
     data.runs.forEach(prepare);
     page.data = data;

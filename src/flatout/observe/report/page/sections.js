@@ -260,6 +260,56 @@ function showTime({ runs }) {
   return [perRun(runs, bars), ...notes.map((note) => make("p", { class: "help" }, note))];
 }
 
+/* Horizons as bars on one logarithmic scale, a row for each layer. */
+function showEigenstates({ runs }) {
+  const parts = runs.map((run) => run.eigenstates).filter(Boolean);
+  if (!parts.length) return null;
+  const seen = parts.flatMap((part) => [part.context, ...part.layers.flatMap((row) => row.bar)]);
+  const usable = seen.filter((value) => value > 0 && value < 1e29);
+  const [low, high] = usable.length ? [Math.min(...usable), Math.max(...usable)] : [1, 2];
+  const at = (value) => Math.min(100, Math.max(0, 100 * Math.log(value / low) / Math.log(high / low || 2) || 0));
+  const strip = (from, to, kind, top, tall) => from === null || to === null ? null : draw(
+    "rect", { class: kind, x: at(from), width: Math.max(0.5, at(to) - at(from)), y: top, height: tall }
+  );
+  const upright = (kind, value) => draw("line", { class: kind, x1: at(value), x2: at(value), y1: 0, y2: 14 });
+  const head = (...words) => make(
+    "thead", {},
+    make("tr", {}, words.map(([word, kind]) => make("th", { scope: "col", class: kind || null }, word)))
+  );
+  const table = ({ eigenstates: part }, number) => {
+    if (!part) return card(make("p", { class: "soft" }, "No eigenstate blocks."));
+    const rows = part.layers.map(({ layer, bar: [least, low10, median, high90, most], ...row }) => make(
+      "tr", {}, make("th", { scope: "row" }, layer),
+      make(
+        "td", { class: "wide" },
+        draw(
+          "svg", { preserveAspectRatio: "none", viewBox: "0 0 100 14", "aria-hidden": "true" },
+          draw("rect", { class: "back", width: 100, height: 14 }),
+          strip(least, most, "beside fill-" + (number % 8), 5, 4),
+          strip(low10, high90, "fill-" + (number % 8), 2, 10),
+          part.context ? upright("level", part.context) : null,
+          ...(median === null ? [] : [upright("around", median), upright("median", median)])
+        )
+      ),
+      make("td", { class: "number" }, make("strong", {}, row.median)), make("td", { class: "number" }, row.start),
+      make("td", { class: "number calls" }, row.middle), make("td", { class: "number calls" }, row.longest),
+      make("td", { class: "number calls" }, row.beyond), make("td", { class: "number calls" }, row.period),
+      make("td", { class: "number soft calls" }, row.states)
+    ));
+    const names = head(
+      ["Layer"], [""], ["median", "number"], ["at first", "number"], ["middle 80%", "number calls"],
+      ["longest", "number calls"], ["beyond context", "number calls"], ["period", "number calls"],
+      ["states", "number calls"]
+    );
+    return card(
+      make("h3", {}, "Horizon by layer, tokens"), part.sentence ? make("p", { class: "soft" }, part.sentence) : null,
+      scrolling("Memory horizon by layer", make("table", { class: "bars" }, names, make("tbody", {}, rows)))
+    );
+  };
+  const notes = [...new Set(parts.map((part) => part.note))];
+  return [perRun(runs, table), ...notes.map((note) => make("p", { class: "help" }, note))];
+}
+
 function showSamples({ runs }) {
   if (!runs.some((run) => run.samples.length)) return null;
   const one = ([step, prompt, body]) => make(

@@ -290,6 +290,22 @@ def _code_and_error(done: subprocess.CompletedProcess[str]) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+def test_prepare_counts_by_another_context(tiny_words, tmp_path):
+    rows = ["one two three " * 40, "four " * 3, "five six " * 90, "seven " * 20]  # the last has all of the validation
+    text = tmp_path / "rows.jsonl"
+    text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
+    words = [f"data.source={text}", f"data.folder={tmp_path / 'made'}", "data.val_fraction=0.01", "--context", "256"]
+    told = json.loads(flatout("prepare", *tiny_words, *words, "--json").stdout)
+    assert told["long_documents"] == {"documents": 2, "tokens": len(rows[0]) + len(rows[2])}
+    assert told["context"] == 256
+    assert told["windows"] == (told["train_tokens"] - 1) // 256
+    shown = flatout("prepare", *tiny_words, *words).stdout
+    assert "2 of " in shown
+    assert "are as long as a window" in shown
+    plain = flatout("prepare", *tiny_words, *words[:-2]).stdout
+    assert "as long as a window" not in plain
+
+
 def test_prepare_reports_and_keeps(tiny_words):
     first = flatout("prepare", *tiny_words, "--json")
     facts = json.loads(first.stdout)

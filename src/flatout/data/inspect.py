@@ -191,6 +191,17 @@ class _Lengths:
     most: int
 
 
+def tokens_in_long_documents(shards: TokenShards, context: int) -> dict[str, int]:
+    """How many documents have `context` tokens or more, and how many tokens those have."""
+    starts, found = shards.document_starts(), {"documents": 0, "tokens": 0}
+    for first in range(0, len(starts), _CHUNK):
+        bounds = starts[first : first + _CHUNK + 1].astype(np.int64)
+        lengths = np.diff(np.append(bounds, shards.tokens) if first + _CHUNK >= len(starts) else bounds)
+        long = lengths[lengths >= context]
+        found = {"documents": found["documents"] + len(long), "tokens": found["tokens"] + int(long.sum())}
+    return found
+
+
 def _count_lengths(shards: TokenShards) -> _Lengths:
     starts = shards.document_starts()
     number = len(starts)

@@ -35,6 +35,11 @@ def prepare(words: list[str]) -> int:
     add_config(parser)
     _add_engine(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
+    parser.add_argument(
+        "--context",
+        type=number_between(int, 1, 2**24),
+        help="tokens of a window to count by, and to hold documents against; default: model.context. Shards fit any",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parsed = parser.parse_words(words)
     config = load_pretraining(parsed, "prepare").config
@@ -59,7 +64,7 @@ def prepare(words: list[str]) -> int:
             print("interrupted; the same command goes on where it stopped", file=sys.stderr)
             return 130
     seconds = time.monotonic() - started
-    facts = _facts(folder, config, "sizes" if fresh else "full")
+    facts = _facts(folder, config, "sizes" if fresh else "full", parsed.context)
     if parsed.json:
         print(json.dumps({**facts, "seconds": round(seconds, 3), "made": fresh}))
     else:
@@ -75,13 +80,14 @@ def _add_engine(parser: Parser) -> None:
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where workers run; default: local")
 
 
-def _facts(folder: Path, config: "RunConfig", verify: "Verify") -> dict[str, Any]:
-    from flatout.data.inspect import read_report
+def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
+    from flatout.data.inspect import read_report, tokens_in_long_documents
     from flatout.data.sampler import remainder, window_count
     from flatout.data.shards import open_dataset
 
     dataset = open_dataset(folder, verify=verify)
-    context, stride = config.model.context, config.data.stride or config.model.context
+    context = asked or config.model.context
+    stride = config.data.stride or context
     windows = window_count(dataset.train.tokens, context, stride)
     return {
         "folder": str(folder),
@@ -96,6 +102,7 @@ def _facts(folder: Path, config: "RunConfig", verify: "Verify") -> dict[str, Any
         "packing": config.data.packing,
         "windows": windows,
         "remainder": remainder(dataset.train.tokens, context, stride) if windows else None,
+        "long_documents": None if asked is None else tokens_in_long_documents(dataset.train, context),
         "report": read_report(folder),
     }
 
@@ -126,7 +133,14 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
             f"{facts['windows']:,} windows of {facts['context']:,} tokens an epoch; "
             f"{facts['remainder']:,} tokens at the end fill no window"
         )
-    else:
+    if (long := facts["long_documents"]) is not None:
+        count, share = long["documents"], long["tokens"] / max(facts["train_tokens"], 1)
+        documents = f"{count:,} of {facts['documents']['train']:,} training documents"
+        yield (
+            f"{documents} are as long as a window, with {share:.1%} of the tokens; in the others, what is further away "
+            "than their length is another document"
+        )
+    if facts["packing"] != "best_fit" and facts["remainder"] is None:
         yield f"too short for one window of {facts['context']:,} tokens: set a smaller model.context to train on it"
 
 

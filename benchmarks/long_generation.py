@@ -20,7 +20,9 @@ from torch import Tensor
 
 from flatout.config.load import load_config
 from flatout.device import arithmetic, detect_device
+from flatout.engine.features import scan_for
 from flatout.generation.decode import generate_tokens
+from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 
 PRESETS = ("small-32k", "small-32k-hybrid", "small-32k-eigenstate")
@@ -57,7 +59,8 @@ def cache_bytes(model: GPT, prompt: list[int], device: torch.device) -> int:
 
 def rows_of(preset: str, asked: argparse.Namespace, device: torch.device) -> list[dict[str, Any]]:
     config = load_config(preset, asked.words).config
-    model = build_model(config.model, VOCAB, seed=0).to(device)
+    execution = Execution(scan=scan_for(detect_device()))  # as a model that was loaded has it
+    model = build_model(config.model, VOCAB, seed=0, execution=execution).to(device)
     precision = "bf16" if device.type == "cuda" else "fp32"
     generator = torch.Generator().manual_seed(0)
     rows = []

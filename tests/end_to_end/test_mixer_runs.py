@@ -12,6 +12,7 @@ from flatout.engine.checkpoint import read_checkpoint
 from flatout.engine.evaluate import evaluate
 from flatout.engine.setup import setup_run
 from flatout.errors import CheckpointError, ConfigError
+from flatout.model.count import flops_per_token
 from flatout.ops.reference import IGNORED
 from flatout.records import EndRecord, RunInfo, StepRecord, TuneResult
 
@@ -110,6 +111,17 @@ def test_batches_with_documents_apart_are_those_of_joined_ones(many):
     assert parted.flops_per_token < joined.flops_per_token
 
 
+def test_arithmetic_of_documents_that_are_longer_than_a_window(many):
+    """A document of many windows weighs as many windows, and not as one."""
+    run = setup_run(many("model.context=16"))
+    starts = run.dataset.train.document_starts().astype(np.int64)
+    lengths = np.diff(starts, append=run.dataset.train.tokens)
+    assert (lengths > 16).any()
+    pieces = [min(16, length - begin) for length in lengths for begin in range(0, length, 16)]
+    mean = sum(piece**2 for piece in pieces) / sum(pieces)
+    assert run.flops_per_token == pytest.approx(flops_per_token(run.config.model, run.model.vocab, mean))
+
+
 def test_a_run_with_documents_apart_trains_and_goes_on(many):
     first, *records = flatout.train(many("output.folder=whole", "speed.micro_batch=2"))
     assert isinstance(first, RunInfo)
@@ -117,9 +129,13 @@ def test_a_run_with_documents_apart_trains_and_goes_on(many):
     assert (used["loader"], used["cuda_graphs"], used["document_attention"]) == ("host", "off", "sdpa")
     asked = iter(range(100))
     list(flatout.train(many("output.folder=cut", "speed.workers=0"), stop=lambda: next(asked) >= 2))
-    list(flatout.train(many("output.folder=cut", "speed.micro_batch=2"), resume="auto"))
-    losses = [record.loss for record in records if isinstance(record, StepRecord)]
+    rest = list(flatout.train(many("output.folder=cut", "speed.micro_batch=2"), resume="auto"))
+    losses, resumed = (
+        {record.step: record.loss for record in some if isinstance(record, StepRecord)} for some in (records, rest)
+    )
     assert len(losses) == 6
+    assert 0 < len(resumed) < 6, "it began anew"
+    assert resumed == pytest.approx({step: losses[step] for step in resumed}, rel=1e-4)
     found = flatout.evaluate("whole")
     assert found.tokens > 0
 

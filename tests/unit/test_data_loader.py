@@ -24,6 +24,7 @@ from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import TokenShards
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
 from flatout.errors import DataError, ResourceError
+from flatout.ops.documents import PackedRows
 from tests.handmade import write_dataset
 
 SHAPE: dict[str, Any] = {"batch_size": 6, "context": 16, "stride": 16, "device": "cpu"}
@@ -398,3 +399,13 @@ def test_packed_batches_on_a_gpu_equal_those_on_the_cpu(many: TokenShards) -> No
             assert arrived.documents is not None
             moved = Batch(arrived.tokens.cpu(), arrived.targets.cpu(), arrived.step, arrived.documents.cpu())
             assert_same([moved], [same])
+
+
+def test_packed_rows_wait_in_pinned_memory_for_a_gpu(monkeypatch):
+    """From other memory a copy would hold the loop up until the device has done all its work."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.shape) or tensor)
+    rows, documents = np.zeros((2, 4), dtype=np.int64), np.zeros((2, 4), dtype=np.int32)
+    for device, count in [("cpu", 0), ("cuda", 2)]:
+        batch = module._packed_batch(PackedRows(rows, documents, rows), 3, torch.device(device))
+        assert (batch.step, len(pinned)) == (3, count)

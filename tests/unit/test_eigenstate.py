@@ -322,3 +322,30 @@ def test_narrow_inputs_have_wide_states(dtype):
     assert y.dtype == dtype
     error = (y.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def test_means_over_many_positions_are_added_up_in_fp32():
+    """In bf16 a sum of 512 would stand still long before its end."""
+    mixer = made("plain", dtype=torch.float32, scales=(512,), context=1024)
+    x = 1.0 + 0.1 * torch.randn(1, 600, 2 * STATES, generator=torch.Generator().manual_seed(0))
+    x = x.to(torch.bfloat16)
+    mean = mixer._filtered(x, None, 0, None)
+    assert mean.dtype == torch.bfloat16
+    torch.testing.assert_close(mean[0, -1].double(), x[0, -512:].double().mean(0), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("positions", [4, 16])
+def test_a_filter_keeps_no_copy_for_every_position(positions):
+    """Nor do documents make it: for backward there are views of the inputs, and masks."""
+    mixer = made("plain", dtype=torch.float32, convolution=positions, context=256)
+    x = torch.randn(1, 200, 2 * STATES, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        mixer._filtered(x, None, 0, lay_out(np.arange(200, dtype=np.int32)[None] // 70, None, torch.device("cpu")))
+    assert mixer.taps_SC is not None
+    assert sum(kept.values()) < 2.5 * x.nbytes + mixer.taps_SC.nbytes + 200 * positions

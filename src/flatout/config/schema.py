@@ -4,6 +4,7 @@
 sections. A value of null means "work it out"; what was worked out is shown in the run's first record.
 """
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -229,7 +230,8 @@ class ModelConfig(Section):
         if "E" in self.pattern and self.scales and self.states % len(self.scales):
             raise Conflict(
                 f"states {self.states} do not divide into {len(self.scales)} scales",
-                f"set model.states={_multiple_near(self.states, len(self.scales))}, or other model.scales",
+                f"set model.states={_multiple_near(self.states, math.lcm(len(self.scales), self.state_heads))}, "
+                "or other model.scales",
             )
         if self.positions == "rope" and self.head_size is not None and self.head_size % 2:
             raise Conflict(

@@ -36,7 +36,13 @@ _OF_BLOCKS = {
         for name in ("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy")
     },
     "speed.scan": "E",
-}
+    **{
+        f"model.{name}": "AW"
+        for name in ("kv_heads", "qk_norm", "rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high",
+                     "rope_original_context")
+    },
+    "speed.attention": "AW",
+}  # fmt: skip
 
 
 def check_used(loaded: LoadedConfig) -> None:
@@ -65,11 +71,14 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
         for path, instead in _ALONE.items():
             yield path, why, f"leave {path} out: {instead}"
     if config.model.init_from is None:  # else the model's own shape is what counts, and it is read later
-        for path, letter in _OF_BLOCKS.items():
-            if letter not in config.model.pattern:
-                why = f"no block of model.pattern={config.model.pattern} is {letter}"
-                pattern = {"W": "WWWA", "E": "EEEA"}[letter]
-                yield path, why, f"set a pattern with {letter}, such as model.pattern={pattern}, or leave {path} out"
+        for path, letters in _OF_BLOCKS.items():
+            if not set(letters) & set(config.model.kinds):
+                told = " or ".join(letters)
+                why = f"no block of model.pattern={config.model.pattern} is {told}"
+                if set(letters) & set(config.model.pattern):
+                    why += f" where model.layers={config.model.layers}"
+                pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
+                yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
     if not config.lora.rank:
         for name in type(config.lora).model_fields:
             if name != "rank":

@@ -18,7 +18,7 @@ where that is; in packed windows there is no such target.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -162,15 +162,13 @@ class HostLoader(BatchLoader):
 
     def __next__(self) -> Batch:
         step, read = self._ahead.take()
-        if isinstance(read, PackedRows):
-            return _packed_batch(read, step, self._device)
-        return _batch(read.on(self._device), step)
+        return _moved(read, self._device) if isinstance(read, Batch) else _batch(read.on(self._device), step)
 
     def close(self) -> None:
         """Stop the threads and end the iteration. May be called at any time and more than once."""
         self._ahead.close()
 
-    def _read(self, step: int) -> _Raw | PackedRows:
+    def _read(self, step: int) -> _Raw | Batch:
         plan, windows = self._plan, self._plan.windows(step)
         if plan.packing is None:
             ids = plan.shards.gather(window_starts(windows, plan.stride), plan.context + 1)
@@ -184,7 +182,7 @@ class HostLoader(BatchLoader):
         if plan.apart:
             packed = _packed_rows(raw)
             packed.prepare(self._micro_batch or plan.batch_size, pin=self._device.type == "cuda")
-            return packed
+            return _packed_batch(packed, step, self._device)
         return raw.pinned(self._device)
 
 
@@ -264,6 +262,7 @@ def evaluation_batches(
     starts = None
     if apart:
         assert isinstance(shards, TokenShards), "checked by the config"
+        shards.check_document_starts()
         starts = shards.document_starts()
     return _evaluation_batches(shards, context, batch_size, torch.device(device), targets, starts)
 
@@ -292,7 +291,7 @@ def _evaluation_batches(
             packed = PackedRows(
                 tokens.view(batch_size, context).numpy(), documents_BT.numpy().copy(), labels_BT.numpy()
             )
-            yield _packed_batch(packed, step, device)
+            yield _moved(_packed_batch(packed, step, device), device)
             continue
         yield Batch(tokens.view(batch_size, context).to(device), labels.view(batch_size, context).to(device), step)
 
@@ -325,8 +324,15 @@ def _within(targets_BT: torch.Tensor, documents_BW: torch.Tensor) -> torch.Tenso
 
 
 def _packed_batch(packed: PackedRows, step: int, device: torch.device) -> Batch:
-    tokens_BT, targets_BT = (torch.from_numpy(rows).to(device) for rows in (packed.tokens_BT, packed.targets_BT))
+    """On the host yet, in memory from which `device` copies by itself."""
+    tokens_BT, targets_BT = (_pinned(torch.from_numpy(x), device) for x in (packed.tokens_BT, packed.targets_BT))
     return Batch(tokens_BT, targets_BT, step, packed=packed)
+
+
+def _moved(batch: Batch, device: torch.device) -> Batch:
+    # From pinned memory, or the loop would wait here for all that the device still has to do.
+    tokens_BT, targets_BT = (x.to(device, non_blocking=device.type == "cuda") for x in (batch.tokens, batch.targets))
+    return replace(batch, tokens=tokens_BT, targets=targets_BT)
 
 
 def _widened(ids: torch.Tensor) -> torch.Tensor:

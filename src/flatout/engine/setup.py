@@ -328,10 +328,11 @@ def order_of(config: RunConfig, dataset: SampleData) -> SampleOrder:
 
 def _flops(config: RunConfig, dataset: Dataset | StreamDataset | SampleData, vocab: int, trained: Trained) -> float:
     if isinstance(dataset, Dataset) and apart(config):
-        # As of samples below; of a document that is longer than a window, pieces of a window.
+        # As of samples below; a document that is longer than a window counts as pieces of a window and a rest.
         lengths = np.diff(dataset.train.document_starts().astype(np.int64), append=dataset.train.tokens)
-        lengths = np.minimum(lengths, config.model.context).astype(float)
-        return flops_per_token(config.model, vocab, float((lengths**2).sum() / lengths.sum()))
+        whole, rest = np.divmod(lengths, config.model.context)
+        squares = whole.sum() * float(config.model.context) ** 2 + (rest.astype(float) ** 2).sum()
+        return flops_per_token(config.model, vocab, float(squares / dataset.train.tokens))
     if not isinstance(dataset, SampleData):
         return flops_per_token(config.model, vocab)
     # A token attends inside its own sample: the mean length that a token finds itself in, not that of a row.

@@ -271,7 +271,7 @@ class Eigenstate(nn.Module):
             past = _Past(input_BTC, tail_BSC, shape.convolution - 1, documents_BT)
             result_BTC = input_BTC * taps_SC[0]
             for lag in range(1, shape.convolution):
-                result_BTC = result_BTC + past.at(lag) * taps_SC[lag]
+                result_BTC = result_BTC + past.at(lag, taps_SC[lag])
             input_BTC = result_BTC
         if shape.scales:
             tail_BSC = None if cache is None else cache.averaged_BSC
@@ -286,14 +286,14 @@ class Eigenstate(nn.Module):
     def _averaged(self, input_BTC: Tensor, past: "_Past", seen_BT: Tensor) -> Tensor:
         """Every group of states gets the mean of the last positions, as many as its scale says or there are."""
         scales = self.shape.scales
-        total = input_BTC.unflatten(-1, (2, len(scales), -1))
+        total = input_BTC.to(state_type(input_BTC)).unflatten(-1, (2, len(scales), -1))  # many are added up
         means: dict[int, Tensor] = {}
         for lag in range(max(scales)):
             if lag:
                 total = total + past.at(lag).unflatten(-1, (2, len(scales), -1))
             if lag + 1 in scales:
                 count_BT = seen_BT.clamp(max=lag + 1).to(total.dtype)
-                means[lag + 1] = total / count_BT[..., None, None, None]
+                means[lag + 1] = (total / count_BT[..., None, None, None]).to(input_BTC.dtype)
         return torch.stack([means[scale][..., group, :] for group, scale in enumerate(scales)], dim=-2).flatten(-3)
 
 
@@ -308,9 +308,11 @@ class _Past:
             self.whole_BTC = torch.cat([tail_BSC.to(x_BTC.dtype), x_BTC], dim=1)
             tail_BSC.copy_(self.whole_BTC[:, self.positions :].detach())
 
-    def at(self, lag: int) -> Tensor:
-        """The values `lag` positions earlier; nothing where that is another document."""
+    def at(self, lag: int, factor_C: Tensor | None = None) -> Tensor:
+        """The values `lag` positions earlier, times a factor; nothing where that is another document."""
         earlier_BTC = self.whole_BTC[:, self.reach - lag : self.reach - lag + self.positions]
+        if factor_C is not None:  # before the mask: backward then keeps a view, and no copy for every lag
+            earlier_BTC = earlier_BTC * factor_C
         if self.documents_BT is None:
             return earlier_BTC
         same_BT = F.pad(self.documents_BT[:, lag:] == self.documents_BT[:, :-lag], (min(lag, self.positions), 0))

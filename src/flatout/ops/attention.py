@@ -96,9 +96,14 @@ def _within_window(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, backend: str,
 
 
 def window_kernel(backend: str, x: Tensor) -> str:
-    """What serves a window where `backend` serves full attention. cuDNN knows none, flash only half precision."""
+    """What serves a window where `backend` serves full attention. cuDNN knows none, flash only half precision.
+
+    Kernels that go by bounds add gradients up in any order: none of them where torch is told to be deterministic.
+    """
     if backend == "reference":
         return "reference"
+    if torch.are_deterministic_algorithms_enabled():
+        return "blocks"
     if backend in FA4:
         return "fa4"
     return "flash" if x.is_cuda and x.element_size() == 2 and backend != "efficient" else "blocks"

@@ -14,8 +14,6 @@ attention. The definition is `window_mask` with `attention_reference`.
 Shape legend: B batch, T positions, S key positions, H query heads, G key/value heads, D head size, N = B·T, C blocks.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -63,7 +61,6 @@ def _flash(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tenso
     return y_NHD.view(batch, length, *y_NHD.shape[1:]).transpose(1, 2)
 
 
-@functools.lru_cache(maxsize=8)
 def _row_bounds(batch: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
 

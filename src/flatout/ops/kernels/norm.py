@@ -126,11 +126,10 @@ def _backward(
         record(seen_ptr, highest)
     if HAS_SUMS:
         place = program.to(tl.int64) * 3 * width + column
+        # All three, zeros where there is nothing to sum: they are folded together, and memory nobody wrote may hold NaN.
         tl.store(sums_ptr + place, tl.sum(weight_sum, 0), inside)
-        if HAS_BIAS:
-            tl.store(sums_ptr + place + width, tl.sum(bias_sum, 0), inside)
-        if HAS_BRANCH_BIAS:
-            tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)
+        tl.store(sums_ptr + place + width, tl.sum(bias_sum, 0), inside)
+        tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)
 
 
 _ON_THE_WAY = 64 * 1024  # bytes of rows that a program has under way into shared memory; a small card has 99 KiB

@@ -318,9 +318,8 @@ def _gradients(
             else:
                 phase_sum += dphase
     sums_ptr += number * 2 * channels
-    if not LOG_VARIES:
+    if not (LOG_VARIES and PHASE_VARIES):  # folded together: where one of them varies, its sum is zeros
         tl.store(sums_ptr + column, log_sum, inside)
-    if not PHASE_VARIES:
         tl.store(sums_ptr + channels + column, phase_sum, inside)
     if HAS_INITIAL:
         place = batch.to(tl.int64) * 2 * channels + column

@@ -126,7 +126,7 @@ def _backward(
         record(seen_ptr, highest)
     if HAS_SUMS:
         place = program.to(tl.int64) * 3 * width + column
-        # All three, zeros where there is nothing to sum: they are folded together, and memory nobody wrote may hold NaN.
+        # All three, zeros where there is nothing to sum: they are folded together, and other memory may hold NaN.
         tl.store(sums_ptr + place, tl.sum(weight_sum, 0), inside)
         tl.store(sums_ptr + place + width, tl.sum(bias_sum, 0), inside)
         tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)

@@ -393,8 +393,9 @@ def _config_action(action: str, parsed: argparse.Namespace) -> int:
     elif action == "presets":
         for title, rows in (("presets", configs.list_presets()), ("hardware overlays", configs.list_hardware())):
             print(f"{title}:")
+            width = max(len(row.name) for row in rows) + 2
             for row in rows:
-                print(f"  {row.name:<18}{row.summary}")
+                print(f"  {row.name:<{width}}{row.summary}")
     elif action == "copy":
         print(f"wrote {configs.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
     elif action == "show":

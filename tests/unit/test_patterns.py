@@ -106,6 +106,12 @@ def test_what_windows_do_not_go_with(more):
         ModelConfig(**{**SHAPE, "pattern": "W", **more})
 
 
+def test_scales_as_long_as_the_context_are_refused():
+    with pytest.raises(ValueError, match="beyond the context of 128"):
+        ModelConfig(pattern="E", context=128, scales=[1, 128])
+    ModelConfig(pattern="E", context=128, scales=[1, 127])
+
+
 def test_a_hint_about_scales_names_states_that_divide_into_heads_too():
     with pytest.raises(ValueError, match="do not divide into 3 scales") as error:
         ModelConfig(pattern="E", states=128, scales=[1, 2, 4])

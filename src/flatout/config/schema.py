@@ -113,7 +113,7 @@ class ModelConfig(Section):
     )
     scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(
         default=[],
-        description="Means over so many last tokens, as [1, 2, 4], each for an equal share of the states; [] is none.",
+        description="Means over so many last tokens, as [1, 4], each for an equal share of the states; [] is none.",
     )
     energy: Annotated[float, Field(ge=0.0, le=1000.0)] = Field(
         default=0.0, description="Weight of the mean squared size of all eigenvalues in the training loss."
@@ -232,6 +232,11 @@ class ModelConfig(Section):
                 f"states {self.states} do not divide into {len(self.scales)} scales",
                 f"set model.states={_multiple_near(self.states, math.lcm(len(self.scales), self.state_heads))}, "
                 "or other model.scales",
+            )
+        if "E" in self.pattern and self.scales and max(self.scales) >= self.context:
+            raise Conflict(
+                f"scales up to {max(self.scales)} reach beyond the context of {self.context}",
+                "set model.scales to numbers of tokens well below model.context",
             )
         if self.positions == "rope" and self.head_size is not None and self.head_size % 2:
             raise Conflict(

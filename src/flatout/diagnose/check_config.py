@@ -97,8 +97,8 @@ def _warmup(config: RunConfig, steps: int) -> Finding:
             "warm-up",
             "warn",
             f"{found}: it is as long as the run, or longer",
-            f"The learning rate never reaches its peak, and never decays. Set optim.warmup_steps={usual}, a twentieth "
-            "of the run, or train longer.",
+            "It is cut to the run: the learning rate reaches its peak at the end, and never falls. Set "
+            f"optim.warmup_steps={usual}, a twentieth of the run, or train longer.",
         )
     if warmup > steps // 2 and warmup > 20:
         return _finding(

@@ -18,12 +18,16 @@ def model_type_of(config: ModelConfig) -> str:
     if config.family == "gpt2":
         return "gpt2"
     hint = "only models that transformers has the same of can be exported; train with other values of these fields"
+    if set(config.kinds) != {"A"}:  # first, for nothing else that is changed would help
+        raise CheckpointError(
+            f"transformers has no such model with model.pattern={shorten(config.pattern)}",
+            "only models whose blocks all have full attention can be exported; `flatout generate` runs this one",
+        )
     for field, needed in {
         "norm": "rmsnorm",
         "positions": "rope",
         "mlp": "swiglu",
         "residual_scale": None,
-        "pattern": "A",
     }.items():
         if getattr(config, field) != needed:
             raise CheckpointError(

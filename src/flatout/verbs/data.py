@@ -38,7 +38,8 @@ def prepare(words: list[str]) -> int:
     parser.add_argument(
         "--context",
         type=number_between(int, 1, 2**24),
-        help="tokens of a window to count by, and to hold documents against; default: model.context. Shards fit any",
+        help="tokens of a window to count by, and to hold documents against; default: model.context, with no word of "
+        "documents. Shards fit any",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parsed = parser.parse_words(words)
@@ -137,8 +138,8 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         count, share = long["documents"], long["tokens"] / max(facts["train_tokens"], 1)
         documents = f"{count:,} of {facts['documents']['train']:,} training documents"
         yield (
-            f"{documents} are as long as a window, with {share:.1%} of the tokens; in the others, what is further away "
-            "than their length is another document"
+            f"{documents} are as long as a window, with {share:.1%} of the tokens"
+            + ("" if share == 1.0 else "; in the others, what is further away than their length is another document")
         )
     if facts["packing"] != "best_fit" and facts["remainder"] is None:
         yield f"too short for one window of {facts['context']:,} tokens: set a smaller model.context to train on it"

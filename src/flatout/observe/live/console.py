@@ -177,6 +177,7 @@ _SHOWN = ("precision", "kernels", "attention", "loss", "compile", "fused_optimiz
 _QUIET = {
     "products": ("torch",),
     "residual": ("fp32",),
+    "scan": ("none",),
     "fp8": ("[]",),
     "cuda_graphs": ("off",),
     "fused_qkv": ("true",),

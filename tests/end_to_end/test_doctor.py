@@ -69,7 +69,7 @@ def test_problems_come_last_with_their_advice(here: Path, capsys: pytest.Capture
     problems = out.index("Problems: training would not work")
     assert first < warnings < problems
     assert "there is no source nowhere.txt" in out[problems:]
-    assert "Set optim.warmup_steps=35" in out[warnings:problems]
+    assert "optim.warmup_steps=35, a twentieth of the run" in out[warnings:problems]
     assert re.match(r"\d+ checks: 1 problem, \d+ warnings?\. Mend the problems first", out.rstrip().splitlines()[-1])
 
 

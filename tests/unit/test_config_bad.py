@@ -39,7 +39,7 @@ def check_refusal(target: Path | None, overrides: list[str], what: object) -> No
 
 
 def test_bad_configs_are_refused(tmp_path: Path) -> None:
-    run_campaign(tmp_path, seed=1, count=300)
+    run_campaign(tmp_path, seed=1, count=150)
 
 
 @pytest.mark.slow

@@ -196,7 +196,9 @@ def test_our_kernels_equal_torchs_operations(model_name, packed, checkpointing):
         torch.testing.assert_close(mine, theirs, rtol=5e-4, atol=5e-4)
 
 
-@pytest.mark.parametrize("scan", ["chunked", pytest.param("triton", marks=with_interpreter)])
+@pytest.mark.parametrize(
+    "scan", [pytest.param("chunked", marks=pytest.mark.slow), pytest.param("triton", marks=with_interpreter)]
+)
 def test_a_model_with_eigenstates_compiles_in_one_graph(scan):
     results = []
     for compiled in (False, True):

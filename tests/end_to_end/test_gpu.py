@@ -1,7 +1,6 @@
 """What only a CUDA device can show. Run with `pytest -m gpu` on one."""
 
 import gc
-import warnings
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,10 @@ import torch
 
 import flatout
 from flatout.config.load import load_config
-from flatout.data.loader import Batch
 from flatout.engine.checkpoint import read_checkpoint
 from flatout.engine.setup import setup_run
 from flatout.records import EvalRecord, RunInfo, StepRecord
+from tests.end_to_end.no_waits import take_steps_without_waiting
 from tests.end_to_end.test_resume import stop_after
 
 pytestmark = pytest.mark.gpu
@@ -84,18 +83,7 @@ def test_fp16_saves_its_scale_and_resumes_with_it():
 
 def test_a_step_never_waits_for_the_device():
     run = setup_run(load_config(None, [*SMALL, "train.steps=10"]))
-    with run.batches(0) as loader:
-        batches: list[Batch] = [next(loader) for _ in range(6)]
-    for batch in batches[:3]:
-        run.step(batch.tokens, batch.targets)
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        for batch in batches[3:]:
-            run.step(batch.tokens, batch.targets)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    take_steps_without_waiting(run)
 
 
 @pytest.mark.parametrize(("micro_batch", "checkpointing"), [(8, "none"), (32, "full")])

@@ -1,7 +1,6 @@
 """Whole models of every mixer on a CUDA device, in bf16 and our kernels, as tests/unit/test_mixers.py on a CPU."""
 
 import gc
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.documents import lay_out
 from flatout.records import StepRecord
+from tests.end_to_end.no_waits import take_steps_without_waiting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -207,19 +207,8 @@ def test_compiled_code_learns_the_same_without_breaks(mode, scan):
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_steps_never_wait_for_the_device(more, graphs):
     run = setup_run(load_config(None, [*SMALL, *more, f"speed.cuda_graphs={graphs}", "speed.loader=device"]))
-    with run.batches(0) as loader:
-        batches = [next(loader) for _ in range(6)]
-    for batch in batches[:3]:
-        run.step(batch.tokens, batch.targets)
+    take_steps_without_waiting(run)
     assert isinstance(run.step.run_micro_batch, MicroBatchGraph) == (graphs == "on")
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        for batch in batches[3:]:
-            run.step(batch.tokens, batch.targets)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_documents_apart_train_on_a_gpu():

@@ -1,7 +1,6 @@
 """Speed switches in whole runs on a CUDA device: parity, what really ran, and no wait for the device."""
 
 import gc
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import Run, setup_run
 from flatout.ops.flash_attention_4 import fa4_missing
 from flatout.records import NoticeRecord, RunInfo, SampleRecord, StepRecord
+from tests.end_to_end.no_waits import take_steps_without_waiting
 from tests.end_to_end.test_resume import stop_after
 
 pytestmark = [
@@ -220,18 +220,7 @@ def test_graphs_are_automatic_for_small_models_and_recorded_anew_for_another_mic
 )
 def test_a_step_never_waits_for_the_device(words):
     run = setup_run(load_config(None, [*SMALL, *words]))
-    with run.batches(0) as loader:
-        batches = [next(loader) for _ in range(6)]
-    for batch in batches[:3]:
-        run.step(batch.tokens, batch.targets)
-    torch.cuda.synchronize()
-    try:
-        with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        for batch in batches[3:]:
-            run.step(batch.tokens, batch.targets)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    take_steps_without_waiting(run)
 
 
 # --- optimizer --------------------------------------------------------------------------------------------------------

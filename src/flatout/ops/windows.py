@@ -56,13 +56,9 @@ def decoding_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, window
 def _flash(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tensor:
     batch, _, length, _ = q_BHTD.shape
     q_NHD, k_NGD, v_NGD = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-    bounds_B = _row_bounds(batch, length, q_BHTD.device)
+    bounds_B = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q_BHTD.device)
     y_NHD = varlen_flash(q_NHD, k_NGD, v_NGD, bounds_B, length, window=window)
     return y_NHD.view(batch, length, *y_NHD.shape[1:]).transpose(1, 2)
-
-
-def _row_bounds(batch: int, length: int, device: torch.device) -> Tensor:
-    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
 
 
 def _blocks(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tensor:

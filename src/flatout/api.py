@@ -58,7 +58,7 @@ from flatout.engine.run_folder import (
     run_lock,
     set_later_aside,
 )
-from flatout.engine.setup import Run, apart, check_disk, first_samples, out_of_memory, setup_run, steps_of
+from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run, steps_of
 from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.files import disk_errors
@@ -493,7 +493,7 @@ def evaluate(
         shards = _shards(loaded, data, split)
     device = loaded.device.torch_device
     how = {"context": loaded.model.config.context, "batch_size": batch_size, "device": device}
-    how["apart"] = loaded.config is not None and apart(loaded.config)
+    how["apart"] = loaded.config is not None and loaded.config.documents_apart
     batches = evaluation_batches(shards, most_tokens=tokens, **how)
     with out_of_memory():
         loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))

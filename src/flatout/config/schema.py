@@ -663,6 +663,11 @@ class RunConfig(Section):
     )
     output: OutputConfig = Field(default_factory=lambda: OutputConfig(), description="Where the run writes.")
 
+    @property
+    def documents_apart(self) -> bool:
+        """Whether documents of plain text must not see each other. Samples of a chat never do, whatever this says."""
+        return self.data.documents == "apart" and self.chat.source is None
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.chat.source is not None:

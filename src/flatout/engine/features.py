@@ -124,7 +124,7 @@ def resolve_speed(
     settle("device", asked.device, str(device.torch_device))
     precision = settle("precision", asked.precision, *_precision(asked.precision, device))
     packed, quantized = config.chat.source is not None, config.lora.quantize != "none"
-    apart = config.data.documents == "apart" and not packed
+    apart = config.documents_apart
     kernels, why = _kernels(asked, device, config, precision, probes)
     if quantized and asked.kernels != "torch":
         kernels, why = "torch", "they know no 4-bit weights"
@@ -249,7 +249,7 @@ def _kernels(asked: SpeedConfig, device: Device, config: RunConfig, precision: s
 
 def _has_layout(config: RunConfig) -> bool:
     """Whether attention stays inside documents or samples of a row."""
-    return config.chat.source is not None or (config.data.documents == "apart" and config.model.attends)
+    return config.chat.source is not None or (config.documents_apart and config.model.attends)
 
 
 def _kernels_missing(device: Device, model: ModelConfig, probes: Probes) -> str | None:
@@ -471,7 +471,7 @@ def _cuda_graphs(
         return "off", "activation_offload waits for the host's memory, which a recording cannot"
     if graphs_of_its_own(compiled, our_graphs=wanted == "on"):
         return "off", f"compile {compiled} records graphs of its own"
-    if config.data.documents == "apart" and config.chat.source is None:
+    if config.documents_apart:
         return "off", "rows hold other documents at every step"
     if wanted == "on":
         return "on", ""

@@ -157,7 +157,7 @@ class Run:
         assert isinstance(self.order, WindowOrder)
         shape = {"batch_size": self.sequences, "context": self.config.model.context, "stride": stride_of(self.config)}
         plan = {"packing": self.packing, **shape, **span}
-        if apart(self.config):
+        if self.config.documents_apart:
             plan |= {"apart": True, "micro_batch": self.step.micro_batch}
         if self.speed.loader == "device":
             return DeviceLoader(self.dataset.train, self.order, **plan)
@@ -178,7 +178,7 @@ class Run:
             batch_size=batch_size or self.step.micro_batch,
             device=self.speed.device.torch_device,
             most_tokens=self.config.eval.tokens,
-            apart=apart(self.config),
+            apart=self.config.documents_apart,
         )
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
@@ -202,11 +202,6 @@ def step_tokens_of(dataset: Dataset | StreamDataset | SampleData, order: WindowO
     if isinstance(dataset, SampleData) and isinstance(order, SampleOrder):
         return dataset.train.tokens / order.steps_per_epoch
     return None
-
-
-def apart(config: RunConfig) -> bool:
-    """Whether documents of plain text must not see each other."""
-    return config.data.documents == "apart" and config.chat.source is None
 
 
 def stride_of(config: RunConfig) -> int:
@@ -327,7 +322,7 @@ def order_of(config: RunConfig, dataset: SampleData) -> SampleOrder:
 
 
 def _flops(config: RunConfig, dataset: Dataset | StreamDataset | SampleData, vocab: int, trained: Trained) -> float:
-    if isinstance(dataset, Dataset) and apart(config):
+    if isinstance(dataset, Dataset) and config.documents_apart:
         # As of samples below; a document that is longer than a window counts as pieces of a window and a rest.
         lengths = np.diff(dataset.train.document_starts().astype(np.int64), append=dataset.train.tokens)
         whole, rest = np.divmod(lengths, config.model.context)
@@ -462,7 +457,7 @@ def _build(config: RunConfig, vocab: int, speed: Speed, news: News) -> GPT:
         install_flash(speed.execution.attention)
     if speed.compile != "off":
         news.follow(CompileWatch(speed.compile).news)
-        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs, any_shape=apart(config))
+        compile_model(model, speed.compile, our_graphs=speed.cuda_graphs, any_shape=config.documents_apart)
     return model
 
 
@@ -572,7 +567,7 @@ def _build_step(
 def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | None = None) -> MemoryEstimate:
     """What a step of this config needs with these switches; `rows` is the most that packed samples fill."""
     lora = config.lora
-    row_tokens = config.model.context if apart(config) and config.model.attends else None
+    row_tokens = config.model.context if config.documents_apart and config.model.attends else None
     return estimate_memory(
         config.model,
         vocab,

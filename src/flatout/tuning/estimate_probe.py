@@ -26,7 +26,7 @@ from flatout.data.loader import evaluation_batches
 from flatout.engine.checkpoint import write_checkpoint
 from flatout.engine.evaluate import evaluate
 from flatout.engine.loop import Progress, capture
-from flatout.engine.setup import Run, apart, out_of_memory
+from flatout.engine.setup import Run, out_of_memory
 from flatout.errors import ResourceError
 from flatout.files import disk_errors
 from flatout.generation.decode import generate_tokens
@@ -165,7 +165,7 @@ def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figu
 
     def timed(most: int) -> tuple[float, int]:
         began = time.perf_counter()
-        how = {"context": context, "batch_size": size, "device": device, "apart": apart(run.config)}
+        how = {"context": context, "batch_size": size, "device": device, "apart": run.config.documents_apart}
         batches = evaluation_batches(run.val, most_tokens=most, **how)
         with out_of_memory():
             _, labelled = evaluate(run.model, batches, run.scope)

@@ -317,9 +317,10 @@ def test_a_rung_leaves_the_card_clean(tmp_path: Path):
     config = flatout.load_config(
         "shakespeare-char", [*TINY, "speed.device=cuda", "model.width=512", "speed.compile=on"]
     )
-    torch.cuda.empty_cache()
+    torch._C._cuda_clearCublasWorkspaces()  # they stay once a product has been made
     before = torch.cuda.memory_allocated()
     with borrowed_run(config) as run:
         found = measure(run, warmup=2, steps=3)
     assert found.peak_bytes > 2**20
+    torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() - before < 2**20

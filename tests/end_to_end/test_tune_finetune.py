@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import shlex
+import weakref
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -347,6 +348,21 @@ def test_estimates_are_those_of_a_run_and_less_memory_means_other_settings(made,
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_is_released_holds_no_memory_whoever_holds_the_run(made):
+    run = setup_run(made())
+    assert run.adapters is not None
+    run.adapters.fold()
+    joined = [layer.joined for layer in run.adapters.layers.values()]
+    kept = [weakref.ref(one.buffer) for one in joined if one is not None]
+    kept.append(weakref.ref(run.adapters.flat.grad))
+    assert len(kept) > 2
+    del joined
+    measure.release(run)
+    assert [ref() for ref in kept] == [None] * len(kept)
+    assert sum(parameter.numel() for parameter in run.model.parameters()) == 0
+    assert run.adapters.flat.numel() == 0
 
 
 @pytest.fixture

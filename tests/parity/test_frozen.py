@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import statistics
 from typing import Any
 
 import numpy as np
@@ -365,7 +366,7 @@ def test_fifty_steps_in_bf16_have_the_losses_of_torch(checkpointing, products, d
     how = {"dtype": torch.bfloat16, "bf16": True, "plan": {"rank": 16, "alpha": 32.0}, "micro_batch": 4}
     fused = dataclasses.replace(FUSED, checkpointing=checkpointing, products=products, residual="bf16", loss_chunk=8192)
     (mine, adapters), (theirs, others) = (step_of(device, one, 50, **how, **model) for one in (fused, Execution()))
-    losses = []
+    losses, norms = [], []
     for index in range(50):
         with torch.no_grad():
             others.flat.copy_(adapters.flat)
@@ -373,6 +374,8 @@ def test_fifty_steps_in_bf16_have_the_losses_of_torch(checkpointing, products, d
             step(tokens, tokens.roll(-1, 1))[:2].tolist() for step in (mine, theirs)
         )
         assert loss == pytest.approx(loss_there, rel=5e-3), index
-        assert norm == pytest.approx(norm_there, rel=0.1), index
+        assert norm == pytest.approx(norm_there, rel=0.25), index
         losses.append(loss)
+        norms.append(norm / norm_there)
     assert losses[-1] < losses[0] - 0.05
+    assert statistics.median(norms) == pytest.approx(1.0, abs=0.03)  # a single step may be at a steep place

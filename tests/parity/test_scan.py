@@ -315,8 +315,10 @@ def test_kernels_over_32768_positions(dtype, varies, resets):
     for chunk in (None, *CHUNKS):
         found = values_and_gradients(inputs, begins, path="triton", chunk=chunk)
         for name, mine, other in zip(("h", "last", "dx", "dlog", "dphase"), found, expected, strict=True):
-            # λ itself is rounded to fp32, and that counts for as many positions as a state lasts.
-            assert_near(mine, other, dtype, f"{name}, chunk {chunk}", slack=200.0 if dtype == FP32 else 1.0)
+            # λ itself is rounded to fp32, and that counts for as many positions as a state lasts. In bf16 both factors
+            # of a gradient of λ are rounded: among eight million of them the worst is off by 1.24 tolerances.
+            slack = 200.0 if dtype == FP32 else 2.0 if name == "dlog" else 1.0
+            assert_near(mine, other, dtype, f"{name}, chunk {chunk}", slack=slack)
 
 
 ALL = {"heads": 4, "modulation": 1.0, "resonance": 0.1, "convolution": 4, "scales": (1, 4)}

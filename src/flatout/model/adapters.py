@@ -277,6 +277,18 @@ class Adapters:
         for layer in self.layers.values():
             layer.forget()
 
+    def let_go(self) -> None:
+        """Drops what is held here beside the parameters of the model: flat tensors, and weights joined with adapters.
+
+        Of no use afterwards, but whoever still holds it holds no memory.
+        """
+        self._placed, self._linked, self._spreading = [], [], None
+        for layer in self.layers.values():
+            layer.joined = None
+        for parameter in (self.flat, *self.optimizer_parameters):
+            parameter.grad = None
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+
     def refresh(self) -> None:
         """Joined weights take over today's A and B, all at once; before a pass whose code is compiled or recorded."""
         a, scales, values, places_a, places_b = [], [], [], [], []

@@ -14,6 +14,7 @@ Shape legend: B batch, T positions, H query heads, G key/value heads, D head siz
 import functools
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ def fa4_missing() -> str | None:
 def fa4_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(forward, backward)."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
+    # What the package and its compiler have to settle with each other is nothing a user can do anything about.
+    warnings.filterwarnings("ignore", message=r"Argument \w+ \(position", category=UserWarning)
+    warnings.filterwarnings("ignore", message=r"cutlass\.", category=DeprecationWarning)
     from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
 
     return interface._flash_attn_fwd, interface._flash_attn_bwd

@@ -178,6 +178,8 @@ def release(run: Run) -> None:
     run.step.run_micro_batch = run.step.forward_backward
     run.step.optimizer.state.clear()
     run.model.narrow.forget()
+    if run.adapters is not None:
+        run.adapters.let_go()
     for parameter in run.model.parameters():
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)

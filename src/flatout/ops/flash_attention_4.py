@@ -25,6 +25,11 @@ from torch.autograd.function import once_differentiable
 
 from flatout.ops.packing import packed
 
+# What the package and its compiler have to settle with each other is nothing a user can do anything about. It is said
+# here, and not where they are called: that may be inside of a block that puts all filters back at its end.
+warnings.filterwarnings("ignore", message=r"Argument \w+ \(position", category=UserWarning)
+warnings.filterwarnings("ignore", message=r"cutlass\.", category=DeprecationWarning)
+
 
 def fa4_missing() -> str | None:
     """Why it is not at hand, or None."""
@@ -37,9 +42,6 @@ def fa4_missing() -> str | None:
 def fa4_kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """(forward, backward)."""
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when it is imported
-    # What the package and its compiler have to settle with each other is nothing a user can do anything about.
-    warnings.filterwarnings("ignore", message=r"Argument \w+ \(position", category=UserWarning)
-    warnings.filterwarnings("ignore", message=r"cutlass\.", category=DeprecationWarning)
     from flash_attn.cute import interface  # pyright: ignore[reportMissingImports]
 
     return interface._flash_attn_fwd, interface._flash_attn_bwd

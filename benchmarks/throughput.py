@@ -59,6 +59,7 @@ OURS: dict[str, tuple[str, list[str], int]] = {
     "1300m-fp8-all": ("gpt2-350m", [*LARGE, "speed.fp8=[qkv, out, up, down, head]"], 8),
     "gpt-124m": ("gpt-124m", [], 12),
     "small-32k": ("small-32k", LONG, 8),
+    "small-32k-fa4": ("small-32k", [*LONG, "speed.attention=fa4"], 8),
     "small-32k-windows": ("small-32k", [*LONG, "model.pattern=WWWWWA"], 8),
     "small-32k-hybrid": ("small-32k-hybrid", LONG, 8),
     "small-32k-eigenstate": ("small-32k-eigenstate", LONG, 8),

@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests are tiny: threads would cost more than they bring
@@ -42,6 +43,12 @@ TINY = [
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="K/N: every Nth test from the Kth on, to share work among processes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if find_spec("flash_attn"):  # where FlashAttention-4 is, it and its compiler warn about each other
+        config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
+        config.addinivalue_line("filterwarnings", r"ignore:Argument \w+ \(position:UserWarning")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

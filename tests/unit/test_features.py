@@ -141,7 +141,7 @@ def test_documents_apart_are_read_on_the_host_and_attended_by_bounds():
         (HOPPER, ["speed.kernels=torch"], "cudnn"),  # compiled, and a compiler cannot look into FlashAttention-4
         (HOPPER, ["model.context=8192"], "fa4"),
         (HOPPER, ["model.heads=6"], "fa4"),
-        (HOPPER, ["model.heads=6", "model.context=32768"], "cudnn+fa4"),
+        (HOPPER, ["model.heads=6", "model.context=32768"], "fa4"),
         (HOPPER, ["model.heads=8"], "cudnn"),  # heads of 96 were not measured, nor was Blackwell
         (BLACKWELL, [], "cudnn"),
         (HOPPER, ["speed.precision=fp32"], "sdpa"),

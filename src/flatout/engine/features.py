@@ -402,7 +402,7 @@ def _faster_with_fa4(model: ModelConfig) -> str | None:
     size = model.size
     if size not in (64, 128):
         return None
-    forward_by_cudnn = model.context < 2048 if size == 64 else model.context >= 32768
+    forward_by_cudnn = size == 64 and model.context < 2048
     return "cudnn+fa4" if forward_by_cudnn else "fa4"
 
 

@@ -28,7 +28,6 @@ from flatout.ops.packing import packed
 # What the package and its compiler have to settle with each other is nothing a user can do anything about. It is said
 # here, and not where they are called: that may be inside of a block that puts all filters back at its end.
 warnings.filterwarnings("ignore", message=r"Argument \w+ \(position", category=UserWarning)
-warnings.filterwarnings("ignore", message=r"cutlass\.", category=DeprecationWarning)
 
 
 def fa4_missing() -> str | None:

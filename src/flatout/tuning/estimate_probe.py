@@ -30,7 +30,7 @@ from flatout.engine.setup import Run, out_of_memory
 from flatout.errors import ResourceError
 from flatout.files import disk_errors
 from flatout.generation.decode import generate_tokens
-from flatout.tuning.measure import WARMUP, Steps, borrowed_run, summary_of
+from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, summary_of
 
 FEWEST, MOST = 8, 400  # timed steps
 SHARE = 0.25  # of the time for steps; an evaluation and a sample may take so much each
@@ -80,6 +80,7 @@ def time_run(
     `validation_tokens` is how many an evaluation will have, None where that is not known.
     """
     notice("building the model")
+    free_memory()  # of whatever was here before: that is not this run's time
     began = time.perf_counter()
     with borrowed_run(loaded) as run:
         built = time.perf_counter() - began

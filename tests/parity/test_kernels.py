@@ -21,9 +21,10 @@ from flatout.ops.kernels.heads import pack_heads, project_heads
 from flatout.ops.kernels.linear import linear
 from flatout.ops.kernels.norm import add_norm
 from flatout.ops.kernels.rotary import prepare_heads
+from flatout.ops.kernels.swiglu_adapters import SHAPES, SwigluPass
 from flatout.ops.kernels.thin import add_adapter_gradients, by_our_kernel, by_products
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
-from flatout.ops.lora import LoraLayout, LoraPart
+from flatout.ops.lora import LoraLayout, LoraPart, one_part
 from flatout.ops.reference import IGNORED
 from tests.parity.checking import (
     DEVICES,
@@ -610,6 +611,53 @@ def test_adapter_gradients_by_one_kernel(rows, inputs, parts, dtype, device):
         total += dy[:, part.span].double().t() @ u[:, span].double()
     for way in (by_our_kernel, by_products, add_adapter_gradients):
         totals = [total.clone() for total in start]
-        way(totals, dy, x, u, layout, outputs)
+        way(totals, dy, x, u, layout)
         for index, (mine, theirs) in enumerate(zip(totals, expected, strict=True)):
             assert_near(mine, theirs, FP32, f"{way.__name__} {index}", 10.0)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "hidden", "ranks"),
+    [
+        (70, 40, (3, 5, 16)),
+        (130, 72, (16, 16, 16)),
+        pytest.param(5000, 2816, (16, 16, 16), marks=pytest.mark.gpu),
+        pytest.param(3001, 1000, (8, 64, 32), marks=pytest.mark.gpu),
+    ],
+)
+def test_swiglu_and_the_gradients_of_adapters_around_it(rows, hidden, ranks, in_place, dtype, device):
+    """Every way leaves the gradient of pre, adds to the gradients of A after it and of B before it, and to no other."""
+    down = one_part(48, ranks[0], 1.5)
+    up = LoraLayout(2 * hidden, (LoraPart(0, hidden, ranks[1], 2.0), LoraPart(hidden, hidden, ranks[2], 2.0)))
+    dout = draw(rows, hidden, dtype=dtype, device=device).detach()
+    pre = draw(rows, 2 * hidden + 16, dtype=dtype, device=device, seed=1).detach()[:, : 2 * hidden]
+    dy = draw(rows, 48 + ranks[0], dtype=dtype, device=device, seed=2).detach()
+    u = draw(rows, up.rank, dtype=dtype, device=device, seed=3).detach()
+    shapes = [(ranks[0], hidden), (48, ranks[0]), (up.rank, 32), (hidden, ranks[1]), (hidden, ranks[2])]
+    start = [draw(*shape, device=device, seed=4 + i).detach() for i, shape in enumerate(shapes)]
+    exact = pre.double().requires_grad_()
+    gate, value = exact.split(hidden, dim=1)
+    y = F.silu(gate) * value
+    (dpre,) = torch.autograd.grad(y, exact, dout.double())
+    expected = [total.double() for total in start]
+    expected[0] += 1.5 * dy[:, 48:].double().t() @ y.detach()
+    expected[3] += dpre[:, :hidden].t() @ u[:, : ranks[1]].double()
+    expected[4] += dpre[:, hidden:].t() @ u[:, ranks[1] :].double()
+    for shape in (None, *SHAPES, "chosen"):
+        totals, mine = [total.clone() for total in start], pre.clone()
+        there = SwigluPass(
+            dout_NM=dout.clone(), pre_NC=mine, into_NC=mine if in_place else torch.empty_like(mine), dy_NJ=dy, u_NR=u,
+            down=down, up=up, down_places=totals[:2], up_places=totals[2:],
+        )  # fmt: skip
+        if shape == "chosen":
+            there.run()
+        else:
+            there.apart() if shape is None else there.in_one(shape)
+        assert_near(there.into_NC, dpre, dtype, f"{shape} dpre")
+        for index, (total, other) in enumerate(zip(totals, expected, strict=True)):
+            if index in (1, 2):
+                assert torch.equal(total, start[index])
+            else:
+                assert_near(total, other, dtype, f"{shape} {index}", 10.0 if dtype == FP32 else 1.0)

@@ -4,7 +4,8 @@ Idea: with frozen weights backward is short: no weight gradients, no column sums
 - Base and adapter are one product, [x, u] @ [W, B]ᵀ and [dy, g] @ [W; A] (ops/lora.py). Our kernels write x and dy into
   rows with room for u and g, so nothing is copied for it; only what attention writes gets the thin product added.
 - Rotary positions are applied where queries and keys lie, and turned back while gradients are packed.
-- Gradients of A and B are added to `.grad` by the product that makes them, where there is one.
+- Gradients of A and B are added to `.grad` by the product that makes them, where there is one. Those of the adapters
+  around SwiGLU may come from its own backward pass (swiglu_adapters.py).
 - Kept for backward: the residual stream twice, both norms, queries to values, attention's result, and the MLP before
   its activation; the activation is written again by the kernel that differentiates it. `selective` keeps no norms
   either, for the same reason. `full` keeps one residual stream and runs the block again.
@@ -28,6 +29,7 @@ from flatout.ops.kernels.activation import KINDS, activate, activate_backward
 from flatout.ops.kernels.cublaslt import by_torch, multiply
 from flatout.ops.kernels.norm import FrozenNorm
 from flatout.ops.kernels.rotary import turn_back_packed, turn_packed
+from flatout.ops.kernels.swiglu_adapters import SwigluPass
 from flatout.ops.kernels.thin import add_adapter_gradients
 from flatout.ops.lora import JoinedWeight
 from flatout.ops.scales import version_of
@@ -115,18 +117,21 @@ class FrozenLinear:
         """dx of [dy, g]."""
         return self._multiply(dy_NJ, self._weight(dy_NJ.dtype) if self.joined is None else self.joined.backward_JI)
 
-    def gradients(self, dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None) -> list[Tensor | None]:
-        """Those of `adapters`, or None for each that was added to its `.grad`."""
-        if self.joined is None or self.a_RI is None:
-            return []
-        assert x_NI is not None
-        assert u_NR is not None
-        totals = [adapter.grad for adapter in self.adapters]
-        there = [total for total in totals if total is not None]
-        if len(there) < len(totals):  # made now, and returned
+    def places(self) -> list[Tensor]:
+        """Where gradients of `adapters` are added: their `.grad`, or new tensors where one of them has none."""
+        there = [adapter.grad for adapter in self.adapters if adapter.grad is not None]
+        if len(there) < len(self.adapters):
             there = [torch.zeros_like(adapter, requires_grad=False) for adapter in self.adapters]
-        add_adapter_gradients(there, dy_NJ, x_NI, u_NR, self.joined.layout, self.weight_OI.shape[0])
-        return [*there] if any(total is None for total in totals) else [None] * len(totals)
+        return there
+
+    def gradients(
+        self, places: list[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, which: str = "both"
+    ) -> list[Tensor | None]:
+        """Those of `adapters`, or None for each whose `.grad` is its place. `which`: those still to be added."""
+        if self.joined is None or not places:
+            return []
+        add_adapter_gradients(places, dy_NJ, x_NI, u_NR, self.joined.layout, which)
+        return [None if place is adapter.grad else place for place, adapter in zip(places, self.adapters, strict=True)]
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight_OI.to(dtype) if self.joined is None else self.joined.weight_OI
@@ -335,7 +340,18 @@ def _backward(
     dy_NJ = block.above.take(dbranch, block.dtype)
     down.thin_gradient(dy_NJ)
     dpre_NJ = pre if full else up.gradient_room(x1, block.dtype)
-    if to_pre:
+    at_down, at_up = down.places(), up.places()
+    together = to_pre and block.kind == "swiglu" and up.bias_O is None and bool(at_down) and bool(at_up)
+    active = None
+    if together:
+        assert down.joined is not None
+        assert up.joined is not None
+        layouts = {"down": down.joined.layout, "up": up.joined.layout}
+        SwigluPass(
+            dout_NM=down.input_gradient(dy_NJ), pre_NC=pre[:, :columns], into_NC=dpre_NJ[:, :columns], dy_NJ=dy_NJ,
+            u_NR=u3, down_places=at_down, up_places=at_up, **layouts,
+        ).run()  # fmt: skip
+    elif to_pre:
         dactive = down.input_gradient(dy_NJ)
         how = {"again": down.rank > 0, "frozen": True, "into": dpre_NJ[:, :columns]}
         active = activate_backward(dactive, pre[:, :columns], up.bias_O, kind, **how)[2]
@@ -343,7 +359,7 @@ def _backward(
     else:
         active = activate(pre[:, :columns].contiguous(), up.bias_O, kind)
     del pre
-    of_down = down.gradients(dy_NJ, active, u4)
+    of_down = down.gradients(at_down, dy_NJ, active, u4, "b" if together else "both")
     del active, dy_NJ, dbranch
     if not to_pre:
         return None, None, of_down
@@ -357,16 +373,16 @@ def _backward(
     if not to_middle:
         if again:
             block.second.forward(x2, None, None, h2)
-        return None, None, [*up.gradients(dpre_NJ, h2, u3), *of_down]
+        return None, None, [*up.gradients(at_up, dpre_NJ, h2, u3, "a" if together else "both"), *of_down]
     dh = up.input_gradient(dpre_NJ)
     do_NJ = out.gradient_room(x1, block.dtype)
     dx1 = block.second.backward(dx2, dh, x2, mean2, rstd2, do_NJ[:, :width], h2 if again else None)
     del dh, dx2, x2
-    of_up = up.gradients(dpre_NJ, h2, u3)
+    of_up = up.gradients(at_up, dpre_NJ, h2, u3, "a" if together else "both")
     del dpre_NJ, h2
 
     out.thin_gradient(do_NJ)
-    of_out = out.gradients(do_NJ, attended.result() if out.rank else None, u2)
+    of_out = out.gradients(out.places(), do_NJ, attended.result() if out.rank else None, u2)
     if not to_qkv:
         return None, None, [*of_out, *of_up, *of_down]
     dqkv = attended.gradients(out.input_gradient(do_NJ))
@@ -385,14 +401,14 @@ def _backward(
     if not wanted:
         if again:
             block.first.forward(x1, None, None, h1)
-        return None, None, [*qkv.gradients(dqkv_NJ, h1, u1), *of_out, *of_up, *of_down]
+        return None, None, [*qkv.gradients(qkv.places(), dqkv_NJ, h1, u1), *of_out, *of_up, *of_down]
     dh = qkv.input_gradient(dqkv_NJ)
     room = 0 if block.below is None else block.below.rank
     dbelow_NJ = roomy(x1.shape[0], width, room, dtype or x1.dtype, x1.device)
     dx = block.first.backward(dx1, dh, x1, mean1, rstd1, dbelow_NJ[:, :width], h1 if again else None)
     if block.below is not None:
         block.below.wide_NJ = dbelow_NJ
-    return dx, dbelow_NJ[:, :width], [*qkv.gradients(dqkv_NJ, h1, u1), *of_out, *of_up, *of_down]
+    return dx, dbelow_NJ[:, :width], [*qkv.gradients(qkv.places(), dqkv_NJ, h1, u1), *of_out, *of_up, *of_down]
 
 
 def frozen_block(

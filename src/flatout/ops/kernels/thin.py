@@ -64,7 +64,7 @@ def _gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _tiles(
-    layout: LoraLayout, inputs: int, places: tuple[int, ...], device: torch.device
+    layout: LoraLayout, inputs: int, places: tuple[int, ...], device: torch.device, which: str
 ) -> tuple[Tensor, Tensor, int, int, bool]:
     """(table [T, 8], scales [T], ranks of the widest, T, whether all begins and ends at multiples of 8).
 
@@ -85,13 +85,13 @@ def _tiles(
 
     begin = 0
     spans = layout.spans
-    for index, part in enumerate(layout.parts):  # ranks of equal scale share a reading of x
+    for index, part in enumerate(layout.parts if which != "b" else ()):  # ranks of equal scale share a reading of x
         last = index + 1 == len(layout.parts)
         if last or layout.parts[index + 1].scale != part.scale:
             low, high = spans[begin].start, spans[index].stop
             strips(0, 0, inputs, low, high, places[0] + low * inputs, (1, inputs), part.scale)
             begin = index + 1
-    for part, span, place in zip(layout.parts, spans, places[1:], strict=True):
+    for part, span, place in zip(layout.parts, spans, places[1:], strict=True) if which != "a" else ():
         strips(1, part.first, part.span.stop, span.start, span.stop, place, (part.rank, 1), 1.0)
     table = torch.tensor(rows, dtype=torch.int64, device=device)
     widest, aligned = max(row[4] for row in rows), not any(number % 8 for row in rows for number in row[1:5])
@@ -99,36 +99,47 @@ def _tiles(
 
 
 def by_our_kernel(
-    totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor, u_NR: Tensor, layout: LoraLayout, outputs: int
+    totals: Sequence[Tensor],
+    dy_NJ: Tensor,
+    x_NI: Tensor | None,
+    u_NR: Tensor | None,
+    layout: LoraLayout,
+    which: str = "both",
 ) -> None:
     """Adds to gradients in fp32, each of them dense."""
-    size, device = totals[0].element_size(), x_NI.device
+    size, device, rows = totals[0].element_size(), dy_NJ.device, dy_NJ.shape[0]
     places = tuple((total.data_ptr() - totals[0].data_ptr()) // size for total in totals)
-    table, scales, widest, tiles, aligned = _tiles(layout, x_NI.shape[1], places, device)
-    rows = x_NI.shape[0]
+    x_NI, u_NR = dy_NJ if x_NI is None else x_NI, dy_NJ if u_NR is None else u_NR  # one that no tile reads
+    table, scales, widest, tiles, aligned = _tiles(layout, x_NI.shape[1], places, device, which)
     shares = max(1, min(triton.cdiv(rows, 4 * _ROWS), triton.cdiv(6 * multiprocessors(device), tiles)))
     share = triton.cdiv(triton.cdiv(rows, shares), _ROWS) * _ROWS
-    exact = x_NI.dtype == torch.float32 or not x_NI.is_cuda  # Triton's interpreter multiplies nothing narrower
+    exact = dy_NJ.dtype == torch.float32 or not dy_NJ.is_cuda  # Triton's interpreter multiplies nothing narrower
     _gradients[(tiles, triton.cdiv(rows, share))](
-        x_NI, dy_NJ[:, outputs:], dy_NJ, u_NR, totals[0], table, scales, rows, share, x_NI.stride(0), dy_NJ.stride(0),
-        u_NR.stride(0), EXACT=exact, ALIGNED=aligned, COLUMNS=_COLUMNS, ROWS=_ROWS,
+        x_NI, dy_NJ[:, layout.outputs :], dy_NJ, u_NR, totals[0], table, scales, rows, share, x_NI.stride(0),
+        dy_NJ.stride(0), u_NR.stride(0), EXACT=exact, ALIGNED=aligned, COLUMNS=_COLUMNS, ROWS=_ROWS,
         RANKS=max(16, triton.next_power_of_2(widest)), num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
 
 
 def by_products(
-    totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor, u_NR: Tensor, layout: LoraLayout, outputs: int
+    totals: Sequence[Tensor],
+    dy_NJ: Tensor,
+    x_NI: Tensor | None,
+    u_NR: Tensor | None,
+    layout: LoraLayout,
+    which: str = "both",
 ) -> None:
     """The same by torch's products."""
-    g_RN, (da_RI, *db) = dy_NJ[:, outputs:].t(), totals
+    g_RN, (da_RI, *db) = dy_NJ[:, layout.outputs :].t(), totals
     scales = {part.scale for part in layout.parts}
-    if len(scales) == 1:
+    if x_NI is not None and which != "b" and len(scales) == 1:
         _add(da_RI, g_RN, x_NI, scales.pop())
-    else:
+    elif x_NI is not None and which != "b":
         for part, span in zip(layout.parts, layout.spans, strict=True):
             _add(da_RI[span], g_RN[span], x_NI, part.scale)
-    for total, part, span in zip(db, layout.parts, layout.spans, strict=True):
-        _add(total, dy_NJ[:, part.span].t(), u_NR[:, span], 1.0)
+    if u_NR is not None and which != "a":
+        for total, part, span in zip(db, layout.parts, layout.spans, strict=True):
+            _add(total, dy_NJ[:, part.span].t(), u_NR[:, span], 1.0)
 
 
 def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
@@ -142,37 +153,50 @@ def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
 
 
 @functools.cache
-def _chosen(layout: LoraLayout, inputs: int, dtype: torch.dtype, device: torch.device) -> list[Callable[..., None]]:
+def _chosen(
+    layout: LoraLayout, inputs: int, dtype: torch.dtype, device: torch.device, which: str
+) -> list[Callable[..., None]]:
     """The faster way for a layer, once it is known."""
     return []
 
 
 def add_adapter_gradients(
-    totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor, u_NR: Tensor, layout: LoraLayout, outputs: int
+    totals: Sequence[Tensor],
+    dy_NJ: Tensor,
+    x_NI: Tensor | None,
+    u_NR: Tensor | None,
+    layout: LoraLayout,
+    which: str = "both",
 ) -> None:
-    """Adds the gradients of A and of the parts of B to `totals`; g lies in the columns of `dy_NJ` after `outputs`."""
-    values = (dy_NJ, x_NI, u_NR, layout, outputs)
+    """Adds the gradients of A and of the parts of B to `totals`; g lies in the columns of `dy_NJ` after the outputs.
+
+    `which` is "a" or "b" where only those are wanted; u may be None then, or x, and g need not be there.
+    """
+    values = (dy_NJ, x_NI, u_NR, layout, which)
     dense = all(total.is_contiguous() and total.dtype == torch.float32 for total in totals)
-    if not x_NI.is_cuda or not dense or torch.are_deterministic_algorithms_enabled():
+    if not dy_NJ.is_cuda or not dense or torch.are_deterministic_algorithms_enabled():
         by_products(totals, *values)
         return
-    chosen = _chosen(layout, x_NI.shape[1], x_NI.dtype, x_NI.device)
+    inputs = 0 if x_NI is None else x_NI.shape[1]
+    chosen = _chosen(layout, inputs, dy_NJ.dtype, dy_NJ.device, which)
     if not chosen:
         if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
             by_products(totals, *values)
             return
         spare = [torch.zeros_like(total) for total in totals]
-        chosen.append(min((by_products, by_our_kernel), key=lambda way: _milliseconds(way, spare, values)))
+        ways = (by_products, by_our_kernel)
+        chosen.append(min(ways, key=lambda way: milliseconds(lambda: way(spare, *values))))
     chosen[0](totals, *values)
 
 
-def _milliseconds(way: Callable[..., None], totals: Sequence[Tensor], values: tuple[object, ...]) -> float:
+def milliseconds(way: Callable[[], None]) -> float:
+    """What a call takes on the device, after one to warm up."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    way(totals, *values)
+    way()
     torch.cuda.synchronize()
     start.record()
     for _ in range(_TRIALS):
-        way(totals, *values)
+        way()
     end.record()
     end.synchronize()
     return start.elapsed_time(end)

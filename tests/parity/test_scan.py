@@ -316,7 +316,8 @@ def test_kernels_over_32768_positions(dtype, varies, resets):
         found = values_and_gradients(inputs, begins, path="triton", chunk=chunk)
         for name, mine, other in zip(("h", "last", "dx", "dlog", "dphase"), found, expected, strict=True):
             # λ itself is rounded to fp32, and that counts for as many positions as a state lasts. In bf16 both factors
-            # of a gradient of λ are rounded: among eight million of them the worst is off by 1.24 tolerances.
+            # of a gradient of λ are rounded: the worst of eight million is off by 1.24 tolerances, and in the chunked
+            # form, which is torch's operations alone, the worst of two million by 0.88.
             slack = 200.0 if dtype == FP32 else 2.0 if name == "dlog" else 1.0
             assert_near(mine, other, dtype, f"{name}, chunk {chunk}", slack=slack)
 

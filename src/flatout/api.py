@@ -5,6 +5,7 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from flatout.engine.adapter_folder import (
 )
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
-from flatout.engine.evaluate import bits_per_byte, perplexity
+from flatout.engine.evaluate import bits_per_byte, perplexity, tokens_per_byte
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.features import scan_for
 from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data
@@ -133,14 +134,24 @@ def train(
         point = find_resume_point(folder, resume, messages.append)
         resumed = None if point is None else read_checkpoint(point, verified=True)
         begun = None if resumed is None else resolve_from_mapping(resumed.config).lora
-        run = setup_run(config, progress, begun=begun)
+        if resumed is not None and _plain(config).chat.source is None:  # else the shape is the base's, read later
+            _check_shape(_plain(config), resumed, folder)
+        try:
+            run = setup_run(config, progress, begun=begun)
+        except DataError as error:
+            way = None if resumed is None else _own_settings(_plain(config), resumed, folder, ("data", "clean", "chat"))
+            if way is None:
+                raise
+            raise DataError(error.message, f"{error.hint}; {way}") from error
         if resumed is not None:
             if run.steps < resumed.step:
                 raise ConfigError(
                     f"the run is at step {resumed.step:,} already, and train.steps makes {run.steps:,}",
                     f"set train.steps above {resumed.step}, or start a new run without --resume",
                 )
-            messages += [*check_same_run(run, resumed), *_about_rate(run, resumed)]
+            messages += [*check_same_run(run, resumed, folder), *_about_rate(run, resumed)]
+            if resume == "auto" and any(_meant_once(path) for path, _, _ in _differences(run.config, resumed)):
+                messages.append(f"to go on with the settings that the run had: {_go_on(resumed, folder)}")
             if point is not None and resume != "auto":
                 set_later_aside(folder, point, messages.append)
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
@@ -188,42 +199,88 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     return load_stored(checkpoint.config, overrides)
 
 
-def check_same_run(run: Run, checkpoint: Checkpoint) -> list[str]:
+def check_same_run(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
     if checkpoint.state["dataset"] != run.dataset.manifest.fingerprint:
+        way = _own_settings(run.config, checkpoint, folder, ("data", "clean", "chat"))
         raise CheckpointError(
             f"the checkpoint was trained on data {checkpoint.state['dataset'][:12]}, {run.dataset.train.folder} is "
             f"{run.dataset.manifest.fingerprint[:12]}",
-            "restore the data it was trained on, or start a new run",
+            f"{way or 'restore the data it was trained on'}, or start a new run",
         )
     if run.base is not None and checkpoint.state.get("base", run.base) != run.base:
         raise CheckpointError(
             f"{run.config.model.init_from} holds other weights than those that the run's adapters were trained on",
             "put the model that they were trained on back in its place, or start a new run",
         )
+    _check_shape(run.config, checkpoint, folder)
     changed: list[str] = []
     if run.config.model.dropout > 0 and not run.random.tensors().keys() <= checkpoint.run.keys():
         changed.append(f"the checkpoint was not saved on {run.speed.device.kind}: dropout draws start anew there")
-    now = run.config.model_dump()
+    for path, before, after in _differences(run.config, checkpoint):
+        section, _, name = path.partition(".")
+        if section == "lora" and name != "rank" and not run.config.lora.rank:
+            continue  # without adapters nobody reads it
+        if section == "lora" and name in ("rank", "alpha", "targets", "rank_stabilised", "dora"):
+            raise CheckpointError(
+                f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",
+                f"set {path}={format_value(before)}, or go on without a config: {_go_on(checkpoint, folder)}",
+            )
+        changed.append(f"{path} was {format_value(before)}, is now {format_value(after)}")
+    return changed
+
+
+def _check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None:
+    """Refuses a checkpoint of another model, with the command that goes on with it."""
+    for path, before, after in _differences(config, checkpoint):
+        if path.startswith("model.") and path != "model.dropout":
+            way = _own_settings(config, checkpoint, folder, ("model",))
+            raise CheckpointError(
+                f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",
+                f"a trained model keeps its shape: {way}, or start a new run without --resume",
+            )
+
+
+def _differences(config: RunConfig, checkpoint: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
+    """(path, what the run had, what the config says) of every setting that is not the run's, but names of places."""
+    now = config.model_dump()
     for section, values in checkpoint.config.items():
         for name, before in values.items():
             after = now.get(section, {}).get(name)
-            if before == after or (section, name) in {("output", "folder"), ("output", "name"), ("model", "init_from")}:
-                continue
-            if section == "model" and name != "dropout":
-                raise CheckpointError(
-                    f"the checkpoint has model.{name} {format_value(before)}, the config says {format_value(after)}",
-                    "a trained model keeps its shape; start a new run to change it",
-                )
-            if section == "lora" and name != "rank" and not run.config.lora.rank:
-                continue  # without adapters nobody reads it
-            if section == "lora" and name in ("rank", "alpha", "targets", "rank_stabilised", "dora"):
-                raise CheckpointError(
-                    f"the checkpoint has lora.{name} {format_value(before)}, the config says {format_value(after)}",
-                    f"set lora.{name}={format_value(before)}, or go on without a config: --resume RUN",
-                )
-            changed.append(f"{section}.{name} was {format_value(before)}, is now {format_value(after)}")
-    return changed
+            path = f"{section}.{name}"
+            if before != after and path not in ("output.folder", "output.name", "model.init_from"):
+                yield path, before, after
+
+
+def _meant_once(path: str) -> bool:
+    """Whether a setting that differs may have been forgotten: runs are made longer, and moved, on purpose."""
+    lengths = ("train.steps", "train.tokens", "train.epochs")
+    return path.partition(".")[0] in ("data", "clean", "optim", "train", "model") and path not in lengths
+
+
+def _go_on(checkpoint: Checkpoint, folder: Path) -> str:
+    verb = "train" if resolve_from_mapping(checkpoint.config).chat.source is None else "finetune"
+    return f"`flatout {verb} --resume {shlex.quote(str(folder))}`"
+
+
+def _own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, sections: Sequence[str]) -> str | None:
+    """How to go on with a run as it was, where the config differs from it in these sections; None where it does not.
+
+    The command without a config takes every setting from the checkpoint, so nothing has to be typed again.
+    """
+    words = [
+        shlex.quote(f"{path}={before if isinstance(before, str) else format_value(before)}")
+        for path, before, _ in _differences(config, checkpoint)
+        if path.partition(".")[0] in sections and path != "model.dropout"
+    ]
+    if not words:
+        return None
+    shown = " ".join(words[:MOST_WORDS])
+    more = f" and {len(words) - MOST_WORDS} more" if len(words) > MOST_WORDS else ""
+    return f"{_go_on(checkpoint, folder)} takes all settings from the run; with a config, add {shown}{more}"
+
+
+MOST_WORDS = 8  # of a hint, which is one line
 
 
 def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
@@ -493,14 +550,14 @@ def evaluate(
         shards = _shards(loaded, data, split)
     device = loaded.device.torch_device
     how = {"context": loaded.model.config.context, "batch_size": batch_size, "device": device}
-    how["apart"] = loaded.config is not None and loaded.config.documents_apart
-    batches = evaluation_batches(shards, most_tokens=tokens, **how)
+    apart = loaded.config is not None and loaded.config.documents_apart
+    batches = evaluation_batches(shards, most_tokens=tokens, apart=apart, **how)
     with out_of_memory():
         loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
     return Evaluation(
         loss=loss,
         perplexity=perplexity(loss),
-        bits_per_byte=bits_per_byte(loss, shards),
+        bits_per_byte=bits_per_byte(loss, tokens_per_byte(shards, loaded.tokenizer, apart=apart)),
         tokens=count,
         split=split,
         origin=str(loaded.origin),

@@ -169,7 +169,7 @@ def _run_training(parser: Parser, words: list[str]) -> int:
         raise UsageError(
             f"--resume {quoted(str(place))} is not a folder", "name a run folder, a checkpoint folder, or auto"
         )
-    loaded = None if place is not None else load(parsed)
+    loaded = None if place is not None else load(parsed, tell=False)
     if loaded is not None and parser.verb == "finetune" and loaded.config.chat.source is None:
         raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
     if loaded is not None and parser.verb == "finetune":

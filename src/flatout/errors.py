@@ -61,3 +61,7 @@ class ResourceError(UserError):
     """Out of memory or disk."""
 
     exit_code = 5
+
+
+class DoesNotFitError(ResourceError):
+    """A step that by its estimate needs more memory than the device has."""

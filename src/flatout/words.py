@@ -88,8 +88,8 @@ def add_config(parser: Parser, default: str | None = None) -> None:
     parser.epilog = "Settings are written as SECTION.FIELD=VALUE, for example train.steps=500 optim.learning_rate=1e-3."
 
 
-def load(words: argparse.Namespace) -> "LoadedConfig":
-    """The config that parsed words ask for."""
+def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
+    """The config that parsed words ask for. What there is to say of it goes to stderr, where a run does not say it."""
     from flatout.config.load import load_config
 
     hardware = words.hardware
@@ -97,7 +97,10 @@ def load(words: argparse.Namespace) -> "LoadedConfig":
         # A mistake in the config answers before torch is asked about the GPU.
         load_config(words.config, words.overrides)
         hardware = _hardware_here()
-    return load_config(words.config, words.overrides, hardware=hardware)
+    loaded = load_config(words.config, words.overrides, hardware=hardware)
+    for remark in loaded.remarks if tell else ():
+        print(f"note: {one_line(remark)}", file=sys.stderr)
+    return loaded
 
 
 def load_pretraining(words: argparse.Namespace, verb: str) -> "LoadedConfig":

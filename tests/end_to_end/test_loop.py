@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from flatout.config.schema import ModelConfig
 from flatout.device import Device
 from flatout.engine import loop, setup
 from flatout.engine.checkpoint import list_checkpoints
-from flatout.errors import DataError, DivergedError, HardwareError, UserError
+from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, UserError
 from flatout.model.count import estimate_memory
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT
@@ -217,11 +218,25 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
     model = ModelConfig(layers=24, width=1024, heads=16, context=512)
     need = estimate_memory(model, 50257, micro_batch=256, half=True, compiled=True, execution=Execution())
     card = Device(torch_device=torch.device("cuda", 0), name="a card", memory_bytes=24 * 2**30, capability=(8, 9))
-    with pytest.raises(HardwareError, match="GiB, a card has 24"):
+    with pytest.raises(DoesNotFitError, match="GiB, a card has 24") as refused:
         setup.check_fits(need, card)
+    assert refused.value.exit_code == 5
     setup.check_fits(
         estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, execution=Execution()), card
     )
+
+
+def test_what_is_said_to_fit_does(tiny, monkeypatch: pytest.MonkeyPatch):
+    words = ["model.context=512", "train.batch_tokens=2048", "speed.micro_batch=4"]
+    memory = setup.setup_run(tiny(*words)).memory.total // 4
+    small = Device(torch_device=torch.device("cpu"), name="a small card", memory_bytes=memory, capability=None)
+    monkeypatch.setattr(setup, "detect_device", lambda asked: small)
+    with pytest.raises(DoesNotFitError, match="a small card has") as refused:
+        setup.setup_run(tiny(*words))
+    ways = re.findall(r"(?:fits: |or )(\S+=[^(]+) \(", refused.value.hint)
+    assert [way.partition("=")[0] for way in ways] == ["speed.checkpointing", "model.context"]
+    for way in ways:
+        setup.setup_run(tiny(*words, *way.split()))
 
 
 def test_evaluating_on_data_that_has_changed_is_refused(tiny, tmp_path: Path):

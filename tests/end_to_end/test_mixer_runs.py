@@ -56,6 +56,17 @@ def test_a_run_with_eigenstates_learns_and_its_model_writes(tiny):
         flatout.export("run", "exported")
 
 
+@pytest.mark.parametrize(
+    ("layers", "told"),
+    [(1, ["full attention (A) or windows (W)", "the only block is E"]), (2, ["full attention (A)"]), (3, [])],
+)
+def test_a_run_says_which_blocks_of_its_pattern_never_come(tiny, layers, told):
+    run = setup_run(tiny("model.pattern=EWA", f"model.layers={layers}", "model.states=8"))
+    said = [notice for notice in run.notices if "model.pattern" in notice]
+    assert len(said) == bool(told)
+    assert all(words in said[0] for words in told)
+
+
 def test_tune_sizes_up_a_model_with_eigenstates(tiny):
     *_, result = flatout.tune(tiny(*MIXED), seconds=5.0)
     assert isinstance(result, TuneResult)
@@ -109,6 +120,21 @@ def test_batches_with_documents_apart_are_those_of_joined_ones(many):
     seen = [sum(int((b.targets != IGNORED).sum()) for b in run.evaluation()) for run in (joined, parted)]
     assert seen[1] < seen[0]
     assert parted.flops_per_token < joined.flops_per_token
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_bits_per_byte_are_those_of_the_tokens_that_are_foretold(many, tokenizer):
+    """Every number counted by hand: targets of the evaluation, and bytes of the documents without their first token."""
+    run = setup_run(many(f"data.tokenizer={tokenizer}", "eval.tokens=null"))
+    foretold = sum(int((batch.targets != IGNORED).sum()) for batch in run.evaluation())
+    val, decode = run.dataset.val, run.dataset.tokenizer.decode
+    starts = val.document_starts().astype(int).tolist()
+    texts = [val.read(a, b - a)[1:-1] for a, b in zip(starts, [*starts[1:], val.tokens], strict=True)]
+    size = sum(len(decode(ids).encode()) for ids in texts)
+    assert run.tokens_per_byte == pytest.approx(foretold / size)
+    joined = setup_run(many(f"data.tokenizer={tokenizer}", "data.documents=joined"))
+    assert joined.tokens_per_byte == pytest.approx(val.tokens / val.text_bytes)
+    assert joined.tokens_per_byte != pytest.approx(run.tokens_per_byte, rel=1e-3)
 
 
 def test_arithmetic_of_documents_that_are_longer_than_a_window(many):

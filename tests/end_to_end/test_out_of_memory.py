@@ -12,7 +12,7 @@ from flatout.device import detect_device, is_out_of_memory, limit_memory, memory
 from flatout.engine import step as step_module
 from flatout.engine.setup import memory_of, setup_run
 from flatout.engine.step import create_moments
-from flatout.errors import HardwareError, ResourceError
+from flatout.errors import ResourceError
 from flatout.model.gpt import GPT
 from flatout.observe.sinks import read_metrics
 from flatout.records import EvalRecord, NoticeRecord, StepRecord
@@ -229,7 +229,7 @@ def test_a_memory_limit_that_does_not_fit_the_micro_batch(on_gpu, kernels: str):
 
 @pytest.mark.gpu
 def test_a_step_far_beyond_the_limit_is_refused(on_gpu):
-    with pytest.raises(HardwareError, match=r"by speed\.memory_limit"):
+    with pytest.raises(ResourceError, match=r"by speed\.memory_limit"):
         on_gpu("speed.micro_batch=64", "speed.memory_limit=2")
 
 

@@ -159,13 +159,30 @@ def final_weights(folder: str, step: int) -> torch.Tensor:
 
 def test_another_model_or_other_data_is_refused(tiny, tmp_path: Path):
     list(flatout.train(tiny("train.steps=2", "output.folder=mine")))
-    with pytest.raises(CheckpointError, match=r"model\.layers 2"):
+    with pytest.raises(CheckpointError, match=r"model\.layers 2") as refused:
         list(flatout.train(tiny("train.steps=4", "output.folder=mine", "model.layers=3"), resume="auto"))
+    assert "`flatout train --resume mine` takes all settings from the run" in refused.value.hint
+    assert "add model.layers=2, or" in refused.value.hint
     other = tmp_path / "other.txt"
     other.write_text("another text altogether. " * 200, encoding="utf-8")
     config = tiny("train.steps=4", "output.folder=mine", f"data.source={other}")
-    with pytest.raises(CheckpointError, match="trained on data"):
+    with pytest.raises(CheckpointError, match="trained on data") as refused:
         list(flatout.train(config, resume="auto"))
+    assert "add data.source=" in refused.value.hint
+    gone = tiny("train.steps=4", "output.folder=mine", "data.source=null", "data.folder=nowhere")
+    with pytest.raises(DataError, match="nowhere") as refused:
+        list(flatout.train(gone, resume="auto"))
+    assert "flatout train --resume mine" in refused.value.hint
+    other.unlink()
+    *_, end = flatout.train(resume="mine")
+    assert end.step == 2, "the command that the hint names needs no more words"
+
+
+def test_settings_that_were_not_typed_again_are_told_with_the_command_that_needs_none(tiny):
+    list(flatout.train(tiny("train.steps=2", "output.folder=its own", "optim.learning_rate=1e-3")))
+    records = flatout.train(tiny("train.steps=3", "output.folder=its own"), resume="auto")
+    told = [record.message for record in records if isinstance(record, NoticeRecord)]
+    assert any(message.endswith("`flatout train --resume 'its own'`") for message in told)
 
 
 def test_a_folder_with_a_run_is_never_overwritten(tiny: Callable[..., LoadedConfig]):

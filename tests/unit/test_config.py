@@ -37,6 +37,7 @@ from flatout.config.load import (
     resolve_from_mapping,
     schema_json,
     show,
+    with_hardware,
 )
 from flatout.config.schema import RunConfig, SourceConfig, micro_batch_of
 from flatout.config.yaml_loader import has_control_character, parse_yaml
@@ -155,6 +156,14 @@ def test_a_file_wins_over_hardware_and_the_argument_over_the_files_hardware(tmp_
     loaded = load_config(path, hardware="8gb")
     assert (loaded.config.model.context, loaded.config.speed.micro_batch) == (512, 2)
     assert loaded.sources["speed.micro_batch"].kind == "file"
+
+
+def test_an_overlay_that_shortens_the_context_says_so() -> None:
+    (told,) = load_config("small-32k", hardware="8gb").remarks
+    assert "hardware 8gb lowers model.context from 32,768 to 512" in told
+    kept = load_config("small-32k", ["model.context=32768"], hardware="8gb")
+    assert kept.remarks == ()
+    assert with_hardware(kept, "4gb").model.context == 32768, "what a user wrote stays"
 
 
 def test_a_file_without_a_preset_stands_on_the_schema(tmp_path: Path) -> None:
@@ -700,6 +709,8 @@ def test_long_presets_have_the_parameters_that_they_state(preset: str) -> None:
 def test_overlays_only_make_a_run_fit(preset: str, overlay: str) -> None:
     plain, fitted = load_config(preset), load_config(preset, hardware=overlay)
     assert fitted.config.model.context <= plain.config.model.context
+    assert bool(fitted.remarks) == (fitted.config.model.context < plain.config.model.context), "a cut is told"
+    assert with_hardware(plain, overlay).model_dump() == fitted.config.model_dump()
     assert fitted.config.train.batch_tokens == plain.config.train.batch_tokens
     if plain.config.speed.micro_batch is not None:
         assert (fitted.config.speed.micro_batch or 0) <= plain.config.speed.micro_batch

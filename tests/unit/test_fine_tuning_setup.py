@@ -20,7 +20,7 @@ from flatout.engine.features import Probes, resolve_speed
 from flatout.engine.fine_tuning import adapter_plan
 from flatout.engine.setup import setup_run
 from flatout.engine.step import LossScale
-from flatout.errors import HardwareError, UserError
+from flatout.errors import DoesNotFitError, HardwareError, UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from tests.chat_models import write_chat_model
@@ -51,7 +51,7 @@ def test_a_run_that_does_not_fit_is_refused_with_what_would(words, monkeypatch):
     card(monkeypatch, needed.total)
     setup_run(loaded)
     card(monkeypatch, 0.8 * needed.total)
-    with pytest.raises(HardwareError, match=r"a small card has") as refused:
+    with pytest.raises(DoesNotFitError, match=r"a small card has") as refused:
         setup_run(loaded)
     assert refused.value.hint.startswith("set speed.micro_batch=")
     size = refused.value.hint.split("=")[1].split(";")[0]
@@ -67,12 +67,12 @@ def test_where_one_row_does_not_fit_checkpointing_does(words, monkeypatch):
     plain, full = memory(), memory("speed.checkpointing=full")
     assert full < plain / 1.2
     card(monkeypatch, 1.01 * full)
-    with pytest.raises(HardwareError) as refused:
+    with pytest.raises(DoesNotFitError) as refused:
         memory()
     assert "speed.checkpointing=full" in refused.value.hint
     memory("speed.checkpointing=full")
     card(monkeypatch, 1000)
-    with pytest.raises(HardwareError, match="GiB") as refused:
+    with pytest.raises(DoesNotFitError, match="GiB") as refused:
         memory("speed.checkpointing=full")
     assert refused.value.hint.startswith("take a smaller model")
 

@@ -552,3 +552,17 @@ def test_every_record_of_a_step_can_be_hovered(tmp_path: Path):
 
     drawn = set(report_series._STEP_FIELDS.values())
     assert fields - drawn == {"step", "epoch", "applied", "tokens", "micro_batch"}
+
+
+def test_facts_tell_the_pattern_states_and_documents_of_models_that_have_them(tmp_path: Path):
+    def facts(**model: Any) -> dict[str, str]:
+        config = {**CONFIG, "model": {**CONFIG["model"], **model}, "data": {**CONFIG["data"], "documents": "apart"}}
+        folder = write_run(tmp_path / f"run-{len(list(tmp_path.iterdir()))}", [info_of(tmp_path, config=config)])
+        return {label: text for group in run_of(folder)["facts"] for label, text in group["rows"]}
+
+    mixed = facts(pattern="EEWA", layers=6, states=512, window=1024)
+    assert mixed["Pattern of blocks"] == "EEWA (4 E, 1 W, 1 A)"
+    assert (mixed["States"], mixed["Window"]) == ("512 in each E block", "1,024 tokens in each W block")
+    assert mixed["Documents"].startswith("apart")
+    for others in ({"pattern": "A"}, {}, {"pattern": "EEEA", "layers": 1e300}, {"pattern": 7}):
+        assert not {"Pattern of blocks", "States", "Window"} & facts(**others).keys()

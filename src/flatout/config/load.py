@@ -70,6 +70,7 @@ __all__ = [
     "resolve_from_mapping",
     "schema_json",
     "show",
+    "with_hardware",
 ]
 
 SourceKind = Literal["default", "family", "preset", "hardware", "file", "override"]
@@ -99,10 +100,14 @@ class Source:
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A valid config and, for every leaf by dotted path, the source of its value."""
+    """A valid config and, for every leaf by dotted path, the source of its value.
+
+    `remarks` are lines for whoever trains it: what a layer changed that nobody may have meant.
+    """
 
     config: RunConfig
     sources: Mapping[str, Source]
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ def load_config(
         hardware_where = "command line"
 
     layers: list[_Layer] = []
+    below: _Layer = {}
     if preset is not None:
         layers.append(_shipped_layer("preset", preset, preset_where))
     if hardware is not None:
@@ -168,7 +174,17 @@ def load_config(
             written |= {key: setting.source.where, **setting.places}
     fallback = file_name if path is not None else f"preset {preset}"
     config = validate(_nested({key: setting.value for key, setting in merged.items()}), written, fallback)
-    return LoadedConfig(config, _sources(config, merged))
+    return LoadedConfig(config, _sources(config, merged), tuple(_remarks(merged, below)))
+
+
+def _remarks(merged: _Layer, below: _Layer) -> Iterator[str]:
+    """A shorter context is another model, which a flag about memory does not say. `below` is what an overlay met."""
+    context, before = merged.get("model.context"), below.get("model.context")
+    if context is not None and before is not None and context.source.kind == "hardware":
+        yield (
+            f"{context.source.where} lowers model.context from {before.value:,} to {context.value:,} tokens, which "
+            f"changes what is learned; model.context={before.value} keeps it"
+        )
 
 
 # Files of these kinds are never configs. JSON may be one: YAML holds all of it.
@@ -206,6 +222,17 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = (), *, whe
     written = {path: setting.source.where for path, setting in merged.items()}
     config = validate(_nested({path: setting.value for path, setting in merged.items()}), written, where)
     return LoadedConfig(config, _sources(config, merged))
+
+
+def with_hardware(loaded: LoadedConfig, name: str) -> RunConfig:
+    """A loaded config as `--hardware` would have made it: what a user wrote stays, and nothing is raised."""
+    source = Source("preset", "config")
+    values = loaded.config.model_dump()
+    below = {path: _Setting(_at(values, path), source) for path in field_facts()}
+    overlay = _only_lowering(_shipped_layer("hardware", name, "command line"), below)
+    free = {path: setting for path, setting in overlay.items() if loaded.sources[path].written is None}
+    merged = _merge([below, free])
+    return validate(_nested({path: setting.value for path, setting in merged.items()}), {}, f"hardware {name}")
 
 
 def _at(values: Mapping[str, Any], path: str) -> Any:

@@ -7,7 +7,7 @@ for nothing, so the config.yaml of a run, which holds every field, can be used a
 from collections.abc import Iterator
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
+from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 
@@ -89,10 +89,25 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                 )
 
 
+_CALLED = {"A": "full attention (A)", "W": "windows (W)", "E": "eigenstates (E)"}
+
+
+def cut_pattern(model: ModelConfig) -> str | None:
+    """What to say where a pattern is longer than the model, so that a kind of block that it names never comes."""
+    never = [called for kind, called in _CALLED.items() if kind in set(model.pattern) - set(model.kinds)]
+    if not never:
+        return None
+    blocks = f"the {model.layers} blocks are {model.kinds}" if model.layers > 1 else f"the only block is {model.kinds}"
+    return (
+        f"model.pattern is {model.pattern} and model.layers {model.layers}: {blocks}, and there is no block of "
+        f"{' or '.join(never)}"
+    )
+
+
 def _is_default(config: RunConfig, path: str) -> bool:
     section, _, name = path.partition(".")
     values = getattr(config, section)
     return format_value(getattr(values, name)) == format_value(type(values).model_fields[name].default)
 
 
-__all__ = ["check_used"]
+__all__ = ["check_used", "cut_pattern"]

@@ -218,7 +218,7 @@ def _check_run(loaded: LoadedConfig, data: SampleData, *, whole: bool, here: boo
         memory = memory_of_samples(config, data, order, speed)
         check_samples_fit(config, data, order, speed, memory)
     except UserError as error:
-        yield finding_of(error, "config", "a step")
+        yield finding_of(error, "memory", "a step")
     else:
         have = "" if device.memory_bytes is None else f" of {in_gib(device.memory_bytes)}"
         need = f"{memory.total / 2**20:,.0f} MiB" if memory.total < 2**30 else in_gib(memory.total)

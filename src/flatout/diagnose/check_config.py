@@ -7,6 +7,7 @@ work and waste time, or never take effect. No torch here; what torch has to coun
 from collections.abc import Callable, Iterator
 
 from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.unused import cut_pattern
 from flatout.diagnose.check_disk import checkpoint_bytes
 from flatout.diagnose.check_tokens import steps_of
 from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status
@@ -27,6 +28,7 @@ def check_config(
 ) -> Iterator[Finding]:
     """`written(path)` says whether the user wrote a field; `step_seconds` is a rough time of a step, if known."""
     steps = steps_of(config, data)
+    yield from _pattern(config)
     yield from _batch(config)
     if steps is not None:
         yield _length(config, steps)
@@ -43,6 +45,15 @@ def check_config(
 
 def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
     return Finding(area="config", name=name, status=status, found=found, advice=advice)
+
+
+def _pattern(config: RunConfig) -> Iterator[Finding]:
+    cut = cut_pattern(config.model)
+    if cut is not None:
+        whole = len(config.model.pattern)
+        yield _finding(
+            "pattern", "warn", cut, f"Set model.layers={whole} for the whole pattern, or a pattern that is as short."
+        )
 
 
 def _batch(config: RunConfig) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
         yield _finding(
             "bad",
             f"{folder} holds another run{at}: {difference}",
-            "A trained model keeps its shape: that run cannot go on with this config. Set output.folder to a new one.",
+            "A trained model keeps its shape: that run cannot go on with this config. Set output.folder to a new one, "
+            f"or go on with the run as it was: `flatout {verb} --resume {shlex.quote(str(folder))}`.",
         )
     elif steps:
         yield _finding(

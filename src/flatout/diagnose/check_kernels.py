@@ -19,6 +19,7 @@ def check_kernels(
         return
     yield from _products(trials, kind, peak_flops)
     yield from _attention(trials, config, kind)
+    yield from _scan(trials, config)
     for trial in trials.trials:
         if trial.name in ("triton kernels", "cuBLASLt", "fp8 products", "torch.compile"):
             yield _other(trial, config)
@@ -93,6 +94,30 @@ def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Iterator[
         yield _finding("attention", "note", found, f"Not usable with these shapes: {'; '.join(fails)}.")
     else:
         yield _finding("attention", "ok", found)
+
+
+def _scan(trials: Trials, config: RunConfig | None) -> Iterator[Finding]:
+    """Who computes the states of eigenstate blocks. Our kernels are tried only where a run would take them."""
+    tried = {one.name.removeprefix("scan "): one for one in trials.trials if one.name.startswith("scan ")}
+    if not tried or config is None:
+        return
+    asked = config.speed.scan
+    used = asked if asked in ("reference", "chunked") else "triton" if "triton" in tried else "chunked"
+    works = [name for name, one in tried.items() if one.outcome == "works"]
+    fails = [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
+    found = f"run and right, forward and backward: {', '.join(works) or 'none'}; a run takes {used}"
+    if used in tried and tried[used].outcome == "fails":
+        others = [name for name in works if name != used] or ["reference"]
+        slow = ", which goes token by token and is slow" if others[0] == "reference" else ""
+        yield _finding(
+            "scan", "bad", f"a run takes {used}, but {tried[used].detail}", f"Set speed.scan={others[0]}{slow}."
+        )
+    elif used == "reference":
+        yield _finding("scan", "warn", found, "It goes token by token and is slow: set speed.scan=auto.")
+    elif fails:
+        yield _finding("scan", "note", found, f"Not usable here: {'; '.join(fails)}.")
+    else:
+        yield _finding("scan", "ok", found)
 
 
 def _listed(works: list[str]) -> str:

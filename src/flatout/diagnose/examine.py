@@ -116,6 +116,8 @@ def examine(
     )
     yield from (finding for finding in tokens if finding.area == "data")
     yield from complaints
+    for remark in loaded.remarks:
+        yield Finding(area="config", name="hardware", status="note", found=remark)
     yield from (one for one in switches if not (absent and one.found.endswith("is not installed")))
     yield from (finding for finding in (*told, *tokens) if finding.area != "data")
     if not switches:

@@ -43,6 +43,8 @@ def run_trials(
     narrow = "bf16" if capability is not None and capability >= (8, 0) else "fp16"
     rate = runner.value("matrix product", lambda: _product_rate(device, precision))
     picked = _attention(runner, machine, device, config, precision, quick=quick)
+    if config is not None and "E" in config.model.kinds:
+        _scan(runner, machine, device, config, capability, precision)
     if kind == "cuda":
         _on_cuda(runner, machine, device, capability, narrow)
     _compile(runner, machine, device, config, quick=quick)
@@ -212,6 +214,68 @@ def _plain_attention(device: Any, dtype: Any, shape: Mapping[str, Any]) -> str |
     fast, plain = (causal_attention(q, k, v, backend=name) for name in ("sdpa", "reference"))
     difference = float((fast.float() - plain.float()).abs().max())
     return None if difference < 0.02 else f"it is {difference:.2g} away from the reference"
+
+
+# --- eigenstates ------------------------------------------------------------------------------------------------------
+
+
+def _scan(
+    runner: _Runner,
+    machine: Machine,
+    device: Any,
+    config: RunConfig,
+    capability: tuple[int, int] | None,
+    precision: str,
+) -> None:
+    """Tries the ways to compute states that a run could take here: our kernels only where `auto` would."""
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    paths = ["chunked"]
+    if device.type == "cuda" and machine.triton.status == "ok" and (capability is None or capability >= (8, 0)):
+        paths.insert(0, "triton")
+    shape = {"states": min(config.model.states, 16), "varying": config.model.modulation > 0}
+
+    def attempt(path: str) -> Callable[[], str | None]:
+        return lambda: scan_failure(path, device, dtype, apart=config.documents_apart, **shape)
+
+    for path in paths:
+        runner.add(f"scan {path}", attempt(path))
+
+
+def scan_failure(path: str, device: Any, dtype: Any, *, states: int, varying: bool, apart: bool) -> str | None:
+    """How far states and gradients of a path are from those that are made token by token, if that is too far.
+
+    `varying` decays depend on the position, `apart` means that a second document begins inside of the rows.
+    """
+    import torch
+
+    from flatout.ops.scan import CHUNK, scan
+
+    rows, positions = 2, 2 * CHUNK + 3  # a state goes through several chunks, and the last one is not full
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Any:
+        return torch.rand(*size, generator=generator)
+
+    each = (rows, positions, states) if varying else (states,)
+    given = [random(rows, positions, 2 * states).to(dtype), -0.3 * random(*each), 3.0 * random(states)]
+    begins = None
+    if apart:
+        begins = torch.zeros(rows, positions, dtype=torch.bool, device=device)
+        begins[:, CHUNK + 5] = True
+
+    def run(path: str) -> list[tuple[str, Any]]:
+        values = [value.to(device).requires_grad_() for value in given]
+        states_BTC, _ = scan(*values, begins_BT=begins, path=path)
+        gradients = torch.autograd.grad(states_BTC.float().square().mean(), values)
+        return [("result", states_BTC.detach()), *(("gradient", gradient) for gradient in gradients)]
+
+    for (what, mine), (_, theirs) in zip(run(path), run("reference"), strict=True):
+        difference, size = float((mine.float() - theirs.float()).abs().max()), float(theirs.float().abs().max())
+        if not difference <= 0.02 * size:  # also where it is no number
+            return f"{path} is {difference:.2g} away from the reference in its {what}, whose values reach {size:.2g}"
+    return None
 
 
 # --- our kernels, 8-bit products, cuBLASLt ----------------------------------------------------------------------------

@@ -299,7 +299,7 @@ def _evaluate(run: Run, progress: Progress, reason: str, batch_size: int) -> tup
         step=progress.step,
         loss=loss,
         perplexity=perplexity(loss),
-        bits_per_byte=bits_per_byte(loss, run.val),
+        bits_per_byte=bits_per_byte(loss, run.tokens_per_byte),
         tokens=tokens,
         seconds=time.perf_counter() - began,
         best=best,

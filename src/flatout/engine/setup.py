@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from flatout.config.load import LoadedConfig, Source
 from flatout.config.schema import LoraConfig, RunConfig
-from flatout.config.unused import check_used
+from flatout.config.unused import check_used, cut_pattern
 from flatout.data.best_fit import Packing
 from flatout.data.inspect import read_report
 from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, pack_documents, window_order
@@ -53,6 +53,7 @@ from flatout.device import (
 from flatout.engine.adapter_folder import adapter_at, files_beside, stored_base, stored_quantize, with_adapter
 from flatout.engine.base_model import base_fingerprint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
+from flatout.engine.evaluate import tokens_per_byte
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fine_tuning import (
     SampleData,
@@ -62,12 +63,13 @@ from flatout.engine.fine_tuning import (
     remarks_on_samples,
     with_described_model,
 )
+from flatout.engine.fitting import ways_to_fit
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.news import News
 from flatout.engine.randomness import RandomStream
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
-from flatout.errors import CheckpointError, ConfigError, HardwareError, ResourceError
+from flatout.errors import CheckpointError, ConfigError, DoesNotFitError, ResourceError
 from flatout.model.adapter_files import load_into
 from flatout.model.adapters import Adapters, attach
 from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory, flops_per_token
@@ -119,6 +121,11 @@ class Run:
     @property
     def val(self) -> Tokens:
         return self.dataset.val
+
+    @functools.cached_property
+    def tokens_per_byte(self) -> float | None:
+        """Of what evaluation foretells; None where bytes are not known, of samples."""
+        return tokens_per_byte(self.val, self.dataset.tokenizer, apart=self.config.documents_apart)
 
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:
@@ -255,7 +262,7 @@ def setup_run(
         check_samples_fit(config, dataset, order, speed, memory)
     else:
         memory = memory_of(config, vocab, speed)
-        check_fits(memory, device)
+        check_fits(memory, device, lambda: ways(loaded, vocab, speed))
     steps = steps_of(config, order)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
@@ -289,6 +296,7 @@ def setup_run(
         flops_per_token=_flops(config, dataset, vocab, trained),
         memory=memory,
         notices=(
+            *(loaded.remarks if isinstance(loaded, LoadedConfig) else ()),
             *_remarks(config, steps),
             *_remarks_on_batch(config, order),
             *remarks,
@@ -622,10 +630,20 @@ def check_samples_fit(
     raise _does_not_fit(memory, device, hint)
 
 
-def check_fits(memory: MemoryEstimate, device: Device) -> None:
-    if _too_large(memory, device):
-        hint = "lower speed.micro_batch, set speed.checkpointing=full, or let `flatout tune` find what fits"
-        raise _does_not_fit(memory, device, hint)
+def check_fits(memory: MemoryEstimate, device: Device, ways: Callable[[], Iterable[str]] = lambda: ()) -> None:
+    """Refuses a step that cannot fit; `ways` are words with which it would."""
+    if not _too_large(memory, device):
+        return
+    found = list(ways())
+    hint = "take a smaller model (model.layers, model.width), a lower model.context or a device with more memory"
+    if found:
+        hint = f"what fits: {'; or '.join(found)}; `flatout tune` finds the fastest"
+    raise _does_not_fit(memory, device, hint)
+
+
+def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed) -> Iterator[str]:
+    """What would make a step of pretraining fit."""
+    return ways_to_fit(loaded, speed, lambda config, switches: memory_of(config, vocab, switches).total)
 
 
 def _too_large(memory: MemoryEstimate, device: Device) -> bool:
@@ -633,10 +651,10 @@ def _too_large(memory: MemoryEstimate, device: Device) -> bool:
     return device.memory_bytes is not None and memory.total > 1.15 * device.memory_bytes
 
 
-def _does_not_fit(memory: MemoryEstimate, device: Device, hint: str) -> HardwareError:
+def _does_not_fit(memory: MemoryEstimate, device: Device, hint: str) -> DoesNotFitError:
     need, have = memory.total / 2**30, (device.memory_bytes or 0) / 2**30
     limited = "" if device.limit_bytes is None else " by speed.memory_limit"
-    return HardwareError(f"a step needs about {need:.1f} GiB, {device.name} has {have:.1f} GiB{limited}", hint)
+    return DoesNotFitError(f"a step needs about {need:.1f} GiB, {device.name} has {have:.1f} GiB{limited}", hint)
 
 
 def check_disk(folder: Path, parameters: int, checkpoints: int) -> None:
@@ -746,6 +764,8 @@ def _remarks_on_padding(
 
 
 def _remarks(config: RunConfig, steps: int) -> Iterator[str]:
+    if (cut := cut_pattern(config.model)) is not None:
+        yield cut
     if 0 < steps < config.optim.warmup_steps:
         yield (
             f"optim.warmup_steps is {config.optim.warmup_steps:,} and the run has {steps:,} steps, so the warm-up is "

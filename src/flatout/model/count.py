@@ -185,7 +185,9 @@ def estimate_memory(
     loss, head_gradient = _loss_bytes(config, vocab, labels, half=half, compiled=compiled, execution=execution)
     activations = tokens * (kept + _end_bytes(config, half=half, execution=execution)) + mask
     activations += config.kinds.count("E") * _chunk_bytes(config, row_tokens or config.context, execution)
-    working = max(loss, backward + head_gradient)
+    scaled, scaled_again = _scaled_weights(config, half=half, execution=execution)
+    activations += scaled
+    working = max(loss, backward + scaled_again + head_gradient)
     return MemoryEstimate(
         weights=4 * parameters + _narrow_bytes(config, parameters, half=half, execution=execution),
         gradients=4 * parameters,
@@ -436,6 +438,26 @@ def _chunk_bytes(config: ModelConfig, positions: int, execution: Execution) -> i
         total += 2 * 4 * config.states * length**2
         positions = -(-positions // length)
     return total
+
+
+def _scaled_weights(config: ModelConfig, *, half: bool, execution: Execution) -> tuple[int, int]:
+    """(bytes of weights times the scale of inputs that E blocks keep for backward, those that backward makes again).
+
+    The product of such a block is with a copy of its first matrix, 4·K by W in fp32, which holds the scale. In torch's
+    operations in half precision only its cast is kept, which is counted among the copies of all weights. Where decays
+    vary with the input, or weights are of 8 bits, inputs are scaled instead.
+    """
+    count = config.kinds.count("E")
+    if not count or config.modulation or (execution.kernels == "triton" and "qkv" in execution.fp8):
+        return 0, 0
+    one = 4 * 4 * config.states * config.width
+    if execution.kernels == "triton":
+        return (0, one) if execution.checkpointing == "full" else (count * one, 0)
+    if execution.checkpointing != "none":
+        return 0, one
+    if half:
+        return 0, 0
+    return (min(count, 2) if execution.activation_offload else count) * one, 0
 
 
 def _mixer_widths(config: ModelConfig, kind: str) -> tuple[int, int]:

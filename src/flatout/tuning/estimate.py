@@ -34,8 +34,8 @@ from flatout.data.loader import pack_documents, window_order
 from flatout.data.shards import Dataset, open_dataset
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.setup import memory_of, stride_of
-from flatout.errors import DataError, HardwareError, ResourceError
+from flatout.engine.setup import check_fits, memory_of, stride_of, ways
+from flatout.errors import DataError, ResourceError
 from flatout.model.count import parameter_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
@@ -80,7 +80,8 @@ class EstimateResult:
     flatout: str
     torch: str
     data: str
-    problem: str
+    problem: str  # why it does not fit, and `way_out` what would; empty where it does
+    way_out: str
     parameters: Figure
     steps: Figure
     batch_tokens: int
@@ -138,20 +139,20 @@ def estimate(
                 "prepare it with `flatout prepare`, or give train.tokens or train.steps instead",
             )
         looked = _Look(loaded, loaded.config.model_copy(update={"data": data}), made_up)
-        problem, timed = "", None
-        if probe:
-            try:
+        problem, way_out, timed = "", "", None
+        try:
+            if probe:
                 timed = time_run(
                     dataclasses.replace(loaded, config=looked.config),
                     validation_tokens=looked.validation_tokens,
                     seconds=seconds,
                     notice=notice,
                 )
-            except (HardwareError, ResourceError) as error:
-                if isinstance(error, HardwareError) and "a step needs about" not in error.message:
-                    raise
-                problem = error.message
-        return looked.result(described, timed, problem, price, imported, time.monotonic() - began)
+            else:
+                looked.check_fits()
+        except ResourceError as error:
+            problem, way_out = error.message, error.hint
+        return looked.result(described, timed, (problem, way_out), price, imported, time.monotonic() - began)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +192,7 @@ class _Look:
     """What is known of a config's run without building it."""
 
     def __init__(self, loaded: LoadedConfig, config: RunConfig, made_up: bool) -> None:
+        self.loaded = dataclasses.replace(loaded, config=config)
         self.config, self.made_up, self.streaming = config, made_up, loaded.config.data.streaming
         dataset = open_dataset(config.data.folder or "")
         self.device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
@@ -210,11 +212,16 @@ class _Look:
         there = None if made_up or self.streaming else dataset.val.tokens - 1
         self.validation_tokens = min((count for count in (asked, there) if count is not None), default=None)
 
+    def check_fits(self) -> None:
+        """Refuses what a run would refuse at its start."""
+        memory = memory_of(self.config, self.vocab, self.speed)
+        check_fits(memory, self.device, lambda: ways(self.loaded, self.vocab, self.speed))
+
     def result(
         self,
         data: str,
         timed: Timed | None,
-        problem: str,
+        problem: tuple[str, str],
         price: float | None,
         imported: float | None,
         probe_seconds: float,
@@ -256,7 +263,8 @@ class _Look:
             flatout=flatout.__version__,
             torch=torch.__version__,
             data=data,
-            problem=problem,
+            problem=problem[0],
+            way_out=problem[1],
             parameters=Figure(self.parameters, "counted"),
             steps=Figure(steps, "counted"),
             batch_tokens=config.train.batch_tokens,

@@ -25,7 +25,7 @@ import flatout
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import micro_batch_of
 from flatout.engine.features import Speed
-from flatout.errors import HardwareError, ResourceError, UserError
+from flatout.errors import ResourceError, UserError
 from flatout.model.count import flops_per_token, parameter_count
 from flatout.ops.attention import FA4
 from flatout.records import BenchProgress, BenchRow
@@ -137,7 +137,7 @@ def reference_losses(plan: Plan, notice: Callable[[str], None]) -> list[float]:
         try:
             with borrowed_run(config_for(plan, {**REFERENCE, "speed.micro_batch": str(size)})) as run:
                 return parity_losses(run, plan.parity_steps)
-        except (ResourceError, HardwareError):  # the second: a step that by its estimate cannot fit
+        except ResourceError:
             if size == 1:
                 raise
         size //= 2
@@ -240,7 +240,7 @@ def _outcome(
 ) -> Outcome:
     try:
         return _try(plan, rung, settings, reference, tell)
-    except (ResourceError, HardwareError) as error:  # the second: a step that by its estimate cannot fit
+    except ResourceError as error:
         status, reason = "out_of_memory", error.message
     except UserError as error:
         status, reason = "failed", error.message

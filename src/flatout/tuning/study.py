@@ -31,7 +31,7 @@ from flatout.config.load import LoadedConfig
 from flatout.data.prepare import prepare_data
 from flatout.device import detect_device
 from flatout.engine.loop import train_loop
-from flatout.errors import ConfigError, DataError, DivergedError, HardwareError, ResourceError, UsageError
+from flatout.errors import ConfigError, DataError, DivergedError, DoesNotFitError, ResourceError, UsageError
 from flatout.files import disk_errors
 from flatout.records import EvalRecord
 from flatout.tuning.found import config_text, words_of
@@ -153,10 +153,8 @@ def _run(
                     break
     except DivergedError as error:
         status, reason = "diverged", error.message
-    except (ResourceError, HardwareError) as error:
-        if isinstance(error, HardwareError) and "a step needs about" not in error.message:
-            raise
-        if "device memory" not in error.message and not isinstance(error, HardwareError):
+    except ResourceError as error:
+        if "device memory" not in error.message and not isinstance(error, DoesNotFitError):
             raise  # a full disk is no property of the values
         status, reason = "out_of_memory", error.message
     except ConfigError as error:

@@ -13,7 +13,7 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig, format_value
 from flatout.device import detect_device
-from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
+from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
 from flatout.records import TuneProgress, TuneResult, TuneRow
 from flatout.tuning.fragment import fragment_of, kept_settings, words_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
@@ -117,10 +117,8 @@ class _Tuning:
         )
         try:
             probe.open(smallest)
-        except HardwareError as error:
-            if "a step needs about" not in error.message:
-                raise
-            raise HardwareError(
+        except DoesNotFitError as error:
+            raise DoesNotFitError(
                 f"even one {'sequence' if self.samples is None else 'row of samples'} with everything recomputed and "
                 f"offloaded does not fit: {error.message}",
                 self._smaller(),

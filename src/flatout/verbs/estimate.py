@@ -63,10 +63,7 @@ def estimate(words: list[str]) -> int:
     else:
         print_estimate(body)
     if result.problem:
-        raise ResourceError(
-            f"this run does not fit as it is: {result.problem}",
-            "lower speed.micro_batch (the table shows what fits), or let `flatout tune` find the fastest that does",
-        )
+        raise ResourceError(f"this run does not fit as it is: {result.problem}", result.way_out)
     return 0
 
 

@@ -59,10 +59,27 @@ def _model_rows(info: dict[str, Any]) -> Rows:
         ("Family", info.get("family")),
         ("Parameters", _whole(info.get("parameters"))),
         ("Blocks, width, heads", None if None in shape else " × ".join(str(item) for item in shape)),
+        *_mixer_rows(info),
         ("Context", _whole(info.get("context"), " tokens")),
         ("Vocabulary", _whole(info.get("vocab"), " ids")),
         ("Norm, positions, MLP", _joined(*(_at(info, f"model.{name}") for name in ("norm", "positions", "mlp")))),
         ("Arithmetic per token", None if flops is None else f"{human_count(flops)} FLOP, forward and backward"),
+    ]
+
+
+def _mixer_rows(info: dict[str, Any]) -> Rows:
+    """What is in the place of full attention, of models where something is. A damaged record may hold anything."""
+    pattern, layers = _at(info, "model.pattern"), amount(_at(info, "model.layers"))
+    if not isinstance(pattern, str) or not pattern or layers is None or not 1 <= layers <= 1000:
+        return []
+    kinds = (pattern * (int(layers) // len(pattern) + 1))[: int(layers)]
+    if set(kinds) == {"A"}:
+        return []
+    counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
+    return [
+        ("Pattern of blocks", f"{pattern} ({counts})"),
+        ("Window", _whole(_at(info, "model.window"), " tokens in each W block") if "W" in kinds else None),
+        ("States", _whole(_at(info, "model.states"), " in each E block") if "E" in kinds else None),
     ]
 
 
@@ -99,6 +116,7 @@ def _text_rows(info: dict[str, Any]) -> Rows:
         ("Validation", _whole(info.get("val_tokens"), " tokens")),
         ("Windows", _whole(info.get("windows"))),
         ("Packing", _at(info, "data.packing")),
+        ("Documents", "apart: a token sees its own alone" if _at(info, "data.documents") == "apart" else None),
         ("Fingerprint", _shortened(info.get("dataset"))),
     ]
 

@@ -73,7 +73,9 @@ def test_update_equals_torchs_clip_and_adamw(fused, clip):
         norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), clip or math.inf)
         plain.step()
         plain.zero_grad()
-        torch.testing.assert_close(report[1], norm, msg="the reported norm is the one before clipping")
+        # From the second update on weights differ by rounding, which AdamW makes larger where gradients are small.
+        message = "the reported norm is the one before clipping"
+        torch.testing.assert_close(report[1], norm, rtol=1e-4, atol=0.0, msg=message)
     for (name, mine), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=2e-6, msg=name)
 

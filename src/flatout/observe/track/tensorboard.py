@@ -43,8 +43,9 @@ class TensorBoard:
         self._flushed = time.monotonic()
         self._told_odd: set[str] = set()
         self._write(_text_field(3, "brain.Event:2"), 0)
-        if info.start_step:
-            self._write(_field(7, _varint_field(1, _START)), info.start_step + 1)
+        # What lies behind a later start is forgotten. TensorBoard's own reader wants to have seen a first one for that;
+        # its faster server, which not every machine has, does not.
+        self._write(_field(7, _varint_field(1, _START)), info.start_step + 1)
 
     def write(self, record: Record) -> None:
         values = values_of(record)

@@ -93,6 +93,7 @@ from flatout.tuning.tuner import tune as search_settings
 
 Config = LoadedConfig | RunConfig
 MERGED_DTYPE = "bf16"  # what a base is mostly in, and what others load
+_MOST_WORDS = 8  # of a hint, which is one line
 
 
 def prepare(
@@ -150,7 +151,7 @@ def train(
                     f"set train.steps above {resumed.step}, or start a new run without --resume",
                 )
             messages += [*check_same_run(run, resumed, folder), *_about_rate(run, resumed)]
-            if resume == "auto" and any(_meant_once(path) for path, _, _ in _differences(run.config, resumed)):
+            if resume == "auto" and any(_perhaps_forgotten(path) for path, _, _ in _differences(run.config, resumed)):
                 messages.append(f"to go on with the settings that the run had: {_go_on(resumed, folder)}")
             if point is not None and resume != "auto":
                 set_later_aside(folder, point, messages.append)
@@ -252,8 +253,8 @@ def _differences(config: RunConfig, checkpoint: Checkpoint) -> Iterator[tuple[st
                 yield path, before, after
 
 
-def _meant_once(path: str) -> bool:
-    """Whether a setting that differs may have been forgotten: runs are made longer, and moved, on purpose."""
+def _perhaps_forgotten(path: str) -> bool:
+    """Whether a setting that differs may be one that was not typed again: runs are made longer on purpose."""
     lengths = ("train.steps", "train.tokens", "train.epochs")
     return path.partition(".")[0] in ("data", "clean", "optim", "train", "model") and path not in lengths
 
@@ -275,12 +276,9 @@ def _own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, secti
     ]
     if not words:
         return None
-    shown = " ".join(words[:MOST_WORDS])
-    more = f" and {len(words) - MOST_WORDS} more" if len(words) > MOST_WORDS else ""
+    shown = " ".join(words[:_MOST_WORDS])
+    more = f" and {len(words) - _MOST_WORDS} more" if len(words) > _MOST_WORDS else ""
     return f"{_go_on(checkpoint, folder)} takes all settings from the run; with a config, add {shown}{more}"
-
-
-MOST_WORDS = 8  # of a hint, which is one line
 
 
 def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flatout
-from flatout.config.schema import ModelConfig
+from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.device import Device
 from flatout.engine import loop, setup
 from flatout.engine.checkpoint import list_checkpoints
@@ -226,17 +226,30 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
     )
 
 
-def test_what_is_said_to_fit_does(tiny, monkeypatch: pytest.MonkeyPatch):
-    words = ["model.context=512", "train.batch_tokens=2048", "speed.micro_batch=4"]
-    memory = setup.setup_run(tiny(*words)).memory.total // 4
+@pytest.mark.parametrize(
+    ("more", "share"),
+    [
+        (["speed.micro_batch=4"], 4),
+        ([], 4),
+        (["speed.accumulation=1"], 4),
+        (["speed.micro_batch=2", "speed.accumulation=2"], 2),
+    ],
+)
+def test_what_is_said_to_fit_does(tiny, more: list[str], share: int, monkeypatch: pytest.MonkeyPatch):
+    words = ["model.context=512", "train.batch_tokens=2048", *more]
+    memory = setup.setup_run(tiny(*words)).memory.total // share
     small = Device(torch_device=torch.device("cpu"), name="a small card", memory_bytes=memory, capability=None)
     monkeypatch.setattr(setup, "detect_device", lambda asked: small)
     with pytest.raises(DoesNotFitError, match="a small card has") as refused:
         setup.setup_run(tiny(*words))
     ways = re.findall(r"(?:fits: |or )(\S+=[^(]+) \(", refused.value.hint)
-    assert [way.partition("=")[0] for way in ways] == ["speed.checkpointing", "model.context"]
+    assert len(ways) == 2
+    assert ways[1].startswith("model.context=")
     for way in ways:
         setup.setup_run(tiny(*words, *way.split()))
+    with pytest.raises(DoesNotFitError) as refused:
+        setup.setup_run(tiny(*words), begun=LoraConfig())
+    assert "model.context" not in refused.value.hint, "a run that goes on keeps its context"
 
 
 def test_evaluating_on_data_that_has_changed_is_refused(tiny, tmp_path: Path):

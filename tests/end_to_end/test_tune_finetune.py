@@ -347,9 +347,6 @@ def test_estimates_are_those_of_a_run_and_less_memory_means_other_settings(made,
         on_card(loaded, place, own // 100)
 
 
-# --- on a GPU ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_that_is_released_holds_no_memory_whoever_holds_the_run(made):
     run = setup_run(made())
     assert run.adapters is not None
@@ -363,6 +360,9 @@ def test_a_run_that_is_released_holds_no_memory_whoever_holds_the_run(made):
     assert [ref() for ref in kept] == [None] * len(kept)
     assert sum(parameter.numel() for parameter in run.model.parameters()) == 0
     assert run.adapters.flat.numel() == 0
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

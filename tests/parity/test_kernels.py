@@ -645,7 +645,8 @@ def test_swiglu_and_the_gradients_of_adapters_around_it(rows, hidden, ranks, in_
     expected[0] += 1.5 * dy[:, 48:].double().t() @ y.detach()
     expected[3] += dpre[:, :hidden].t() @ u[:, : ranks[1]].double()
     expected[4] += dpre[:, hidden:].t() @ u[:, ranks[1] :].double()
-    for shape in (None, *SHAPES, "chosen"):
+    shapes = () if dtype == FP32 and device == "cuda" else SHAPES  # whose tiles are for narrower numbers
+    for shape in (None, *shapes, "chosen"):
         totals, mine = [total.clone() for total in start], pre.clone()
         there = SwigluPass(
             dout_NM=dout.clone(), pre_NC=mine, into_NC=mine if in_place else torch.empty_like(mine), dy_NJ=dy, u_NR=u,

@@ -398,7 +398,7 @@ def _scan(asked: str, device: Device, model: ModelConfig, probes: Probes) -> tup
 
 
 def _faster_with_fa4(model: ModelConfig) -> str | None:
-    """What beats cuDNN where flash-attn-4 is installed, as measured on an H200 (benchmarks/attention.jsonl)."""
+    """What beats cuDNN where flash-attn-4 is installed, as measured on an H200 (attention.jsonl, throughput.jsonl)."""
     size = model.size
     if size not in (64, 128):
         return None

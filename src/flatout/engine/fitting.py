@@ -25,9 +25,9 @@ _SAVINGS: tuple[dict[str, Any], ...] = (
 
 
 def ways_to_fit(
-    loaded: LoadedConfig | RunConfig, speed: Speed, need: Callable[[RunConfig, Speed], int]
+    loaded: LoadedConfig | RunConfig, speed: Speed, need: Callable[[RunConfig, Speed], int], *, resumed: bool = False
 ) -> Iterator[str]:
-    """`need` says how many bytes a step of a config takes with given switches."""
+    """`need` says how many bytes a step of a config takes with given switches. A `resumed` run keeps its context."""
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     have = speed.device.memory_bytes
     if have is None:
@@ -36,12 +36,17 @@ def ways_to_fit(
     def fits(config: RunConfig, switches: Speed) -> str:
         """How much it takes, where that fits; nothing where it does not."""
         size = need(config, switches)
-        return f"about {size / 2**30:.1f} GiB" if size <= _ROOM * have else ""
+        return f"about {amount(size)}" if size <= _ROOM * have else ""
 
     yield from _by_switches(config, speed, fits)
-    yield from _by_context(config, speed, fits)
+    if not resumed:
+        yield from _by_context(config, speed, fits)
     if isinstance(loaded, LoadedConfig):
-        yield from _by_overlay(loaded, speed, fits, have)
+        yield from _by_overlay(loaded, speed, fits, have, resumed=resumed)
+
+
+def amount(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 Fits = Callable[[RunConfig, Speed], str]
@@ -52,8 +57,8 @@ def _by_switches(config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
         for size in _sizes(config, speed.micro_batch):
             found = fits(config, _switched(config, speed, size, saving))
             if found:
-                words = {**saving, **({} if size == speed.micro_batch else {"micro_batch": size})}
-                yield f"{' '.join(f'speed.{name}={value}' for name, value in words.items())} ({found})"
+                words = [f"speed.{name}={value}" for name, value in saving.items()]
+                yield f"{' '.join([*words, *_words_for(config, config.model.context, size)])} ({found})"
                 return
 
 
@@ -61,25 +66,27 @@ def _by_context(config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
     context = config.model.context
     while context % 2 == 0 and context // 2 >= _SHORTEST:
         context //= 2
+        freely = {"micro_batch": None, "accumulation": None}  # both are made to fit below
         try:
-            shorter = _checked(config, {"model": {"context": context}})
+            shorter = _checked(config, {"model": {"context": context}, "speed": freely})
         except ValueError:  # windows' stride or scales of states that reach beyond it
             return
         for size in _sizes(shorter, speed.micro_batch):
             found = fits(shorter, _switched(shorter, speed, size, {}))
             if found:
-                words = f" speed.micro_batch={size}" if size != speed.micro_batch else ""
-                yield f"model.context={context}{words} ({found})"
+                yield f"{' '.join([f'model.context={context}', *_words_for(config, context, size)])} ({found})"
                 return
 
 
-def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int) -> Iterator[str]:
+def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int, *, resumed: bool) -> Iterator[str]:
     """The largest overlay that is not above the memory, and with which it fits."""
     names = [row.name for row in list_hardware()]
     for name in reversed(names[: names.index(hardware_for(have)) + 1]):
         try:
             other = with_hardware(loaded, name)
         except ConfigError:
+            continue
+        if resumed and other.model.context != loaded.config.model.context:
             continue
         size, _ = micro_batch_of(other)
         found = fits(other, _switched(other, speed, size, {"checkpointing": other.speed.checkpointing}))
@@ -88,6 +95,20 @@ def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int) -> It
             shorter = f"model.context {context:,}, " if context < loaded.config.model.context else ""
             yield f"--hardware {name} ({shorter}{found})"
             return
+
+
+def _words_for(config: RunConfig, context: int, size: int) -> list[str]:
+    """What to write so that micro-batches have `size` sequences of `context` tokens; nothing where they have anyway."""
+    speed, sequences = config.speed, config.train.batch_tokens // context
+    words = []
+    if speed.accumulation is not None:
+        count = sequences // size
+        words += [f"speed.accumulation={count}"] if speed.accumulation != count else []
+        words += [f"speed.micro_batch={size}"] if speed.micro_batch not in (None, size) else []
+        return words
+    most = min(speed.micro_batch or sequences, sequences)
+    comes = next(other for other in range(most, 0, -1) if sequences % other == 0)
+    return [] if comes == size else [f"speed.micro_batch={size}"]
 
 
 def _sizes(config: RunConfig, most: int) -> Iterator[int]:

@@ -63,7 +63,7 @@ from flatout.engine.fine_tuning import (
     remarks_on_samples,
     with_described_model,
 )
-from flatout.engine.fitting import ways_to_fit
+from flatout.engine.fitting import amount, ways_to_fit
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.news import News
 from flatout.engine.randomness import RandomStream
@@ -262,7 +262,7 @@ def setup_run(
         check_samples_fit(config, dataset, order, speed, memory)
     else:
         memory = memory_of(config, vocab, speed)
-        check_fits(memory, device, lambda: ways(loaded, vocab, speed))
+        check_fits(memory, device, lambda: ways(loaded, vocab, speed, resumed=begun is not None))
     steps = steps_of(config, order)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
@@ -641,9 +641,13 @@ def check_fits(memory: MemoryEstimate, device: Device, ways: Callable[[], Iterab
     raise _does_not_fit(memory, device, hint)
 
 
-def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed) -> Iterator[str]:
+def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed, *, resumed: bool = False) -> Iterator[str]:
     """What would make a step of pretraining fit."""
-    return ways_to_fit(loaded, speed, lambda config, switches: memory_of(config, vocab, switches).total)
+
+    def need(config: RunConfig, switches: Speed) -> int:
+        return memory_of(config, vocab, switches).total
+
+    return ways_to_fit(loaded, speed, need, resumed=resumed)
 
 
 def _too_large(memory: MemoryEstimate, device: Device) -> bool:
@@ -652,9 +656,11 @@ def _too_large(memory: MemoryEstimate, device: Device) -> bool:
 
 
 def _does_not_fit(memory: MemoryEstimate, device: Device, hint: str) -> DoesNotFitError:
-    need, have = memory.total / 2**30, (device.memory_bytes or 0) / 2**30
     limited = "" if device.limit_bytes is None else " by speed.memory_limit"
-    return DoesNotFitError(f"a step needs about {need:.1f} GiB, {device.name} has {have:.1f} GiB{limited}", hint)
+    return DoesNotFitError(
+        f"a step needs about {amount(memory.total)}, {device.name} has {amount(device.memory_bytes or 0)}{limited}",
+        hint,
+    )
 
 
 def check_disk(folder: Path, parameters: int, checkpoints: int) -> None:

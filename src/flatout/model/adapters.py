@@ -284,6 +284,7 @@ class Adapters:
         """
         self._placed, self._linked, self._spreading = [], [], None
         for layer in self.layers.values():
+            layer.forget()
             layer.joined = None
         for parameter in (self.flat, *self.optimizer_parameters):
             parameter.grad = None

@@ -33,6 +33,7 @@ from flatout.config.schema import RunConfig
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.setup import Run, out_of_memory, setup_run
+from flatout.ops.quantized import QuantizedWeight
 
 WARMUP = 4  # steps: compile, autotuning's last surprises, 8-bit scales, recording of graphs
 STEPS = 12
@@ -181,6 +182,8 @@ def release(run: Run) -> None:
     if run.adapters is not None:
         run.adapters.let_go()
     for parameter in run.model.parameters():
+        if isinstance(parameter, QuantizedWeight):
+            parameter.parts = ()
         parameter.grad = None
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 

@@ -30,7 +30,7 @@ from flatout.ops.kernels.cublaslt import by_torch, multiply
 from flatout.ops.kernels.norm import FrozenNorm
 from flatout.ops.kernels.rotary import turn_back_packed, turn_packed
 from flatout.ops.kernels.swiglu_adapters import SwigluPass
-from flatout.ops.kernels.thin import add_adapter_gradients
+from flatout.ops.kernels.thin import Which, add_adapter_gradients
 from flatout.ops.lora import JoinedWeight
 from flatout.ops.scales import version_of
 
@@ -125,7 +125,7 @@ class FrozenLinear:
         return there
 
     def gradients(
-        self, places: list[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, which: str = "both"
+        self, places: list[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, which: Which = "both"
     ) -> list[Tensor | None]:
         """Those of `adapters`, or None for each whose `.grad` is its place. `which`: those still to be added."""
         if self.joined is None or not places:

@@ -15,12 +15,14 @@ Shape legend: N rows (tokens), M hidden size, R ranks of a part; rows may be apa
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from flatout.ops.kernels.activation import SWIGLU, activate_backward
 from flatout.ops.kernels.launch import multiprocessors
@@ -33,7 +35,7 @@ _TRIED_ROWS = 4096
 
 
 @triton.jit
-def _backward(
+def _swiglu_backward(
     dout_ptr, pre_ptr, dpre_ptr, g_ptr, u_ptr, da_ptr, db_gate_ptr, db_value_ptr, rows, hidden, share,
     dout_stride, pre_stride, dpre_stride, g_stride, u_stride, rank_down, rank_gate, rank_value, scale,
     EXACT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, RANKS: tl.constexpr, STAGES: tl.constexpr,
@@ -116,7 +118,7 @@ class SwigluPass:
         shares = max(1, min(triton.cdiv(rows, 4 * block_rows), shares))
         share = triton.cdiv(triton.cdiv(rows, shares), block_rows) * block_rows
         exact = dout.dtype == torch.float32 or not dout.is_cuda  # Triton's interpreter multiplies nothing narrower
-        _backward[(strips, triton.cdiv(rows, share))](
+        _swiglu_backward[(strips, triton.cdiv(rows, share))](
             dout, pre, into, g, self.u_NR, self.down_places[0], *self.up_places[1:], rows, hidden, share,
             dout.stride(0), pre.stride(0), into.stride(0), g.stride(0), self.u_NR.stride(0), *ranks,
             self.down.parts[0].scale, EXACT=exact, ROWS=block_rows, BLOCK=block,
@@ -128,7 +130,7 @@ class SwigluPass:
         if not self._fits():
             return None
         hidden, dtype, device = self.dout_NM.shape[1], self.dout_NM.dtype, self.dout_NM.device
-        chosen = _known(self.down, self.up, hidden, dtype, device)
+        chosen = _known(self.down, self.up, hidden, self.dout_NM.shape[0].bit_length(), dtype, device)
         if not chosen:
             if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
                 return None
@@ -140,6 +142,7 @@ class SwigluPass:
         places = (*self.down_places, *self.up_places)
         return (
             self.dout_NM.is_cuda
+            and self.dout_NM.dtype.itemsize == 2  # tiles of wider numbers do not fit into shared memory
             and not torch.are_deterministic_algorithms_enabled()
             and self.down.whole
             and [(part.first, part.rows) for part in self.up.parts] == [(0, hidden), (hidden, hidden)]
@@ -149,7 +152,10 @@ class SwigluPass:
 
     def _milliseconds(self, shape: tuple[int, int, int, int] | None) -> float:
         some = self._some(_TRIED_ROWS)
-        return milliseconds(some.apart if shape is None else functools.partial(some.in_one, shape))
+        try:
+            return milliseconds(some.apart if shape is None else functools.partial(some.in_one, shape))
+        except OutOfResources:  # of this card's shared memory
+            return math.inf
 
     def _some(self, rows: int) -> "SwigluPass":
         """The first rows, with places of their own for what is written."""
@@ -168,7 +174,7 @@ class SwigluPass:
 
 @functools.cache
 def _known(
-    down: LoraLayout, up: LoraLayout, hidden: int, dtype: torch.dtype, device: torch.device
+    down: LoraLayout, up: LoraLayout, hidden: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> list[tuple[int, int, int, int] | None]:
-    """The faster way for a layer, once it is known."""
+    """The faster way for a layer and about so many rows, once it is known."""
     return []

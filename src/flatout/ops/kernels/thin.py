@@ -13,6 +13,7 @@ Shape legend: N tokens, I inputs, O outputs, R ranks of all parts, P parts, T ti
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import triton
@@ -25,6 +26,8 @@ from flatout.ops.lora import LoraLayout, wide_product
 _COLUMNS, _ROWS, _WARPS, _STAGES = 128, 64, 4, 3
 _MOST_RANKS = 64  # of a tile
 _TRIALS = 3
+
+Which = Literal["a", "b", "both"]  # gradients
 
 
 @triton.jit
@@ -64,7 +67,7 @@ def _gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _tiles(
-    layout: LoraLayout, inputs: int, places: tuple[int, ...], device: torch.device, which: str
+    layout: LoraLayout, inputs: int, places: tuple[int, ...], device: torch.device, which: Which
 ) -> tuple[Tensor, Tensor, int, int, bool]:
     """(table [T, 8], scales [T], ranks of the widest, T, whether all begins and ends at multiples of 8).
 
@@ -104,9 +107,10 @@ def by_our_kernel(
     x_NI: Tensor | None,
     u_NR: Tensor | None,
     layout: LoraLayout,
-    which: str = "both",
+    which: Which = "both",
 ) -> None:
     """Adds to gradients in fp32, each of them dense."""
+    _check(x_NI, u_NR, which)
     size, device, rows = totals[0].element_size(), dy_NJ.device, dy_NJ.shape[0]
     places = tuple((total.data_ptr() - totals[0].data_ptr()) // size for total in totals)
     x_NI, u_NR = dy_NJ if x_NI is None else x_NI, dy_NJ if u_NR is None else u_NR  # one that no tile reads
@@ -127,9 +131,10 @@ def by_products(
     x_NI: Tensor | None,
     u_NR: Tensor | None,
     layout: LoraLayout,
-    which: str = "both",
+    which: Which = "both",
 ) -> None:
     """The same by torch's products."""
+    _check(x_NI, u_NR, which)
     g_RN, (da_RI, *db) = dy_NJ[:, layout.outputs :].t(), totals
     scales = {part.scale for part in layout.parts}
     if x_NI is not None and which != "b" and len(scales) == 1:
@@ -140,6 +145,11 @@ def by_products(
     if u_NR is not None and which != "a":
         for total, part, span in zip(db, layout.parts, layout.spans, strict=True):
             _add(total, dy_NJ[:, part.span].t(), u_NR[:, span], 1.0)
+
+
+def _check(x_NI: Tensor | None, u_NR: Tensor | None, which: Which) -> None:
+    assert x_NI is not None or which == "b"
+    assert u_NR is not None or which == "a"
 
 
 def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
@@ -154,9 +164,9 @@ def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
 
 @functools.cache
 def _chosen(
-    layout: LoraLayout, inputs: int, dtype: torch.dtype, device: torch.device, which: str
+    layout: LoraLayout, inputs: int, size: int, dtype: torch.dtype, device: torch.device, which: Which
 ) -> list[Callable[..., None]]:
-    """The faster way for a layer, once it is known."""
+    """The faster way for a layer and about so many rows, once it is known."""
     return []
 
 
@@ -166,7 +176,7 @@ def add_adapter_gradients(
     x_NI: Tensor | None,
     u_NR: Tensor | None,
     layout: LoraLayout,
-    which: str = "both",
+    which: Which = "both",
 ) -> None:
     """Adds the gradients of A and of the parts of B to `totals`; g lies in the columns of `dy_NJ` after the outputs.
 
@@ -177,8 +187,8 @@ def add_adapter_gradients(
     if not dy_NJ.is_cuda or not dense or torch.are_deterministic_algorithms_enabled():
         by_products(totals, *values)
         return
-    inputs = 0 if x_NI is None else x_NI.shape[1]
-    chosen = _chosen(layout, inputs, dy_NJ.dtype, dy_NJ.device, which)
+    inputs, size = 0 if x_NI is None else x_NI.shape[1], dy_NJ.shape[0].bit_length()
+    chosen = _chosen(layout, inputs, size, dy_NJ.dtype, dy_NJ.device, which)
     if not chosen:
         if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
             by_products(totals, *values)

@@ -1,5 +1,6 @@
 """The command line as a user meets it: fast, two-line errors, right exit codes, signals that save."""
 
+import functools
 import json
 import os
 import resource
@@ -43,43 +44,61 @@ def tiny_words(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return [*TINY, f"data.source={corpus}", "output.folder=run"]
 
 
-def without_torch(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs the words in a process that fails if torch was imported on the way."""
-    check = "assert 'torch' not in sys.modules"
-    code = f"import sys; from flatout import cli; code = cli.main({words!r}); {check}; sys.exit(code)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+ONE_AFTER_THE_OTHER = """
+import contextlib, io, json, sys
+from flatout import cli
+done = []
+for words in json.loads(sys.stdin.read()):
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = cli.main(words)
+    assert "torch" not in sys.modules, words
+    done.append([code, out.getvalue(), error.getvalue()])
+json.dump(done, sys.stdout)
+"""
+
+
+@functools.cache
+def without_torch() -> dict[tuple[str, ...], tuple[int, str, str]]:
+    """(code, output, errors) of helps and mistakes, in a process that fails if torch was imported on the way."""
+    environment, words = {**os.environ, "PYTHONPATH": str(ROOT / "src")}, [*HELPS, *MISTAKES]
+    command = [sys.executable, "-c", ONE_AFTER_THE_OTHER]
+    told = subprocess.run(
+        command, env=environment, input=json.dumps(words), capture_output=True, text=True, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    return {tuple(one): tuple(result) for one, result in zip(words, json.loads(told.stdout), strict=True)}
 
 
 HELPS = [["--help"], [], ["--version"], *([verb, "--help"] for verb in cli.VERBS), ["config", "show", "--help"]]
 
 
+MISTAKES = [
+    ["trian"], ["train", "--reume", "auto"], ["train", "shakespear-char"], ["train", "modle.layers=3"],
+    ["train", "nosuch.yaml"], ["train", "optim.learning_rate=fast"], ["generate", "--tokens", "-3"],
+    ["generate", "--top-p", "2"], ["eval", "nowhere"], ["config", "expalin"], ["config", "copy"],
+    ["train", "a", "b"], ["train", "--resume"], ["train", "--resume", "nowhere"], ["export", "only-one"],
+    ["train", "--hardware", "7gb"], ["generate", "--device", "tpu"], ["eval", "--split", "test"],
+    ["config", "schema", "extra"], ["train", "model.width=100", "model.heads=7"], ["-x"], [""],
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)
 def test_help_needs_no_torch(words):
-    done = without_torch(words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+    code, output, error = without_torch()[tuple(words)]
+    assert code == 0, error
+    assert output
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["trian"], ["train", "--reume", "auto"], ["train", "shakespear-char"], ["train", "modle.layers=3"],
-        ["train", "nosuch.yaml"], ["train", "optim.learning_rate=fast"], ["generate", "--tokens", "-3"],
-        ["generate", "--top-p", "2"], ["eval", "nowhere"], ["config", "expalin"], ["config", "copy"],
-        ["train", "a", "b"], ["train", "--resume"], ["train", "--resume", "nowhere"], ["export", "only-one"],
-        ["train", "--hardware", "7gb"], ["generate", "--device", "tpu"], ["eval", "--split", "test"],
-        ["config", "schema", "extra"], ["train", "model.width=100", "model.heads=7"], ["-x"], [""],
-    ],
-    ids=" ".join,
-)  # fmt: skip
+@pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
 def test_mistakes_get_two_lines_without_torch(words):
-    done = without_torch(words)
-    assert_two_lines(done.returncode, done.stderr)
-    assert done.stdout == ""
+    code, output, error = without_torch()[tuple(words)]
+    assert_two_lines(code, error)
+    assert output == ""
 
 
-def test_suggestions():
+def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(tmp_path)
     for words, suggestion in [
         (["trian"], "flatout train"),
         (["train", "--reume", "x"], "--resume"),
@@ -106,7 +125,8 @@ def test_suggestions():
         (["train", "speed.fp8=[qkv,", "foo]"], "quotes"),
         (["train", "data.source=nowhere.txt"], "the folder you are in"),
     ]:
-        assert suggestion in flatout(*words).stderr
+        assert cli.main(words) == 2 or "nowhere.txt" in words[-1]
+        assert suggestion in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")
@@ -265,29 +285,31 @@ def test_divergence_exits_with_4(tiny_words):
     assert "batch" in done.stderr
 
 
-def test_verbs_on_a_finished_run(tiny_words, tmp_path):
-    shape = ["model.family=gpt2"]
-    assert flatout("train", *tiny_words, *shape, "train.steps=20").returncode == 0
-    measured = json.loads(flatout("eval", "run", "--json").stdout)
+def test_verbs_on_a_finished_run(tiny_words, tmp_path, capsys: pytest.CaptureFixture[str]):
+    def here(*words: str, expected: int = 0) -> tuple[str, str]:
+        """(output, errors), in this process: each start of another takes seconds."""
+        assert cli.main(list(words)) == expected
+        captured = capsys.readouterr()
+        return captured.out, captured.err
+
+    here("train", *tiny_words, "model.family=gpt2", "train.steps=20")
+    measured = json.loads(here("eval", "run", "--json")[0])
     assert measured["loss"] > 0
     assert measured["bits_per_byte"] > 0
-    assert "perplexity" in flatout("eval", "run").stdout
-    text = flatout("generate", "run", "--prompt", "the ", "--tokens", "20", "--seed", "3")
-    assert text.stdout.startswith("the ")
-    assert text.stdout == flatout("generate", "run", "--prompt", "the ", "--tokens", "20", "--seed", "3").stdout
-    assert_two_lines(*_code_and_error(flatout("generate", "run", "--prompt", "\u2603")), expected=3)
+    assert "perplexity" in here("eval", "run")[0]
+    ask = ["generate", "run", "--prompt", "the ", "--tokens", "20", "--seed", "3"]
+    text, _ = here(*ask)
+    assert text.startswith("the ")
+    assert text == here(*ask)[0]
+    assert_two_lines(3, here("generate", "run", "--prompt", "\u2603", expected=3)[1], expected=3)
     talk = flatout("generate", "run", "--interactive", "--tokens", "5", input="the \n\u2603\nold\n")
     assert talk.returncode == 0
     assert "error: " in talk.stderr, "a bad prompt is told"
     assert talk.stdout.count(">") >= 4, "and the session goes on"
-    assert flatout("export", "run", "out").returncode == 0
+    here("export", "run", "out")
     written = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in Path("out").iterdir()) == written
-    assert_two_lines(*_code_and_error(flatout("export", "run", "out")))
-
-
-def _code_and_error(done: subprocess.CompletedProcess[str]) -> tuple[int, str]:
-    return done.returncode, done.stderr
+    assert_two_lines(2, here("export", "run", "out", expected=2)[1])
 
 
 def test_prepare_counts_by_another_context(tiny_words, tmp_path):
@@ -324,7 +346,8 @@ def test_config_verbs(tmp_path, monkeypatch):
     (tmp_path / "shown.yaml").write_text(shown)
     assert flatout("config", "show", "shown.yaml").stdout == shown
     assert flatout("config", "copy", "shakespeare-char", "mine.yaml").returncode == 0
-    assert_two_lines(*_code_and_error(flatout("config", "copy", "shakespeare-char", "mine.yaml")))
+    again = flatout("config", "copy", "shakespeare-char", "mine.yaml")
+    assert_two_lines(again.returncode, again.stderr)
 
 
 def test_a_closed_pipe_is_no_traceback():

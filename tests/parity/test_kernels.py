@@ -3,6 +3,7 @@
 Without a GPU the kernels run in Triton's interpreter, with one they are compiled; the tests are the same.
 """
 
+import itertools
 import math
 
 import pytest
@@ -609,11 +610,13 @@ def test_adapter_gradients_by_one_kernel(rows, inputs, parts, dtype, device):
     for part, span, total in zip(layout.parts, layout.spans, expected[1:], strict=True):
         expected[0][span] += part.scale * dy[:, outputs:][:, span].double().t() @ x.double()
         total += dy[:, part.span].double().t() @ u[:, span].double()
-    for way in (by_our_kernel, by_products, add_adapter_gradients):
+    at_once, one_by_one = [(x, u)], [(x, None), (None, u)]
+    for way, calls in itertools.product((by_our_kernel, by_products, add_adapter_gradients), (at_once, one_by_one)):
         totals = [total.clone() for total in start]
-        way(totals, dy, x, u, layout)
+        for of_a, of_b in calls:
+            way(totals, dy, of_a, of_b, layout)
         for index, (mine, theirs) in enumerate(zip(totals, expected, strict=True)):
-            assert_near(mine, theirs, FP32, f"{way.__name__} {index}", 10.0)
+            assert_near(mine, theirs, FP32, f"{way.__name__} {len(calls)} {index}", 10.0)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

@@ -30,7 +30,7 @@ from flatout.ops.kernels.cublaslt import by_torch, multiply
 from flatout.ops.kernels.norm import FrozenNorm
 from flatout.ops.kernels.rotary import turn_back_packed, turn_packed
 from flatout.ops.kernels.swiglu_adapters import SwigluPass
-from flatout.ops.kernels.thin import Which, add_adapter_gradients
+from flatout.ops.kernels.thin import add_adapter_gradients
 from flatout.ops.lora import JoinedWeight
 from flatout.ops.scales import version_of
 
@@ -125,12 +125,12 @@ class FrozenLinear:
         return there
 
     def gradients(
-        self, places: list[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, which: Which = "both"
+        self, places: list[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None
     ) -> list[Tensor | None]:
-        """Those of `adapters`, or None for each whose `.grad` is its place. `which`: those still to be added."""
+        """Those of `adapters`, or None for each whose `.grad` is its place. x is for A and u for B, if still wanted."""
         if self.joined is None or not places:
             return []
-        add_adapter_gradients(places, dy_NJ, x_NI, u_NR, self.joined.layout, which)
+        add_adapter_gradients(places, dy_NJ, x_NI, u_NR, self.joined.layout)
         return [None if place is adapter.grad else place for place, adapter in zip(places, self.adapters, strict=True)]
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
@@ -359,7 +359,7 @@ def _backward(
     else:
         active = activate(pre[:, :columns].contiguous(), up.bias_O, kind)
     del pre
-    of_down = down.gradients(at_down, dy_NJ, active, u4, "b" if together else "both")
+    of_down = down.gradients(at_down, dy_NJ, active, u4)
     del active, dy_NJ, dbranch
     if not to_pre:
         return None, None, of_down
@@ -373,12 +373,12 @@ def _backward(
     if not to_middle:
         if again:
             block.second.forward(x2, None, None, h2)
-        return None, None, [*up.gradients(at_up, dpre_NJ, h2, u3, "a" if together else "both"), *of_down]
+        return None, None, [*up.gradients(at_up, dpre_NJ, h2, None if together else u3), *of_down]
     dh = up.input_gradient(dpre_NJ)
     do_NJ = out.gradient_room(x1, block.dtype)
     dx1 = block.second.backward(dx2, dh, x2, mean2, rstd2, do_NJ[:, :width], h2 if again else None)
     del dh, dx2, x2
-    of_up = up.gradients(at_up, dpre_NJ, h2, u3, "a" if together else "both")
+    of_up = up.gradients(at_up, dpre_NJ, h2, None if together else u3)
     del dpre_NJ, h2
 
     out.thin_gradient(do_NJ)

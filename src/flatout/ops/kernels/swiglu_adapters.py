@@ -104,8 +104,8 @@ class SwigluPass:
     def apart(self) -> None:
         how = {"again": True, "frozen": True, "into": self.into_NC}
         active = activate_backward(self.dout_NM, self.pre_NC, None, SWIGLU, **how)[2]
-        add_adapter_gradients(self.down_places, self.dy_NJ, active, None, self.down, which="a")
-        add_adapter_gradients(self.up_places, self.into_NC, None, self.u_NR, self.up, which="b")
+        add_adapter_gradients(self.down_places, self.dy_NJ, active, None, self.down)
+        add_adapter_gradients(self.up_places, self.into_NC, None, self.u_NR, self.up)
 
     def in_one(self, shape: tuple[int, int, int, int]) -> None:
         block_rows, block, warps, stages = shape

@@ -13,7 +13,6 @@ Shape legend: N tokens, I inputs, O outputs, R ranks of all parts, P parts, T ti
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import torch
 import triton
@@ -26,8 +25,6 @@ from flatout.ops.lora import LoraLayout, wide_product
 _COLUMNS, _ROWS, _WARPS, _STAGES = 128, 64, 4, 3
 _MOST_RANKS = 64  # of a tile
 _TRIALS = 3
-
-Which = Literal["a", "b", "both"]  # gradients
 
 
 @triton.jit
@@ -67,11 +64,11 @@ def _gradients(
 
 @functools.lru_cache(maxsize=4096)
 def _tiles(
-    layout: LoraLayout, inputs: int, places: tuple[int, ...], device: torch.device, which: Which
+    layout: LoraLayout, inputs: int, places: tuple[int, ...], device: torch.device, of_b: bool
 ) -> tuple[Tensor, Tensor, int, int, bool]:
     """(table [T, 8], scales [T], ranks of the widest, T, whether all begins and ends at multiples of 8).
 
-    `places` are those of the gradients, in elements from A's on.
+    `places` are those of the gradients, in elements from A's on. Without inputs there are no tiles of A.
     """
     rows: list[list[int]] = []
     scales: list[float] = []
@@ -88,13 +85,13 @@ def _tiles(
 
     begin = 0
     spans = layout.spans
-    for index, part in enumerate(layout.parts if which != "b" else ()):  # ranks of equal scale share a reading of x
+    for index, part in enumerate(layout.parts if inputs else ()):  # ranks of equal scale share a reading of x
         last = index + 1 == len(layout.parts)
         if last or layout.parts[index + 1].scale != part.scale:
             low, high = spans[begin].start, spans[index].stop
             strips(0, 0, inputs, low, high, places[0] + low * inputs, (1, inputs), part.scale)
             begin = index + 1
-    for part, span, place in zip(layout.parts, spans, places[1:], strict=True) if which != "a" else ():
+    for part, span, place in zip(layout.parts, spans, places[1:], strict=True) if of_b else ():
         strips(1, part.first, part.span.stop, span.start, span.stop, place, (part.rank, 1), 1.0)
     table = torch.tensor(rows, dtype=torch.int64, device=device)
     widest, aligned = max(row[4] for row in rows), not any(number % 8 for row in rows for number in row[1:5])
@@ -102,19 +99,14 @@ def _tiles(
 
 
 def by_our_kernel(
-    totals: Sequence[Tensor],
-    dy_NJ: Tensor,
-    x_NI: Tensor | None,
-    u_NR: Tensor | None,
-    layout: LoraLayout,
-    which: Which = "both",
+    totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, layout: LoraLayout
 ) -> None:
     """Adds to gradients in fp32, each of them dense."""
-    _check(x_NI, u_NR, which)
     size, device, rows = totals[0].element_size(), dy_NJ.device, dy_NJ.shape[0]
     places = tuple((total.data_ptr() - totals[0].data_ptr()) // size for total in totals)
+    inputs = 0 if x_NI is None else x_NI.shape[1]
+    table, scales, widest, tiles, aligned = _tiles(layout, inputs, places, device, u_NR is not None)
     x_NI, u_NR = dy_NJ if x_NI is None else x_NI, dy_NJ if u_NR is None else u_NR  # one that no tile reads
-    table, scales, widest, tiles, aligned = _tiles(layout, x_NI.shape[1], places, device, which)
     shares = max(1, min(triton.cdiv(rows, 4 * _ROWS), triton.cdiv(6 * multiprocessors(device), tiles)))
     share = triton.cdiv(triton.cdiv(rows, shares), _ROWS) * _ROWS
     exact = dy_NJ.dtype == torch.float32 or not dy_NJ.is_cuda  # Triton's interpreter multiplies nothing narrower
@@ -126,30 +118,19 @@ def by_our_kernel(
 
 
 def by_products(
-    totals: Sequence[Tensor],
-    dy_NJ: Tensor,
-    x_NI: Tensor | None,
-    u_NR: Tensor | None,
-    layout: LoraLayout,
-    which: Which = "both",
+    totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, layout: LoraLayout
 ) -> None:
     """The same by torch's products."""
-    _check(x_NI, u_NR, which)
     g_RN, (da_RI, *db) = dy_NJ[:, layout.outputs :].t(), totals
     scales = {part.scale for part in layout.parts}
-    if x_NI is not None and which != "b" and len(scales) == 1:
+    if x_NI is not None and len(scales) == 1:
         _add(da_RI, g_RN, x_NI, scales.pop())
-    elif x_NI is not None and which != "b":
+    elif x_NI is not None:
         for part, span in zip(layout.parts, layout.spans, strict=True):
             _add(da_RI[span], g_RN[span], x_NI, part.scale)
-    if u_NR is not None and which != "a":
+    if u_NR is not None:
         for total, part, span in zip(db, layout.parts, layout.spans, strict=True):
             _add(total, dy_NJ[:, part.span].t(), u_NR[:, span], 1.0)
-
-
-def _check(x_NI: Tensor | None, u_NR: Tensor | None, which: Which) -> None:
-    assert x_NI is not None or which == "b"
-    assert u_NR is not None or which == "a"
 
 
 def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
@@ -164,31 +145,26 @@ def _add(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
 
 @functools.cache
 def _chosen(
-    layout: LoraLayout, inputs: int, size: int, dtype: torch.dtype, device: torch.device, which: Which
+    layout: LoraLayout, inputs: int, size: int, dtype: torch.dtype, device: torch.device, of_b: bool
 ) -> list[Callable[..., None]]:
     """The faster way for a layer and about so many rows, once it is known."""
     return []
 
 
 def add_adapter_gradients(
-    totals: Sequence[Tensor],
-    dy_NJ: Tensor,
-    x_NI: Tensor | None,
-    u_NR: Tensor | None,
-    layout: LoraLayout,
-    which: Which = "both",
+    totals: Sequence[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None, layout: LoraLayout
 ) -> None:
     """Adds the gradients of A and of the parts of B to `totals`; g lies in the columns of `dy_NJ` after the outputs.
 
-    `which` is "a" or "b" where only those are wanted; u may be None then, or x, and g need not be there.
+    Without x there is none of A, and g need not be there; without u there is none of B.
     """
-    values = (dy_NJ, x_NI, u_NR, layout, which)
+    values = (dy_NJ, x_NI, u_NR, layout)
     dense = all(total.is_contiguous() and total.dtype == torch.float32 for total in totals)
     if not dy_NJ.is_cuda or not dense or torch.are_deterministic_algorithms_enabled():
         by_products(totals, *values)
         return
     inputs, size = 0 if x_NI is None else x_NI.shape[1], dy_NJ.shape[0].bit_length()
-    chosen = _chosen(layout, inputs, size, dy_NJ.dtype, dy_NJ.device, which)
+    chosen = _chosen(layout, inputs, size, dy_NJ.dtype, dy_NJ.device, u_NR is not None)
     if not chosen:
         if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
             by_products(totals, *values)

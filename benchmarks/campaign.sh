@@ -5,8 +5,7 @@
 #
 # OUT gets a file of rows and one of messages for each part; what is good is added to benchmarks/*.jsonl by hand. DATA is
 # a corpus prepared with GPT-2's tokenizer. A part that fails or takes too long does not stop the next one. Without names
-# all parts run, which takes about an hour on an H200: tests speed finetune peers guide estimate metrics caps long learn
-# recall generate.
+# all parts run: tests speed finetune peers guide estimate metrics caps long learn recall generate.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1 data=$2

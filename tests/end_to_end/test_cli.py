@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 def flatout(*words: str, **more) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flatout.cli", *words]
+    command = [sys.executable, "-m", "flatout", *words]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120, **more)
 
 

@@ -22,7 +22,7 @@ from flatout.ops.kernels.heads import pack_heads, project_heads
 from flatout.ops.kernels.linear import linear
 from flatout.ops.kernels.norm import add_norm
 from flatout.ops.kernels.rotary import prepare_heads
-from flatout.ops.kernels.swiglu_adapters import SHAPES, SwigluPass
+from flatout.ops.kernels.swiglu_adapters import SwigluPass
 from flatout.ops.kernels.thin import add_adapter_gradients, by_our_kernel, by_products
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
 from flatout.ops.lora import LoraLayout, LoraPart, one_part
@@ -648,20 +648,17 @@ def test_swiglu_and_the_gradients_of_adapters_around_it(rows, hidden, ranks, in_
     expected[0] += 1.5 * dy[:, 48:].double().t() @ y.detach()
     expected[3] += dpre[:, :hidden].t() @ u[:, : ranks[1]].double()
     expected[4] += dpre[:, hidden:].t() @ u[:, ranks[1] :].double()
-    shapes = () if dtype == FP32 and device == "cuda" else SHAPES  # whose tiles are for narrower numbers
-    for shape in (None, *shapes, "chosen"):
+    wide = dtype == FP32 and device == "cuda"  # which `run` does apart
+    for way in (SwigluPass.apart, SwigluPass.run) if wide else (SwigluPass.apart, SwigluPass.in_one, SwigluPass.run):
         totals, mine = [total.clone() for total in start], pre.clone()
         there = SwigluPass(
             dout_NM=dout.clone(), pre_NC=mine, into_NC=mine if in_place else torch.empty_like(mine), dy_NJ=dy, u_NR=u,
             down=down, up=up, down_places=totals[:2], up_places=totals[2:],
         )  # fmt: skip
-        if shape == "chosen":
-            there.run()
-        else:
-            there.apart() if shape is None else there.in_one(shape)
-        assert_near(there.into_NC, dpre, dtype, f"{shape} dpre")
+        way(there)
+        assert_near(there.into_NC, dpre, dtype, f"{way.__name__} dpre")
         for index, (total, other) in enumerate(zip(totals, expected, strict=True)):
             if index in (1, 2):
                 assert torch.equal(total, start[index])
             else:
-                assert_near(total, other, dtype, f"{shape} {index}", 10.0 if dtype == FP32 else 1.0)
+                assert_near(total, other, dtype, f"{way.__name__} {index}", 10.0 if dtype == FP32 else 1.0)

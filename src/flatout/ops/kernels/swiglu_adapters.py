@@ -7,31 +7,29 @@
 
 Apart, y is written once more and read back, and dgate and dvalue are read back, for three thin products: two thirds
 more bytes than the pass itself moves. Here each tile is multiplied where it is, and its share is added atomically, in
-any order; so where torch is told to be deterministic, this is not for you. Nor is it where it is not faster: the first
-call of each shape tries it on some rows, against the way apart.
+any order; so where torch is told to be deterministic, this is not for you.
+
+On an H200, with 16,384 rows, a hidden size of 5,632 and ranks of 16 in bf16, this takes 0.28 ms, the way apart 0.44 and
+the same loop without products 0.26. Tiles of 64 rows, which want more registers than there are, take 0.44 as well.
 
 Shape legend: N rows (tokens), M hidden size, R ranks of a part; rows may be apart.
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from flatout.ops.kernels.activation import SWIGLU, activate_backward
 from flatout.ops.kernels.launch import multiprocessors
-from flatout.ops.kernels.thin import add_adapter_gradients, milliseconds
+from flatout.ops.kernels.thin import add_adapter_gradients
 from flatout.ops.lora import LoraLayout
 
-SHAPES = ((64, 64, 4, 3), (32, 128, 4, 3))  # rows and columns of a tile, warps, stages
-_MOST_RANKS = 64
-_TRIED_ROWS = 4096
+_ROWS, _COLUMNS, _WARPS, _STAGES = 32, 64, 4, 3  # of a tile, and of the loop over tiles
+_MOST_RANKS = 32  # their sums are in registers
 
 
 @triton.jit
@@ -95,11 +93,10 @@ class SwigluPass:
 
     def run(self) -> None:
         """Leaves the gradient of pre in its place, and adds those of down's A and up's B to theirs."""
-        shape = self._chosen()
-        if shape is None:
-            self.apart()
+        if self._fits():
+            self.in_one()
         else:
-            self.in_one(shape)
+            self.apart()
 
     def apart(self) -> None:
         how = {"again": True, "frozen": True, "into": self.into_NC}
@@ -107,74 +104,32 @@ class SwigluPass:
         add_adapter_gradients(self.down_places, self.dy_NJ, active, None, self.down)
         add_adapter_gradients(self.up_places, self.into_NC, None, self.u_NR, self.up)
 
-    def in_one(self, shape: tuple[int, int, int, int]) -> None:
-        block_rows, block, warps, stages = shape
+    def in_one(self) -> None:
         dout, pre, into = self.dout_NM, self.pre_NC, self.into_NC
         rows, hidden = dout.shape
         g = self.dy_NJ[:, self.down.outputs :]
         ranks = self.down.rank, *(part.rank for part in self.up.parts)
-        strips = triton.cdiv(hidden, block)
+        strips = triton.cdiv(hidden, _COLUMNS)
         shares = triton.cdiv(4 * multiprocessors(dout.device), strips)
-        shares = max(1, min(triton.cdiv(rows, 4 * block_rows), shares))
-        share = triton.cdiv(triton.cdiv(rows, shares), block_rows) * block_rows
+        shares = max(1, min(triton.cdiv(rows, 4 * _ROWS), shares))
+        share = triton.cdiv(triton.cdiv(rows, shares), _ROWS) * _ROWS
         exact = dout.dtype == torch.float32 or not dout.is_cuda  # Triton's interpreter multiplies nothing narrower
         _swiglu_backward[(strips, triton.cdiv(rows, share))](
             dout, pre, into, g, self.u_NR, self.down_places[0], *self.up_places[1:], rows, hidden, share,
             dout.stride(0), pre.stride(0), into.stride(0), g.stride(0), self.u_NR.stride(0), *ranks,
-            self.down.parts[0].scale, EXACT=exact, ROWS=block_rows, BLOCK=block,
-            RANKS=max(16, triton.next_power_of_2(max(ranks))), STAGES=stages, num_warps=warps,
+            self.down.parts[0].scale, EXACT=exact, ROWS=_ROWS, BLOCK=_COLUMNS,
+            RANKS=max(16, triton.next_power_of_2(max(ranks))), STAGES=_STAGES, num_warps=_WARPS,
         )  # fmt: skip
-
-    def _chosen(self) -> tuple[int, int, int, int] | None:
-        """The shape of tiles for `in_one`, None for the way apart."""
-        if not self._fits():
-            return None
-        hidden, dtype, device = self.dout_NM.shape[1], self.dout_NM.dtype, self.dout_NM.device
-        chosen = _known(self.down, self.up, hidden, self.dout_NM.shape[0].bit_length(), dtype, device)
-        if not chosen:
-            if torch.cuda.is_current_stream_capturing():  # nothing can be timed now
-                return None
-            chosen.append(min((None, *SHAPES), key=self._milliseconds))
-        return chosen[0]
 
     def _fits(self) -> bool:
         hidden = self.dout_NM.shape[1]
         places = (*self.down_places, *self.up_places)
         return (
             self.dout_NM.is_cuda
-            and self.dout_NM.dtype.itemsize == 2  # tiles of wider numbers do not fit into shared memory
+            and self.dout_NM.dtype.itemsize == 2  # wider ones were never timed
             and not torch.are_deterministic_algorithms_enabled()
             and self.down.whole
             and [(part.first, part.rows) for part in self.up.parts] == [(0, hidden), (hidden, hidden)]
             and max(part.rank for part in (*self.down.parts, *self.up.parts)) <= _MOST_RANKS
             and all(place.is_contiguous() and place.dtype == torch.float32 for place in places)
         )
-
-    def _milliseconds(self, shape: tuple[int, int, int, int] | None) -> float:
-        some = self._some(_TRIED_ROWS)
-        try:
-            return milliseconds(some.apart if shape is None else functools.partial(some.in_one, shape))
-        except OutOfResources:  # of this card's shared memory
-            return math.inf
-
-    def _some(self, rows: int) -> "SwigluPass":
-        """The first rows, with places of their own for what is written."""
-        dout, pre = self.dout_NM[:rows], self.pre_NC[:rows]
-        return dataclasses.replace(
-            self,
-            dout_NM=dout.clone(),
-            pre_NC=pre,
-            into_NC=torch.empty_like(pre),
-            dy_NJ=self.dy_NJ[:rows],
-            u_NR=self.u_NR[:rows],
-            down_places=[torch.zeros_like(place) for place in self.down_places],
-            up_places=[torch.zeros_like(place) for place in self.up_places],
-        )
-
-
-@functools.cache
-def _known(
-    down: LoraLayout, up: LoraLayout, hidden: int, size: int, dtype: torch.dtype, device: torch.device
-) -> list[tuple[int, int, int, int] | None]:
-    """The faster way for a layer and about so many rows, once it is known."""
-    return []

@@ -171,11 +171,11 @@ def add_adapter_gradients(
             return
         spare = [torch.zeros_like(total) for total in totals]
         ways = (by_products, by_our_kernel)
-        chosen.append(min(ways, key=lambda way: milliseconds(lambda: way(spare, *values))))
+        chosen.append(min(ways, key=lambda way: _milliseconds(lambda: way(spare, *values))))
     chosen[0](totals, *values)
 
 
-def milliseconds(way: Callable[[], None]) -> float:
+def _milliseconds(way: Callable[[], None]) -> float:
     """What a call takes on the device, after one to warm up."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     way()

@@ -156,7 +156,7 @@ def test_a_healthy_large_run_is_all_green(here: Path):
     findings = visit(*words, target="gpt2-124m")
     assert told(findings, "warn", "bad") == []
     speed = next(finding for finding in findings if finding.name == "expected speed")
-    assert "45% to 58%" in speed.found, "as the runs on an H200 were"
+    assert "42% to 55%" in speed.found, "as the runs on an H200 were"
     assert "expectation" in speed.advice
 
 

@@ -11,11 +11,11 @@ switches as they are resolved for this machine, its step. PEFT's is a plain loop
 Liger and Unsloth are in finetune_peers.py and run in a process each, since two of them patch the rest; they are no
 part of what a plain call measures. A case that cannot run gives a row with `error`, and the next one follows.
 
-Seconds are the device's own, from the end of one step to the end of the next; the row has the median, and tokens that
-are no padding. `host_ms` is how long the host takes to hand a step over with nobody waiting for the device: where it
-comes near the step's own time, the host is what is slow. Where CUDA graphs are used, all steps were taken twice before,
-so that every shape is recorded, as it is from the third epoch on; `peak_gib` counts what recordings hold. `profile`
-says where the device's time goes, by kernel. `--small` is a toy shape, to try this file out on a CPU. Words like
+Seconds are the device's own, from the end of one step to the end of the next; tokens are those that are no padding.
+`host_ms` is how long the host takes to hand a step over with nobody waiting for the device: where it comes near the
+step's own time, the host is what is slow. Where CUDA graphs are used, all steps were taken twice before, so that every
+shape is recorded, as it is from the third epoch on; `peak_gib` counts what recordings hold. `profile` says where the
+device's time goes, by kernel. `--small` is a toy shape, to try this file out on a CPU. Words like
 `speed.products=tuned` change our settings.
 """
 
@@ -237,6 +237,7 @@ def figures(tokens: list[int], seconds: list[float], host: list[float], peak: fl
         "fastest": round(max(rates)),
         "slowest": round(min(rates)),
         "step_ms": round(1e3 * statistics.median(seconds), 2),
+        "steps_ms": [round(1e3 * taken, 1) for taken in seconds],
         "host_ms": round(1e3 * min(host), 2),
         "peak_gib": None if peak is None else round(peak, 2),
     }

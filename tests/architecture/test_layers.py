@@ -20,6 +20,7 @@ LAYERS = [
     {"api", "words"},
     {"verbs"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LAYERS) for room in rooms}
 # The package itself holds only the version and lazy names; anyone may ask it for the version.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 COMMON_VOCAB = 50257
 CONTEXT_BYTES = 512 * 2**20  # what CUDA itself holds on a card, beside torch's tensors
-# Share of the data sheet's rate that a well-fed Hopper reaches, by width of the model; the last four were measured.
+# Share of the data sheet's rate that a well-fed Hopper reaches, by width of the model; the last three were measured.
 _UTILISATION = ((64, 0.02), (128, 0.06), (256, 0.19), (384, 0.30), (512, 0.39), (768, 0.50), (1024, 0.53), (2048, 0.60))
 
 

@@ -4,8 +4,8 @@ FLOP convention, here and everywhere in Flatout: a training token costs 6 per we
 4 backward; the tied or untied head counts, embedding look-ups do not) plus, in each block, 12·W for every token that it
 attends to: of a context of T on average (T + 1) / 2, with a sliding window at most the window. Where `model.head_size`
 is given, W is heads times that size. What a causal mask hides is no work, and counts in no utilisation; nanoGPT and
-others count it, which is 7% more for GPT-2 124M at 1,024 tokens, and at 32,768 so much that it can pass 100%. The scan of
-eigenstates, some tens of operations for each state, is left out, as all work is that goes element by element. Under
+others count it, which is 7% more for GPT-2 124M at 1,024 tokens, and at 32,768 so much that it can pass 100%. The scan
+of eigenstates, some tens of operations for each state, is left out, as all work is that goes element by element. Under
 adapters a frozen weight costs 4 (2 forward, 2 for the gradient that passes through; it has none of its own), and each
 value of an adapter 6.
 

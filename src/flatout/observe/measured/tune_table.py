@@ -13,7 +13,6 @@ from flatout.observe.terminal import Terminal
 from flatout.records import TuneProgress, TuneResult, TuneRow
 
 _STATUS = {"fits": "", "over": "no margin", "out_of_memory": "out of memory", "absent": "not here"}
-FAR = 0.05  # from here on the search's figure and the confirmed one are told side by side
 
 
 class TuneReader:
@@ -45,7 +44,7 @@ class TuneReader:
     def table(self, rows: Sequence[TuneRow], result: TuneResult | None) -> None:
         """All rows, the fastest first, with the chosen one marked; then in a sentence what was chosen and why then.
 
-        Order and share are by the search's figures, which are all of one kind. The chosen row shows what was confirmed.
+        All figures are the search's, so that they compare; what was confirmed of the chosen row stands behind it.
         """
         if not rows:
             return
@@ -65,13 +64,13 @@ class TuneReader:
             cells += [row.loss if row.loss == "plain" else f"{row.loss} {row.loss_chunk}"]
             cells += [row.kernels, row.compile] if compiles else []
             cells += ["host" if row.optimizer_offload else "device"] if offloads else []
-            figures = confirmed if confirmed is not None and row.number == chosen else row
-            rate = figures.tokens_per_second
-            share = _share(row.tokens_per_second or 0.0, best)
-            cells += ["-", "-", "-"] if rate is None else [f"{rate:,.0f}", share, _number(figures.milliseconds)]
-            cells += ["-" if figures.peak_bytes is None else _gib(figures.peak_bytes), _gib(row.estimate_bytes)]
+            rate = row.tokens_per_second
+            cells += (
+                ["-", "-", "-"] if rate is None else [f"{rate:,.0f}", _share(rate, best), _number(row.milliseconds)]
+            )
+            cells += ["-" if row.peak_bytes is None else _gib(row.peak_bytes), _gib(row.estimate_bytes)]
             notes = [
-                _confirmed_as(result) if figures is confirmed else "",
+                "" if confirmed is None or row.number != chosen else _confirmed_as(confirmed, result),
                 _STATUS[row.status],
                 "graphs" if row.cuda_graphs else "",
                 row.reason if row.status == "absent" else "",
@@ -81,11 +80,12 @@ class TuneReader:
         self.output.print(table)
         if result is not None:
             # Whoever shows it may break the line: breaks of ours would stay in files, and leave spaces at their ends.
-            self.output.print(Text(_sentence(result, rows)), soft_wrap=True)
+            self.output.print(Text(_sentence(result)), soft_wrap=True)
 
 
-def _confirmed_as(result: TuneResult | None) -> str:
-    return "whole steps" if result is None or result.batch_samples is None else "measured again"
+def _confirmed_as(confirmed: TuneRow, result: TuneResult | None) -> str:
+    how = "whole steps" if result is None or result.batch_samples is None else "measured again"
+    return f"{how}: {confirmed.tokens_per_second or 0.0:,.0f}"
 
 
 def _share(rate: float, best: float) -> str:
@@ -100,28 +100,26 @@ def _gib(value: int) -> str:
     return f"{value / 2**30:.2f}"
 
 
-def _sentence(result: TuneResult, rows: Sequence[TuneRow]) -> str:
+def _sentence(result: TuneResult) -> str:
     row = result.chosen
     memory = "" if result.capacity_bytes is None or row.peak_bytes is None else (
         f", {row.peak_bytes / 2**30:.2f} of {result.capacity_bytes / 2**30:.1f} GiB"
     )  # fmt: skip
     return (
         f"chose micro-batch {row.micro_batch} x {row.accumulation}, checkpointing {row.checkpointing}, "
-        f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result, rows)}){memory}, "
+        f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result)}){memory}, "
         f"on {result.device}; {result.tried} {'trial' if result.tried == 1 else 'trials'} in "
         f"{human_seconds(result.seconds)} on {result.data}; {result.ended}"
     )
 
 
-def _how(result: TuneResult, rows: Sequence[TuneRow]) -> str:
-    """Where the figure of the chosen row comes from, and what the search had thought if that was far off."""
+def _how(result: TuneResult) -> str:
+    """Where the figure of the choice comes from."""
     samples = result.batch_samples is not None
     if not result.confirmed:
         return "of whole steps" if samples else "put together from shorter steps"
-    rate = result.chosen.tokens_per_second or 0.0
-    before = next((row.tokens_per_second or 0.0 for row in rows if row.number == result.chosen.number), rate)
-    far = abs(rate - before) > FAR * before
-    others = "; the other rows are the search's" if len(rows) > 1 else ""
-    others += ", put together from shorter steps" if others and not samples else ""
-    again = ", measured again" if samples else ""
-    return f"of whole steps{again}{f', where the search had {before:,.0f}' if far else ''}{others}"
+    return (
+        "of whole steps, measured again"
+        if samples
+        else "of whole steps; the table's are put together from shorter ones"
+    )

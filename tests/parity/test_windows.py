@@ -1,10 +1,12 @@
 """Sliding-window attention against its definition: results, gradients, causality, reach, decoding."""
 
+import types
+
 import pytest
 import torch
 from torch import Tensor
 
-from flatout.ops.attention import causal_attention
+from flatout.ops.attention import causal_attention, window_kernel
 from flatout.ops.flash_attention_4 import fa4_missing
 from flatout.ops.windows import decoding_attention, window_attention, window_mask
 
@@ -74,6 +76,12 @@ def test_the_mask_counts_the_token_itself():
         [0, 0, 1, 1, 0],
         [0, 0, 0, 1, 1],
     ]
+
+
+@pytest.mark.parametrize(("size", "kernel"), [(64, "flash"), (256, "flash"), (36, "blocks"), (264, "blocks")])
+def test_heads_that_flash_attention_has_no_windows_for_go_by_blocks(size, kernel):
+    queries = types.SimpleNamespace(is_cuda=True, element_size=lambda: 2, shape=(1, 2, 12, size))
+    assert window_kernel("sdpa", queries) == kernel  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("kernel", [pytest.param("blocks", marks=pytest.mark.gpu), *CUDA])

@@ -270,6 +270,17 @@ def test_horizons_span_the_context_in_every_head(context, heads, scales):
     assert mixer.energy().item() == pytest.approx(torch.exp(2 * log_decay).mean().item(), rel=1e-6)
 
 
+@pytest.mark.parametrize(("heads", "scales"), [(8, (1, 2, 4)), (4, (1, 2, 4)), (6, (1, 4)), (2, (1, 2, 4))])
+def test_horizons_span_the_context_in_every_head_where_scales_and_heads_do_not_divide(heads, scales):
+    shape = EigenstateShape(width=4, states=96, context=32768, heads=heads, scales=scales)
+    mixer = Eigenstate(shape, Execution())
+    mixer.init_states(torch.Generator().manual_seed(0))
+    by_head, by_scale = (mixer.memory_horizon().view(count, -1) for count in (heads, len(scales)))
+    assert (by_head.amin(1) < 4.0 * max(scales) * 4).all()
+    assert (by_head.amax(1) > 32768 / 8).all()
+    assert (by_scale.amin(1) >= 4.0 * torch.tensor(scales) * 0.999).all()
+
+
 def test_states_of_all_horizons_have_one_size():
     """White noise in, states of variance 1 out, whether they remember 4 tokens or 1,000."""
     mixer = made("plain", states=32, context=1000)

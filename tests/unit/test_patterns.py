@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flatout.config.schema import ModelConfig
-from flatout.model.count import flops_per_token
+from flatout.model.count import estimate_memory, flops_per_token
 from flatout.model.execution import Execution
 from flatout.model.gpt import build_model
 from flatout.ops.documents import lay_out
@@ -92,6 +92,26 @@ def test_documents_are_apart_within_windows():
     before, after = (model.logits(x, layout=layout) for x in (row, other))
     assert torch.equal(before[:, 12:], after[:, 12:])
     assert not torch.equal(before[:, :12], after[:, :12])
+
+
+@pytest.mark.parametrize(("pattern", "masks"), [("A", 1), ("W", 1), ("WA", 2), ("E", 0)])
+def test_blocks_of_a_kind_share_the_mask_of_documents(pattern, masks):
+    """And the estimate knows of each: a mask is as large as all pairs of tokens."""
+    config = ModelConfig(**{**SHAPE, "layers": 4, "states": 8}, pattern=pattern, window=5)
+    layout = lay_out(np.repeat(np.array([[0, 1]], dtype=np.int32), 12, axis=1), None, torch.device("cpu"))
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape == (1, 1, 24, 24):
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        build_model(config, VOCAB)(tokens(1), tokens(1), 0.0, layout)
+    assert len(kept) == masks
+    how = {"micro_batch": 1, "half": False, "compiled": False, "execution": Execution()}
+    packed, plain = (estimate_memory(config, VOCAB, row_tokens=rows, **how) for rows in (24, None))
+    assert packed.activations - plain.activations == (1 + 4 * masks if masks else 0) * 24 * 24
 
 
 def test_flops_count_what_a_window_reaches():

@@ -7,7 +7,7 @@ work and waste time, or never take effect. No torch here; what torch has to coun
 from collections.abc import Callable, Iterator
 
 from flatout.config.schema import RunConfig, micro_batch_of
-from flatout.config.unused import cut_pattern
+from flatout.config.unused import cut_pattern, wide_window
 from flatout.diagnose.check_disk import checkpoint_bytes
 from flatout.diagnose.check_tokens import steps_of
 from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status
@@ -54,6 +54,10 @@ def _pattern(config: RunConfig) -> Iterator[Finding]:
         yield _finding(
             "pattern", "warn", cut, f"Set model.layers={whole} for the whole pattern, or a pattern that is as short."
         )
+    wide = wide_window(config.model)
+    if wide is not None:
+        shorter = max(1, config.model.context // 4)
+        yield _finding("window", "warn", wide, f"Set a shorter one, such as model.window={shorter}.")
 
 
 def _batch(config: RunConfig) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ import torch
 
 from flatout.config.load import LoadedConfig, Source
 from flatout.config.schema import LoraConfig, RunConfig
-from flatout.config.unused import check_used, cut_pattern
+from flatout.config.unused import check_used, cut_pattern, wide_window
 from flatout.data.best_fit import Packing
 from flatout.data.inspect import read_report
 from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, pack_documents, window_order
@@ -770,8 +770,7 @@ def _remarks_on_padding(
 
 
 def _remarks(config: RunConfig, steps: int) -> Iterator[str]:
-    if (cut := cut_pattern(config.model)) is not None:
-        yield cut
+    yield from filter(None, (cut_pattern(config.model), wide_window(config.model)))
     if 0 < steps < config.optim.warmup_steps:
         yield (
             f"optim.warmup_steps is {config.optim.warmup_steps:,} and the run has {steps:,} steps, so the warm-up is "

@@ -1,11 +1,11 @@
 """Model to text, one token at a time, with a key/value cache.
 
 Contract: with temperature 0 the cached and the uncached path give the same tokens; with a seed sampling repeats, and
-never touches the process-wide random state. When the context is full, both paths go on from its second half.
+never touches the process-wide random state. When the context is full, both paths go on from its second half. Of a
+prompt that is longer than the context its end is read, as much as fits.
 """
 
 from collections.abc import Collection, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -45,7 +45,6 @@ def generate_tokens(
     stops: Collection[int] = (),
     vocab: int | None = None,
     cached: bool = True,
-    scope: AbstractContextManager[None] | None = None,
 ) -> Generator[int]:
     """Yields up to `count` token ids after `prompt`, ending early after one of `stops`. The model's mode is put back.
 
@@ -66,7 +65,7 @@ def generate_tokens(
             if len(ids) - start > context:  # full: keep the second half and begin a new window there
                 start = len(ids) - max(1, context // 2)
                 cache = None
-            with torch.inference_mode(), scope or nullcontext():
+            with torch.inference_mode():
                 if cache is None:
                     cache = model.empty_cache() if cached else None
                     feed = ids[start:]

@@ -158,10 +158,12 @@ def estimate_memory(
     parameters = parameter_count(config, vocab)
     tokens = micro_batch * (row_tokens or config.context)
     labels = tokens if labels is None else labels
-    # Made once for all layers: a byte for each pair of tokens, and what is added to its score. Our kernels join rows.
+    # Made once for all layers: a byte for each pair of tokens, and what is added to its score, in windows and in full
+    # attention. Our kernels join rows.
     mask = 0
-    if row_tokens is not None and execution.document_attention not in BY_BOUNDS:
-        mask = (3 if half else 5) * tokens * (tokens if execution.kernels == "triton" else row_tokens)
+    if row_tokens is not None and config.attends and execution.document_attention not in BY_BOUNDS:
+        pairs = tokens * (tokens if execution.kernels == "triton" else row_tokens)
+        mask = (1 + (2 if half else 4) * len(set(config.windows))) * pairs
     if frozen is not None:
         estimate = _estimate_frozen(
             config,

@@ -112,17 +112,17 @@ class Eigenstate(nn.Module):
             return (torch.arange(count) + torch.rand(count, generator=generator)) / count
 
         groups = shape.scales or (1,)
+        share = count // len(groups)
+        # Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn
+        # to as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
+        runs = -(-shape.heads // len(groups))
+        dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
         horizons = []
         for scale in groups:  # a state that sees means of s positions has no use for a horizon below that
             shortest = shape.shortest * scale
             longest = max(shortest, float(shape.context))
-            horizons.append(shortest * (longest / shortest) ** spread(count // len(groups)))
-        # Heads are runs of states and each should reach from short to long, so states are dealt out to them in turn.
-        horizon_K = torch.cat(horizons).view(len(groups), -1)
-        heads = shape.heads // len(groups) if shape.heads % len(groups) == 0 else 1
-        if horizon_K.shape[1] % heads == 0:
-            horizon_K = horizon_K.view(len(groups), -1, heads).transpose(1, 2)
-        self.decay_K.copy_(-horizon_K.flatten().log())
+            horizons.append(shortest * (longest / shortest) ** spread(share)[dealt])
+        self.decay_K.copy_(-torch.cat(horizons).log())
         # Even, and any angle at any horizon: distances are told apart by waves of all lengths. Half a turn is the
         # fastest there is, since turning the other way is the same state with another read-out.
         frequency_K = shape.fastest * spread(count)[torch.randperm(count, generator=generator)]

@@ -96,7 +96,8 @@ def _within_window(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, backend: str,
 
 
 def window_kernel(backend: str, x: Tensor) -> str:
-    """What serves a window where `backend` serves full attention. cuDNN knows none, flash only half precision.
+    """What serves a window where `backend` serves full attention. cuDNN knows none, flash only half precision and, by
+    its entry for packed sequences, heads of 8, 16, ... 256 values.
 
     Kernels that go by bounds add gradients up in any order: none of them where torch is told to be deterministic.
     """
@@ -106,7 +107,8 @@ def window_kernel(backend: str, x: Tensor) -> str:
         return "blocks"
     if backend in FA4:
         return "fa4"
-    return "flash" if x.is_cuda and x.element_size() == 2 and backend != "efficient" else "blocks"
+    fits = x.is_cuda and x.element_size() == 2 and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256
+    return "flash" if fits and backend != "efficient" else "blocks"
 
 
 def _torch_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float) -> Tensor:

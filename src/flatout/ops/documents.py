@@ -221,17 +221,18 @@ class Layout:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @functools.cached_property
-    def _added(self) -> dict[torch.dtype, Tensor]:
+    def _added(self) -> dict[tuple[torch.dtype, int | None], Tensor]:
         return {}
 
-    def added_B1TS(self, dtype: torch.dtype) -> Tensor:
-        """The mask as what is added to scores. From a mask of booleans torch makes this anew in every layer, and keeps
-        it for backward: as many of them as there are layers."""
-        if dtype not in self._added:
-            visible = self.visible_B1TS
+    def added_B1TS(self, dtype: torch.dtype, window: int | None = None) -> Tensor:
+        """The mask, of a window or of whole documents, as what is added to scores. From a mask of booleans torch makes
+        this anew in every layer, and keeps it for backward: as many of them as there are layers."""
+        kind = dtype, window
+        if kind not in self._added:
+            visible = _near(self.visible_B1TS, window)
             zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-            self._added[dtype] = zeros.masked_fill_(~visible, float("-inf"))
-        return self._added[dtype]
+            self._added[kind] = zeros.masked_fill_(~visible, float("-inf"))
+        return self._added[kind]
 
 
 def lay_out(
@@ -316,12 +317,12 @@ def document_attention(
     if backend == "reference":
         return attention_reference(q_BHTD, k_BGTD, v_BGTD, visible=_near(layout.visible_B1TS, window))
     grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
-    if window is not None:
+    if torch.compiler.is_compiling():
         mask_B1TS = _near(layout.visible_B1TS, window)
-        return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, attn_mask=mask_B1TS, enable_gqa=grouped)
-    kind = q_BHTD.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHTD.dtype
-    mask_B1TS = layout.visible_B1TS if torch.compiler.is_compiling() else layout.added_B1TS(dtype)
+    else:
+        kind = q_BHTD.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else q_BHTD.dtype
+        mask_B1TS = layout.added_B1TS(dtype, window)
     return F.scaled_dot_product_attention(q_BHTD, k_BGTD, v_BGTD, attn_mask=mask_B1TS, enable_gqa=grouped)
 
 

@@ -51,7 +51,7 @@ def timed(model: GPT, prompt: list[int], device: torch.device) -> dict[str, Any]
 def cache_bytes(model: GPT, prompt: list[int], device: torch.device) -> int:
     """Of all tensors that are held for the next token, at their full size."""
     with torch.inference_mode():
-        cache = model.empty_cache()
+        cache = model.empty_cache(positions=len(prompt))
         model.logits(torch.tensor([prompt], device=device), cache, last=True)
     held = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
     return sum(value.untyped_storage().nbytes() for value in held)

@@ -121,6 +121,7 @@ def test_caches_hold_what_can_be_seen_and_no_more():
     assert states.state_BC.shape == (1, 16)
     assert isinstance(whole, LayerCache)
     assert whole.k_BGSD.shape[2] == 4096
+    assert [model.empty_cache(positions=count).layers[2].k_BGSD.shape[2] for count in (20, 5000)] == [20, 4096]
     with torch.autocast("cpu", torch.bfloat16):
         narrow = model.empty_cache().layers
     assert (narrow[0].k_BGSD.dtype, narrow[1].state_BC.dtype) == (torch.bfloat16, torch.float32)

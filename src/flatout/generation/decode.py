@@ -61,13 +61,13 @@ def generate_tokens(
     was_training = model.training
     model.eval()
     try:
-        for _ in range(count):
+        for made in range(count):
             if len(ids) - start > context:  # full: keep the second half and begin a new window there
                 start = len(ids) - max(1, context // 2)
                 cache = None
             with torch.inference_mode():
                 if cache is None:
-                    cache = model.empty_cache() if cached else None
+                    cache = model.empty_cache(positions=len(ids) - start + count - made) if cached else None
                     feed = ids[start:]
                 else:
                     feed = ids[-1:]

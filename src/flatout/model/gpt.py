@@ -209,13 +209,15 @@ class GPT(nn.Module):
                 return recomputed(function, *values, what=what, random=self.random)
             return function(*values)
 
-    def empty_cache(self, batch: int = 1) -> Cache:
+    def empty_cache(self, batch: int = 1, positions: int | None = None) -> Cache:
+        """For as many `positions` as will come, the whole context if that is not known."""
+        room = min(positions or self.config.context, self.config.context)
         weight = self.embedding.weight
         dtype = torch.get_autocast_dtype(weight.device.type) if _autocasting(weight.device) else weight.dtype
         layers = []
         for block in self.blocks:
             if isinstance(block.attention, Attention):
-                layers.append(block.attention.empty_cache(batch, self.config.context, dtype, weight.device))
+                layers.append(block.attention.empty_cache(batch, room, dtype, weight.device))
             elif isinstance(block.attention, Eigenstate):
                 layers.append(block.attention.empty_cache(batch, dtype, weight.device))
         return Cache(layers)

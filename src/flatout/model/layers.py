@@ -103,12 +103,12 @@ def build_norm(config: ModelConfig, width: int) -> Norm:
 
 
 class LayerCache:
-    """Keys and values of one layer, written in place up to the context length."""
+    """Keys and values of one layer, written in place."""
 
     def __init__(
-        self, batch: int, groups: int, context: int, size: int, dtype: torch.dtype, device: torch.device
+        self, batch: int, groups: int, positions: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.k_BGSD = torch.zeros(batch, groups, context, size, dtype=dtype, device=device)
+        self.k_BGSD = torch.zeros(batch, groups, positions, size, dtype=dtype, device=device)
         self.v_BGSD = torch.zeros_like(self.k_BGSD)
 
     def append(self, position: int, k_BGTD: Tensor, v_BGTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,11 +273,11 @@ class Attention(nn.Module):
         return self.out(y_BHTD.transpose(1, 2).flatten(2))
 
     def empty_cache(
-        self, batch: int, context: int, dtype: torch.dtype, device: torch.device
+        self, batch: int, positions: int, dtype: torch.dtype, device: torch.device
     ) -> LayerCache | WindowCache:
-        if self.window is not None and 2 * self.window < context:
+        if self.window is not None and 2 * self.window < positions:
             return WindowCache(batch, self.groups, self.window, self.size, dtype, device)
-        return LayerCache(batch, self.groups, context, self.size, dtype, device)
+        return LayerCache(batch, self.groups, positions, self.size, dtype, device)
 
     def fused(self, h_BTW: Tensor, turn: Turn | None, narrow: NarrowBlock, layout: Layout | None = None) -> Tensor:
         """The same in our kernels, up to the output's bias, which the residual addition brings along."""

@@ -322,7 +322,7 @@ def load_model(
 ) -> LoadedModel:
     """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
 
-    Without a path, the newest run under runs/. `base` is the model that an adapter was trained on, where its own files
+    Without a path, the newest run under runs/. `base` is the model that adapters were trained on, where their own files
     do not name it, or name a place where it is not.
     """
     origin = newest_run() if path is None else Path(path)
@@ -336,8 +336,8 @@ def load_model(
         )
     if adapter:
         return _load_adapter_folder(origin, found, base)
-    if base is not None:
-        raise UsageError(f"--base is for adapters, and {origin} holds none of PEFT's", "leave --base out")
+    if base is not None and theirs:
+        raise _no_adapters(origin)
     if theirs:
         description = read_description(origin)
         tokenizer = _tokenizer_of(description)
@@ -349,8 +349,12 @@ def load_model(
     config, state = resolve_from_mapping(checkpoint.config), checkpoint.state
     tokenizer = tokenizer_from_json(checkpoint.tokenizer)
     description = adapters = None
+    if base is not None and not config.lora.rank:
+        raise _no_adapters(origin)
     if config.lora.rank:
-        model, description = base_of(config, state.get("base"))
+        if base is not None:
+            config = config.model_copy(update={"model": config.model.model_copy(update={"init_from": base})})
+        model, description = base_of(config, state.get("base"), named=base is not None)
         adapters = attach(model, adapter_plan(config.lora), seed=0)
         only_adapters(adapters).assign(checkpoint.model, str(origin))
     else:
@@ -378,6 +382,10 @@ def load_model(
         state.get("base"),
         quantize=config.lora.quantize,
     )
+
+
+def _no_adapters(origin: Path) -> UsageError:
+    return UsageError(f"--base is for adapters, and {origin} has none", "leave --base out")
 
 
 def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> LoadedModel:
@@ -767,11 +775,7 @@ def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str,
 
     Without one it is the message, after BOS where the model expects it.
     """
-    template, folder = model.template, None if model.description is None else model.description.folder
-    # A run that was taught without a template must not be asked with that of its base, nor must its adapter.
-    others = model.config is None and not model.bare
-    if template is None and folder is not None and others and isinstance(model.tokenizer, ModelTokenizer):
-        template = load_template("model", folder, model.tokenizer) if read_templates(folder) else None
+    template = _template_of(model)
     if template is None:
         return (model.tokenizer.begin or "") + message if isinstance(model.tokenizer, ModelTokenizer) else message
     try:
@@ -781,6 +785,21 @@ def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str,
             f"the chat template refuses the conversation: {error}",
             "leave --system out if it has no place for it, or continue a bare text with `flatout generate`",
         ) from error
+
+
+def is_untaught(model: LoadedModel) -> bool:
+    """Whether a model has no template to chat by and was not taught to do without one either."""
+    taught = model.bare or (model.config is not None and model.config.chat.source is not None)
+    return not taught and _template_of(model) is None
+
+
+def _template_of(model: LoadedModel) -> ChatTemplate | None:
+    folder = None if model.description is None else model.description.folder
+    # A run that was taught without a template must not be asked with that of its base, nor must its adapter.
+    others = model.config is None and not model.bare
+    if model.template is None and folder is not None and others and isinstance(model.tokenizer, ModelTokenizer):
+        return load_template("model", folder, model.tokenizer) if read_templates(folder) else None
+    return model.template
 
 
 def bench(

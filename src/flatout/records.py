@@ -151,7 +151,7 @@ class EigenstateRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """An epoch's end: every training window was seen once since the last one."""
+    """An epoch's end: every training window was seen once since the last one. In fine-tuning windows are samples."""
 
     step: int
     epoch: int

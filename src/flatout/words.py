@@ -125,8 +125,8 @@ def add_model(parser: Parser) -> None:
 
 
 def add_base(parser: Parser) -> None:
-    """Makes a verb take the model that an adapter is for."""
-    parser.add_argument("--base", metavar="MODEL", help="the model of a PEFT adapter, where its files do not tell")
+    """Makes a verb take the model that adapters are for."""
+    parser.add_argument("--base", metavar="MODEL", help="the model under adapters, where it is not where they say")
 
 
 def check_model(parsed: argparse.Namespace) -> None:

@@ -124,7 +124,7 @@ MODEL_CASES = {
     "a torn config": Case("config.json", (), cut("base/config.json")),
     "a config that is a list": Case("no JSON object", (), write("base/config.json", "[]")),
     "yarn": Case("yarn", (), change(BASE / "config.json", rope_scaling={"rope_type": "yarn", "factor": 2.0})),
-    "more context than positions": Case("256 positions", ("model.context=512",)),
+    "more context than positions": Case("command line: model.context is 512, but base has 256", ("model.context=512",)),
     "no weights": Case("no model.safetensors", (), remove("base/model.safetensors")),
     "weights that run code": Case(
         "can run code", (), both(remove("base/model.safetensors"), write("base/pytorch_model.bin", b"x"))
@@ -160,6 +160,7 @@ MODEL_CASES = {
     "a template that is a number": Case("chat_template", (), change(SETTINGS, chat_template=7)),
     "a template that writes nothing": Case("nothing", (), change(SETTINGS, chat_template="{{ '' }}")),
     "no such template": Case("mine.jinja", ("chat.template=mine.jinja",)),
+    "a template by almost its name": Case("did you mean 'chatml'", ("chat.template=chatmll",)),
     "a template not in UTF-8": Case("UTF-8", ("chat.template=mine.jinja",), write("mine.jinja", b"\xff\xfe")),
     "chatml without its tokens": Case(
         "<|im_start|>",
@@ -174,7 +175,7 @@ DATA_CASES = {
     "no such file": Case("check chat.source", ("chat.source=nothing.json",)),
     "an empty file": Case("rows.json", (), write(ROWS, b"")),
     "an empty list": Case("no rows", (), write(ROWS, b"[]")),
-    "truncated JSON": Case("rows.json", (), cut("rows.json")),
+    "truncated JSON": Case("the file ends too early", (), cut("rows.json")),
     "a number": Case("rows.json", (), write(ROWS, b"7")),
     "rows of text": Case("fit no format", (), rows("Hello", "Hi")),
     "lines that are no JSON": Case("cannot be used", ("chat.source=a.jsonl",), write("a.jsonl", "{]\n" * 9)),
@@ -305,7 +306,7 @@ AFTER_CASES = {
         "--base", (), change(ADAPTER, base_model_name_or_path="gone"), ("chat", "adapter", *SAY)
     ),
     "a base that is none": Case("there is no folder", verb=("chat", "adapter", "--base", "gone", *SAY)),
-    "a base for what needs none": Case("--base is for adapters", verb=("chat", "done", "--base", "base", *SAY)),
+    "a base for what needs none": Case("--base is for adapters", verb=("chat", "base", "--base", "base", *SAY)),
     "a base with adapters of its own": Case(
         "or name the model under its adapters: base", verb=("chat", "adapter", "--base", "done", *SAY)
     ),

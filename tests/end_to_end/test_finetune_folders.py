@@ -13,6 +13,7 @@ from flatout import api
 from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.data.train_tokenizer import train_bpe, write_tokenizer
+from flatout.diagnose.examine import examine
 from flatout.engine.adapter_folder import step_of
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import UserError
@@ -97,6 +98,37 @@ def test_an_exchanged_base_is_refused(words, verb, capsys):
     assert [path for path in before if not path.exists()] == []
 
 
+def test_a_run_is_used_from_elsewhere_with_its_base_named(words, tmp_path, monkeypatch, capsys):
+    run(words())
+    before = logits(api.load_model("runs/lora", device="cpu").model)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    done, base = str(tmp_path / "runs/lora"), str(tmp_path / "base")
+    assert main(["chat", done, "--message", "Hello"]) == 3
+    assert "hint: name it with --base MODEL" in capsys.readouterr().err
+    loaded = api.load_model(done, device="cpu", base=base)
+    assert torch.equal(logits(loaded.model), before)
+    api.export(loaded, "apart", adapter=True)
+    assert read_origin(Path("apart")).base == base
+    assert main(["train", "--resume", done]) == 3
+    error, hint = capsys.readouterr().err.strip().splitlines()
+    assert error == "error: the base of the run cannot be loaded: there is no folder 'base'"
+    assert "model.init_from=MODEL" in hint
+
+
+def test_a_context_of_the_presets_is_cut_to_what_the_base_has_and_a_users_is_not(words, capsys):
+    own = [word for word in words("train.steps=1") if not word.startswith("model.context")]
+    records = run(own)
+    told = [r.message for r in records if isinstance(r, NoticeRecord) and "model.context" in r.message]
+    assert told == ["model.context is cut from 2,048 to 256: base has no more positions"]
+    assert api.stored_config(Path("runs/lora")).config.model.context == 256
+    assert main(["finetune", *own, "model.context=257"]) == 2
+    assert "hint: set model.context to at most 256" in capsys.readouterr().err
+    found = {finding.name: finding for finding in examine("lora", own, quick=True)}
+    assert found["context"].status == "note"
+    assert found["a step"].status == "ok"
+
+
 def test_a_checkpoint_from_before_there_was_a_hash_still_loads(words, monkeypatch):
     from flatout.engine import loop
 
@@ -125,6 +157,15 @@ PRETRAIN = [
 def text(words) -> str:
     Path("text.txt").write_text("What is one and one? It is two. Hello there, what is it?\n" * 60, encoding="utf-8")
     return "text.txt"
+
+
+def test_chat_with_a_model_that_knows_no_template_says_so(words, text, capsys):
+    list(flatout.train(load_config(None, [*PRETRAIN, f"data.source={text}", "data.tokenizer=bytes"])))
+    say = ["--message", "Hello", "--tokens", "2"]
+    assert main(["chat", "runs/mine", *say]) == 0
+    assert "was never taught a chat template" in capsys.readouterr().err
+    assert main(["chat", "base", *say]) == 0
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(("tokenizer", "rank"), [("bytes", 0), ("bytes", 4), ("learned.json", 4)])

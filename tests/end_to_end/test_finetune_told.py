@@ -1,5 +1,6 @@
 """What fine-tuning tells its user: report, doctor, notes and hints; what its files say, and who may read them."""
 
+import io
 import json
 import os
 import stat
@@ -21,6 +22,7 @@ from flatout.engine.adapter_folder import FACTS, stored_quantize
 from flatout.errors import CheckpointError, UserError
 from flatout.model import hub_weights, weights
 from flatout.observe.history import read_history
+from flatout.observe.live.console import TerminalReader
 from flatout.observe.plot.run import results_figure
 from flatout.observe.plot.series import run_numbers
 from flatout.observe.report.data import report_data
@@ -247,7 +249,13 @@ def test_more_samples_in_a_step_than_there_are_is_told_and_counted_truly(words):
 
 
 def test_a_last_batch_that_is_not_full_counts_what_it_holds(words):
-    epoch = next(record for record in run(words("train.steps=4")) if isinstance(record, EpochRecord))
+    info, *records = run(words("train.steps=4"))
+    epoch = next(record for record in records if isinstance(record, EpochRecord))
+    stream = io.StringIO()
+    reader = TerminalReader(log_every=1, stream=stream)
+    for record in (info, epoch):
+        reader.show(record)
+    assert "samples/s" in stream.getvalue()
     assert epoch.windows_per_second * epoch.seconds == pytest.approx(29)  # 8, 8, 8 and 5
 
 

@@ -209,6 +209,21 @@ def test_wrong_formats_and_fields_are_config_errors():
         choose_reading("text", {"text": ""}, [], "rows.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"prompt": "a", "completion": 5}, "'prompt' and 'completion' are a text and a number, not two texts or lists"),
+        ({"instruction": "a", "output": None}, "the field 'output' is null, not a text"),
+        ({"messages": "a"}, "the field 'messages' is a text, not a list of messages"),
+        ({"conversations": [{"speaker": "a"}]}, "message 1 is from null"),
+        ({"text": 5}, "the field 'text' is a number, not a text"),
+    ],
+)
+def test_rows_with_the_columns_of_a_format_are_told_what_is_wrong_in_them(row: dict, why: str):
+    with pytest.raises(DataError, match=f"the first has {', '.join(row)}, but {why}"):
+        read(row)
+
+
 def test_rows_that_fit_nothing_are_told_with_their_columns():
     with pytest.raises(DataError, match="fit no format; the first has title, body"):
         choose_reading("auto", {}, [Row({"title": "a", "body": "b"}, "line 1")], "rows.jsonl")
@@ -253,7 +268,7 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path):
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "json", "line 2"),
         ("a.jsonl", b'{"text": "\xff"}\n', "not-utf8", "line 1"),
-        ("a.json", b'[{"text": "a"}, {"text": "b"', "json", "element 2"),
+        ("a.json", b'[{"text": "a"}, {"text": "b"', "truncated", "element 2"),
         ("a.json", b'[{"text": "\xff"}]', "not-utf8", "element 1"),
         ("a.csv", b"text\na,b\n", "csv", "line 2"),
         ("a.csv", b'text\n"\xff"\n', "not-utf8", "line 2"),

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from flatout.data.chat_template import ChatTemplate, load_template
-from flatout.data.make_samples import SampleRequest, prepare_samples
+from flatout.data.make_samples import SampleRequest, count_told, prepare_samples
 from flatout.data.masking import preview
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, open_samples
@@ -239,6 +239,12 @@ def test_bad_rows_are_listed_and_the_rest_is_used(prepare, tmp_path: Path):
         ("line 42", "empty"),
         ("line 43", "field"),
     ]
+
+
+def test_counts_of_one_are_told_as_one():
+    assert count_told("rows_not_used", 1).startswith("1 row that could not be used, with the reason of each")
+    assert count_told("labels_cut", 1) == "1 labelled token that was cut away"
+    assert count_told("truncated", 2000) == "2,000 samples cut to the context"
 
 
 def test_special_tokens_in_content_are_counted(prepare):

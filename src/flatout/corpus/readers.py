@@ -59,6 +59,7 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
+_WORDS = ("true", "false", "null")
 
 
 def read_slice(
@@ -303,7 +304,7 @@ def _records(
 
 def _not_json(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"it is not JSON: {error.msg} at character {error.pos}"
+        return f"it is not JSON: {error.msg.removesuffix(' at')} at character {error.pos}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else f"it cannot be read: {error}"
 
 
@@ -385,11 +386,11 @@ class _JsonText:
             if following == "]":
                 raise self._broken("there is a comma before the closing bracket")
             if not following:
-                raise self._broken("the array has no closing bracket")
+                raise self._broken("the array has no closing bracket", kind="truncated")
             yield self._value()
             separator = self._peek()
             if not separator:
-                raise self._broken("the array has no closing bracket")
+                raise self._broken("the array has no closing bracket", kind="truncated")
             if separator not in ",]":
                 raise self._broken("there is no comma after the element", records=1)
         self._at += 1
@@ -402,8 +403,10 @@ class _JsonText:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
+                if self._ended and self._is_cut(error):
+                    raise self._broken("the file ends inside the element", 1, error.pos, "truncated") from error
                 if self._ended or self._is_final(error):
-                    raise self._broken(f"it is not JSON: {error.msg}", 1, error.pos) from error
+                    raise self._broken(f"it is not JSON: {error.msg.removesuffix(' at')}", 1, error.pos) from error
                 end = len(self._text)
                 value = None
             except (ValueError, RecursionError) as error:
@@ -420,6 +423,11 @@ class _JsonText:
     def _is_final(self, error: json.JSONDecodeError) -> bool:
         """Whether more text could not mend an error: a text that just ends too early fails near its end."""
         return error.pos < len(self._text) - _ESCAPE and not error.msg.startswith("Unterminated string")
+
+    def _is_cut(self, error: json.JSONDecodeError) -> bool:
+        """Whether the text is fine as far as it goes: nothing, or a part of a word, stands where it is found wrong."""
+        rest = self._text[error.pos :].rstrip()
+        return error.msg.startswith("Unterminated string") or any(word.startswith(rest) for word in _WORDS)
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""

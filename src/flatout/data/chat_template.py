@@ -14,6 +14,7 @@ Trap: `generation` blocks mark what an assistant writes. They are found by rende
 text, and only believed where that gives the same text; a template may look at its own output.
 """
 
+import difflib
 import hashlib
 import itertools
 import json
@@ -221,9 +222,11 @@ def load_template(spec: str, folder: str | Path | None, tokenizer: ModelTokenize
         return _built_in(spec, tokenizer)
     path = Path(spec)
     if not path.is_file():
+        close = difflib.get_close_matches(spec, (MODEL, *BUILT_IN, NONE), n=1)
+        mean = f"did you mean {close[0]!r}? " if close else ""
         raise DataError(
             f"there is no chat template {shown(spec)!r}",
-            "set chat.template to model, chatml, plain, none, or the path of a .jinja file",
+            f"{mean}set chat.template to model, chatml, plain, none, or the path of a .jinja file",
         )
     try:
         text = path.read_bytes().decode("utf-8")

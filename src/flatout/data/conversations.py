@@ -48,6 +48,14 @@ _PAIRS = (
     ("input", "output"),
     ("prompt", "answer"),
 )
+# The columns without which a row is not of a format, by our names.
+_NEEDED: Mapping[Format, tuple[Mapping[str, str], ...]] = {
+    "messages": ({"messages": "messages"},),
+    "sharegpt": ({"conversations": "conversations"}, {"conversations": "conversation"}),
+    "alpaca": ({"instruction": "instruction", "output": "output"},),
+    "prompt-completion": tuple({"prompt": prompt, "completion": completion} for prompt, completion in _PAIRS),
+    "text": ({"text": "text"},),
+}
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user",
@@ -124,11 +132,28 @@ def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row],
     if not first:
         return Reading("messages", {name: name for name in FIELDS["messages"]}, "there are no rows")
     kind = names_shown(list(rows[0])) if rows else f"{_kind(first[0].value)} instead of an object with fields"
+    if rows and (wrong := _why_not(rows[0], fields)):
+        raise DataError(
+            f"the rows of {shown(source)} fit no format; the first has {kind}, but {wrong}",
+            "mend the rows, or name other columns, such as chat.fields=[prompt=question, completion=answer]",
+        )
     raise DataError(
         f"the rows of {shown(source)} fit no format; the first has {kind}",
         "name the columns, such as chat.fields=[prompt=question, completion=answer]; formats are "
         "messages, conversations with from and value, instruction with output, prompt with completion, text",
     )
+
+
+def _why_not(row: dict[str, Any], fields: Mapping[str, str]) -> str:
+    """What is wrong with a row that has the columns of a format by their names; nothing where it has those of none."""
+    for known, choices in _NEEDED.items():
+        for columns in choices if set(fields) <= set(FIELDS[known]) else ():
+            named = {name: fields.get(name, column) for name, column in columns.items()}
+            if all(column in row for column in named.values()):
+                mapped = {name: fields.get(name, named.get(name, name)) for name in FIELDS[known]}
+                found = conversation_of(Row(row, ""), Reading(known, mapped, ""), "")
+                return found.message if isinstance(found, Problem) else ""
+    return ""
 
 
 def conversation_of(row: Row, reading: Reading, file: str) -> Conversation | Problem:

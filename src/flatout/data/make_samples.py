@@ -89,6 +89,20 @@ COUNTS: Mapping[str, str] = {
 }
 
 
+def count_told(name: str, count: int) -> str:
+    """A count with the words that say what it is of."""
+    what, comma, more = COUNTS[name].partition(",")
+    if count == 1:
+        what = " ".join(_OF_ONE.get(word, word) for word in what.split())
+    return f"{count:,} {what}{comma}{more}"
+
+
+_OF_ONE = {
+    "rows": "row", "turns": "turn", "samples": "sample", "tokens": "token", "were": "was", "are": "is", "end": "ends",
+    "do": "does", "their": "its", "them": "it",
+}  # fmt: skip
+
+
 def prepare_samples(
     request: SampleRequest,
     tokenizer: ModelTokenizer,
@@ -377,7 +391,9 @@ class _Maker:
         first, bad = problems[0], sum(problem.records for problem in problems)
         place = f", {first.place}" if first.place else ""
         what = (
-            f"{bad:,} of {rows:,} rows of {shown(source)} cannot be used" if rows else f"{shown(source)} cannot be read"
+            f"{bad:,} of {_many(rows, 'row')} of {shown(source)} cannot be used"
+            if rows
+            else f"{shown(source)} cannot be read"
         )
         kinds = Counter(problem.kind for problem in problems)
         others = ", ".join(f"{count:,} of {kind}" for kind, count in kinds.most_common(4)) if len(kinds) > 1 else ""
@@ -388,20 +404,26 @@ class _Maker:
         )
 
 
+def _many(count: int, word: str) -> str:
+    return f"1 {word}" if count == 1 else f"{count:,} {word}s"
+
+
 def _check_readable(file: InputFile, problem: Problem) -> None:
     """Refuse a file that breaks off: how many rows are missing is not known. A bad row among good ones is no such."""
     broken = ("truncated", "compression", "checksum", "bomb", "format")
     if problem.records and problem.kind not in broken and not (file.format == "json" and problem.kind != "not-utf8"):
         return
     place = f", {problem.place}" if problem.place else ""
+    hint = "fetch or write the file again: it cannot be read to its end"
     raise DataError(
         f"{problem.file}{place}: {problem.message}",
-        _HINTS["json"] if problem.kind == "json" else "fetch or write the file again: it cannot be read to its end",
+        _HINTS[problem.kind] if problem.kind in ("json", "truncated") else hint,
     )
 
 
 _HINTS = {
     "json": "one JSON value on each line is .jsonl, one list of all rows is .json: check the name and the content",
+    "truncated": "the file ends too early: fetch or write it again",
     "role": "rename the roles in the file, or map the fields that hold them with chat.fields",
     "template": "look at the order of the roles, or set chat.template to another one: chatml, plain, or a file",
     "no-template": "set chat.template to model, chatml, plain or a file; none is for rows without turns",
@@ -453,7 +475,7 @@ def _check_learnable(made: _Made, split: str, request: SampleRequest, maker: _Ma
             "raise model.context, or shorten the prompts",
         )
     raise DataError(
-        f"nothing{which} is left to learn: no token of {counts['rows']:,} rows is labelled",
+        f"nothing{which} is left to learn: no token of {_many(counts['rows'], 'row')} is labelled",
         "look at a sample with its template: does it show what the assistant says, and does chat.train_on fit?",
     )
 

@@ -8,6 +8,7 @@ The contract: as for all checks, nothing is raised for what is found; what was n
 own, which is marked so. Needs a torch that works.
 """
 
+import dataclasses
 import itertools
 import json
 import tempfile
@@ -65,6 +66,15 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         yield from _check_sources(loaded.config)
         yield _unchecked("rows, template, adapters and memory were not checked, as there is no base to read them with")
         return
+    try:
+        config, cut = base.fit(loaded.config, loaded.sources["model.context"].written)
+    except UserError as error:
+        yield finding_of(error, "config", "context")
+        yield _unchecked("rows, template, adapters and memory were not checked, as the config does not fit its base")
+        return
+    if cut:
+        loaded = dataclasses.replace(loaded, config=config)
+        yield _finding("context", "note", cut, area="config")
     try:
         template, said = base.template_for(loaded.config.chat.template)
         name = "none: samples are bare text" if template is None else template.name
@@ -157,12 +167,12 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
     rows, lost = counts.get("rows", 0), counts.get("rows_not_used", 0)
     reading = (data.manifest.manifest.get("reading") or [{}])[0].get("format", config.chat.format)
     part = "" if whole else f"; only the first {_FIRST:,} rows were read"
-    yield _finding("rows", "ok", f"{config.chat.source}: {rows - lost:,} rows, read as {reading}{part}")
+    yield _finding("rows", "ok", f"{config.chat.source}: {_many(rows - lost, 'row')}, read as {reading}{part}")
     if lost:
         yield _finding(
             "rows not used",
             "warn",
-            f"{lost:,} of {rows:,} rows cannot be used",
+            f"{lost:,} of {_many(rows, 'row')} cannot be used",
             "`flatout finetune` lists each with its reason in problems.jsonl beside the samples. Mend them if they are "
             "many.",
         )

@@ -24,7 +24,7 @@ from flatout.data.portable import as_model_tokenizer
 from flatout.data.tokenizer import ModelTokenizer, tokenizer_from_json
 from flatout.engine.checkpoint import verify_checkpoint
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint
-from flatout.errors import CheckpointError, DataError
+from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.execution import Execution
 from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
 from flatout.model.gpt import GPT, empty_model
@@ -60,13 +60,30 @@ class Base:
         said = f"{self.name} was never taught a chat template: samples are written by `{chosen}` (chat.template)"
         return load_template(chosen, None, self.tokenizer), said
 
+    def fit(self, config: RunConfig, written: str | None) -> tuple[RunConfig, str]:
+        """The config with no more context than there are positions, and what there is to say of it.
+
+        `written` is where a user asked for the context ("" where that is not known): that is refused instead of cut.
+        """
+        asked, has = config.model.context, self.description.config.context
+        if asked <= has:
+            return config, ""
+        if written is not None:
+            raise ConfigError(
+                f"{f'{written}: ' if written else ''}model.context is {asked:,}, but {self.name} has {has:,} positions",
+                f"set model.context to at most {has}, or leave it out",
+            )
+        cut = config.model_copy(update={"model": config.model.model_copy(update={"context": has})})
+        return cut, f"model.context is cut from {asked:,} to {has:,}: {self.name} has no more positions"
+
 
 def open_base(name: str, context: int | None) -> Base:
-    """What `name` means, with as much context as a sample may have."""
+    """What `name` means, with as much context as a sample may have, or with all it has where that is less."""
     found = find_model(name)
     if found.kind != "huggingface":
         return _own(name, checkpoint_to_load(found.path, best=True), context)
-    description, tokenizer = read_description(found.path, context=context), read_model_tokenizer(found.path)
+    description = read_description(found.path, context=context, cut=True)
+    tokenizer = read_model_tokenizer(found.path)
     if tokenizer.vocab > description.vocab:
         raise CheckpointError(
             f"the tokenizer of {name} has {tokenizer.vocab:,} ids, the model {description.vocab:,}",
@@ -94,7 +111,7 @@ def _own(name: str, checkpoint: Path, context: int | None) -> Base:
     template = state.get("template")
     return Base(
         str(checkpoint),
-        described_checkpoint(config, state, checkpoint, tokenizer.end_of_text, context),
+        described_checkpoint(config, state, checkpoint, tokenizer.end_of_text, context, cut=True),
         tokenizer,
         None if template is None else template_from_json(template),
     )
@@ -119,12 +136,20 @@ def _read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[RunConfig
 
 
 def described_checkpoint(
-    config: RunConfig, state: Mapping[str, Any], folder: Path, end_of_text: int | None, context: int | None = None
+    config: RunConfig,
+    state: Mapping[str, Any],
+    folder: Path,
+    end_of_text: int | None,
+    context: int | None = None,
+    *,
+    cut: bool = False,
 ) -> Description:
     """A checkpoint of ours as config.json would describe it: as it was when it came from one, or as it can be now."""
     source = describe(state["described"], folder) if state.get("described") else None
     made_for, vocab = (config.model if source is None else source.config).context, int(state["vocab"])
     model = config.model.model_copy(update={"init_from": None, "dropout": 0.0})
+    if cut and context is not None:
+        context = min(context, made_for)
     if context is not None and context > made_for:
         raise CheckpointError(
             f"{folder}: the model has {made_for:,} positions, and {context:,} are asked for",
@@ -194,16 +219,21 @@ def check_base(name: str, description: Description, expected: str | None) -> Non
         )
 
 
-def base_of(config: RunConfig, expected: str | None = None) -> tuple[GPT, Description]:
-    """The frozen model under a run's adapters, read again from where it came from. `expected` is the hash it had."""
+def base_of(config: RunConfig, expected: str | None = None, *, named: bool = False) -> tuple[GPT, Description]:
+    """The frozen model under a run's adapters, read again from where it came from. `expected` is the hash it had.
+
+    `named` says that the user told where it is, so that errors speak of that place alone.
+    """
     name = config.model.init_from
     assert name is not None, "checked by the config"
     try:
         description = describe_base(name, config.model.context)
     except CheckpointError as error:
+        if named:
+            raise
         raise CheckpointError(
             f"the model that the adapters were trained on cannot be loaded: {error.message}",
-            f"put {name} back in its place, and call this from the folder that the run was trained in",
+            f"name it with --base MODEL, or put {name} back and call this from the folder that the run was trained in",
         ) from error
     check_same_model(config.model, description, "put the model that the adapters were trained on back in its place")
     check_base(name, description, expected)

@@ -13,12 +13,12 @@ import torch
 
 from flatout.config.schema import LoraConfig, RunConfig
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.make_samples import COUNTS, Progress, SampleRequest, prepare_samples, why_made
+from flatout.data.make_samples import Progress, SampleRequest, count_told, prepare_samples, why_made
 from flatout.data.masking import preview, stops_of
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.tokenizer import Ids, ModelTokenizer
 from flatout.engine.base_model import Base, build_base, open_base
-from flatout.errors import DataError
+from flatout.errors import CheckpointError, DataError
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
@@ -65,9 +65,14 @@ class SampleData:
         return ids[: max(1, first)].tolist()
 
 
-def open_sample_data(config: RunConfig, progress: Progress | None) -> SampleData:
-    """The samples that a config asks for, made now unless they are there, and what is known of the model."""
-    base, template, said, request, folder = _asked(config)
+def open_sample_data(
+    config: RunConfig, progress: Progress | None, *, written: str | None = "", resumed: bool = False
+) -> SampleData:
+    """The samples that a config asks for, made now unless they are there, and what is known of the model.
+
+    `written` is where a user wrote model.context, as `Base.fit` has it. Of a `resumed` run a missing base is its own.
+    """
+    base, template, said, request, folder = _asked(config, written, resumed=resumed)
     tokenizer, description = base.tokenizer, base.description
     samples = prepare_samples(request, tokenizer, template, folder, progress)
     if samples.val is None:
@@ -80,21 +85,32 @@ def open_sample_data(config: RunConfig, progress: Progress | None) -> SampleData
         for split, part in (("train", samples.train), ("val", samples.val))
     )
     stops = stops_of(tokenizer, template, description.end_of_text)
-    return SampleData(samples, base, tokenizer, template, description, train, val, stops, (said,) if said else ())
+    return SampleData(samples, base, tokenizer, template, description, train, val, stops, said)
 
 
-def why_samples_are_made(config: RunConfig) -> tuple[Path, str]:
+def why_samples_are_made(config: RunConfig, *, written: str | None = "") -> tuple[Path, str]:
     """The folder of a config's samples, and why `open_sample_data` would make them now; nothing if they are there."""
-    base, template, _, request, folder = _asked(config)
+    base, template, _, request, folder = _asked(config, written)
     return folder, why_made(request, base.tokenizer, template, folder)
 
 
-def _asked(config: RunConfig) -> tuple[Base, ChatTemplate | None, str, SampleRequest, Path]:
-    """(model, chat template and what there is to say of it, what samples are made of, their folder)"""
+def _asked(
+    config: RunConfig, written: str | None, *, resumed: bool = False
+) -> tuple[Base, ChatTemplate | None, tuple[str, ...], SampleRequest, Path]:
+    """(model, chat template, what there is to say of both, what samples are made of, their folder)"""
     chat, name = config.chat, config.model.init_from
     assert chat.source is not None, "checked by the config"
     assert name is not None, "checked by the config"
-    base = open_base(name, config.model.context)
+    try:
+        base = open_base(name, config.model.context)
+    except CheckpointError as error:
+        if not resumed:
+            raise
+        raise CheckpointError(
+            f"the base of the run cannot be loaded: {error.message}",
+            "call this from the folder that the run was trained in, or say where the base is: model.init_from=MODEL",
+        ) from error
+    config, cut = base.fit(config, written)
     template, said = base.template_for(chat.template)
     request = SampleRequest(
         source=chat.source,
@@ -107,7 +123,8 @@ def _asked(config: RunConfig) -> tuple[Base, ChatTemplate | None, str, SampleReq
         val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
         seed=0,  # the same rows are held out whatever the seed of the run
     )
-    return base, template, said, request, Path(config.data.folder or f"data/{Path(chat.source).stem}-samples")
+    remarks = tuple(line for line in (said, cut) if line)
+    return base, template, remarks, request, Path(config.data.folder or f"data/{Path(chat.source).stem}-samples")
 
 
 def remarks_on_samples(data: SampleData) -> tuple[str, ...]:
@@ -121,7 +138,7 @@ def remarks_on_samples(data: SampleData) -> tuple[str, ...]:
     ]
     told = ("rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
             "turns_without_end_token", "turns_unlabelled", "special_in_content")  # fmt: skip
-    return (*lines, *(f"samples: {counts[name]:,} {COUNTS[name]}" for name in told if counts.get(name)))
+    return (*lines, *(f"samples: {count_told(name, counts[name])}" for name in told if counts.get(name)))
 
 
 def facts_of_samples(data: SampleData) -> dict[str, Any]:

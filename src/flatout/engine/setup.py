@@ -234,7 +234,7 @@ def setup_run(
     if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
-    dataset, remarks = _open_data(config, progress)
+    dataset, remarks = _open_data(config, progress, sources, resumed=begun is not None)
     context, stride = config.model.context, stride_of(config)
     if isinstance(dataset, SampleData):
         config = described_config(config, dataset, sources, begun=begun)
@@ -389,11 +389,12 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
 
 
 def _open_data(
-    config: RunConfig, progress: Progress | None
+    config: RunConfig, progress: Progress | None, sources: Mapping[str, Source], *, resumed: bool
 ) -> tuple[Dataset | StreamDataset | SampleData, tuple[str, ...]]:
     """The data that a config names, and what there is to say of it."""
     if config.chat.source is not None:
-        samples = open_sample_data(config, progress)
+        written = _written(sources, "model.context")
+        samples = open_sample_data(config, progress, written=written, resumed=resumed)
         return samples, remarks_on_samples(samples)
     if config.data.streaming:
         if config.eval.epoch_end:

@@ -121,17 +121,17 @@ class _Values:
         return value
 
 
-def read_description(folder: Path, *, context: int | None = None) -> Description:
+def read_description(folder: Path, *, context: int | None = None, cut: bool = False) -> Description:
     """What the folder's config.json says, as a model of ours.
 
-    `context` is how many tokens the model will see at once; null takes all that it was made for. Learned positions
-    (gpt2) stay whole in any case.
+    `context` is how many tokens the model will see at once; null takes all that it was made for, and so does more than
+    that with `cut`, where it is refused otherwise. Learned positions (gpt2) stay whole in any case.
     """
     values = read_json(folder / CONFIG_FILE, "name a folder with config.json and model.safetensors")
-    return describe(values, folder, context=context)
+    return describe(values, folder, context=context, cut=cut)
 
 
-def describe(values: dict[str, Any], folder: Path, *, context: int | None = None) -> Description:
+def describe(values: dict[str, Any], folder: Path, *, context: int | None = None, cut: bool = False) -> Description:
     """What the values of a config.json say; `folder` is where its generation_config.json lies, if it has one."""
     path = folder / CONFIG_FILE
     _check_kind(values, path)
@@ -139,6 +139,8 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
     read = _Values(values, path, _DEFAULTS[kind])
     fields = _gpt2(read) if kind == "gpt2" else _llama_like(read, kind)
     made_for = fields["context"]
+    if cut and context is not None:
+        context = min(context, made_for)
     if context is not None and context > made_for:
         raise read.refuse(
             f"the model has {made_for:,} positions, and {context:,} are asked for",

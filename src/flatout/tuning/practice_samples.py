@@ -69,8 +69,8 @@ class PracticeSamples:
 def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:
     """The samples that a config names. `scratch` is a folder for what has to be made, which `say` is told of."""
     check_used(loaded)
-    config = loaded.config
-    folder, why = why_samples_are_made(config)
+    config, written = loaded.config, loaded.sources["model.context"].written
+    folder, why = why_samples_are_made(config, written=written)
     described = f"the samples in {folder}"
     if why:
         described = f"samples made for the occasion, since those in {folder} cannot be used as they are: {why}"
@@ -79,7 +79,7 @@ def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], N
         say(f"making the samples of {config.chat.source}, in a folder for the occasion")
         folder = scratch / "samples"
     config = config.model_copy(update={"data": config.data.model_copy(update={"folder": str(folder)})})
-    data = open_sample_data(config, None)
+    data = open_sample_data(config, None, written=written)
     config = described_config(config, data, loaded.sources)
     samples, order = data.train.samples, order_of(config, data)
     return PracticeSamples(

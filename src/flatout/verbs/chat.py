@@ -1,6 +1,7 @@
 """The verbs after fine-tuning: chat with a model, and merge its adapters into its weights."""
 
 import json
+import sys
 
 from flatout.words import Parser, add_base, add_model, check_model, converse, number_between
 
@@ -27,6 +28,9 @@ def chat(words: list[str]) -> int:
     from flatout.observe.human import printable
 
     model = api.load_model(parsed.run, device=parsed.device, best=not parsed.last, base=parsed.base)
+    if api.is_untaught(model):
+        said = f"{model.origin} was never taught a chat template: it continues each message as bare text"
+        print(f"note: {printable(said)}, without what was said before", file=sys.stderr)
     history = [] if parsed.system is None else [{"role": "system", "content": parsed.system}]
     settings = {name: getattr(parsed, name) for name in ("tokens", "temperature", "top_p", "seed")}
 

@@ -129,9 +129,11 @@ class TerminalReader:
                 where = f"{record.tokens:,} tokens in {record.seconds:.1f}s"
                 return [f"eval at step {record.step}: val loss {record.loss:.4f}{bits}  ({where}){best}"]
             case EpochRecord():
+                samples = self.info is not None and self.info.batch_samples is not None
+                rate = f"{human_count(record.windows_per_second)} {'samples' if samples else 'windows'}/s"
                 return [
                     f"epoch {record.epoch} done: mean loss {record.mean_loss:.4f}  {human_seconds(record.seconds)}  "
-                    f"{human_count(record.windows_per_second)} windows/s  {human_count(record.tokens_per_second)} tok/s"
+                    f"{rate}  {human_count(record.tokens_per_second)} tok/s"
                 ]
             case SampleRecord():
                 body = (record.prompt + record.text).strip("\n")

@@ -94,6 +94,7 @@ OTHER: dict[str, str | list[str]] = {
     "chat.fields": [*CHAT, "chat.fields=[completion=second]"],
     "chat.template": [*CHAT, "chat.template=chatml"],
     "chat.train_on": [*CHAT, "chat.train_on=all"],
+    "chat.max_tokens": [*CHAT, "chat.max_tokens=40"],
     "chat.too_long": [*CHAT, "chat.too_long=drop"],
     "chat.val_fraction": [*CHAT, "chat.val_fraction=0.5"],
     "chat.packing": [*CHAT, "chat.packing=false"],

@@ -20,7 +20,7 @@ from flatout.errors import UserError
 from flatout.model.adapter_files import read_origin
 from flatout.model.fingerprint import weights_fingerprint
 from flatout.model.hub import read_description
-from flatout.records import EndRecord, NoticeRecord
+from flatout.records import EndRecord, NoticeRecord, StepRecord
 from tests.chat_models import write_chat_model
 
 QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
@@ -127,6 +127,21 @@ def test_a_context_of_the_presets_is_cut_to_what_the_base_has_and_a_users_is_not
     found = {finding.name: finding for finding in examine("lora", own, quick=True)}
     assert found["context"].status == "note"
     assert found["a step"].status == "ok"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_with_less_context_than_learned_positions_goes_on_with_its_samples(words, rank):
+    shape = ["model.layers=1", "model.width=16", "model.heads=2", "model.context=96", "data.tokenizer=bytes"]
+    steps = ["train.tokens=null", "train.steps=1", "train.batch_tokens=96", "speed.micro_batch=1", "eval.tokens=96"]
+    list(api.train(load_config("gpt2-124m", [*shape, *steps, "data.source=shakespeare", "output.folder=mine"])))
+    # The samples have about 60 tokens, and are cut.
+    less = words("model.init_from=mine", "model.context=56", f"lora.rank={rank}", "checkpoint.every=2")
+    whole = run([*less, "output.folder=whole"])
+    rest = list(api.train(resume="whole/checkpoints/step-00000002"))
+    assert [r.loss for r in rest if isinstance(r, StepRecord)] == [r.loss for r in whole if isinstance(r, StepRecord)][
+        2:
+    ]
+    assert not [r for r in rest if isinstance(r, NoticeRecord) and "made" in r.message], "the samples were there"
 
 
 def test_a_checkpoint_from_before_there_was_a_hash_still_loads(words, monkeypatch):

@@ -386,8 +386,11 @@ class ChatConfig(Section):
     train_on: Literal["assistant", "last", "all"] = Field(
         default="assistant", description="What has a label: assistant turns, the last of them, or every token."
     )
+    max_tokens: Positive | None = Field(
+        default=None, description="Most tokens of a sample; null means model.context, which they never exceed."
+    )
     too_long: Literal["truncate", "drop"] = Field(
-        default="truncate", description="What happens to samples longer than model.context; both are counted."
+        default="truncate", description="What happens to samples with more tokens than that; both are counted."
     )
     val_fraction: Share = Field(default=0.05, description="Share of the rows that is held out for evaluation.")
     packing: bool = Field(

@@ -27,7 +27,7 @@ from flatout.diagnose.check_folder import check_folder, folder_of
 from flatout.diagnose.doctor import Finding, Status, finding_of, in_gib
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.features import resolve_speed
-from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, why_samples_are_made
+from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, sample_tokens, why_samples_are_made
 from flatout.engine.run_folder import is_checkpoint
 from flatout.engine.setup import (
     check_disk,
@@ -190,12 +190,15 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
         yield _finding("learned", "ok", words)
     dropped = sum(counts.get(name, 0) for name in ("dropped_too_long", "dropped_labels_cut"))
     if counts.get("truncated") or dropped:
-        cut = counts.get("truncated", 0)
+        cut, limit = (
+            counts.get("truncated", 0),
+            "model.context" if config.chat.max_tokens is None else "chat.max_tokens",
+        )
         yield _finding(
             "too long",
             "warn" if 20 * (cut + dropped) > facts["samples"] else "note",
-            f"{cut:,} samples are cut to model.context={config.model.context:,}, {dropped:,} dropped for their length",
-            f"The longest has {counts.get('longest', 0):,} tokens; raise model.context to keep all of it.",
+            f"{cut:,} samples are cut to {sample_tokens(config):,} tokens, {dropped:,} dropped for their length",
+            f"The longest has {counts.get('longest', 0):,} tokens; raise {limit} to keep all of it.",
         )
 
 

@@ -114,7 +114,7 @@ def _asked(
     template, said = base.template_for(chat.template)
     request = SampleRequest(
         source=chat.source,
-        context=config.model.context,
+        context=sample_tokens(config),
         val_source=chat.val_source,
         format=chat.format,
         fields=dict(pair.split("=", 1) for pair in chat.fields),
@@ -157,10 +157,20 @@ def facts_of_samples(data: SampleData) -> dict[str, Any]:
     }
 
 
+def sample_tokens(config: RunConfig) -> int:
+    """The most that a sample may have."""
+    return min(config.chat.max_tokens or config.model.context, config.model.context)
+
+
 def with_described_model(config: RunConfig, base: Base) -> RunConfig:
-    """The config with the model that its folder describes; a run of ours is named by its checkpoint."""
+    """The config with the model that its folder describes; a run of ours is named by its checkpoint.
+
+    Learned positions cannot be fewer than they are: what the run wants less is then a matter of its samples alone.
+    """
     kept = {"init_from": base.name, "dropout": config.model.dropout}
-    return config.model_copy(update={"model": base.description.config.model_copy(update=kept)})
+    model = base.description.config.model_copy(update=kept)
+    shorter = {"max_tokens": sample_tokens(config)} if config.model.context < model.context else {}
+    return config.model_copy(update={"model": model, "chat": config.chat.model_copy(update=shorter)})
 
 
 def build_described(

@@ -70,7 +70,7 @@ from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import DTYPES, Description, read_description
 from flatout.model.hub_weights import export_huggingface, load_described
-from flatout.model.merge import LogitDifference, MergeReport, logit_difference
+from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
 from flatout.model.weights import assign_weights
 from flatout.observe.measured.bench_rows import read_bench
@@ -547,7 +547,10 @@ def evaluate(
     """Loss, perplexity and bits per byte of a trained model on its own validation split, or on other shards."""
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     if data is None and loaded.config is None:
-        raise UsageError(f"{loaded.origin} does not say what it was trained on", "name prepared shards with --data")
+        raise UsageError(
+            f"{loaded.origin} does not say what it was trained on",
+            "name prepared shards with --data, or measure the run that it was written from: `flatout eval RUN`",
+        )
     if data is None and _known(loaded.config).chat.source is not None:
         return _evaluate_samples(loaded, split, tokens, batch_size)
     if data is None and _known(loaded.config).data.streaming:
@@ -605,7 +608,7 @@ def _shards(loaded: LoadedModel, data: str | Path | None, split: str) -> Tokens:
             f"the run's data folder {folder} is not here",
             "call this from the folder the run was trained in, or name the shards with --data",
         )
-    dataset = open_dataset(folder, tokenizer_fingerprint=loaded.tokenizer.fingerprint, verify="full")
+    dataset = open_dataset(folder, wanted=loaded.tokenizer, verify="full")
     if data is None and dataset.manifest.fingerprint != loaded.dataset:
         raise DataError(
             f"{folder} is no longer what {loaded.origin} was trained on",
@@ -711,6 +714,8 @@ def _described(loaded: LoadedModel) -> Description | None:
 
 
 def _new_folder(folder: str | Path) -> Path:
+    if folder == "":  # which a path would take for the folder that we are in
+        raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} is a file or not empty", "name a new folder to write into")
@@ -749,7 +754,7 @@ def merge(
     ids = loaded.tokenizer.encode(prompt or chat_prompt(loaded, MERGE_PROMPT))[: loaded.model.config.context]
     tokens = torch.tensor([ids.tolist()], device=loaded.device.torch_device)
     kind = getattr(torch, DTYPES[dtype])
-    with torch.no_grad():
+    with torch.no_grad(), quiet_narrow_products():
         before = loaded.model.logits(tokens).double().cpu()
         report = merge_adapters(loaded.adapters, kind)
         after = loaded.model.logits(tokens).double().cpu()

@@ -283,7 +283,11 @@ class StopOnSignal:
 def _eval(words: list[str]) -> int:
     parser = Parser("eval", "Measure a trained model on its validation text: loss, perplexity, bits per byte.")
     add_model(parser)
-    parser.add_argument("--data", metavar="FOLDER", help="prepared shards to use instead of the run's own")
+    parser.add_argument(
+        "--data",
+        metavar="FOLDER",
+        help="prepared shards of text to use instead of the run's own data (of a fine-tuned run: its samples)",
+    )
     parser.add_argument("--split", choices=("val", "train"), default="val", help="which split to measure")
     parser.add_argument("--tokens", type=number_between(int, 1, 2**40), help="measure this many tokens from the start")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -397,6 +401,8 @@ def _config_action(action: str, parsed: argparse.Namespace) -> int:
             for row in rows:
                 print(f"  {row.name:<{width}}{row.summary}")
     elif action == "copy":
+        if parsed.file == "":
+            raise UsageError("the name of the file to write is empty", "leave it out, or name a .yaml file")
         print(f"wrote {configs.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
     elif action == "show":
         print(configs.show(load(parsed).config), end="")

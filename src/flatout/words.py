@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ class Parser(argparse.ArgumentParser):
             elif takes_overrides and not word.startswith("-") and known.config is None:
                 known.config = word
             else:
-                self._refuse(word)
+                self._refuse(word, _value_after(word, words))
         if takes_overrides:
             known.overrides = overrides
             known.config_given = known.config is not None
@@ -54,13 +55,13 @@ class Parser(argparse.ArgumentParser):
             self._refuse(word)
         return known
 
-    def _refuse(self, word: str) -> NoReturn:
+    def _refuse(self, word: str, value: str | None = None) -> NoReturn:
         if word.startswith("-"):
-            raise UsageError(f"unknown option {quoted(word)}", self._nearest(word.partition("=")[0]))
+            raise UsageError(f"unknown option {quoted(word)}", self._nearest(word.partition("=")[0], value))
         hint = "write settings as SECTION.FIELD=VALUE" if "overrides" in self._defaults else f"see `{self.prog} --help`"
         raise UsageError(f"unexpected word {quoted(word)}", hint)
 
-    def _nearest(self, option: str) -> str:
+    def _nearest(self, option: str, value: str | None) -> str:
         """What an unknown option may have meant: one of ours, the config itself, or a field of it."""
         takes_overrides = "overrides" in self._defaults
         if takes_overrides and option in ("--config", "-c", "--preset", "--dataset"):
@@ -69,9 +70,9 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(option, options, n=1, cutoff=0.75)
         if near:
             return f"did you mean {near[0]}?"
-        fields = _fields_called(option.strip("-").replace("-", "_")) if takes_overrides else []
-        if fields:
-            return f"did you mean the setting {fields[0]}=...? settings are written without dashes"
+        setting = _setting_called(option.strip("-").replace("-", "_"), value) if takes_overrides else None
+        if setting is not None:
+            return f"did you mean the setting {setting}? settings are written without dashes"
         return f"see `{self.prog} --help` for its options"
 
 
@@ -131,10 +132,12 @@ def add_base(parser: Parser) -> None:
 
 def check_model(parsed: argparse.Namespace) -> None:
     """Refuses a model or a device that cannot be one, before anything heavy is imported."""
-    if parsed.run is not None and not Path(parsed.run).is_dir():
+    if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
         raise UsageError(
             f"{quoted(parsed.run)} is not a folder", "name a run folder, for example runs/shakespeare-char"
         )
+    if getattr(parsed, "folder", None) == "":
+        raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", parsed.device):
         raise UsageError(f"--device {quoted(parsed.device)} is unknown", "use auto, cpu, mps, cuda or cuda:N")
 
@@ -185,11 +188,25 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
-def _fields_called(name: str) -> list[str]:
-    """Config fields that people coming from other trainers write as an option, such as --steps or --batch-size."""
-    from flatout.config.complain import nearest_paths
+def _setting_called(name: str, value: str | None) -> str | None:
+    """The setting that people coming from other trainers write as an option, such as --steps 5 or --batch-size 8."""
+    from flatout.config.complain import is_called_elsewhere, nearest_fields
 
-    return [path for path in nearest_paths(name) if "." in path]
+    fields = nearest_fields(name)
+    if not fields:
+        return None
+    # Another trainer's batch size is not in our units, so its value is not taken over.
+    taken = value if value and not is_called_elsewhere(name) and len(value) <= 80 else "..."
+    return f"{fields[0]}={taken if taken == '...' else shlex.quote(taken)}"
+
+
+def _value_after(word: str, words: Sequence[str]) -> str | None:
+    """What was written as the value of an option that we do not have: after its `=`, or as the next word."""
+    _, equals, value = word.partition("=")
+    if equals:
+        return value
+    following = list(words)[list(words).index(word) + 1 :] if word in words else []
+    return following[0] if following and not following[0].startswith("--") and not _is_override(following[0]) else None
 
 
 def _is_override(word: str) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import flatout
+from flatout.config.load import load_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.device import Device
 from flatout.engine import loop, setup
@@ -28,10 +29,25 @@ from flatout.records import (
     SampleRecord,
     StepRecord,
 )
+from tests.conftest import TINY
 
 
 def of(records: list, kind: type) -> list:
     return [record for record in records if isinstance(record, kind)]
+
+
+def test_intervals_that_are_never_reached_are_told_where_a_user_wrote_them(tiny):
+    def told(*words: str) -> str:
+        notices = setup.setup_run(tiny("train.steps=6", *words)).notices
+        return " ".join(notice for notice in notices if "reached" in notice)
+
+    assert told("eval.every=50") == "eval.every 50 is never reached in 6 steps: only the end is evaluated"
+    assert "only the end is saved" in told("checkpoint.every=50", "eval.every=3", "checkpoint.best=false")
+    assert "only the end and each best so far are saved" in told("checkpoint.every=50", "eval.every=3")
+    words = [f"data.source={tiny().config.data.source}", "train.steps=6", *TINY]
+    preset = load_config("shakespeare-char", [word for word in words if ".every=" not in word])
+    assert preset.config.checkpoint.every > 6
+    assert not [notice for notice in setup.setup_run(preset).notices if "reached" in notice]
 
 
 def test_it_learns_and_says_so(tiny):

@@ -1,5 +1,6 @@
 """The report page in a real browser: what it shows, what it lets be done, and what it never does."""
 
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -193,6 +194,22 @@ def test_axes_can_be_chosen_and_keep_the_stretch(browser: chromium.Browser, tmp_
     browser.run("document.querySelector('[data-value=s]').click()")
     browser.settle()
     assert all(80 < float(tick) < 170 for tick in ticks(browser))
+
+
+def test_marks_of_an_axis_are_equal_steps_and_steps_are_whole(browser: chromium.Browser, tmp_path: Path):
+    records = [step_of(step, steps=16, data_seconds=0.0095) for step in range(1, 17)]
+    browser.open(page_of_run(tmp_path, write_run(tmp_path / "run", [info_of(tmp_path / "run", steps=16), *records])))
+    for chart, axis in (("loss", "x"), ("wait", "x"), ("wait", "y")):
+        marks = [float(tick.removesuffix(" ms")) for tick in ticks(browser, chart, axis)]
+        assert len(marks) >= 3
+        apart = [after - before for before, after in itertools.pairwise(marks)]
+        assert apart == pytest.approx([apart[0]] * len(apart)), (chart, axis, marks)
+        assert axis == "y" or all(mark.is_integer() for mark in marks)
+    shown = "{}.map(([, text]) => text).join(' ')"
+    assert browser.run(shown.format("linearTicks('whole', 0, 15, 6)")) == "0 5 10 15"
+    assert browser.run(shown.format("linearTicks('whole', 20000, 20010, 4)")) == "20.000k 20.005k 20.010k"
+    assert browser.run(shown.format("linearTicks('loss', 2.7, 2.70009, 5)")).startswith("2.70000 2.70002 2.70004")
+    assert browser.run(shown.format("clockTicks(100, 101, 5)")) == "100.0s 100.2s 100.4s 100.6s 100.8s 101.0s"
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from flatout import api
+from flatout.cli import main
 from flatout.config.load import LoadedConfig
 from flatout.errors import DataError, UsageError
 from flatout.observe.sinks import MetricsFile
@@ -118,8 +119,13 @@ def test_a_run_that_diverged_is_told_apart_from_a_killed_one(tmp_path: Path, cap
 
 def test_a_run_that_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "run.lock").touch()
-    assert watch([str(tmp_path)]) == 1
-    assert "ended before its first record" in capsys.readouterr().err
+    assert main(["watch", str(tmp_path)]) == 1
+    said = capsys.readouterr().err
+    assert "ended before its first record\nhint: " in said
+    (tmp_path / "metrics.jsonl").touch()
+    for verb in ("watch", "plot", "report"):
+        assert main([verb, str(tmp_path)]) == 3
+        assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'metrics.jsonl'} holds no run\nhint: ")
 
 
 def test_a_resumed_run_goes_on_in_the_same_view(tiny: Load, capsys: pytest.CaptureFixture[str]):

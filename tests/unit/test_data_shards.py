@@ -157,7 +157,7 @@ def test_files_are_closed_with_the_split_and_may_be_many(prepared: Path) -> None
 
 
 def test_an_intact_dataset_opens(prepared: Path) -> None:
-    dataset = open_dataset(prepared, ByteTokenizer().fingerprint, 257, "full")
+    dataset = open_dataset(prepared, ByteTokenizer(), 257, "full")
     assert dataset.tokenizer.kind == "bytes"
     assert dataset.val.tokens == dataset.manifest.splits["val"].tokens
     assert open_dataset(prepared, vocab=320).train.vocab == 257
@@ -230,11 +230,18 @@ def test_folders_without_a_dataset_are_refused(tmp_path: Path, copy: Path) -> No
         TokenShards(tmp_path / "nowhere", "train")
 
 
+def test_samples_for_fine_tuning_are_no_damaged_shards(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"format": "flatout-samples", "version": 1}', encoding="utf-8")
+    refused = refusal(tmp_path)
+    assert "holds samples for fine-tuning" in refused.message
+    assert "flatout eval RUN" in refused.hint
+
+
 def test_another_tokenizer_or_a_smaller_vocabulary_is_refused(prepared: Path) -> None:
-    wanted = CharTokenizer("ab").fingerprint
-    message = refusal(prepared, tokenizer_fingerprint=wanted).message
-    assert wanted in message
-    assert ByteTokenizer().fingerprint in message
+    refused = refusal(prepared, wanted=CharTokenizer("ab"))
+    assert f"bytes ({ByteTokenizer().fingerprint[:12]}, 257 ids)" in refused.message
+    assert f"the model has char ({CharTokenizer('ab').fingerprint[:12]}, 2 ids)" in refused.message
+    assert "tokenizer.json" in refused.hint
     message = refusal(prepared, vocab=256).message
     assert "257" in message
     assert "256" in message

@@ -15,12 +15,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import flatout
+from flatout.config.load import format_value, list_presets
 from flatout.config.schema import ModelConfig
 from flatout.data.prepare import data_folder
 from flatout.errors import CheckpointError, UsageError, UserError
 from flatout.model import hub_weights
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import read_description
+from flatout.model.hub_describe import model_type_of
 from flatout.model.hub_find import FoundModel, find_model
 from flatout.model.hub_weights import export_huggingface, from_huggingface, load_huggingface
 
@@ -416,24 +418,43 @@ def test_a_model_of_another_shape_is_not_filled(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "needed"),
     [
-        ({"norm": "layernorm"}, "model.norm='layernorm'"),
-        ({"positions": "learned"}, "model.positions='learned'"),
-        ({"mlp": "relu2"}, "model.mlp='relu2'"),
-        ({"residual_scale": 0.1}, "model.residual_scale=0.1"),
-        ({"bias": True}, "model.qk_norm and biases"),
-        ({"qkv_bias": True}, "model.qk_norm and biases"),
-        ({"bias": True, "qkv_bias": False, "qk_norm": False}, "model.bias=true and model.qkv_bias=false"),
-        ({"width": 30, "head_size": 8, "qk_norm": False}, "a multiple of heads, not 30 and 4"),
+        ({"norm": "layernorm", "mlp": "relu2"}, "model.norm=rmsnorm model.mlp=swiglu"),  # as shakespeare-char has it
+        ({"positions": "learned", "residual_scale": 0.1}, "model.positions=rope model.residual_scale=null"),
+        ({"bias": True}, "model.qk_norm=false"),
+        ({"qkv_bias": True}, "model.qk_norm=false"),
+        ({"bias": True, "qkv_bias": False}, "model.qk_norm=false model.qkv_bias=null"),
+        ({"width": 30, "head_size": 8, "qk_norm": False}, "model.qk_norm=true"),
+        ({"width": 30, "head_size": 8, "bias": True}, "model.bias=false"),
     ],
 )
-def test_what_transformers_lacks_is_not_exported(changes, message, tmp_path):
+def test_what_transformers_lacks_is_not_exported_and_what_it_has_is_named(changes, needed, tmp_path):
     model = build_model(ModelConfig(**{**SHAPE, **changes}), VOCAB)
     with pytest.raises(CheckpointError) as error:
         export_huggingface(model, tmp_path / "out")
-    assert message in error.value.message
+    named = [f"model.{name}={format_value(value)}" for name, value in changes.items() if name != "head_size"]
+    assert all(word in error.value.message for word in named)
+    assert f"one that is trained with {needed} can" in error.value.hint
     assert not (tmp_path / "out").exists()
+    words = dict(word.removeprefix("model.").split("=") for word in needed.split())
+    values = {name: {"null": None, "true": True, "false": False}.get(value, value) for name, value in words.items()}
+    assert model_type_of(ModelConfig(**{**SHAPE, **changes, **values})) in ("llama", "qwen2", "qwen3")
+
+
+def test_the_documents_name_the_presets_that_can_be_exported():
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    named = next(line for line in text.splitlines() if line.startswith("Of the presets, "))
+    for preset in list_presets():
+        model = flatout.load_config(preset.name).config.model
+        if model.init_from is not None:
+            continue  # a fine-tuned model is exported as its base
+        try:
+            model_type_of(model)
+            can = True
+        except CheckpointError:
+            can = False
+        assert can == (f"`{preset.name}`" in named.partition(" can be exported")[0]), preset.name
 
 
 def test_export_keeps_what_the_source_said_and_its_tokenizer(tmp_path):

@@ -1,6 +1,7 @@
 """Merging: in fp32, rounded once, and honest about what rounding took."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
-from flatout.model.merge import compare_logits, merge, merged_matrix, retention
+from flatout.model.merge import compare_logits, merge, merged_matrix, quiet_narrow_products, retention
 from flatout.ops.lora import one_part
 
 TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
@@ -153,3 +154,12 @@ def test_logits_are_compared_as_the_models_are():
     assert other.largest == pytest.approx(float(expected.detach()), rel=1e-5)
     assert other.relative > 0
     assert other.same_choice < 1
+
+
+def test_only_what_torch_says_of_a_cpu_without_bf16_is_not_repeated():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with quiet_narrow_products():
+            warnings.warn("mkldnn_matmul failed, switching to BLAS gemm:mkldnn_matmul\nframe #0: ...", stacklevel=1)
+            warnings.warn("something else", stacklevel=1)
+    assert [str(warning.message) for warning in told] == ["something else"]

@@ -486,6 +486,13 @@ def test_several_runs_share_a_picture_that_can_be_read(run_of: Any) -> None:
     assert "different tokenizers" in figure.texts[2].get_text()
 
 
+def test_a_fine_tuned_models_own_tokenizer_is_not_said_to_be_another(run_of: Any) -> None:
+    runs = [
+        run_of([info(tokenizer=kind, dataset=data), *steps(3)], kind) for kind, data in (("bytes", "a"), ("model", "b"))
+    ]
+    assert "these runs have different data" in comparison_figure(runs).texts[2].get_text()
+
+
 def test_very_many_runs(run_of: Any) -> None:
     runs = [run_of([info(), *steps(3)], f"a-very-long-name-that-all-of-them-share-{n}") for n in range(40)]
     figure = drawn(lambda: comparison_figure(runs))

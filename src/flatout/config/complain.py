@@ -329,6 +329,20 @@ def nearest_paths(path: str, top_level_extras: tuple[str, ...] = ()) -> list[str
     return list(dict.fromkeys(found))[:2]
 
 
+def nearest_fields(name: str) -> list[str]:
+    """The same for a word without a section: fields only, whichever section's name it resembles too."""
+    found = [path for path in nearest_paths(name) if path in field_facts()]
+    if found:
+        return found
+    names = {path.rpartition(".")[2]: path for path in reversed(field_facts())}
+    return [names[match] for match in _close_matches(name[:100].lower(), list(names), 0.7)]
+
+
+def is_called_elsewhere(name: str) -> bool:
+    """Whether a word is another trainer's for a field of ours, whose values may be in other units."""
+    return name.lower() in _ELSEWHERE_CALLED
+
+
 def validate(values: object, origins: Mapping[str, str], fallback: str) -> RunConfig:
     """The config that nested `values` make, or one `ConfigError`.
 

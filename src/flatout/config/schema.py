@@ -630,7 +630,7 @@ class CheckpointConfig(Section):
 
 
 class OutputConfig(Section):
-    folder: str | None = Field(
+    folder: Name | None = Field(
         default=None, description="Run folder; null means runs/NAME, numbered when that is taken."
     )
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(

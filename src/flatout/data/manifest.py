@@ -26,6 +26,7 @@ from flatout.data.tokenizer import token_dtype
 from flatout.errors import DataError
 
 FORMAT = "flatout-tokens"
+SAMPLES_FORMAT = "flatout-samples"  # of the other kind of folder with a manifest.json
 VERSION = 2  # version 1 had no report
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -128,6 +129,12 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 
 def _check_version(content: Any, path: Path) -> None:
+    if isinstance(content, dict) and content.get("format") == SAMPLES_FORMAT:
+        raise DataError(
+            f"{path.parent} holds samples for fine-tuning, not shards of text",
+            "`flatout eval RUN` without --data measures a fine-tuned run on its own samples; shards of text are made "
+            "by `flatout prepare`",
+        )
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
     version = _whole(content["version"])

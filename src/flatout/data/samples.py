@@ -27,11 +27,12 @@ import numpy.typing as npt
 
 from flatout.corpus.document import Problem, shown
 from flatout.data.chat_template import ChatTemplate
+from flatout.data.manifest import SAMPLES_FORMAT
 from flatout.data.tokenizer import Ids, ModelTokenizer
 from flatout.errors import DataError
 from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, sync_folder, usual_mode
 
-FORMAT = "flatout-samples"
+FORMAT = SAMPLES_FORMAT
 VERSION = 1  # also changes when the same rows would give other tokens or labels
 MANIFEST = "manifest.json"
 SAMPLES = "samples.safetensors"

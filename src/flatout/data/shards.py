@@ -165,22 +165,28 @@ class Dataset:
 
 def open_dataset(
     folder: str | Path,
-    tokenizer_fingerprint: str | None = None,
+    wanted: Tokenizer | None = None,
     vocab: int | None = None,
     verify: Verify = "sizes",
 ) -> Dataset:
     """Open a dataset, refusing one that is damaged or does not fit.
 
-    `tokenizer_fingerprint` is the tokenizer it must have been made with. `vocab` is the number of ids the model knows:
+    `wanted` is the tokenizer it must have been made with. `vocab` is the number of ids the model knows:
     the dataset may use fewer, not more.
     """
     manifest = read_manifest(folder)
     tokenizer = _read_tokenizer(Path(folder), manifest)
-    if tokenizer_fingerprint is not None and tokenizer_fingerprint != manifest.tokenizer_fingerprint:
+    if wanted is not None and wanted.fingerprint != manifest.tokenizer_fingerprint:
+        made = f"{manifest.tokenizer_kind} ({manifest.tokenizer_fingerprint[:12]}, {manifest.vocab:,} ids)"
+        way = (
+            f"data.tokenizer={wanted.kind}"
+            if wanted.kind in ("bytes", "gpt2")
+            else "data.tokenizer=FILE, the tokenizer.json in a checkpoint of the model's run"
+        )
         raise DataError(
-            f"the dataset in {folder} was made with the {manifest.tokenizer_kind} tokenizer "
-            f"{manifest.tokenizer_fingerprint}, not with {tokenizer_fingerprint}",
-            "prepare the text again with the tokenizer that is wanted, in another folder",
+            f"the dataset in {folder} was made with the tokenizer {made}, and the model has {wanted.kind} "
+            f"({wanted.fingerprint[:12]}, {wanted.vocab:,} ids)",
+            f"prepare the text again in another folder, with {way}",
         )
     if vocab is not None and manifest.vocab > vocab:
         raise DataError(

@@ -8,12 +8,14 @@ Reading: every byte is hashed before any of it is used. The manifest must equal 
 own hash, so a flipped bit in it is found too.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -163,7 +165,30 @@ def write_json_atomically(path: Path, value: Any) -> None:
 
 
 def verify_checkpoint(path: Path) -> None:
-    """Hashes every file; the first that is missing, torn or changed is named in a CheckpointError."""
+    """Hashes every file; the first that is missing, torn or changed is named in a CheckpointError.
+
+    Its hint names the newest whole checkpoint beside it, which is looked for only then.
+    """
+    try:
+        _verify(path)
+    except DamagedError as error:
+        whole = _newest_whole(path)
+        if whole is None:
+            raise DamagedError(error.message, "restore the file: there is no whole checkpoint beside it") from error
+        way = f"restore the file, or name the newest whole checkpoint instead: {whole}"
+        raise DamagedError(error.message, f"{way} (--resume {shlex.quote(str(whole))} goes on from it)") from error
+
+
+def _newest_whole(damaged: Path) -> Path | None:
+    for _, path in reversed(list_checkpoints(damaged.parent)):
+        if path.name != damaged.name:
+            with contextlib.suppress(CheckpointError):
+                _verify(path)
+                return path
+    return None
+
+
+def _verify(path: Path) -> None:
     manifest = _read_manifest(path)
     for name, entry in manifest["files"].items():
         file = path / name
@@ -197,7 +222,7 @@ def newest_good(folder: Path, notice: Callable[[str], None]) -> Path | None:
     damaged: list[tuple[int, Path, DamagedError]] = []
     for step, path in reversed(list_checkpoints(folder)):
         try:
-            verify_checkpoint(path)
+            _verify(path)
         except DamagedError as error:
             damaged.append((step, path, error))
             continue
@@ -248,7 +273,4 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _damaged(file: Path, how: str) -> DamagedError:
-    return DamagedError(
-        f"damaged checkpoint: {file} {how}",
-        "restore the file, or train on from the checkpoint before it with --resume auto and the run's output.folder",
-    )
+    return DamagedError(f"damaged checkpoint: {file} {how}", "restore the file")

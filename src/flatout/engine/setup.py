@@ -298,6 +298,7 @@ def setup_run(
         notices=(
             *(loaded.remarks if isinstance(loaded, LoadedConfig) else ()),
             *_remarks(config, steps),
+            *_remarks_on_intervals(config, steps, lambda path: _written(sources, path) is not None),
             *_remarks_on_batch(config, order),
             *remarks,
             *_remarks_on_packing(packing),
@@ -777,7 +778,15 @@ def _remarks(config: RunConfig, steps: int) -> Iterator[str]:
             f"optim.warmup_steps is {config.optim.warmup_steps:,} and the run has {steps:,} steps, so the warm-up is "
             f"cut to {steps:,}: the learning rate reaches its peak in the last step and never falls"
         )
-    if 0 < steps < config.eval.every:
-        yield f"eval.every {config.eval.every} is never reached in {steps} steps: only the end is evaluated"
-    if 0 < steps < config.checkpoint.every:
-        yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only the end is saved"
+
+
+def _remarks_on_intervals(config: RunConfig, steps: int, written: Callable[[str], bool]) -> Iterator[str]:
+    """Of intervals that a user wrote; those of presets are for their own length, and the doctor tells of them."""
+    every, epochs = config.eval.every, config.eval.epoch_end
+    if 0 < steps < every and written("eval.every"):
+        which = "the ends of epochs and of the run are" if epochs else "the end is"
+        yield f"eval.every {every} is never reached in {steps} steps: only {which} evaluated"
+    if 0 < steps < config.checkpoint.every and written("checkpoint.every"):
+        between = config.checkpoint.best and (0 < every < steps or epochs)
+        which = "the end and each best so far are" if between else "the end is"
+        yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only {which} saved"

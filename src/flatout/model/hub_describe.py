@@ -1,13 +1,13 @@
 """Our model as transformers would describe it: the config.json of an exported folder.
 
-Contract: a model is described only as one that computes exactly what ours does; where transformers has none, the field
-that stands in the way is named. A model that was read from a folder keeps that folder's type and every key it had.
+Contract: a model is described only as one that computes exactly what ours does; where transformers has none, all fields
+that stand in the way are named. A model that was read from a folder keeps that folder's type and every key it had.
 """
 
 from typing import Any
 
 from flatout.config.schema import ModelConfig
-from flatout.config.yaml_loader import shorten
+from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import CheckpointError
 from flatout.model.hub import ARCHITECTURES, Description, check_same_model
 from flatout.model.layers import mlp_width_of
@@ -17,34 +17,41 @@ def model_type_of(config: ModelConfig) -> str:
     """The type of transformers' that computes exactly what this model does; refused where there is none."""
     if config.family == "gpt2":
         return "gpt2"
-    hint = "only models that transformers has the same of can be exported; train with other values of these fields"
     if set(config.kinds) != {"A"}:  # first, for nothing else that is changed would help
         raise CheckpointError(
             f"transformers has no such model with model.pattern={shorten(config.pattern)}",
             "only models whose blocks all have full attention can be exported; `flatout generate` runs this one",
         )
-    for field, needed in {
-        "norm": "rmsnorm",
-        "positions": "rope",
-        "mlp": "swiglu",
-        "residual_scale": None,
-    }.items():
-        if getattr(config, field) != needed:
-            raise CheckpointError(
-                f"transformers has no such model with model.{field}={shorten(getattr(config, field))}", hint
-            )
-    if config.has_qkv_bias and not config.bias and not config.qk_norm:
-        return "qwen2"
-    if config.qk_norm and (config.bias or config.has_qkv_bias):
-        raise CheckpointError("transformers has no such model with model.qk_norm and biases", hint)
-    if config.bias and not config.has_qkv_bias:
-        raise CheckpointError("transformers has no such model with model.bias=true and model.qkv_bias=false", hint)
-    if config.width % config.heads and not config.qk_norm:
+    if needed := _needed(config):
+        beside = ("width", "heads") if _needs_qwen3(config) else ()
+        if "qk_norm" in needed or "qkv_bias" in needed:
+            beside += tuple(field for field in ("bias", "qkv_bias") if getattr(config, field))
+        fields = dict.fromkeys((*needed, *beside))
+        found = ", ".join(f"model.{field}={format_value(getattr(config, field))}" for field in fields)
+        words = " ".join(f"model.{field}={format_value(value)}" for field, value in needed.items())
         raise CheckpointError(
-            f"transformers' llama needs a width that is a multiple of heads, not {config.width} and {config.heads}",
-            hint,
+            f"transformers has no such model with {found}",
+            f"a trained model keeps its shape: one that is trained with {words} can be exported",
         )
-    return "qwen3" if config.qk_norm else "llama"
+    if config.qk_norm:
+        return "qwen3"
+    return "qwen2" if config.has_qkv_bias and not config.bias else "llama"
+
+
+def _needed(config: ModelConfig) -> dict[str, Any]:
+    """Every field that stands in the way, with a value that does not; together they make a model of transformers'."""
+    needed: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "residual_scale": None}
+    if _needs_qwen3(config):
+        needed |= {"qk_norm": True, "bias": False, "qkv_bias": None}
+    elif config.bias or config.has_qkv_bias:
+        needed |= {"qk_norm": False} | ({} if config.has_qkv_bias else {"qkv_bias": None})
+    return {field: value for field, value in needed.items() if getattr(config, field) != value}
+
+
+def _needs_qwen3(config: ModelConfig) -> bool:
+    """llama's width must be a multiple of its heads; qwen3, which is qk_norm without biases, takes any."""
+    biased = config.has_qkv_bias and not config.bias  # qwen2, which takes any as well
+    return bool(config.width % config.heads) and not biased and (config.bias or not config.qk_norm)
 
 
 def description_of(

@@ -10,7 +10,9 @@ merge reports
 The base is compared as the type asked for holds it, so that its own rounding is not taken for a loss of the update.
 """
 
+import contextlib
 import dataclasses
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -209,6 +211,14 @@ def compare_logits(first: GPT, second: GPT, tokens_BT: Tensor) -> LogitDifferenc
         for model, training in modes:
             model.train(training)
     return logit_difference(*logits)
+
+
+@contextlib.contextmanager
+def quiet_narrow_products() -> Iterator[None]:
+    """A CPU without bf16 or fp16 computes such products by another way, and torch prints its frames over that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed, switching to BLAS gemm", UserWarning)
+        yield
 
 
 def logit_difference(one: Tensor, other: Tensor) -> LogitDifference:

@@ -78,8 +78,13 @@ class Space:
 
 def read_space(path: Path, loaded: LoadedConfig) -> Space:
     """The search space in a file, every value of it tried in the config."""
-    tree = read_yaml(path)
     name = printable(str(path))
+    if not path.exists():  # else the hint would be about configs
+        raise ConfigError(
+            f"{name}: no such file",
+            "name a file with the fields to search over, in lines such as `optim.learning_rate: {log: [1e-4, 1e-2]}`",
+        )
+    tree = read_yaml(path)
     if not tree:
         raise ConfigError(
             f"{name}: names no field to search over", "write lines such as `optim.learning_rate: {log: [1e-4, 1e-2]}`"

@@ -254,6 +254,8 @@ def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
     from flatout.data.tokenizer import load_tokenizer
     from flatout.data.train_tokenizer import train_bpe, write_tokenizer
 
+    if not parsed.out:
+        raise UsageError("--out needs a file", "for example --out tokenizer.json")
     target = Path(parsed.out)
     if target.exists() and not parsed.overwrite:
         raise UsageError(f"{quoted(str(target))} is already there", "name another file with --out, or add --overwrite")

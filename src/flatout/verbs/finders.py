@@ -31,7 +31,10 @@ def tune_lr(words: list[str]) -> int:
     parser.add_argument("--from", dest="low", metavar="RATE", type=rate, default=1e-7, help="first rate; default 1e-7")
     parser.add_argument("--to", dest="high", metavar="RATE", type=rate, default=1.0, help="last rate; default 1")
     parser.add_argument(
-        "--steps", type=number_between(int, 20, 100_000), default=100, help="steps between them; default 100"
+        "--steps",
+        type=number_between(int, 20, 100_000),
+        default=100,
+        help="steps between them, 20 to 100,000; default 100",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
     parsed = parser.parse_words(words)

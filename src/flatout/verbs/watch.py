@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from flatout.errors import UsageError
+from flatout.errors import DataError, UsageError
 from flatout.words import Parser, number_between, one_line
 
 if TYPE_CHECKING:
@@ -116,7 +116,14 @@ class _LastWord:
         if self.reason is not None:
             return 0
         if not self.heard:
-            print(f"the run in {shown} ended before its first record", file=sys.stderr)
+            from flatout.observe.live.follow import METRICS
+
+            if (folder / METRICS).exists():  # as `plot` and `report` have it
+                raise DataError(
+                    f"{folder / METRICS} holds no run", "name the folder of a run that was started by flatout train"
+                )
+            print(f"error: the run in {shown} ended before its first record", file=sys.stderr)
+            print("hint: start it again with flatout train, which says what is wrong", file=sys.stderr)
         elif self.skipped >= DIVERGED:
             stopped = (
                 f"the run stopped at step {self.step:,} after {self.skipped} skipped updates in a row: it diverged"

@@ -113,6 +113,9 @@ def _draw_names(axes: "Axes", runs: Sequence[RunNumbers], looks: Sequence[Look])
 def _warning(runs: Sequence[RunNumbers]) -> str:
     """What forbids a comparison of losses, if something does."""
     for field, words in (("tokenizer", "tokenizers"), ("vocab", "vocabularies"), ("dataset", "data")):
-        if len({str(run.info.get(field)) for run in runs}) > 1:
+        told = {str(run.info.get(field)) for run in runs}
+        if field == "tokenizer":
+            told.discard("model")  # a fine-tuned model's own, which may be any of the others
+        if len(told) > 1:
             return f"these runs have different {words}: a lower loss need not mean a better model"
     return ""

@@ -2,8 +2,8 @@
 
 const SVG = "http://www.w3.org/2000/svg";
 const AXES = {
-  s: { name: "step", label: "Steps", kind: "plain" },
-  t: { name: "tokens", label: "Tokens", kind: "plain" },
+  s: { name: "step", label: "Steps", kind: "whole" },
+  t: { name: "tokens", label: "Tokens", kind: "whole" },
   e: { name: "training time", label: "Time", kind: "clock" },
 };
 
@@ -95,12 +95,28 @@ function niceStep(span, count) {
   return power * ([1, 2, 2.5, 5, 10].find((factor) => rough <= factor * power * 1.0001) || 10);
 }
 
+/* The step for what is counted, of which there are no halves; `factor` is the unit's. */
+function wholeStep(step, factor) {
+  if (isWhole(step * factor)) return step;
+  return (step * factor < 1 ? 1 : 5) / factor; // above 1, 2.5 is the only one that is not whole
+}
+
+/* As many digits as a step has, so that what is read off an axis is as far apart as its marks are. */
+function decimalsOf(step) {
+  let digits = 0;
+  while (digits < 12 && !isWhole(step * 10 ** digits)) digits++;
+  return digits;
+}
+
+function isWhole(value) {
+  return Math.abs(value - Math.round(value)) <= 1e-6 * Math.abs(value);
+}
+
 function linearTicks(kind, low, high, count) {
   const [factor, suffix] = unitOf(kind === "loss" ? "plain" : kind, Math.max(Math.abs(low), Math.abs(high)));
-  const step = niceStep((high - low) / factor, count);
-  const decimals = Math.max(
-    0, Math.min(8, -Math.floor(Math.log10(step) + 1e-9) + (String(step).includes("25") ? 1 : 0))
-  );
+  const nice = niceStep((high - low) / factor, count);
+  const step = kind === "whole" ? wholeStep(nice, factor) : nice;
+  const decimals = decimalsOf(step);
   const ticks = [];
   for (let index = Math.ceil(low / factor / step - 1e-9); index * step <= high / factor + step * 1e-9; index++) {
     const value = index * step;
@@ -120,9 +136,13 @@ function clockTicks(low, high, count) {
   let step = CLOCK_STEPS.find((each) => each >= rough);
   if (rough < 1) step = niceStep(high - low, count);
   else if (!step) step = 86400 * Math.ceil(rough / 86400);
+  const text = (seconds) => {
+    if (step >= 1) return clockTick(Number(seconds.toPrecision(10)));
+    return high < 1 ? (seconds * 1000).toFixed(decimalsOf(step * 1000)) + "ms" : seconds.toFixed(decimalsOf(step)) + "s";
+  };
   const ticks = [];
   for (let index = Math.ceil(low / step - 1e-9); index * step <= high + step * 1e-9 && ticks.length < 40; index++) {
-    ticks.push([index * step, clockTick(Number((index * step).toPrecision(10)))]);
+    ticks.push([index * step, index === 0 ? "0s" : text(index * step)]);
   }
   return ticks;
 }

@@ -145,7 +145,7 @@ class Chart {
     const y = (this.y = scaleOf(bounds[0], bounds[1], foot, head, this.log));
     const count = Math.max(2, Math.floor((box.right - box.left) / (width < 480 ? 62 : 84)));
     const xTicks = (
-      AXES[axis].kind === "clock" ? clockTicks : linearTicks.bind(null, "plain")
+      AXES[axis].kind === "clock" ? clockTicks : linearTicks.bind(null, AXES[axis].kind)
     )(reach[0], reach[1], count);
 
     this.svg.replaceChildren();

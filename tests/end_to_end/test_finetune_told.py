@@ -329,7 +329,8 @@ def test_the_doctor_finds(words, name, capsys):
 def test_the_doctor_warns_of_batches_and_lengths(words):
     found = visit(words("chat.batch_samples=64", "model.context=36"))
     assert "there are 29 samples" in found["batch"].found
-    assert "cut to model.context=36" in found["too long"].found
+    assert "cut to 36 tokens" in found["too long"].found
+    assert "raise model.context" in found["too long"].advice
 
 
 def test_the_doctor_reads_the_beginning_of_a_large_source(words, monkeypatch):

@@ -40,7 +40,10 @@ for name in "${@:-tests speed finetune peers guide estimate metrics caps long le
           small-32k-eigenstate small-128k-hybrid small-128k-eigenstate
         ;;
       learn) part learn 600 "$python" benchmarks/long_learning.py "$data" "$commit" ;;
-      recall) part recall 900 "$python" benchmarks/recall.py "$commit" ;;
+      recall)
+        part copy 900 "$python" benchmarks/recall.py "$commit" --task copy
+        part recall 900 "$python" benchmarks/recall.py "$commit"
+        ;;
       generate) part generate 200 "$python" benchmarks/long_generation.py "$commit" ;;
       *) echo "there is no part $one" >&2 ;;
     esac

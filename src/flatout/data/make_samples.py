@@ -391,7 +391,7 @@ class _Maker:
         first, bad = problems[0], sum(problem.records for problem in problems)
         place = f", {first.place}" if first.place else ""
         what = (
-            f"{bad:,} of {_many(rows, 'row')} of {shown(source)} cannot be used"
+            f"{bad:,} of {many(rows, 'row')} of {shown(source)} cannot be used"
             if rows
             else f"{shown(source)} cannot be read"
         )
@@ -404,7 +404,8 @@ class _Maker:
         )
 
 
-def _many(count: int, word: str) -> str:
+def many(count: int, word: str) -> str:
+    """A count with its noun."""
     return f"1 {word}" if count == 1 else f"{count:,} {word}s"
 
 
@@ -475,7 +476,7 @@ def _check_learnable(made: _Made, split: str, request: SampleRequest, maker: _Ma
             "raise model.context, or shorten the prompts",
         )
     raise DataError(
-        f"nothing{which} is left to learn: no token of {_many(counts['rows'], 'row')} is labelled",
+        f"nothing{which} is left to learn: no token of {many(counts['rows'], 'row')} is labelled",
         "look at a sample with its template: does it show what the assistant says, and does chat.train_on fit?",
     )
 

@@ -21,7 +21,7 @@ from flatout.config.unused import check_used
 from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
-from flatout.data.make_samples import row_files
+from flatout.data.make_samples import many, row_files
 from flatout.device import detect_device, limit_memory
 from flatout.diagnose.check_folder import check_folder, folder_of
 from flatout.diagnose.doctor import Finding, Status, finding_of, in_gib
@@ -130,7 +130,7 @@ def _check_sources(config: RunConfig) -> Iterator[Finding]:
                 yield finding_of(error, "data", "rows")
             else:
                 size = sum(file.bytes for file in files) / 1e6
-                yield _finding("rows", "ok", f"{source}: {_many(len(files), 'file')}, {size:,.1f} MB, not read")
+                yield _finding("rows", "ok", f"{source}: {many(len(files), 'file')}, {size:,.1f} MB, not read")
 
 
 def _samples(config: RunConfig, temporary: Path, most: int) -> tuple[SampleData, bool]:
@@ -167,12 +167,12 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
     rows, lost = counts.get("rows", 0), counts.get("rows_not_used", 0)
     reading = (data.manifest.manifest.get("reading") or [{}])[0].get("format", config.chat.format)
     part = "" if whole else f"; only the first {_FIRST:,} rows were read"
-    yield _finding("rows", "ok", f"{config.chat.source}: {_many(rows - lost, 'row')}, read as {reading}{part}")
+    yield _finding("rows", "ok", f"{config.chat.source}: {many(rows - lost, 'row')}, read as {reading}{part}")
     if lost:
         yield _finding(
             "rows not used",
             "warn",
-            f"{lost:,} of {_many(rows, 'row')} cannot be used",
+            f"{lost:,} of {many(rows, 'row')} cannot be used",
             "`flatout finetune` lists each with its reason in problems.jsonl beside the samples. Mend them if they are "
             "many.",
         )
@@ -190,10 +190,8 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
         yield _finding("learned", "ok", words)
     dropped = sum(counts.get(name, 0) for name in ("dropped_too_long", "dropped_labels_cut"))
     if counts.get("truncated") or dropped:
-        cut, limit = (
-            counts.get("truncated", 0),
-            "model.context" if config.chat.max_tokens is None else "chat.max_tokens",
-        )
+        cut = counts.get("truncated", 0)
+        limit = "model.context" if config.chat.max_tokens is None else "chat.max_tokens"
         yield _finding(
             "too long",
             "warn" if 20 * (cut + dropped) > facts["samples"] else "note",
@@ -293,10 +291,6 @@ def _check_space(config: RunConfig, trained: int) -> Iterator[Finding]:
         return
     size = kept * 12 * trained / 2**20
     yield _finding("checkpoints", "ok", f"{kept} of them take about {size:,.0f} MiB at most", area="disk")
-
-
-def _many(count: int, word: str) -> str:
-    return f"1 {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def _finding(name: str, status: Status, found: str, advice: str = "", *, area: str = "data") -> Finding:

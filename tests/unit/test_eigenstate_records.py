@@ -50,8 +50,9 @@ def small_model(pattern: str, **named: Any) -> GPT:
 
 def set_states(model: GPT, place: int, horizons: list[float], angles: list[float]) -> None:
     with torch.no_grad():
-        model.eigenstates[place].decay_K.copy_(-torch.tensor(horizons).log())
-        model.eigenstates[place].frequency_K.copy_(torch.tensor(angles).log())
+        mixer = model.eigenstates[place]
+        mixer.decay_K.copy_(-torch.tensor(horizons).log())
+        mixer.detuning_K.copy_((torch.tensor(angles) - mixer.angle_K) * mixer.reach_K)
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

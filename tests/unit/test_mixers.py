@@ -14,7 +14,7 @@ from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.execution import Execution
-from flatout.model.gpt import GPT, build_model
+from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub_weights import export_huggingface
 from flatout.model.layers import LayerCache, WindowCache
 from flatout.ops.documents import lay_out
@@ -222,8 +222,11 @@ def test_weights_depend_on_the_seed_alone_and_horizons_are_in_place():
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     mixers = first.eigenstates
     assert len(mixers) == 2
-    assert not torch.equal(mixers[0].frequency_K, other.eigenstates[0].frequency_K)
-    assert not torch.equal(mixers[0].frequency_K, mixers[1].frequency_K)
+    assert not torch.equal(mixers[0].decay_K, other.eigenstates[0].decay_K)
+    assert not torch.equal(mixers[0].decay_K, mixers[1].decay_K)
+    angles = [mixer.eigenvalues()[1] for mixer in (*mixers, *other.eigenstates)]
+    assert torch.equal(torch.stack(angles[:2]), torch.stack(angles[2:])), "angles follow from the shape"
+    assert not torch.equal(*angles[:2])
     for mixer in mixers:
         horizon = mixer.memory_horizon()
         assert horizon.min() >= 4.0 * 0.999
@@ -231,6 +234,19 @@ def test_weights_depend_on_the_seed_alone_and_horizons_are_in_place():
     taps_SC = build_model(config_of("E with all"), VOCAB).eigenstates[0].taps_SC
     assert taps_SC is not None
     assert torch.equal(taps_SC[0], torch.ones(16)), "the filter begins as none"
+
+
+def test_what_follows_from_the_shape_is_in_place_where_weights_are_read():
+    """A checkpoint holds parameters alone."""
+    written = build_model(config_of("EA"), VOCAB, seed=3)
+    read = empty_model(config_of("EA"), VOCAB)
+    with torch.no_grad():
+        for mine, theirs in zip(read.parameters(), written.parameters(), strict=True):
+            mine.copy_(theirs)
+    assert not any(name.endswith(("angle_K", "reach_K")) for name in written.state_dict())
+    assert torch.equal(read.logits(tokens(1, 9)), written.logits(tokens(1, 9)))
+    shapes = empty_model(config_of("EA"), VOCAB, device="meta")
+    assert all(mixer.angle_K.is_meta for mixer in shapes.eigenstates)
 
 
 def test_a_model_of_states_alone_has_no_table_of_positions():
@@ -245,7 +261,7 @@ def test_what_is_no_matrix_does_not_decay():
     decayed = {names[id(parameter)].rpartition(".")[2] for parameter in matrices}
     assert decayed == {"weight"}
     spared = {names[id(parameter)].rpartition(".")[2] for parameter in vectors}
-    assert {"decay_K", "frequency_K", "resonance_HDD", "taps_SC", "scale_weights"} <= spared
+    assert {"decay_K", "detuning_K", "resonance_HDD", "taps_SC", "scale_weights"} <= spared
     assert len(matrices) + len(vectors) == len(names)
     optimizer = build_optimizer(model, OptimConfig(weight_decay=0.5), fused=False)
     decaying = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}

@@ -6,7 +6,7 @@ an infinite or NaN value shows up as what it is.
 
 Shape legend: L eigenstate blocks, K states of one.
 
-Trap: an angle is learned as a logarithm and has no upper end. Beyond half a turn per token a state turns the other way,
+Trap: an angle is learned without an end. Beyond half a turn per token a state turns the other way,
 more slowly the larger the number; its period is that of what can be seen, token by token.
 """
 

@@ -1,7 +1,7 @@
 """The eigenstate mixer: a bank of damped, turning states in the place of attention.
 
     β_t = γ ⊙ (W_β · x_t)          complex, K of them;  γ = √(1 − |λ|²) keeps states of all horizons at one size
-    c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = exp θ
+    c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = α + φ / h
     y_t = W_out · (silu(W_g · x_t) ⊙ [Re ĉ_t, Im ĉ_t])     ĉ = c, or c · R
 
 Options, each off unless asked for:
@@ -22,6 +22,10 @@ the same at any length. `init_states` sets what is not a linear layer and must c
 Trap: horizons. A state forgets to 1/e in exp(−ν) tokens. At first they are spread evenly in their logarithm from a few
 tokens to the whole context; states that begin with short ones never see far enough to learn to.
 
+Trap: angles. What is read from h tokens back turns with h times any change of the angle. So φ is learned, the turn over
+a state's own horizon, and α and h, its first angle and horizon, follow from the shape and are in no checkpoint. With an
+angle that moves by a learning rate, or its logarithm, every step scrambles what comes from thousands of tokens back.
+
 Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then imaginary; in `both` 4K), H heads,
 D = K/H, S positions that a filter looks back.
 """
@@ -37,6 +41,8 @@ from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock, input_slot
 from flatout.ops.documents import Layout
 from flatout.ops.scan import scan, state_type
+
+_GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it leave no gaps and no clusters on a circle, however many
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,7 @@ class EigenstateShape:
     modulation: float = 0.0  # m; the guide's own is 0.1
     convolution: int = 0  # positions, its own included
     scales: tuple[int, ...] = ()  # as 1, 2, 4: an equal share of the states each
+    place: int = 0  # among a model's blocks: angles of no two are the same
 
     @property
     def has_options(self) -> bool:
@@ -65,6 +72,33 @@ class EigenstateShape:
             raise ValueError(f"{self.states} states do not divide into {self.heads} heads")
         if self.scales and (self.states % len(self.scales) or min(self.scales) < 1):
             raise ValueError(f"{self.states} states do not divide into scales {self.scales}")
+
+    def horizons(self, within_K: Tensor) -> Tensor:
+        """First horizons in tokens, evenly in their logarithm from the shortest to the context.
+
+        The way is divided into as many parts as there are states; `within_K`, 0 to 1, is where a state is in its own.
+        """
+        groups = self.scales or (1,)
+        share = self.states // len(groups)
+        # Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn
+        # to as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
+        runs = -(-self.heads // len(groups))
+        dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
+        horizons = []
+        for scale, within in zip(groups, within_K.split(share), strict=True):
+            shortest = self.shortest * scale  # a state that sees means of s positions has no use for less
+            longest = max(shortest, float(self.context))
+            horizons.append(shortest * (longest / shortest) ** ((dealt + within) / share))
+        return torch.cat(horizons)
+
+    def angles(self) -> Tensor:
+        """First angles in radians per token: all of a model's together are spread evenly, and those of neighbours too.
+
+        So there is any angle at any horizon: distances are told apart by waves of all lengths. Half a turn is the
+        fastest there is, since turning the other way is the same state with another read-out.
+        """
+        number_K = self.place * self.states + torch.arange(self.states, dtype=torch.float64)
+        return self.fastest * torch.frac((number_K + 0.5) * _GOLDEN)
 
 
 class EigenstateCache:
@@ -83,7 +117,7 @@ class Eigenstate(nn.Module):
     `init_states`."""
 
     # Not for weight decay: at 0 they are no simpler than elsewhere.
-    undecayed = ("decay_K", "frequency_K", "resonance_HDD", "taps_SC", "scale_weights")
+    undecayed = ("decay_K", "detuning_K", "resonance_HDD", "taps_SC", "scale_weights")
 
     def __init__(self, shape: EigenstateShape, execution: Execution) -> None:
         super().__init__()
@@ -95,38 +129,30 @@ class Eigenstate(nn.Module):
         self.inward = nn.Linear(shape.width, 4 * states, bias=False)
         self.out = nn.Linear(2 * states, shape.width, bias=shape.bias)
         self.decay_K = nn.Parameter(torch.empty(states))  # ν
-        self.frequency_K = nn.Parameter(torch.empty(states))  # θ
+        self.detuning_K = nn.Parameter(torch.empty(states))  # φ
+        self.register_buffer("angle_K", torch.empty(states), persistent=False)  # α
+        self.register_buffer("reach_K", torch.empty(states), persistent=False)  # h
+        self.angle_K: Tensor
+        self.reach_K: Tensor
         size = states // heads
         self.resonance_HDD = nn.Parameter(torch.empty(heads, size, size)) if shape.resonance else None
         self.modulate = nn.Linear(shape.width, heads) if shape.modulation else None
         self.taps_SC = nn.Parameter(torch.empty(shape.convolution, 2 * states)) if shape.convolution else None
         self.scale_weights = nn.Parameter(torch.empty(len(shape.scales))) if shape.scales else None
+        self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Computes what follows from the shape, where there is memory for it."""
+        if not self.angle_K.is_meta:
+            self.angle_K.copy_(self.shape.angles())
+            self.reach_K.copy_(self.shape.horizons(torch.full((self.shape.states,), 0.5)))
 
     @torch.no_grad()
     def init_states(self, generator: torch.Generator) -> None:
         """Sets everything that is not a linear layer."""
-        shape, count = self.shape, self.shape.states
-
-        def spread(count: int) -> Tensor:
-            """Numbers between 0 and 1, one in each of `count` equal parts, in order."""
-            return (torch.arange(count) + torch.rand(count, generator=generator)) / count
-
-        groups = shape.scales or (1,)
-        share = count // len(groups)
-        # Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn
-        # to as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
-        runs = -(-shape.heads // len(groups))
-        dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
-        horizons = []
-        for scale in groups:  # a state that sees means of s positions has no use for a horizon below that
-            shortest = shape.shortest * scale
-            longest = max(shortest, float(shape.context))
-            horizons.append(shortest * (longest / shortest) ** spread(share)[dealt])
-        self.decay_K.copy_(-torch.cat(horizons).log())
-        # Even, and any angle at any horizon: distances are told apart by waves of all lengths. Half a turn is the
-        # fastest there is, since turning the other way is the same state with another read-out.
-        frequency_K = shape.fastest * spread(count)[torch.randperm(count, generator=generator)]
-        self.frequency_K.copy_(frequency_K.clamp(min=1e-6).log())
+        self.decay_K.copy_(-self.shape.horizons(torch.rand(self.shape.states, generator=generator)).log())
+        self.detuning_K.zero_()
         if self.resonance_HDD is not None:
             self.resonance_HDD.copy_(torch.randn(self.resonance_HDD.shape, generator=generator))
         if self.taps_SC is not None:
@@ -140,7 +166,8 @@ class Eigenstate(nn.Module):
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """(log|λ|, angle of λ in radians per token) of every state, in fp32 at least, before modulation."""
         wide = state_type(self.decay_K)
-        return -torch.exp(self.decay_K.to(wide)), torch.exp(self.frequency_K.to(wide))
+        phase_K = self.angle_K.to(wide) + self.detuning_K.to(wide) / self.reach_K.to(wide)
+        return -torch.exp(self.decay_K.to(wide)), phase_K
 
     @torch.no_grad()
     def memory_horizon(self) -> Tensor:

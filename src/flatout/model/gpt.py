@@ -40,7 +40,7 @@ class GPT(nn.Module):
         self.rotary = build_rotary(config) if config.positions == "rope" and config.attends else None
         self.dropout = nn.Dropout(config.dropout)
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
-        self.blocks = nn.ModuleList(Block(config, execution, kind) for kind in config.kinds)
+        self.blocks = nn.ModuleList(Block(config, execution, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
         self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
         self.offload = ActivationOffload(self)
@@ -279,6 +279,8 @@ def empty_model(
     )
     if model.rotary is not None and not model.rotary.cos_TD.is_meta:
         model.rotary.fill()
+    for mixer in model.eigenstates:
+        mixer.fill()
     return model
 
 

@@ -378,8 +378,8 @@ class MLP(nn.Module):
         )
 
 
-def build_mixer(config: ModelConfig, execution: Execution, kind: str) -> Attention | Eigenstate:
-    """What `kind`, a letter of `model.pattern`, means."""
+def build_mixer(config: ModelConfig, execution: Execution, kind: str, place: int) -> Attention | Eigenstate:
+    """What `kind`, a letter of `model.pattern`, means in the block at `place`."""
     if kind != "E":
         return Attention(config, execution, config.window if kind == "W" else None)
     shape = EigenstateShape(
@@ -392,6 +392,7 @@ def build_mixer(config: ModelConfig, execution: Execution, kind: str) -> Attenti
         modulation=config.modulation,
         convolution=config.convolution,
         scales=tuple(config.scales),
+        place=place,
     )
     return Eigenstate(shape, execution)
 
@@ -402,10 +403,10 @@ class Block(nn.Module):
     In blocks of kind E eigenstates are in the place of attention, and under its name.
     """
 
-    def __init__(self, config: ModelConfig, execution: Execution, kind: str = "A") -> None:
+    def __init__(self, config: ModelConfig, execution: Execution, kind: str = "A", place: int = 0) -> None:
         super().__init__()
         self.attention_norm = build_norm(config, config.width)
-        self.attention = build_mixer(config, execution, kind)
+        self.attention = build_mixer(config, execution, kind, place)
         self.mlp_norm = build_norm(config, config.width)
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)

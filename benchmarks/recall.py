@@ -13,7 +13,7 @@ to be told. There are two tasks:
 
 A mixer has one model of four blocks of width 256 for a task, which learns one distance after the other, so that far is
 learned by who knows near; what it has not learned in the steps it has, it is not asked at a greater distance. Everybody
-has the same data, batch, rate and most steps for each distance. `accuracy` is the share of symbols told in sequences
+has the same data, batch, rate and most steps for each distance; where `--seconds` ended one, `steps` says when. `accuracy` is the share of symbols told in sequences
 that nobody has trained on, 1/64 by guessing. `solved` is 0.99 or more in one of the tests, which come twenty times in a
 distance's steps; then the next distance follows. A row with `solved: false` says what was not learned in these steps,
 not what never could be.
@@ -132,7 +132,7 @@ def learned(model: GPT, step: TrainStep, distance: int, asked: argparse.Namespac
     step.micro_batch = sequences
     began, history, loss, taken = time.perf_counter(), [], None, 0
     every = max(1, steps // TESTS)
-    while taken < steps and not (history and history[-1] >= SOLVED):
+    while taken < steps and time.perf_counter() - began < asked.seconds and not (history and history[-1] >= SOLVED):
         for _ in range(min(every, steps - taken)):
             loss = step(*task.draw(sequences, farthest=False))[0]
             taken += 1
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--task", choices=("copy", "recall"), default="recall")
     parser.add_argument("--distances", nargs="+", type=int, default=list(DISTANCES))
     parser.add_argument("--steps", type=int, default=1000, help="at most, for each distance")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="at most, for each distance")
     parser.add_argument("--tokens", type=int, default=131_072, help="in a step; four sequences at least")
     parser.add_argument("--words", nargs="*", default=[], help="settings, as speed.kernels=torch")
     asked = parser.parse_intermixed_args()

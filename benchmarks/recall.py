@@ -13,10 +13,10 @@ to be told. There are two tasks:
 
 A mixer has one model of four blocks of width 256 for a task, which learns one distance after the other, so that far is
 learned by who knows near; what it has not learned in the steps it has, it is not asked at a greater distance. Everybody
-has the same data, batch, rate and most steps for each distance; where `--seconds` ended one, `steps` says when. `accuracy` is the share of symbols told in sequences
-that nobody has trained on, 1/64 by guessing. `solved` is 0.99 or more in one of the tests, which come twenty times in a
-distance's steps; then the next distance follows. A row with `solved: false` says what was not learned in these steps,
-not what never could be.
+has the same data, batch, rate and most steps for each distance; where `--seconds` ended one, `steps` says when.
+`accuracy` is the share of symbols told in sequences that nobody has trained on, 1/64 by guessing. `solved` is 0.99 or
+more in one of the tests, which come twenty times in a distance's steps; then the next distance follows. A row with
+`solved: false` says what was not learned in these steps, not what never could be.
 """  # noqa: E501 - a command is one line
 
 import argparse

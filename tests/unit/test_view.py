@@ -194,6 +194,19 @@ def test_where_there_is_no_terminal_the_lines_are_the_plain_readers():
     assert any(line.startswith("warning: step 200 loss spike: ") for line in lines)
 
 
+@pytest.mark.parametrize("before", [0, 266])
+def test_the_line_forgets_the_first_steps_of_a_resumed_run_too(before: int):
+    """They are slow: kernels are compiled anew in every process."""
+    stream = io.StringIO()
+    reader = TerminalReader(10, stream)
+    reader.show(info(steps=1000, batch_tokens=1000))
+    for number in range(before + 1, before + 15):
+        reader.show(step(number, tokens_per_second=10.0 if number < before + 4 else 1000.0))
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("step") and "step    1/" not in line]
+    assert lines
+    assert all("1k tok/s" in line for line in lines), lines
+
+
 def test_lines_of_hostile_records_are_harmless():
     stream = io.StringIO()
     reader = ViewReader(10, stream)

@@ -58,6 +58,7 @@ class TerminalReader:
         self.info: RunInfo | None = None
         self.val_loss: float | None = None
         self.speed: float | None = None
+        self.first_step: int | None = None  # of this process
         self.memory = ""  # of eigenstates, in a sentence
         self.live: Live | None = None
         self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
@@ -80,10 +81,12 @@ class TerminalReader:
             self.live = None
 
     def _step(self, record: StepRecord) -> None:
-        # The first steps hold compilation and cold caches; a running mean forgets them.
+        # The first steps hold compilation and cold caches, after a resume too; a running mean begins after them.
+        self.first_step = record.step if self.first_step is None else self.first_step
         rate = record.tokens_per_second
         if rate is not None:
-            self.speed = rate if self.speed is None or record.step < 5 else 0.9 * self.speed + 0.1 * rate
+            cold = record.step < self.first_step + 4
+            self.speed = rate if self.speed is None or cold else 0.9 * self.speed + 0.1 * rate
         if self.step_seconds is not None and self.info is not None:
             self.step_seconds.append(record.seconds)
             if (total := expected(self.step_seconds, self.info)) is not None:

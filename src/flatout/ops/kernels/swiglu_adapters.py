@@ -9,8 +9,10 @@ Apart, y is written once more and read back, and dgate and dvalue are read back,
 more bytes than the pass itself moves. Here each tile is multiplied where it is, and its share is added atomically, in
 any order; so where torch is told to be deterministic, this is not for you.
 
-On an H200, with 16,384 rows, a hidden size of 5,632 and ranks of 16 in bf16, this takes 0.28 ms, the way apart 0.44 and
-the same loop without products 0.26. Tiles of 64 rows, which want more registers than there are, take 0.44 as well.
+The trap: registers. There are as many programs as multiprocessors have room for if each takes four; with more than 128
+registers they take three, and the rest is a second round. On an H200, with 16,384 rows, a hidden size of 5,632 and
+ranks of 16 in bf16, this took 0.28 ms with 126 registers, and 0.43 in a step with 145; the way apart takes 0.44, and
+the same loop without products 0.26. How many a kernel wants can be seen without a GPU (docs/log.md).
 
 Shape legend: N rows (tokens), M hidden size, R ranks of a part; rows may be apart.
 """
@@ -29,6 +31,7 @@ from flatout.ops.kernels.thin import add_adapter_gradients
 from flatout.ops.lora import LoraLayout
 
 _ROWS, _COLUMNS, _WARPS, _STAGES = 32, 64, 4, 3  # of a tile, and of the loop over tiles
+_REGISTERS = 128  # of a thread: four programs of four warps are on a multiprocessor then
 _MOST_RANKS = 32  # their sums are in registers
 
 
@@ -56,9 +59,10 @@ def _swiglu_backward(
         u_ptrs = u_ptr + at * u_stride + rank_gate + ranks[None, :]
         u_value = tl.load(u_ptrs, alive & (ranks < rank_value)[None, :], 0.0)
         s = tl.sigmoid(gate)
-        y = (gate * s * value).to(dout_ptr.dtype.element_ty)
-        dgate = (dy * value * s * (1.0 + gate * (1.0 - s))).to(dpre_ptr.dtype.element_ty)
-        dvalue = (dy * gate * s).to(dpre_ptr.dtype.element_ty)
+        silu = gate * s
+        y = (silu * value).to(dout_ptr.dtype.element_ty)
+        dgate = (dy * value * (s + silu * (1.0 - s))).to(dpre_ptr.dtype.element_ty)
+        dvalue = (dy * silu).to(dpre_ptr.dtype.element_ty)
         tl.store(dpre_ptr + at * dpre_stride + column[None, :], dgate, mask)
         tl.store(dpre_ptr + at * dpre_stride + hidden + column[None, :], dvalue, mask)
         if EXACT:
@@ -118,7 +122,7 @@ class SwigluPass:
             dout, pre, into, g, self.u_NR, self.down_places[0], *self.up_places[1:], rows, hidden, share,
             dout.stride(0), pre.stride(0), into.stride(0), g.stride(0), self.u_NR.stride(0), *ranks,
             self.down.parts[0].scale, EXACT=exact, ROWS=_ROWS, BLOCK=_COLUMNS,
-            RANKS=max(16, triton.next_power_of_2(max(ranks))), STAGES=_STAGES, num_warps=_WARPS,
+            RANKS=max(16, triton.next_power_of_2(max(ranks))), STAGES=_STAGES, num_warps=_WARPS, maxnreg=_REGISTERS,
         )  # fmt: skip
 
     def _fits(self) -> bool:

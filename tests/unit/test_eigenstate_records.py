@@ -52,7 +52,7 @@ def set_states(model: GPT, place: int, horizons: list[float], angles: list[float
     with torch.no_grad():
         mixer = model.eigenstates[place]
         mixer.decay_K.copy_(-torch.tensor(horizons).log())
-        mixer.detuning_K.copy_((torch.tensor(angles) - mixer.angle_K) * mixer.reach_K)
+        mixer.detuning_K.copy_((torch.tensor(angles) - mixer.angle_K) * torch.tensor(horizons))
 
 
 # --- the record -------------------------------------------------------------------------------------------------------

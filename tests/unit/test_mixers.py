@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flatout.config.schema import ModelConfig, OptimConfig
+from flatout.engine.trained import all_weights
 from flatout.errors import CheckpointError, ConfigError
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_targets import AdapterPlan
@@ -17,6 +18,7 @@ from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub_weights import export_huggingface
 from flatout.model.layers import LayerCache, WindowCache
+from flatout.model.weights import assign_weights, model_tensors
 from flatout.ops.documents import lay_out
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import build_optimizer, by_decay
@@ -243,10 +245,19 @@ def test_what_follows_from_the_shape_is_in_place_where_weights_are_read():
     with torch.no_grad():
         for mine, theirs in zip(read.parameters(), written.parameters(), strict=True):
             mine.copy_(theirs)
-    assert not any(name.endswith(("angle_K", "reach_K")) for name in written.state_dict())
+    assert not any(name.endswith("angle_K") for name in written.state_dict())
     assert torch.equal(read.logits(tokens(1, 9)), written.logits(tokens(1, 9)))
     shapes = empty_model(config_of("EA"), VOCAB, device="meta")
     assert all(mixer.angle_K.is_meta for mixer in shapes.eigenstates)
+
+
+@pytest.mark.parametrize("assign", [assign_weights, lambda model, *more: all_weights(model).assign(*more)])
+def test_weights_of_earlier_eigenstates_are_refused_with_a_way(assign):
+    model = build_model(config_of("EA"), VOCAB)
+    earlier = {name.replace("detuning_K", "frequency_K"): value for name, value in model_tensors(model).items()}
+    with pytest.raises(CheckpointError, match="has no tensor") as refused:
+        assign(model, earlier, "run")
+    assert "earlier form" in refused.value.hint
 
 
 def test_a_model_of_states_alone_has_no_table_of_positions():

@@ -207,6 +207,16 @@ def test_the_line_forgets_the_first_steps_of_a_resumed_run_too(before: int):
     assert all("1k tok/s" in line for line in lines), lines
 
 
+def test_the_line_forgets_them_where_another_process_goes_on_with_a_run_that_is_watched():
+    stream = io.StringIO()
+    reader = TerminalReader(1, stream)
+    for first, rate in ((1, 500.0), (9, 1000.0)):
+        reader.show(info(steps=100, batch_tokens=1000))
+        for number in range(first, first + 8):
+            reader.show(step(number, tokens_per_second=10.0 if number == first else rate))
+    assert "1k tok/s" in stream.getvalue().splitlines()[-1]
+
+
 def test_lines_of_hostile_records_are_harmless():
     stream = io.StringIO()
     reader = ViewReader(10, stream)

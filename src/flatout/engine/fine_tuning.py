@@ -165,7 +165,8 @@ def sample_tokens(config: RunConfig) -> int:
 def with_described_model(config: RunConfig, base: Base) -> RunConfig:
     """The config with the model that its folder describes; a run of ours is named by its checkpoint.
 
-    Learned positions cannot be fewer than they are: what the run wants less is then a matter of its samples alone.
+    Learned positions cannot be fewer than they are, nor scales of eigenstates longer than the context: what the run
+    wants less is then a matter of its samples alone.
     """
     kept = {"init_from": base.name, "dropout": config.model.dropout}
     model = base.description.config.model_copy(update=kept)

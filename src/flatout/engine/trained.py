@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flatout.errors import CheckpointError
 from flatout.model.adapters import Adapters
+from flatout.model.weights import why_not_these
 from flatout.optim.optimizers import by_decay
 
 
@@ -29,7 +30,7 @@ class Trained:
     @torch.no_grad()
     def assign(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         """Puts a checkpoint's values back: all of them, or none."""
-        hint = "it belongs to another model; check the model and lora sections"
+        hint = why_not_these(tensors, "model and lora sections")
         for name in sorted(self.saved.keys() ^ tensors.keys()):
             what = "has no tensor" if name in self.saved else "holds an unknown tensor"
             raise CheckpointError(f"{origin} {what} {name}", hint)

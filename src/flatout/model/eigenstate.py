@@ -1,7 +1,7 @@
 """The eigenstate mixer: a bank of damped, turning states in the place of attention.
 
     β_t = γ ⊙ (W_β · x_t)          complex, K of them;  γ = √(1 − |λ|²) keeps states of all horizons at one size
-    c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = α + φ / h
+    c_t = λ ⊙ c_{t-1} + β_t        |λ| = exp(−exp ν), so it is below 1 whatever is learned;  angle of λ = α + φ · exp ν
     y_t = W_out · (silu(W_g · x_t) ⊙ [Re ĉ_t, Im ĉ_t])     ĉ = c, or c · R
 
 Options, each off unless asked for:
@@ -22,8 +22,8 @@ the same at any length. `init_states` sets what is not a linear layer and must c
 Trap: horizons. A state forgets to 1/e in exp(−ν) tokens. At first they are spread evenly in their logarithm from a few
 tokens to the whole context; states that begin with short ones never see far enough to learn to.
 
-Trap: angles. What is read from h tokens back turns with h times any change of the angle. So φ is learned, the turn over
-a state's own horizon, and α and h, its first angle and horizon, follow from the shape and are in no checkpoint. With an
+Trap: angles. What is read from h tokens back turns with h times any change of the angle. So what is learned is φ, the
+turn over a state's own horizon, beside an angle α that stays, follows from the shape and is in no checkpoint. With an
 angle that moves by a learning rate, or its logarithm, every step scrambles what comes from thousands of tokens back.
 
 Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then imaginary; in `both` 4K), H heads,
@@ -78,27 +78,34 @@ class EigenstateShape:
 
         The way is divided into as many parts as there are states; `within_K`, 0 to 1, is where a state is in its own.
         """
-        groups = self.scales or (1,)
-        share = self.states // len(groups)
-        # Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn
-        # to as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
-        runs = -(-self.heads // len(groups))
-        dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
+        dealt = self._dealt()
         horizons = []
-        for scale, within in zip(groups, within_K.split(share), strict=True):
+        for scale, within in zip(self.scales or (1,), within_K.split(len(dealt)), strict=True):
             shortest = self.shortest * scale  # a state that sees means of s positions has no use for less
             longest = max(shortest, float(self.context))
-            horizons.append(shortest * (longest / shortest) ** ((dealt + within) / share))
+            horizons.append(shortest * (longest / shortest) ** ((dealt + within) / len(dealt)))
         return torch.cat(horizons)
 
     def angles(self) -> Tensor:
-        """First angles in radians per token: all of a model's together are spread evenly, and those of neighbours too.
+        """α, in radians per token: all of a model's are spread evenly, and those of states of like horizons too.
 
-        So there is any angle at any horizon: distances are told apart by waves of all lengths. Half a turn is the
-        fastest there is, since turning the other way is the same state with another read-out.
+        Distances are told apart by waves of all lengths. Half a turn is the fastest there is, since turning the other
+        way is the same state with another read-out.
         """
-        number_K = self.place * self.states + torch.arange(self.states, dtype=torch.float64)
-        return self.fastest * torch.frac((number_K + 0.5) * _GOLDEN)
+        dealt = self._dealt()
+        share_K = torch.arange(self.states) // len(dealt)
+        number_K = self.place * self.states + share_K * len(dealt) + dealt.repeat(self.states // len(dealt))
+        return self.fastest * torch.frac((number_K.double() + 0.5) * _GOLDEN)
+
+    def _dealt(self) -> Tensor:
+        """The states of one scale's share by horizon: how many of the share have a shorter one.
+
+        Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn to
+        as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
+        """
+        shares = len(self.scales or (1,))
+        share, runs = self.states // shares, -(-self.heads // shares)
+        return torch.cat([torch.arange(first, share, runs) for first in range(runs)])
 
 
 class EigenstateCache:
@@ -131,9 +138,7 @@ class Eigenstate(nn.Module):
         self.decay_K = nn.Parameter(torch.empty(states))  # ν
         self.detuning_K = nn.Parameter(torch.empty(states))  # φ
         self.register_buffer("angle_K", torch.empty(states), persistent=False)  # α
-        self.register_buffer("reach_K", torch.empty(states), persistent=False)  # h
         self.angle_K: Tensor
-        self.reach_K: Tensor
         size = states // heads
         self.resonance_HDD = nn.Parameter(torch.empty(heads, size, size)) if shape.resonance else None
         self.modulate = nn.Linear(shape.width, heads) if shape.modulation else None
@@ -146,7 +151,6 @@ class Eigenstate(nn.Module):
         """Computes what follows from the shape, where there is memory for it."""
         if not self.angle_K.is_meta:
             self.angle_K.copy_(self.shape.angles())
-            self.reach_K.copy_(self.shape.horizons(torch.full((self.shape.states,), 0.5)))
 
     @torch.no_grad()
     def init_states(self, generator: torch.Generator) -> None:
@@ -166,8 +170,8 @@ class Eigenstate(nn.Module):
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """(log|λ|, angle of λ in radians per token) of every state, in fp32 at least, before modulation."""
         wide = state_type(self.decay_K)
-        phase_K = self.angle_K.to(wide) + self.detuning_K.to(wide) / self.reach_K.to(wide)
-        return -torch.exp(self.decay_K.to(wide)), phase_K
+        rate_K = torch.exp(self.decay_K.to(wide))
+        return -rate_K, self.angle_K.to(wide) + self.detuning_K.to(wide) * rate_K
 
     @torch.no_grad()
     def memory_horizon(self) -> Tensor:

@@ -1,5 +1,6 @@
 """Our own weights on disk: safetensors only, one name per tensor, shapes checked before anything is overwritten."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -23,15 +24,20 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         ) from error
 
 
+def why_not_these(names: Iterable[str], sections: str = "model section") -> str:
+    """The hint for tensors of other names than the model's."""
+    if any(name.endswith(".frequency_K") for name in names):
+        return "its eigenstates are of an earlier form, with other weights; train it again, or use the version it is of"
+    return f"it belongs to another model; check the {sections}"
+
+
 def assign_weights(model: torch.nn.Module, tensors: dict[str, Tensor], origin: str) -> None:
     """Copies tensors into the model; names and shapes must match exactly."""
     expected = dict(model.named_parameters())
     for name in sorted(expected.keys() - tensors.keys()):
-        raise CheckpointError(f"{origin} has no tensor {name}", "it belongs to another model; check the model section")
+        raise CheckpointError(f"{origin} has no tensor {name}", why_not_these(tensors))
     for name in sorted(tensors.keys() - expected.keys()):
-        raise CheckpointError(
-            f"{origin} holds an unknown tensor {name}", "it belongs to another model; check the model section"
-        )
+        raise CheckpointError(f"{origin} holds an unknown tensor {name}", why_not_these(tensors))
     for name, parameter in expected.items():
         if tensors[name].shape != parameter.shape:
             raise CheckpointError(

@@ -123,7 +123,7 @@ class TerminalReader:
     def _lines(self, record: Record) -> list[str]:
         match record:
             case RunInfo():
-                self.info = record
+                self.info, self.first_step = record, None
                 return _banner(record)
             case EvalRecord():
                 self.val_loss = record.loss

@@ -30,6 +30,7 @@ from flatout.data.pack import Progress
 from flatout.data.portable import own_tokenizer
 from flatout.data.prepare import data_folder, prepare_data
 from flatout.data.sample_loader import sample_batches
+from flatout.data.samples import SampleSet, holds_samples, open_samples
 from flatout.data.shards import Tokens, open_dataset
 from flatout.data.stream import open_stream
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
@@ -48,7 +49,7 @@ from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
 from flatout.engine.evaluate import bits_per_byte, perplexity, tokens_per_byte
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.features import scan_for
-from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data
+from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, samples_folder
 from flatout.engine.loop import train_loop
 from flatout.engine.run_folder import (
     checkpoint_to_load,
@@ -57,6 +58,7 @@ from flatout.engine.run_folder import (
     is_checkpoint,
     newest_run,
     run_lock,
+    set_damaged_aside,
     set_later_aside,
 )
 from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run, steps_of
@@ -132,15 +134,17 @@ def train(
     check_trackers(_plain(config).output.trackers)
     folder = choose_folder(_plain(config).output, resume)
     with run_lock(folder):
-        point = find_resume_point(folder, resume, messages.append)
+        point, damaged = find_resume_point(folder, resume)
+        # What a refusal tells to call: the folder would mean its newest checkpoint, damaged or not.
+        place = point if point is not None and damaged else folder
         resumed = None if point is None else read_checkpoint(point, verified=True)
         begun = None if resumed is None else resolve_from_mapping(resumed.config).lora
         if resumed is not None and _plain(config).chat.source is None:  # else the shape is the base's, read later
-            _check_shape(_plain(config), resumed, folder)
+            _check_shape(_plain(config), resumed, place)
         try:
             run = setup_run(config, progress, begun=begun)
         except DataError as error:
-            way = None if resumed is None else _own_settings(_plain(config), resumed, folder, ("data", "clean", "chat"))
+            way = None if resumed is None else _own_settings(_plain(config), resumed, place, ("data", "clean", "chat"))
             if way is None:
                 raise
             raise DataError(error.message, f"{error.hint}; {way}") from error
@@ -150,12 +154,14 @@ def train(
                     f"the run is at step {resumed.step:,} already, and train.steps makes {run.steps:,}",
                     f"set train.steps above {resumed.step}, or start a new run without --resume",
                 )
-            messages += [*check_same_run(run, resumed, folder), *_about_rate(run, resumed)]
+            messages += [*check_same_run(run, resumed, place), *_about_rate(run, resumed)]
             if resume == "auto" and any(_perhaps_forgotten(path) for path, _, _ in _differences(run.config, resumed)):
                 messages.append(f"to go on with the settings that the run had: {_go_on(resumed, folder)}")
-            if point is not None and resume != "auto":
-                set_later_aside(folder, point, messages.append)
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
+        # Not before nothing can be refused any more: a refused command leaves all as it was.
+        messages[:0] = set_damaged_aside(damaged)
+        if point is not None and resume != "auto":
+            set_later_aside(folder, point, messages.append)
         if run.adapters is not None and isinstance(run.dataset, SampleData):
             base = run.dataset.description.folder
             if is_checkpoint(base) and not mark_as_base(base, folder):
@@ -544,15 +550,20 @@ def evaluate(
     tokens: int | None = None,
     batch_size: int = 16,
 ) -> Evaluation:
-    """Loss, perplexity and bits per byte of a trained model on its own validation split, or on other shards."""
+    """Loss, perplexity and bits per byte of a trained model on its own validation split, or on other shards.
+
+    Of a fine-tuned run `data` may also be the folder of its samples, where its source or its base is not to be found.
+    """
     loaded = model if isinstance(model, LoadedModel) else load_model(model)
     if data is None and loaded.config is None:
         raise UsageError(
             f"{loaded.origin} does not say what it was trained on",
             "name prepared shards with --data, or measure the run that it was written from: `flatout eval RUN`",
         )
-    if data is None and _known(loaded.config).chat.source is not None:
-        return _evaluate_samples(loaded, split, tokens, batch_size)
+    tuned = loaded.config is not None and loaded.config.chat.source is not None
+    if tuned and (data is None or holds_samples(Path(data))):
+        samples = _samples_again(loaded) if data is None else _samples_in(Path(data), loaded)
+        return _evaluate_samples(loaded, samples, split, tokens, batch_size)
     if data is None and _known(loaded.config).data.streaming:
         shards = _streamed_validation(loaded, split)
     else:
@@ -573,17 +584,49 @@ def evaluate(
     )
 
 
-def _evaluate_samples(loaded: LoadedModel, split: str, tokens: int | None, batch_size: int) -> Evaluation:
-    """Of a fine-tuned run: the mean over the learned tokens of its samples."""
-    config, device = _known(loaded.config), loaded.device.torch_device
-    dataset = open_sample_data(config, None)
-    if dataset.manifest.fingerprint != loaded.dataset:
+def _samples_again(loaded: LoadedModel) -> SampleSet:
+    """The samples of a fine-tuned run from its source, made now unless they are there."""
+    config = _known(loaded.config)
+    chat = config.chat
+    try:
+        samples = open_sample_data(config, None).manifest
+    except (DataError, CheckpointError) as error:
+        named = [name for name in (chat.source, chat.val_source) if name is not None]
+        if isinstance(error, DataError) and all(Path(name).exists() for name in named):
+            raise
         raise DataError(
-            f"{config.chat.source} no longer gives the samples that {loaded.origin} was trained on",
+            f"the samples of {loaded.origin} cannot be made here: {error.message}",
+            "call this from the folder that the run was trained in, or name its samples with --data FOLDER: "
+            f"they are in {samples_folder(config)} there",
+        ) from error
+    if samples.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{chat.source} no longer gives the samples that {loaded.origin} was trained on",
             "put the file and the model's folder back as they were",
         )
+    return samples
+
+
+def _samples_in(folder: Path, loaded: LoadedModel) -> SampleSet:
+    """The samples in a folder, which must be those of the run."""
+    samples = open_samples(folder)
+    if samples.fingerprint != loaded.dataset:
+        raise DataError(
+            f"{folder} does not hold the samples that {loaded.origin} was trained on",
+            f"name the folder that the run made, {samples_folder(_known(loaded.config))} in the place where it began",
+        )
+    return samples
+
+
+def _evaluate_samples(
+    loaded: LoadedModel, samples: SampleSet, split: str, tokens: int | None, batch_size: int
+) -> Evaluation:
+    """Of a fine-tuned run: the mean over the learned tokens of its samples."""
+    config, device = _known(loaded.config), loaded.device.torch_device
+    part = samples.val if split == "val" else samples.train
+    assert part is not None, "a run holds some out"
     batches = sample_batches(
-        first_samples((dataset.val if split == "val" else dataset.train).samples, tokens),
+        first_samples(part, tokens),
         row_tokens=config.model.context,
         batch_samples=batch_size,
         packing=config.chat.packing,

@@ -286,7 +286,8 @@ def _eval(words: list[str]) -> int:
     parser.add_argument(
         "--data",
         metavar="FOLDER",
-        help="prepared shards of text to use instead of the run's own data (of a fine-tuned run: its samples)",
+        help="prepared shards of text to use instead of the run's own data; of a fine-tuned run also the folder of "
+        "its own samples, where that is not found from here",
     )
     parser.add_argument("--split", choices=("val", "train"), default="val", help="which split to measure")
     parser.add_argument("--tokens", type=number_between(int, 1, 2**40), help="measure this many tokens from the start")

@@ -176,6 +176,11 @@ DATA_CASES = {
     "an empty file": Case("rows.json", (), write(ROWS, b"")),
     "an empty list": Case("no rows", (), write(ROWS, b"[]")),
     "truncated JSON": Case("the file ends too early", (), cut("rows.json")),
+    "a cut last line": Case(
+        "the file ends too early",
+        ("chat.source=a.jsonl",),
+        write("a.jsonl", (json.dumps(GOOD) + "\n") * 9 + json.dumps(GOOD)[:-4]),
+    ),
     "a number": Case("rows.json", (), write(ROWS, b"7")),
     "rows of text": Case("fit no format", (), rows("Hello", "Hi")),
     "lines that are no JSON": Case("cannot be used", ("chat.source=a.jsonl",), write("a.jsonl", "{]\n" * 9)),

@@ -116,6 +116,26 @@ def test_a_run_is_used_from_elsewhere_with_its_base_named(words, tmp_path, monke
     assert "model.init_from=MODEL" in hint
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_is_measured_from_elsewhere_with_its_samples_named(words, rank, tmp_path, monkeypatch, capsys):
+    run(words("train.steps=1", f"lora.rank={rank}"))
+    before = api.evaluate("runs/lora")
+    run(words("train.steps=1", "chat.val_fraction=0.5", "data.folder=others"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    call = ["eval", "../runs/lora", *(["--base", "../base"] if rank else [])]
+    capsys.readouterr()
+    assert main(call) == 3
+    error, hint = capsys.readouterr().err.strip().splitlines()
+    assert "cannot be made here" in error
+    assert hint.endswith("with --data FOLDER: they are in data/rows-samples there")
+    assert main([*call, "--data", "../others"]) == 3
+    assert "does not hold the samples" in capsys.readouterr().err
+    assert main([*call, "--data", "../data/rows-samples", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == before.loss
+    assert list(Path().iterdir()) == [], "nothing is made here"
+
+
 def test_a_context_of_the_presets_is_cut_to_what_the_base_has_and_a_users_is_not(words, capsys):
     own = [word for word in words("train.steps=1") if not word.startswith("model.context")]
     records = run(own)

@@ -235,6 +235,21 @@ def test_a_refused_request_moves_nothing(tiny):
     assert [step for step, _ in list_checkpoints(Path("still/checkpoints"))] == [2, 4, 6]
 
 
+def test_a_damaged_checkpoint_is_not_set_aside_by_a_resume_that_is_refused(tiny):
+    config = ["train.steps=4", "checkpoint.every=2", "output.folder=torn"]
+    list(flatout.train(tiny(*config)))
+    (Path("torn/checkpoints/step-00000004") / "state.json").write_text("{}")
+    before = sorted(Path("torn").rglob("*"))
+    with pytest.raises(ConfigError, match="at step 2 already"):
+        list(flatout.train(tiny(*config, "train.steps=1"), resume="auto"))
+    with pytest.raises(CheckpointError) as refused:
+        list(flatout.train(tiny(*config, "model.layers=3"), resume="auto"))
+    assert "--resume torn/checkpoints/step-00000002` takes all settings" in refused.value.hint, "not the damaged one"
+    assert sorted(Path("torn").rglob("*")) == before
+    told = next(flatout.train(tiny(*config), resume="auto"))
+    assert "step 4 is damaged and was set aside as step-00000004.damaged" in told.message
+
+
 def test_a_run_without_a_good_checkpoint_is_never_started_over(tiny):
     config = tiny("train.steps=4", "output.folder=lost")
     list(flatout.train(config))

@@ -267,6 +267,10 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path: Path):
     ("name", "content", "kind", "words"),
     [
         ("a.jsonl", b'{"text": "a"}\n{"text": \n', "json", "line 2"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b', "truncated", "line 2"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "\xc3', "truncated", "line 2"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": b}', "json", "line 2"),
+        ("a.jsonl", b'{"text": "a"}\n]', "json", "line 2"),
         ("a.jsonl", b'{"text": "\xff"}\n', "not-utf8", "line 1"),
         ("a.json", b'[{"text": "a"}, {"text": "b"', "truncated", "element 2"),
         ("a.json", b'[{"text": "\xff"}]', "not-utf8", "element 1"),
@@ -282,6 +286,13 @@ def test_damaged_files(tmp_path: Path, name: str, content: bytes, kind: str, wor
     problems = [row for row in rows_of(tmp_path / name) if isinstance(row, Problem)]
     assert [problem.kind for problem in problems] == [kind]
     assert words in problems[0].place
+
+
+def test_a_last_line_is_cut_wherever_it_ends_early(tmp_path: Path):
+    row = b'{"a": "\\u00e9\xc3\xa9\\n", "c": [-1.5e-3, true, null], "d": {}}'
+    for end in range(1, len(row)):
+        (tmp_path / "a.jsonl").write_bytes(b"{}\n" + row[:end])
+        assert [row.kind for row in rows_of(tmp_path / "a.jsonl") if isinstance(row, Problem)] == ["truncated"], end
 
 
 def test_rows_of_other_formats_are_a_bug():

@@ -21,6 +21,7 @@ from flatout.engine.checkpoint import (
     verify_checkpoint,
     write_checkpoint,
 )
+from flatout.engine.run_folder import set_damaged_aside
 from flatout.errors import CheckpointError, ResourceError
 
 
@@ -86,13 +87,15 @@ def test_flips_truncations_and_losses_are_found_and_the_file_is_named(tmp_path: 
     verify_checkpoint(path)
 
 
-def test_newest_good_falls_back_and_sets_the_damaged_one_aside(tmp_path: Path):
+def test_newest_good_falls_back_past_damaged_ones_which_are_then_set_aside(tmp_path: Path):
     for step in (10, 20, 30):
         write_checkpoint(tmp_path, make(step))
     for step in (20, 30):
         flip_bit(tmp_path / f"step-{step:08d}" / "model.safetensors", 1000)
-    notices: list[str] = []
-    assert newest_good(tmp_path, notices.append) == tmp_path / "step-00000010"
+    good, damaged = newest_good(tmp_path)
+    assert good == tmp_path / "step-00000010"
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 20, 30], "looking changes nothing"
+    notices = set_damaged_aside(damaged)
     assert len(notices) == 2
     assert all("model.safetensors" in notice for notice in notices)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10]
@@ -114,11 +117,11 @@ def test_the_hint_of_a_damaged_checkpoint_names_the_newest_whole_one(tmp_path: P
 
 
 def test_no_good_checkpoint_left_is_an_error_not_a_fresh_start(tmp_path: Path):
-    assert newest_good(tmp_path, print) is None
+    assert newest_good(tmp_path) == (None, [])
     write_checkpoint(tmp_path, make(10))
     (tmp_path / "step-00000010" / "state.json").unlink()
     with pytest.raises(CheckpointError, match="no good checkpoint"):
-        newest_good(tmp_path, lambda _: None)
+        newest_good(tmp_path)
 
 
 def test_old_ones_go_and_the_best_stays(tmp_path: Path):

@@ -358,6 +358,8 @@ def test_refused_lists(override: str, message: str, hint: str) -> None:
         ("clean.languages=en", "clean.languages is 'en', but it must be a list", "Put brackets around it"),
         ("clean.languages=[en, EN]", "clean.languages[1] is 'EN', but it must be a code of two", "such as [en, de]"),
         ("data.field=''", "data.field is '', but it must not be empty", "Allowed: text that is not empty."),
+        ("data.folder=''", "data.folder is '', but it must not be empty", "null means data/SOURCE-TOKENIZER"),
+        ("output.folder=''", "output.folder is '', but it must not be empty", "null means runs/NAME"),
         ("data.tokenizer=[a]", "data.tokenizer: '[a]' is not a single value", "quotes"),
         ("data.format=jsnl", "data.format is 'jsnl', but it must be one of text, jsonl", "Did you mean jsonl?"),
         ("model.qqqqqq=5", "model.qqqqqq is not a known key", "the keys of model are family, layers"),

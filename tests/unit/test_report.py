@@ -566,3 +566,14 @@ def test_facts_tell_the_pattern_states_and_documents_of_models_that_have_them(tm
     assert mixed["Documents"].startswith("apart")
     for others in ({"pattern": "A"}, {}, {"pattern": "EEEA", "layers": 1e300}, {"pattern": 7}):
         assert not {"Pattern of blocks", "States", "Window"} & facts(**others).keys()
+
+
+def test_rotary_positions_are_left_out_where_no_block_has_attention(tmp_path: Path):
+    model = {**CONFIG["model"], "norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "rope_base": 10000.0}
+    told = {}
+    for pattern in ("E", "EA"):
+        config = {**CONFIG, "model": {**model, "pattern": pattern, "layers": 2}}
+        run = run_of(write_run(tmp_path / pattern, [info_of(tmp_path, config=config)]))
+        rows = {label: text for group in run["facts"] for label, text in group["rows"]}
+        told[pattern] = ("rope" in str(rows), "rope_base" in run["config"], "model.rope_base" in run["paths"])
+    assert told == {"E": (False, False, False), "EA": (True, True, True)}

@@ -289,7 +289,7 @@ class DataConfig(Section):
     val_source: str | None = Field(
         default=None, description="Source of the validation text; null takes val_fraction of data.source."
     )
-    folder: str | None = Field(
+    folder: Name | None = Field(
         default=None,
         description="Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use.",
     )

@@ -60,6 +60,8 @@ _DECODER = json.JSONDecoder()
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
 _WORDS = ("true", "false", "null")
+# What is left of a number, or of a character that is written as an escape, that was cut.
+_CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
 
 
 def read_slice(
@@ -120,12 +122,11 @@ def _json_line_rows(file: InputFile, limit: int, watch: Watch | None) -> Iterato
     for line in _records(Slice(file), ReadOptions(), limit, watch):
         if isinstance(line, Problem):
             yield line
-        elif isinstance(line, tuple):
-            place, text, _ = line
+        elif isinstance(line, _Record):
             try:
-                yield Row(json.loads(text), place)
+                yield Row(json.loads(line.text), line.place)
             except (ValueError, RecursionError) as error:
-                yield Problem(file.name, place, "json", _not_json(error), records=1)
+                yield _broken_line(file, line, error)
 
 
 def _json_rows(stream: ByteStream, file: InputFile, limit: int) -> Iterator[Row | Problem]:
@@ -240,41 +241,48 @@ def _not_utf8(file: InputFile, place: str, error: UnicodeDecodeError, records: i
 
 
 def _read_json_lines(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Results:
-    name, field = slice.file.name, options.field
+    file, field = slice.file, options.field
     for line in _records(slice, options, limit, watch):
-        if not isinstance(line, tuple):
+        if not isinstance(line, _Record):
             yield line
             continue
-        place, row, replaced = line
         try:
-            value = json.loads(row)
+            value = json.loads(line.text)
         except (ValueError, RecursionError) as error:
-            yield Problem(name, place, "json", _not_json(error), records=1)
+            yield _broken_line(file, line, error)
             continue
         text = text_of(value, field)
         if isinstance(text, str):
-            yield Document(text, place, replaced=replaced)
+            yield Document(text, line.place, replaced=line.replaced)
         elif text.null:
-            yield Document("", place)
+            yield Document("", line.place)
         else:
-            yield Problem(name, place, text.kind, text.message, records=1)
+            yield Problem(file.name, line.place, text.kind, text.message, records=1)
 
 
 def _read_molecules(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Results:
     for line in _records(slice, options, limit, watch):
-        if not isinstance(line, tuple):
+        if not isinstance(line, _Record):
             yield line
             continue
-        place, row, replaced = line
-        molecule = row.split(None, 1)[0]
-        if place != "line 1" or molecule.lower() != "smiles":
-            yield Document(molecule, place, replaced=replaced)
+        molecule = line.text.split(None, 1)[0]
+        if line.place != "line 1" or molecule.lower() != "smiles":
+            yield Document(molecule, line.place, replaced=line.replaced)
+
+
+class _Record(NamedTuple):
+    """A line that is not blank. `ended`: there was a line end after it."""
+
+    place: str
+    text: str
+    replaced: int
+    ended: bool
 
 
 def _records(
     slice: Slice, options: ReadOptions, limit: int, watch: Watch | None
-) -> Iterator[tuple[str, str, int] | Document | Problem]:
-    """The lines that are not blank as (place, text, replaced), or what became of them otherwise."""
+) -> Iterator[_Record | Document | Problem]:
+    """The lines that are not blank, or what became of them otherwise."""
     file = slice.file
     lost = 0
     with open_bytes(file, before(slice.start), watch) as stream:
@@ -293,13 +301,34 @@ def _records(
             except UnicodeDecodeError as error:
                 if options.invalid_utf8 == "skip":
                     yield Document("", place, rejected=REJECTED_UTF8)
+                elif not line.ended and whole_characters(raw) == error.start:
+                    yield Problem(file.name, place, "truncated", "the file ends inside a character", records=1)
                 else:
                     yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
                 continue
             if text and not text.isspace():
-                yield place, text, replaced
+                yield _Record(place, text, replaced, line.ended)
         if stream.problem is not None:
             yield replace(stream.problem, records=lost)
+
+
+def _broken_line(file: InputFile, line: _Record, error: Exception) -> Problem:
+    """A line that is no JSON; where it is the last one and fine as far as it goes, the file was cut."""
+    if not line.ended and isinstance(error, json.JSONDecodeError) and _is_cut(line.text, error):
+        return Problem(file.name, line.place, "truncated", "the file ends inside the line", records=1)
+    return Problem(file.name, line.place, "json", _not_json(error), records=1)
+
+
+def _is_cut(text: str, error: json.JSONDecodeError) -> bool:
+    """Whether a text is fine as far as it goes: nothing, or a part of a word, stands where it is found wrong."""
+    if error.msg.startswith("Extra data"):
+        return False
+    rest = text[error.pos :].rstrip()
+    return (
+        error.msg.startswith("Unterminated string")
+        or any(word.startswith(rest) for word in _WORDS)
+        or _CUT.fullmatch(rest) is not None
+    )
 
 
 def _not_json(error: Exception) -> str:
@@ -403,7 +432,7 @@ class _JsonText:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
-                if self._ended and self._is_cut(error):
+                if self._ended and _is_cut(self._text, error):
                     raise self._broken("the file ends inside the element", 1, error.pos, "truncated") from error
                 if self._ended or self._is_final(error):
                     raise self._broken(f"it is not JSON: {error.msg.removesuffix(' at')}", 1, error.pos) from error
@@ -423,11 +452,6 @@ class _JsonText:
     def _is_final(self, error: json.JSONDecodeError) -> bool:
         """Whether more text could not mend an error: a text that just ends too early fails near its end."""
         return error.pos < len(self._text) - _ESCAPE and not error.msg.startswith("Unterminated string")
-
-    def _is_cut(self, error: json.JSONDecodeError) -> bool:
-        """Whether the text is fine as far as it goes: nothing, or a part of a word, stands where it is found wrong."""
-        rest = self._text[error.pos :].rstrip()
-        return error.msg.startswith("Unterminated string") or any(word.startswith(rest) for word in _WORDS)
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""

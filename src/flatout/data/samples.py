@@ -95,6 +95,14 @@ class SampleSet:
         return self.manifest["fingerprint"]
 
 
+def holds_samples(folder: Path) -> bool:
+    """Whether a folder says of itself that it holds samples."""
+    try:
+        return json.loads((folder / MANIFEST).read_bytes())["format"] == FORMAT
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
 def open_samples(folder: str | Path) -> SampleSet:
     """The samples in `folder`, every byte of them checked."""
     folder = Path(folder)

@@ -17,7 +17,6 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -213,29 +212,35 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     return Checkpoint(**tensors, **values)
 
 
-def newest_good(folder: Path, notice: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that verifies; damaged newer ones are set aside, each with a notice.
+@dataclasses.dataclass(frozen=True)
+class Damaged:
+    """A checkpoint that does not verify, and why."""
+
+    step: int
+    path: Path
+    why: str
+
+
+def newest_good(folder: Path) -> tuple[Path | None, list[Damaged]]:
+    """The newest checkpoint that verifies, and the damaged ones after it. Nothing on disk changes.
 
     None when there are no checkpoints at all. When there are some and none is good, that is an error: starting over
     in silence would throw the run away.
     """
-    damaged: list[tuple[int, Path, DamagedError]] = []
+    damaged: list[Damaged] = []
     for step, path in reversed(list_checkpoints(folder)):
         try:
             _verify(path)
         except DamagedError as error:
-            damaged.append((step, path, error))
+            damaged.append(Damaged(step, path, error.message))
             continue
-        for bad_step, bad_path, error in damaged:
-            aside = set_aside(bad_path, "damaged")
-            notice(f"checkpoint of step {bad_step} is damaged and was set aside as {aside.name}: {error.message}")
-        return path
+        return path, damaged
     if damaged:
         raise CheckpointError(
-            f"no good checkpoint is left in {folder}: {damaged[0][2].message}",
+            f"no good checkpoint is left in {folder}: {damaged[0].why}",
             "restore the folder from a backup, or start a new run with another output.folder",
         )
-    return None
+    return None, []
 
 
 def set_aside(path: Path, why: str) -> Path:

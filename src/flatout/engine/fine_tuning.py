@@ -124,7 +124,12 @@ def _asked(
         seed=0,  # the same rows are held out whatever the seed of the run
     )
     remarks = tuple(line for line in (said, cut) if line)
-    return base, template, remarks, request, Path(config.data.folder or f"data/{Path(chat.source).stem}-samples")
+    return base, template, remarks, request, samples_folder(config)
+
+
+def samples_folder(config: RunConfig) -> Path:
+    """Where the samples of a run lie."""
+    return Path(config.data.folder or f"data/{Path(config.chat.source or '').stem}-samples")
 
 
 def remarks_on_samples(data: SampleData) -> tuple[str, ...]:

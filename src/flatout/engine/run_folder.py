@@ -13,11 +13,18 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flatout.config.schema import OutputConfig
-from flatout.engine.checkpoint import list_checkpoints, newest_good, set_aside, sweep_leftovers, verify_checkpoint
+from flatout.engine.checkpoint import (
+    Damaged,
+    list_checkpoints,
+    newest_good,
+    set_aside,
+    sweep_leftovers,
+    verify_checkpoint,
+)
 from flatout.errors import CheckpointError, UsageError
 from flatout.files import disk_errors
 
@@ -101,19 +108,27 @@ def read_best(run: Path) -> int | None:
         return None  # a pointer for convenience: without it the newest checkpoint serves
 
 
-def find_resume_point(run: Path, resume: str | None, notice: Callable[[str], None]) -> Path | None:
+def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[Damaged]]:
     """The verified checkpoint to go on from, or None to start anew. Call it while holding the lock.
 
-    `auto` falls back past damaged checkpoints; a path means that checkpoint and no other.
+    `auto` falls back past damaged checkpoints, which come with it; a path means that checkpoint and no other.
     """
     if resume is None:
-        return None
-    folder = checkpoints_of(run)
+        return None, []
     if resume == "auto":
-        return newest_good(folder, notice)
+        return newest_good(checkpoints_of(run))
     chosen = checkpoint_to_load(Path(resume))
     verify_checkpoint(chosen)
-    return chosen
+    return chosen, []
+
+
+def set_damaged_aside(damaged: Sequence[Damaged]) -> list[str]:
+    """Renames checkpoints that nothing can go on from; a line for each."""
+    told: list[str] = []
+    for one in damaged:
+        aside = set_aside(one.path, "damaged")
+        told.append(f"checkpoint of step {one.step} is damaged and was set aside as {aside.name}: {one.why}")
+    return told
 
 
 def set_later_aside(run: Path, chosen: Path, notice: Callable[[str], None]) -> None:

@@ -16,7 +16,7 @@ from flatout.config.yaml_loader import format_value
 from flatout.observe.history import RunHistory
 from flatout.observe.human import human_bytes, printable
 from flatout.observe.report.eigenstates import eigenstate_part
-from flatout.observe.report.facts import commands_of, facts_of, summary_of
+from flatout.observe.report.facts import commands_of, facts_of, shown_config, summary_of
 from flatout.observe.report.figures import figures_of, speed_groups, time_parts
 from flatout.observe.report.series import amount, curves_of, number, places_of, points_for, rows_with_step
 from flatout.observe.report.state import RunState, state_of
@@ -29,7 +29,7 @@ def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[
     """Everything the page shows of these runs, side by side where there are several."""
     names = distinct_names([history.folder for history in histories])
     states = [state_of(history) for history in histories]
-    configs = [_flat_config(history.info.get("config")) for history in histories]
+    configs = [_flat_config(shown_config(history.info)) for history in histories]
     different = [path for path in _paths(configs) if len({config.get(path) for config in configs}) > 1]
     samples = max(4, _MOST_SAMPLES // max(len(histories), 1))
     runs = [
@@ -86,7 +86,7 @@ def _run(
         "environment": _environment(info),
         "starts": _starts(history),
         "commands": commands_of(history, state),
-        "config": _yaml(info.get("config")),
+        "config": _yaml(shown_config(info)),
         "paths": list(config),
     }
 

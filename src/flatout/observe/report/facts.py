@@ -62,22 +62,48 @@ def _model_rows(info: dict[str, Any]) -> Rows:
         *_mixer_rows(info),
         ("Context", _whole(info.get("context"), " tokens")),
         ("Vocabulary", _whole(info.get("vocab"), " ids")),
-        ("Norm, positions, MLP", _joined(*(_at(info, f"model.{name}") for name in ("norm", "positions", "mlp")))),
+        _parts_row(info),
         ("Arithmetic per token", None if flops is None else f"{human_count(flops)} FLOP, forward and backward"),
     ]
 
 
-def _mixer_rows(info: dict[str, Any]) -> Rows:
-    """What is in the place of full attention, of models where something is. A damaged record may hold anything."""
+def _parts_row(info: dict[str, Any]) -> tuple[str, Any]:
+    """What blocks are made of. Rotary positions are attention's, so that a model without it has none."""
+    norm, positions, mlp = (_at(info, f"model.{name}") for name in ("norm", "positions", "mlp"))
+    if positions == "rope" and not _attends(info):
+        return "Norm, MLP", _joined(norm, mlp)
+    return "Norm, positions, MLP", _joined(norm, positions, mlp)
+
+
+def shown_config(info: dict[str, Any]) -> Any:
+    """The stored config, without the settings of rotary positions where no block has attention to read them."""
+    config = info.get("config")
+    if not isinstance(config, dict) or _attends(info):
+        return config
+    model = {name: value for name, value in config["model"].items() if not str(name).startswith("rope_")}
+    return {**config, "model": model}
+
+
+def _attends(info: dict[str, Any]) -> bool:
+    return set(_kinds(info)) != {"E"}
+
+
+def _kinds(info: dict[str, Any]) -> str:
+    """The letter of every block; nothing where it is not known. A damaged record may hold anything."""
     pattern, layers = _at(info, "model.pattern"), amount(_at(info, "model.layers"))
     if not isinstance(pattern, str) or not pattern or layers is None or not 1 <= layers <= 1000:
-        return []
-    kinds = (pattern * (int(layers) // len(pattern) + 1))[: int(layers)]
-    if set(kinds) == {"A"}:
+        return ""
+    return (pattern * (int(layers) // len(pattern) + 1))[: int(layers)]
+
+
+def _mixer_rows(info: dict[str, Any]) -> Rows:
+    """What is in the place of full attention, of models where something is."""
+    kinds = _kinds(info)
+    if set(kinds) <= {"A"}:
         return []
     counts = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds))
     return [
-        ("Pattern of blocks", f"{pattern} ({counts})"),
+        ("Pattern of blocks", f"{_at(info, 'model.pattern')} ({counts})"),
         ("Window", _whole(_at(info, "model.window"), " tokens in each W block") if "W" in kinds else None),
         ("States", _whole(_at(info, "model.states"), " in each E block") if "E" in kinds else None),
     ]

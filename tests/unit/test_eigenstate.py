@@ -282,11 +282,8 @@ def test_horizons_span_the_context_in_every_head_where_scales_and_heads_do_not_d
 
 
 def test_angles_of_all_blocks_together_are_spread_evenly():
-    shape = {"width": 4, "states": 24, "context": 512}
-    places = [EigenstateShape(**shape, place=place).angles() for place in range(6)]
-    heads = EigenstateShape(**shape, heads=8)  # three states each, of which the last is the slowest
-    assert heads.horizons(torch.full((24,), 0.5)).view(8, 3).argmax(1).tolist() == [2] * 8
-    for angles in (*places, torch.cat(places), places[0][8:16], heads.angles().view(8, 3)[:, 2]):
+    places = [EigenstateShape(width=4, states=24, context=512, place=place).angles() for place in range(6)]
+    for angles in (*places, torch.cat(places), places[0][8:16]):
         ordered = torch.cat([torch.zeros(1), angles.sort().values, torch.tensor([math.pi])]).double()
         assert ordered.diff().max() < 3.0 * math.pi / len(angles)
         assert ordered.diff()[1:-1].min() > 0.3 * math.pi / len(angles)

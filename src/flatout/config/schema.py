@@ -167,7 +167,7 @@ class ModelConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.0, description="Dropout share in training.")
     init_from: str | None = Field(
         default=None,
-        description="What to start from: a Hugging Face folder; to fine-tune also a run of ours, or a name on the hub.",
+        description="What to start from: a run of ours, or a Hugging Face folder (of GPT-2, or to fine-tune any).",
     )
 
     @model_validator(mode="before")
@@ -677,8 +677,6 @@ class RunConfig(Section):
             return self._check_chat()
         if self.lora.rank:
             raise Conflict("lora.rank trains adapters, and there is nothing to fine-tune on", "set chat.source")
-        if self.model.init_from is not None and self.model.family != "gpt2":
-            raise Conflict("init_from loads GPT-2 weights and needs family gpt2", "set model.family=gpt2")
         context, batch = self.model.context, self.train.batch_tokens
         if self.data.streaming and (self.data.source is None or self.train.epochs is not None):
             raise Conflict(

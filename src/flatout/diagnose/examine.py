@@ -122,6 +122,10 @@ def examine(
     yield from (finding for finding in (*told, *tokens) if finding.area != "data")
     if not switches:
         yield from guarded("config", "switches", lambda: check_fit.check_switches(fitted))
+    if works and config.model.init_from is not None:
+        from flatout.diagnose.check_start import check_start
+
+        yield from guarded("config", "start", lambda: check_start(config.model, data.vocab))
     yield from guarded("config", "packages", lambda: check_tracker_packages(machine, config))
     yield from guarded("config", "run folder", lambda: check_folder(config))
     yield from guarded(

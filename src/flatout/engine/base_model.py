@@ -98,12 +98,12 @@ def describe_base(name: str, context: int | None) -> Description:
     if found.kind == "huggingface":
         return read_description(found.path, context=context)
     checkpoint = checkpoint_to_load(found.path, best=True)
-    config, state, language = _read_own(name, checkpoint, training=False)
+    config, state, language = read_own(name, checkpoint, training=False)
     return described_checkpoint(config, state, checkpoint, tokenizer_from_json(language).end_of_text, context)
 
 
 def _own(name: str, checkpoint: Path, context: int | None) -> Base:
-    config, state, language = _read_own(name, checkpoint, training=True)
+    config, state, language = read_own(name, checkpoint, training=True)
     try:
         tokenizer = as_model_tokenizer(tokenizer_from_json(language))
     except DataError as error:
@@ -117,7 +117,7 @@ def _own(name: str, checkpoint: Path, context: int | None) -> Base:
     )
 
 
-def _read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
+def read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
     """(config, state, tokenizer) of a checkpoint of ours that can be a base."""
     verify_checkpoint(checkpoint)
     values, state, language = (

@@ -67,6 +67,7 @@ from flatout.engine.fitting import amount, ways_to_fit
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.news import News
 from flatout.engine.randomness import RandomStream
+from flatout.engine.starting import Start, open_start
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
 from flatout.errors import CheckpointError, ConfigError, DoesNotFitError, ResourceError
@@ -74,8 +75,7 @@ from flatout.model.adapter_files import load_into
 from flatout.model.adapters import Adapters, attach
 from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.gpt import GPT, build_model
-from flatout.model.hub import Description, read_description
-from flatout.model.hub_weights import load_huggingface
+from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
 from flatout.ops.documents import BY_BOUNDS
@@ -248,6 +248,8 @@ def setup_run(
         order = window_order(dataset.train, context=context, stride=stride, seed=config.train.seed, packing=packing)
         corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
     vocab = _vocabulary(config, dataset)
+    fresh = weights and not isinstance(dataset, SampleData)
+    start = open_start(config.model, vocab, dataset.tokenizer) if fresh else None
     speed = resolve_speed(
         config,
         device,
@@ -271,7 +273,7 @@ def setup_run(
     if isinstance(dataset, SampleData):
         model = _build_described(config, dataset.description, speed, news, weights=weights)
     else:
-        model = _build(config if weights else _without_init(config), vocab, speed, news)
+        model = _build(config, vocab, speed, news, start)
     adapters = _attach(model, config) if config.lora.rank else None
     base = None
     if adapters is not None and isinstance(dataset, SampleData):
@@ -301,6 +303,7 @@ def setup_run(
             *_remarks_on_intervals(config, steps, lambda path: _written(sources, path) is not None),
             *_remarks_on_batch(config, order),
             *remarks,
+            *((start.remark,) if start is not None else ()),
             *_remarks_on_packing(packing),
             *_remarks_on_padding(config, dataset, order, speed),
             *_remarks_on_base(model),
@@ -438,29 +441,15 @@ def steps_of(config: RunConfig, order: WindowOrder | SampleOrder) -> int:
     return steps
 
 
-def _build(config: RunConfig, vocab: int, speed: Speed, news: News) -> GPT:
+def _build(config: RunConfig, vocab: int, speed: Speed, news: News, start: Start | None) -> GPT:
     model = build_model(
         config.model,
         vocab,
         seed=config.train.seed,
         execution=speed.execution,
     )
-    if config.model.init_from is not None:
-        folder = Path(config.model.init_from)
-        description = read_description(folder)
-        found = description.config
-        if found.family != config.model.family:
-            raise CheckpointError(
-                f"{folder} holds a {description.model_type} model, not a GPT-2", "name a folder of GPT-2 weights"
-            )
-        asked = (config.model.layers, config.model.width, config.model.heads, config.model.context, vocab)
-        stored = (found.layers, found.width, found.heads, found.context, description.vocab)
-        if asked != stored:
-            raise CheckpointError(
-                f"{folder} has (layers, width, heads, context, vocab) {stored}, the model section says {asked}",
-                "make the model section equal to the weights",
-            )
-        load_huggingface(model, folder)
+    if start is not None:
+        start.fill(model)
     with out_of_memory():
         model.to(speed.device.torch_device)
     if speed.device.kind == "cuda":
@@ -509,10 +498,6 @@ def _check_no_shape(config: RunConfig, description: Description, sources: Mappin
                 f"{place}{path} is set, but the model is that of {config.model.init_from}",
                 f"leave {path} out; model.context is how much of a sample is read",
             )
-
-
-def _without_init(config: RunConfig) -> RunConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"init_from": None})})
 
 
 def first_samples(samples: Samples, most_tokens: int | None) -> Samples:

@@ -78,34 +78,27 @@ class EigenstateShape:
 
         The way is divided into as many parts as there are states; `within_K`, 0 to 1, is where a state is in its own.
         """
-        dealt = self._dealt()
+        groups = self.scales or (1,)
+        share = self.states // len(groups)
+        # Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn
+        # to as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
+        runs = -(-self.heads // len(groups))
+        dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
         horizons = []
-        for scale, within in zip(self.scales or (1,), within_K.split(len(dealt)), strict=True):
+        for scale, within in zip(groups, within_K.split(share), strict=True):
             shortest = self.shortest * scale  # a state that sees means of s positions has no use for less
             longest = max(shortest, float(self.context))
-            horizons.append(shortest * (longest / shortest) ** ((dealt + within) / len(dealt)))
+            horizons.append(shortest * (longest / shortest) ** ((dealt + within) / share))
         return torch.cat(horizons)
 
     def angles(self) -> Tensor:
-        """α, in radians per token: all of a model's are spread evenly, and those of states of like horizons too.
+        """α, in radians per token: those of a head, of a block and of all blocks are spread evenly.
 
         Distances are told apart by waves of all lengths. Half a turn is the fastest there is, since turning the other
         way is the same state with another read-out.
         """
-        dealt = self._dealt()
-        share_K = torch.arange(self.states) // len(dealt)
-        number_K = self.place * self.states + share_K * len(dealt) + dealt.repeat(self.states // len(dealt))
-        return self.fastest * torch.frac((number_K.double() + 0.5) * _GOLDEN)
-
-    def _dealt(self) -> Tensor:
-        """The states of one scale's share by horizon: how many of the share have a shorter one.
-
-        Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn to
-        as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
-        """
-        shares = len(self.scales or (1,))
-        share, runs = self.states // shares, -(-self.heads // shares)
-        return torch.cat([torch.arange(first, share, runs) for first in range(runs)])
+        number_K = self.place * self.states + torch.arange(self.states, dtype=torch.float64)
+        return self.fastest * torch.frac((number_K + 0.5) * _GOLDEN)
 
 
 class EigenstateCache:

@@ -173,7 +173,7 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     if loaded is not None and parser.verb == "finetune" and loaded.config.chat.source is None:
         raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
     if loaded is not None and parser.verb == "finetune":
-        _check_rows_named(loaded)
+        _check_rows_named(loaded, resume)
     from flatout import api
     from flatout.observe.live.console import JsonReader, TerminalReader
     from flatout.observe.live.prepare_bar import PrepareBar
@@ -212,17 +212,21 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     return 0
 
 
-def _check_rows_named(loaded: "LoadedConfig") -> None:
+def _check_rows_named(loaded: "LoadedConfig", resume: str | None) -> None:
     """Presets name rows and a model for example's sake: where they are not there, the user has to name some."""
     source, origin = loaded.config.chat.source, loaded.sources["chat.source"]
     if source is None or origin.written is not None or Path(source).exists():
         return
     written = loaded.sources["model.init_from"].written is not None
     model = f"model.init_from={loaded.config.model.init_from if written else 'FOLDER-OR-HUB-NAME'}"
-    raise UsageError(
-        f"nothing was named to fine-tune on, and {source}, which {origin.where} has, is not there",
-        f"name your rows and a model: flatout finetune {model} chat.source=ROWS.jsonl",
-    )
+    hint = f"name your rows and a model: flatout finetune {model} chat.source=ROWS.jsonl"
+    if resume == "auto":
+        from flatout.engine.run_folder import choose_folder
+
+        run = choose_folder(loaded.config.output, resume)
+        if run.exists():  # by its own name it brings its settings along
+            hint = f"go on with what {run} was trained on: flatout finetune --resume {run}"
+    raise UsageError(f"nothing was named to fine-tune on, and {source}, which {origin.where} has, is not there", hint)
 
 
 def _draw(folder: Path) -> None:

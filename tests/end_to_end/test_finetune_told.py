@@ -444,6 +444,7 @@ def test_a_denied_file_that_nobody_thought_of_is_no_traceback(words, monkeypatch
 
 HINTS = {
     "no config": (["finetune"], "data/conversations.jsonl", "finetune model.init_from=FOLDER-OR-HUB-NAME chat.source="),
+    "no rows to go on with": (["finetune", "--resume", "auto"], "nothing was named", "finetune --resume runs/lora"),
     "no rows": (["lora", "model.init_from=base"], "nothing was named", "model.init_from=base chat.source="),
     "rows for a config": (["finetune", "rows.json"], "rows.json is data", "chat.source=rows.json"),
     "rows in lines": (["finetune", "rows.jsonl"], "rows.jsonl is data", "chat.source=rows.jsonl"),
@@ -461,7 +462,7 @@ def test_hints_say_what_to_write(words, name, capsys):
     Path("rows.jsonl.gz").write_bytes(b"\x1f\x8b")
     Path("text.txt").write_text("some text\n")
     call, error, hint = HINTS[name]
-    if call[0] == "export":
+    if call[0] == "export" or "--resume" in call:
         run(words("train.steps=1"))
     assert main(call) in (2, 3)
     lines = capsys.readouterr().err.strip().splitlines()[-2:]

@@ -560,12 +560,13 @@ def test_facts_tell_the_pattern_states_and_documents_of_models_that_have_them(tm
         folder = write_run(tmp_path / f"run-{len(list(tmp_path.iterdir()))}", [info_of(tmp_path, config=config)])
         return {label: text for group in run_of(folder)["facts"] for label, text in group["rows"]}
 
-    mixed = facts(pattern="EEWA", layers=6, states=512, window=1024)
+    mixed = facts(pattern="EEWA", layers=6, states=512, window=1024, init_from="runs/short")
+    assert mixed["Started from"] == "runs/short"
     assert mixed["Pattern of blocks"] == "EEWA (4 E, 1 W, 1 A)"
     assert (mixed["States"], mixed["Window"]) == ("512 in each E block", "1,024 tokens in each W block")
     assert mixed["Documents"].startswith("apart")
     for others in ({"pattern": "A"}, {}, {"pattern": "EEEA", "layers": 1e300}, {"pattern": 7}):
-        assert not {"Pattern of blocks", "States", "Window"} & facts(**others).keys()
+        assert not {"Pattern of blocks", "States", "Window", "Started from"} & facts(**others).keys()
 
 
 def test_rotary_positions_are_left_out_where_no_block_has_attention(tmp_path: Path):

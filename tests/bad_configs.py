@@ -466,7 +466,6 @@ def _override_conflict(rng: random.Random) -> list[str]:
         ["train.steps=null", "train.epochs=null", "train.tokens=null"],
         ["model.context=64", "train.batch_tokens=100"],
         ["model.family=gpt2", "model.norm=rmsnorm"],
-        ["model.family=gpt", "model.init_from=weights"],
         ["model.context=64", "train.batch_tokens=640", "speed.accumulation=7"],
         ["model.heads=4", "model.kv_heads=3"],
         ["model.head_size=7", "model.positions=rope"],

@@ -71,12 +71,13 @@ from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import DTYPES, Description, read_description
+from flatout.model.hub_describe import description_of
 from flatout.model.hub_weights import export_huggingface, load_described
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
 from flatout.model.weights import assign_weights
 from flatout.observe.measured.bench_rows import read_bench
-from flatout.observe.sinks import MetricsFile
+from flatout.observe.sinks import MetricsFile, ends_at
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
 from flatout.optim.schedule import rate_factors
 from flatout.records import (
@@ -157,6 +158,10 @@ def train(
             messages += [*check_same_run(run, resumed, place), *_about_rate(run, resumed)]
             if resume == "auto" and any(_perhaps_forgotten(path) for path, _, _ in _differences(run.config, resumed)):
                 messages.append(f"to go on with the settings that the run had: {_go_on(resumed, folder)}")
+        start = 0 if resumed is None else resumed.step
+        done = resumed is not None and start == run.steps and ends_at(folder / "metrics.jsonl", start)
+        if done:
+            messages.clear()  # settings that are other than the run's change nothing any more
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
         # Not before nothing can be refused any more: a refused command leaves all as it was.
         messages[:0] = set_damaged_aside(damaged)
@@ -166,16 +171,20 @@ def train(
             base = run.dataset.description.folder
             if is_checkpoint(base) and not mark_as_base(base, folder):
                 messages.append(f"{base} cannot be written to, so nothing says there that these adapters need it")
+        origin = None if point is None else str(point)
+        records = train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop)
+        if done:  # that is told, and the run's files stay as they are
+            yield from (NoticeRecord(step=start, message=message) for message in messages)
+            yield from records
+            return
         with disk_errors(f"{folder / 'config.yaml'}"):
             (folder / "config.yaml").write_text(show(run.config), encoding="utf-8")
-        start = 0 if resumed is None else resumed.step
         with MetricsFile(folder / "metrics.jsonl", keep_to_step=start) as metrics:
             for message in messages:
                 notice = NoticeRecord(step=start, message=message)
                 metrics.write(notice)
                 yield notice
-            origin = None if point is None else str(point)
-            yield from _tracked(train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop), run, metrics)
+            yield from _tracked(records, run, metrics)
 
 
 def _tracked(records: Iterable[Record], run: Run, metrics: MetricsFile) -> Generator[Record]:
@@ -233,8 +242,15 @@ def check_same_run(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
                 f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",
                 f"set {path}={format_value(before)}, or go on without a config: {_go_on(checkpoint, folder)}",
             )
-        changed.append(f"{path} was {format_value(before)}, is now {format_value(after)}")
+        changed.append(_told_change(path, before, after))
+    base = checkpoint.config["model"].get("init_from")
+    if run.config.chat.source is not None and base != run.config.model.init_from:
+        changed.append(_told_change("model.init_from", base, run.config.model.init_from))
     return changed
+
+
+def _told_change(path: str, before: Any, after: Any) -> str:
+    return f"{path} was {format_value(before)}, is now {format_value(after)}"
 
 
 def _check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None:
@@ -791,7 +807,7 @@ def merge(
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
     if loaded.adapters is None or loaded.adapters.detached:
-        raise UsageError(f"{loaded.origin} has no adapters to merge", "write it as it is with `flatout export`")
+        raise UsageError(f"{loaded.origin} has no adapters to merge", _instead_of_merging(loaded))
     target = _new_folder(folder)
     files, remarks = _files_beside(loaded)
     ids = loaded.tokenizer.encode(prompt or chat_prompt(loaded, MERGE_PROMPT))[: loaded.model.config.context]
@@ -813,6 +829,14 @@ def merge(
     for remark in remarks:
         notice(remark)
     return Merged(target, report, logit_difference(before, after))
+
+
+def _instead_of_merging(loaded: LoadedModel) -> str:
+    try:
+        description_of(loaded.model.config, loaded.model.vocab, dtype="float32", source=_described(loaded))
+    except CheckpointError:  # which export would say, too
+        return "there is nothing to merge: `flatout generate` and `flatout eval` take it as it is"
+    return "write it as it is with `flatout export`"
 
 
 MERGE_PROMPT = "Name three things that fly, and say in one sentence how they do it."

@@ -186,20 +186,22 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     preparing = PrepareBar()
     stop = StopOnSignal(at_once=reader.leave_at_once if isinstance(reader, ViewReader) else lambda: None)
     folder = checkpoint = None
-    interrupted = False
+    interrupted = nothing_left = False
     with stop:
         try:
             for record in api.train(loaded, resume=resume, stop=stop.requested, progress=preparing):
                 if isinstance(record, records.RunInfo):
                     stop.training = True
                     preparing.close()
-                    folder = record.folder
+                    folder, nothing_left = record.folder, record.nothing_left
                 elif isinstance(record, records.EndRecord):
                     checkpoint, interrupted = record.checkpoint, record.reason == "interrupted"
                 reader.show(record)
         finally:
             preparing.close()
             reader.close()
+    if nothing_left:
+        return 0
     if folder is not None and loaded.config.output.plots:
         _draw(Path(folder))
     if interrupted and stop.number is not None:

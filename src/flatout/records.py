@@ -53,6 +53,11 @@ class RunInfo:
     # Of a fine-tuning run: rows, rows_not_used, files, train and val (samples), labelled (tokens), format, template.
     samples: dict[str, Any] | None = None
 
+    @property
+    def nothing_left(self) -> bool:
+        """Whether a run was resumed that had all its steps."""
+        return self.resumed_from is not None and self.start_step >= self.steps
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepRecord:

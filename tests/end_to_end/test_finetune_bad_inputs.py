@@ -186,7 +186,7 @@ DATA_CASES = {
     "lines that are no JSON": Case("cannot be used", ("chat.source=a.jsonl",), write("a.jsonl", "{]\n" * 9)),
     "a third of the rows bad": Case("10 of 30 rows", (), rows(*[GOOD] * 20, *[{"instruction": "x", "output": 3}] * 10)),
     "wrong columns": Case("chat.fields", (), rows({"ask": "a", "reply": "b"})),
-    "an unknown role": Case("robot", (), rows(turn(role="robot", content="Hi"))),
+    "an unknown role": Case("tool, user hint: rename the role in the file", (), rows(turn(role="robot", content="Hi"))),
     "no role": Case("fit no format", (), rows(turn(content="Hi"))),
     "content that is a number": Case("content", (), rows(turn(role="assistant", content=7))),
     "nobody answers": Case("no assistant turn", (), rows(turn(role="user", content="Hi"))),
@@ -204,6 +204,7 @@ DATA_CASES = {
     "one row": Case("fewer than two", (), write(ROWS, json.dumps([GOOD]))),
     "one row many times": Case("fewer than two", (), rows(GOOD)),
     "samples longer than the context": Case("raise model.context", (), rows(LONG)),
+    "samples longer than their own limit": Case("raise chat.max_tokens,", ("chat.max_tokens=3",)),
     "all of them dropped": Case("raise model.context", ("chat.too_long=drop",), rows(LONG)),
     "nothing held out": Case("held out", ("chat.val_fraction=0.0",)),
     "everything held out": Case("val_fraction", ("chat.val_fraction=1.0",)),
@@ -255,7 +256,7 @@ SETTING_CASES = {
 }
 FROM = ("lora.init_from=adapter",)
 ADAPTER_CASES = {
-    "no such adapter": Case("holds no adapter", ("lora.init_from=nowhere",)),
+    "no such adapter": Case("there is no folder nowhere", ("lora.init_from=nowhere",)),
     "a model as an adapter": Case("holds no adapter", ("lora.init_from=base",)),
     "a broken description": Case("adapter_config.json", FROM, cut("adapter/adapter_config.json")),
     "a broken adapter": Case("cannot be read as safetensors", FROM, cut("adapter/adapter_model.safetensors")),

@@ -280,6 +280,13 @@ def test_a_run_that_is_made_longer_has_the_schedule_of_its_length_and_says_so(wo
     assert not any("schedule" in message for message in notes(run(longer, resume="auto")))
 
 
+def test_another_place_of_the_base_is_told(words):
+    run(words("train.steps=1", "output.folder=runs/moved"))
+    Path("base").rename("there")
+    more = words("train.steps=2", "output.folder=runs/moved", "model.init_from=there", "lora.rank=16")
+    assert "model.init_from was base, is now there" in notes(run(more, resume="auto"))
+
+
 # --- the doctor -------------------------------------------------------------------------------------------------------
 
 
@@ -327,10 +334,18 @@ def test_the_doctor_finds(words, name, capsys):
 
 
 def test_the_doctor_warns_of_batches_and_lengths(words):
-    found = visit(words("chat.batch_samples=64", "model.context=36"))
+    found = visit(words("chat.batch_samples=64", "model.context=36", "lora.rank=17"))
+    assert found["rank"].found.startswith("lora.rank 17 is more than the smaller side of k_proj (16), v_proj (16): ")
     assert "there are 29 samples" in found["batch"].found
     assert "cut to 36 tokens" in found["too long"].found
     assert "raise model.context" in found["too long"].advice
+    assert "raise chat.max_tokens" in visit(words("chat.max_tokens=36"))["too long"].advice
+
+
+def test_the_doctor_says_nothing_of_a_type_that_is_not_stated(words):
+    path = Path("base/config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": None, "torch_dtype": None}))
+    assert visit(words())["base"].found.endswith(" parameters")
 
 
 def test_the_doctor_reads_the_beginning_of_a_large_source(words, monkeypatch):

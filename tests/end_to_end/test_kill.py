@@ -107,7 +107,8 @@ def campaign(corpus: Path, kills: int, inside_saves: int, steps: int, delay: flo
 
 def test_a_few_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    assert campaign(corpus, kills=2, inside_saves=1, steps=200, delay=0.05, seed=0) >= 1
+    # A seed that kills early in the save: on a busy machine a late one comes after it.
+    assert campaign(corpus, kills=2, inside_saves=1, steps=200, delay=0.05, seed=1) >= 1
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ import pytest
 import torch
 
 import flatout
+from flatout import api
 from flatout.engine.checkpoint import read_checkpoint
 from flatout.engine.evaluate import evaluate
 from flatout.engine.setup import setup_run
-from flatout.errors import CheckpointError, ConfigError
+from flatout.errors import CheckpointError, ConfigError, UsageError
 from flatout.model.count import flops_per_token
 from flatout.ops.reference import IGNORED
 from flatout.records import EndRecord, RunInfo, StepRecord, TuneResult
@@ -54,6 +55,8 @@ def test_a_run_with_eigenstates_learns_and_its_model_writes(tiny):
     assert texts[0]
     with pytest.raises(CheckpointError, match=r"transformers has no such model with model\.pattern"):
         flatout.export("run", "exported")
+    with pytest.raises(UsageError, match="nothing to merge: `flatout generate`"):
+        api.merge(model, "merged")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import flatout
+from flatout.cli import main
 from flatout.config.load import LoadedConfig
 from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from flatout.engine.run_folder import read_best
@@ -105,11 +106,18 @@ def test_resume_auto_starts_when_there_is_nothing(tiny):
     assert end.step == 3
 
 
-def test_a_finished_run_resumes_to_nothing(tiny):
+def test_a_finished_run_resumes_to_nothing(tiny, capsys):
     config = tiny("train.steps=3", "output.folder=done")
     list(flatout.train(config))
+    before = {path: path.read_bytes() for path in Path("done").rglob("*") if path.is_file()}
     records = list(flatout.train(config, resume="auto"))
     assert [type(record) for record in records] == [RunInfo, EndRecord]
+    capsys.readouterr()
+    assert main(["train", "--resume", "done", "eval.every=2"]) == 0
+    said = "done is finished already, at step 3; set train.steps above 3 to make it longer\n"
+    assert capsys.readouterr().out == said
+    after = {path: path.read_bytes() for path in Path("done").rglob("*") if path.is_file()}
+    assert after == before
 
 
 def test_a_longer_run_goes_on_from_a_finished_one(tiny):

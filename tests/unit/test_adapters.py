@@ -6,7 +6,7 @@ import torch
 from flatout.config.schema import ModelConfig
 from flatout.errors import ConfigError
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.adapter_targets import AdapterPlan, Naming, choose, targets_of
+from flatout.model.adapter_targets import AdapterPlan, Naming, choose, needless_rank, targets_of
 from flatout.model.adapters import ALIGNED, Adapters, attach
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
@@ -111,6 +111,14 @@ def test_ranks_and_scales_by_pattern():
     assert choices["model.layers.0.self_attn.o_proj"].scale == 2
     stable = AdapterPlan(rank=9, alpha=6, rank_stabilised=True)
     assert choose(stable, targets_of(model()))[0].scale == 2
+
+
+def test_ranks_beyond_a_matrix_are_told():
+    targets = targets_of(model())
+    least = min(min(target.rows, target.inputs) for target in targets)
+    assert not needless_rank(choose(AdapterPlan(rank=least), targets))
+    (told,) = needless_rank(choose(AdapterPlan(rank=least + 1), targets))
+    assert f"({least})" in told
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_bad_rows(row: object, format: str, kind: str, words: str):
 def test_wrong_formats_and_fields_are_config_errors():
     with pytest.raises(ConfigError, match="no format 'chatgpt'"):
         choose_reading("chatgpt", {}, [], "rows.jsonl")
-    with pytest.raises(ConfigError, match=r"no field 'promt'.*did you mean 'prompt'"):
+    with pytest.raises(ConfigError, match=r"no format has a field 'promt'.*did you mean 'prompt'"):
         choose_reading("auto", {"promt": "x"}, [], "rows.jsonl")
     with pytest.raises(ConfigError, match="text has no field 'prompt'"):
         choose_reading("text", {"prompt": "x"}, [], "rows.jsonl")
@@ -229,6 +229,19 @@ def test_rows_that_fit_nothing_are_told_with_their_columns():
         choose_reading("auto", {}, [Row({"title": "a", "body": "b"}, "line 1")], "rows.jsonl")
     with pytest.raises(DataError, match="a text instead of an object"):
         choose_reading("auto", {}, [Row("a", "line 1")], "rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("row", "fields", "words"),
+    [
+        ({"ask": "a", "say": "b"}, {"prompt": "aks", "completion": "say"}, "'aks', .* as prompt.*did you mean 'ask'"),
+        ({"turns": [{"who": "user"}]}, {"messages": "turns", "role": "whom"}, "'whom', .* as role.*mean 'who'"),
+        ({"ask": "a"}, {"text": "body"}, "'body', .* as text.*the columns are ask"),
+    ],
+)
+def test_a_column_that_is_not_there_is_told(row: dict, fields: dict, words: str):
+    with pytest.raises(DataError, match=f"no column {words}"):
+        choose_reading("auto", fields, [Row(row, "line 1")], "rows.jsonl")
 
 
 # Files.

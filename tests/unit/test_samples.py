@@ -275,7 +275,7 @@ BAD_DATA: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'{"title": "a"}\n', {}, "fit no format; the first has title"),
     ("a.jsonl", b'{"prompt": "Hi", "completion": ""}\n', {}, "'completion' is empty"),
     ("a.jsonl", b'{"prompt": "Hi", "completion": "x"}\n', {"format": "alpaca"}, "lacks the field 'instruction'"),
-    ("a.jsonl", b'{"q": "Hi", "a": "x"}\n', {"fields": {"prompt": "q", "completion": "b"}}, "fit no format"),
+    ("a.jsonl", b'{"q": "Hi", "a": "x"}\n', {"fields": {"prompt": "q", "completion": "b"}}, "no column 'b'"),
     ("a.jsonl", b'{"prompt": "Hi", "completion": "\\ud800"}\n', {}, "half of a surrogate"),
     ("a.jsonl", b'{"messages": [{"role": "user", "content": "Hi"}]}\n', {}, "no assistant turn"),
     ("a.jsonl", b'{"messages": [{"role": "boss", "content": "Hi"}]}\n', {}, "the role 'boss'"),
@@ -322,7 +322,7 @@ def test_bad_data_is_one_clear_error(prepare, tmp_path: Path, name: str, content
 
 BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"format": "chat"}, "no format 'chat'"),
-    ({"fields": {"answer": "a"}}, "no field 'answer'"),
+    ({"fields": {"answer": "a"}}, "no format has a field 'answer'"),
     ({"train_on": "user"}, "train_on is 'user'"),
     ({"too_long": "cut"}, "too_long is 'cut'"),
     ({"context": 0}, "model.context is 0"),

@@ -37,6 +37,7 @@ FIELDS: Mapping[Format, tuple[str, ...]] = {
     "prompt-completion": ("prompt", "completion", "system", "tools"),
     "text": ("text",),
 }
+_INSIDE = ("role", "content", "from", "value")
 # What files call a prompt and its completion, the most particular first.
 _PAIRS = (
     ("prompt", "completion"),
@@ -107,14 +108,19 @@ def check_fields(format: str, fields: Mapping[str, str]) -> None:
     names = FIELDS[format] if format != AUTO else tuple(dict.fromkeys(name for all in FIELDS.values() for name in all))
     for name, column in fields.items():
         if name not in names:
-            close = difflib.get_close_matches(name, names, n=1)
-            mean = f"did you mean {close[0]!r}? " if close else ""
-            of = "any format" if format == AUTO else f"the format {format}"
+            has_none = "no format has a" if format == AUTO else f"the format {format} has no"
             raise ConfigError(
-                f"{of} has no field {shown(name)!r}", f"{mean}the names in chat.fields are {', '.join(names)}"
+                f"{has_none} field {shown(name)!r}",
+                f"{_close_to(name, names)}the names in chat.fields are {', '.join(names)}",
             )
         if not isinstance(column, str) or not column:
             raise ConfigError(f"the field {name!r} is mapped to {column!r}", "give the name of a column")
+
+
+def _close_to(name: str, names: Sequence[str]) -> str:
+    """The question whether one of `names` was meant; nothing where none is close."""
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {shown(close[0])!r}? " if close else ""
 
 
 def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row], source: str) -> Reading:
@@ -131,6 +137,13 @@ def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row],
                 return Reading(known, mapped, f"the first rows have {_columns(found)}")
     if not first:
         return Reading("messages", {name: name for name in FIELDS["messages"]}, "there are no rows")
+    for name, column in fields.items() if rows else ():
+        if column not in (columns := _columns_of(rows, inside=name in _INSIDE)):
+            raise DataError(
+                f"the rows of {shown(source)} fit no format: there is no column {shown(column)!r}, which chat.fields "
+                f"names as {name}",
+                f"{_close_to(column, columns)}the columns are {names_shown(columns)}",
+            )
     kind = names_shown(list(rows[0])) if rows else f"{_kind(first[0].value)} instead of an object with fields"
     if rows and (wrong := _why_not(rows[0], fields)):
         raise DataError(
@@ -142,6 +155,16 @@ def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row],
         "name the columns, such as chat.fields=[prompt=question, completion=answer]; formats are "
         "messages, conversations with from and value, instruction with output, prompt with completion, text",
     )
+
+
+def _columns_of(rows: Sequence[dict[str, Any]], *, inside: bool) -> list[str]:
+    """The names of columns that any of the rows has, or that the messages in them have."""
+    found = (item for row in rows for value in row.values() for item in _items(_parsed(value))) if inside else rows
+    return list(dict.fromkeys(str(name) for row in found for name in row))
+
+
+def _items(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 def _why_not(row: dict[str, Any], fields: Mapping[str, str]) -> str:

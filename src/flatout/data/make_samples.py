@@ -50,7 +50,8 @@ Progress = Callable[[PrepareProgress], None]
 class SampleRequest:
     """What samples are made of. Held out are `val_rows` rows, about `val_fraction` of them, or those of `val_source`.
 
-    `most_bad` is the share of rows that may be unusable before the dataset is refused.
+    `most_bad` is the share of rows that may be unusable before the dataset is refused. `limit` is the setting that
+    `context` comes from, for messages alone.
     """
 
     source: str
@@ -64,6 +65,7 @@ class SampleRequest:
     val_rows: int | None = None
     seed: int = 0
     most_bad: float = 0.2
+    limit: str = "model.context"
 
 
 # What is counted, in the order in which it is of interest.
@@ -201,6 +203,7 @@ def _key(
     """All that the bytes depend on."""
     settings = dataclasses.asdict(request)
     del settings["source"], settings["val_source"]  # content counts, not where it lies
+    del settings["limit"]  # the number counts
     return {
         "version": VERSION,
         "settings": {**settings, "fields": dict(request.fields)},
@@ -425,7 +428,7 @@ def _check_readable(file: InputFile, problem: Problem) -> None:
 _HINTS = {
     "json": "one JSON value on each line is .jsonl, one list of all rows is .json: check the name and the content",
     "truncated": "the file ends too early: fetch or write it again",
-    "role": "rename the roles in the file, or map the fields that hold them with chat.fields",
+    "role": "rename the role in the file to one of those known; chat.fields maps names of columns, not what they hold",
     "template": "look at the order of the roles, or set chat.template to another one: chatml, plain, or a file",
     "no-template": "set chat.template to model, chatml, plain or a file; none is for rows without turns",
     "turns": "give rows with an assistant turn to learn, or set chat.train_on=all",
@@ -470,10 +473,11 @@ def _check_learnable(made: _Made, split: str, request: SampleRequest, maker: _Ma
     counts = maker.counts
     which = "" if split == "train" else " of the rows that are held out"
     if counts["dropped_labels_cut"] or counts["dropped_too_long"]:
+        most = "the context of" if request.limit == "model.context" else f"{request.limit}, which is"
         raise DataError(
-            f"nothing{which} is left to learn: every sample is longer than the context of {request.context} tokens "
+            f"nothing{which} is left to learn: every sample is longer than {most} {many(request.context, 'token')} "
             f"(the longest has {counts['longest']:,}) and what it teaches lies behind the cut",
-            "raise model.context, or shorten the prompts",
+            f"raise {request.limit}, or shorten the prompts",
         )
     raise DataError(
         f"nothing{which} is left to learn: no token of {many(counts['rows'], 'row')} is labelled",

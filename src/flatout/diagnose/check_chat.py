@@ -27,7 +27,14 @@ from flatout.diagnose.check_folder import check_folder, folder_of
 from flatout.diagnose.doctor import Finding, Status, finding_of, in_gib
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.features import resolve_speed
-from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, sample_tokens, why_samples_are_made
+from flatout.engine.fine_tuning import (
+    SampleData,
+    adapter_plan,
+    open_sample_data,
+    sample_limit,
+    sample_tokens,
+    why_samples_are_made,
+)
 from flatout.engine.run_folder import is_checkpoint
 from flatout.engine.setup import (
     check_disk,
@@ -39,7 +46,7 @@ from flatout.engine.setup import (
     steps_of,
 )
 from flatout.errors import UserError
-from flatout.model.adapter_targets import choose, targets_of
+from flatout.model.adapter_targets import choose, needless_rank, targets_of
 from flatout.model.count import parameter_count
 from flatout.model.gpt import empty_model
 from flatout.model.hub_find import is_within_reach
@@ -115,8 +122,9 @@ def _check_base(config: RunConfig) -> Iterator[Finding | Base]:
         yield finding_of(error, "data", "base")
         return
     size = parameter_count(base.description.config, base.description.vocab)
-    kind = base.description.model_type
-    yield _finding("base", "ok", f"{base.name}: {kind} with {size:,} parameters, in {base.description.dtype}")
+    kind, dtype = base.description.model_type, base.description.dtype
+    stored = "" if dtype is None else f", in {dtype}"
+    yield _finding("base", "ok", f"{base.name}: {kind} with {size:,} parameters{stored}")
     yield base
 
 
@@ -191,12 +199,11 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
     dropped = sum(counts.get(name, 0) for name in ("dropped_too_long", "dropped_labels_cut"))
     if counts.get("truncated") or dropped:
         cut = counts.get("truncated", 0)
-        limit = "model.context" if config.chat.max_tokens is None else "chat.max_tokens"
         yield _finding(
             "too long",
             "warn" if 20 * (cut + dropped) > facts["samples"] else "note",
             f"{cut:,} samples are cut to {sample_tokens(config):,} tokens, {dropped:,} dropped for their length",
-            f"The longest has {counts.get('longest', 0):,} tokens; raise {limit} to keep all of it.",
+            f"The longest has {counts.get('longest', 0):,} tokens; raise {sample_limit(config)} to keep all of it.",
         )
 
 
@@ -277,6 +284,8 @@ def _check_adapters(config: RunConfig, data: SampleData) -> Iterator[Finding]:
     held = "" if config.lora.quantize == "none" else f", the base in 4 bits ({config.lora.quantize})"
     where = f"adapters of rank {config.lora.rank} on {', '.join(names)}"
     yield _finding("trained", "ok", f"{where}: {count:,} parameters{held}", area="config")
+    for found in needless_rank(choices):
+        yield _finding("rank", "note", found, area="config")
     yield from _check_space(config, count)
 
 

@@ -151,7 +151,8 @@ def adapter_at(name: str) -> Path:
         hint = f"write them with `flatout export {name} FOLDER --adapter`, if it has adapters"
     else:
         hint = "name a folder with adapter_config.json and adapter_model.safetensors, or a run that was trained by LoRA"
-    raise CheckpointError(f"{name} holds no adapter", hint)
+    there = f"{name} holds no adapter" if folder.exists() else f"there is no folder {name} (lora.init_from)"
+    raise CheckpointError(there, hint)
 
 
 def with_adapter(

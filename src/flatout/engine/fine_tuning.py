@@ -122,6 +122,7 @@ def _asked(
         too_long=chat.too_long,
         val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
         seed=0,  # the same rows are held out whatever the seed of the run
+        limit=sample_limit(config),
     )
     remarks = tuple(line for line in (said, cut) if line)
     return base, template, remarks, request, samples_folder(config)
@@ -165,6 +166,11 @@ def facts_of_samples(data: SampleData) -> dict[str, Any]:
 def sample_tokens(config: RunConfig) -> int:
     """The most that a sample may have."""
     return min(config.chat.max_tokens or config.model.context, config.model.context)
+
+
+def sample_limit(config: RunConfig) -> str:
+    """The setting that says so."""
+    return "chat.max_tokens" if sample_tokens(config) < config.model.context else "model.context"
 
 
 def with_described_model(config: RunConfig, base: Base) -> RunConfig:

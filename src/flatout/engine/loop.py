@@ -165,7 +165,8 @@ def train_loop(
     if position is not None and position["problems"] > TOLD_PROBLEMS and not spent:
         yield NoticeRecord(step=progress.step, message=f"{position['problems']:,} problems in the source in all")
     yield from (NoticeRecord(step=progress.step, message=message) for message in run.news.take())
-    if (step := step_of(folder / ADAPTER)) is not None and run.adapters is not None:
+    idle = resumed is not None and resumed.step == run.steps
+    if (step := step_of(folder / ADAPTER)) is not None and run.adapters is not None and not idle:
         yield NoticeRecord(step=progress.step, message=_about_adapter(run, folder / ADAPTER, step))
     if looked != progress.step:
         yield from look_at_eigenstates(run.model, progress.step)

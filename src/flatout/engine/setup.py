@@ -72,6 +72,7 @@ from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
 from flatout.errors import CheckpointError, ConfigError, DoesNotFitError, ResourceError
 from flatout.model.adapter_files import load_into
+from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
 from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.gpt import GPT, build_model
@@ -308,6 +309,7 @@ def setup_run(
             *_remarks_on_padding(config, dataset, order, speed),
             *_remarks_on_base(model),
             *(_remarks_on_adapter(config) if weights else ()),
+            *(needless_rank(adapters.choices) if adapters is not None else ()),
         ),
         news=news,
         base=base,

@@ -199,6 +199,16 @@ def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True)
     return chosen
 
 
+def needless_rank(choices: Iterable[Choice]) -> tuple[str, ...]:
+    """What there is to say of ranks beyond what an update of their matrix can have, if anything."""
+    sides = {choice.target.name: (choice.rank, min(choice.target.rows, choice.target.inputs)) for choice in choices}
+    beyond = {name: (rank, side) for name, (rank, side) in sides.items() if rank > side}
+    if not beyond:
+        return ()
+    rank, where = max(beyond.values())[0], ", ".join(f"{name} ({side:,})" for name, (_, side) in beyond.items())
+    return (f"lora.rank {rank:,} is more than the smaller side of {where}: beyond that side ranks add nothing",)
+
+
 def _wanted(plan: AdapterPlan, target: Target) -> bool:
     if _listed(plan.exclude, target.path):
         return False

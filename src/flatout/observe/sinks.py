@@ -53,6 +53,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def ends_at(path: Path, step: int) -> bool:
+    """Whether a metrics file tells of a run that ended at a step, and of nothing after it."""
+    rows = read_metrics(path) if path.exists() else []
+    ended = any(row["type"] == "end" and _step_of(row) == step for row in rows)
+    return ended and all(_step_of(row) <= step for row in rows)
+
+
 def _step_of(row: dict[str, Any]) -> int:
     step = row.get("step", row.get("start_step"))
     return step if isinstance(step, int) else 0

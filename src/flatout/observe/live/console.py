@@ -124,7 +124,7 @@ class TerminalReader:
         match record:
             case RunInfo():
                 self.info, self.first_step = record, None
-                return _banner(record)
+                return [] if record.nothing_left else _banner(record)
             case EvalRecord():
                 self.val_loss = record.loss
                 bits = "" if record.bits_per_byte is None else f"  {record.bits_per_byte:.3f} bits/byte"
@@ -149,6 +149,8 @@ class TerminalReader:
             case EigenstateRecord():
                 self.memory = record_sentence(record)
                 return []
+            case EndRecord() if self.info is not None and self.info.nothing_left:
+                return [_finished_before(self.info)]
             case EndRecord():
                 return [*_ending(record), *([self.memory] if self.memory else [])]
             case _:
@@ -199,6 +201,16 @@ def _is_told(feature: Feature) -> bool:
     if feature.name in _TOLD_IF_CHANGED:
         return feature.asked != str(SpeedConfig.model_fields[feature.name].default)
     return feature.name in _TOLD
+
+
+def _finished_before(info: RunInfo) -> str:
+    train = info.config.get("train")
+    lengths = train if isinstance(train, dict) else {}  # what was read from a file may be anything
+    length = next((name for name in ("tokens", "epochs") if lengths.get(name) is not None), "steps")
+    now = lengths.get(length) or info.steps
+    return (
+        f"{info.folder} is finished already, at step {info.steps:,}; set train.{length} above {now} to make it longer"
+    )
 
 
 def _ending(record: EndRecord) -> list[str]:

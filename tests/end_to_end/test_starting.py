@@ -69,7 +69,7 @@ REFUSED = {
     "ids": (["model.pattern=EA", "model.vocab=300"], "and here there are 300", "model.vocab="),
     "no such folder": (["model.init_from=nowhere"], "there is no folder", "name a folder"),
     "tokenizer": (
-        ["model.pattern=EA", "data.tokenizer=char", "data.folder=other"], "another tokenizer", "data.tokenizer"
+        ["model.pattern=EA", "data.tokenizer=char", "data.folder=other"], "another tokenizer", "data.tokenizer=bytes"
     ),
 }  # fmt: skip
 

@@ -167,7 +167,7 @@ class ModelConfig(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.0, description="Dropout share in training.")
     init_from: str | None = Field(
         default=None,
-        description="What to start from: a run of ours, or a Hugging Face folder (of GPT-2, or to fine-tune any).",
+        description="What to start from: a run of ours, or a model's folder or hub name (GPT-2; to fine-tune any).",
     )
 
     @model_validator(mode="before")

@@ -155,6 +155,7 @@ def described_checkpoint(
             f"{folder}: the model has {made_for:,} positions, and {context:,} are asked for",
             f"set model.context to at most {made_for}",
         )
+    # Learned positions are weights, and no scale may be as long as the context: such a model keeps its own.
     if context is not None and model.positions != "learned" and context > max(model.scales, default=0):
         model = model.model_copy(update={"context": context})
     stops = tuple(state.get("stops", () if end_of_text is None else (end_of_text,)))

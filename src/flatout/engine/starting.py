@@ -13,9 +13,9 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from flatout.config.schema import ModelConfig
+from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.yaml_loader import format_value
-from flatout.data.tokenizer import Tokenizer
+from flatout.data.tokenizer import Tokenizer, tokenizer_from_json
 from flatout.engine.base_model import read_own
 from flatout.engine.run_folder import checkpoint_to_load
 from flatout.errors import CheckpointError, DataError
@@ -58,16 +58,21 @@ def open_start(config: ModelConfig, vocab: int | None, tokenizer: Tokenizer | No
     folder = checkpoint_to_load(found.path, best=True)
     run, state, language = read_own(name, folder, training=False)
     _check_shape(config, run.model, name)
-    if tokenizer is not None and language != tokenizer.to_json():
+    if tokenizer is not None and tokenizer_from_json(language).fingerprint != tokenizer.fingerprint:
         raise DataError(
             f"{name} was trained with another tokenizer than the data here",
-            "prepare the data with its tokenizer (data.tokenizer), in a data.folder of its own",
+            f"prepare the data in a data.folder of its own, with {_tokenizer_of(run, folder)}",
         )
     if vocab is not None and vocab != state["vocab"]:
         raise CheckpointError(
             f"{name} has {state['vocab']:,} ids, and here there are {vocab:,}", f"set model.vocab={state['vocab']}"
         )
     return Start(folder, True, f"starts from {folder}{_longer(config, run.model)}")
+
+
+def _tokenizer_of(run: RunConfig, checkpoint: Path) -> str:
+    named = run.data.tokenizer in ("bytes", "gpt2")  # others are made from the data, and are not the same twice
+    return f"data.tokenizer={run.data.tokenizer if named else checkpoint / 'tokenizer.json'}"
 
 
 def _check_shape(config: ModelConfig, base: ModelConfig, name: str) -> None:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,15 +59,30 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Puts a file in place of another one: readers see the old bytes or the new ones, also when writing fails."""
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+def write_new(path: Path, content: bytes) -> None:
+    """Creates a file. One that is there, or a link of that name, is an error: nothing is followed or overwritten."""
+    with path.open("xb") as file:
+        file.write(content)
+
+
+def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Puts a file in place of another one: readers see the old bytes or the new ones, also when writing fails.
+
+    A link at `path` is replaced, not followed. `durable`: the new bytes survive a power loss once this returns.
+    """
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    with temporary.open("xb") as file:  # created here, so it is ours to remove
+        try:
+            file.write(content)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    if durable:
+        sync_folder(path.parent)
 
 
 @contextmanager

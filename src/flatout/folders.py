@@ -1,0 +1,205 @@
+"""Folders that appear whole, and deletions that touch nothing but our own.
+
+A folder is written beside its target under a temporary name. It is created exclusively, so it is never one that was
+there before, and it holds a mark with its own name. Publishing is a rename. To delete a finished folder, the same mark
+is written into it and it is renamed first. So whatever a killed process leaves behind carries the mark, and only what
+carries it is ever swept away: a user's `notes.old-2024` does not, and neither does a link.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from flatout.errors import UserError
+from flatout.files import canonical_json, sync_folder, write_new
+
+MARK = ".flatout-unfinished"
+_SUFFIX = r"\.(?:tmp|old)-[0-9a-f]{8}"
+
+
+@contextlib.contextmanager
+def whole_folder(
+    target: Path, *, replaces: Collection[str] = (), occupied: Callable[[Path, str], UserError] | None = None
+) -> Iterator[Path]:
+    """A new folder to fill, which takes the name `target` when the block ends, and is removed if the block fails.
+
+    A target that exists may hold the files named in `replaces` (relative paths) and is then replaced as a whole. With
+    any other content it stays as it is, and `occupied(target, name)` makes the error. The caller syncs its own files.
+    """
+    made = make_folders(target.parent)
+    work = None
+    try:
+        work = _create(target)
+        yield work
+        sync_folder(work)
+        _publish(work, target, replaces, occupied)
+    except BaseException:
+        if work is not None:
+            _remove_marked(work)
+        remove_empty(made)
+        raise
+
+
+def foreign_entry(folder: Path, own: Collection[str]) -> str | None:
+    """The first entry of a folder that is not among the relative paths in `own`, or that is a link; None if all are."""
+    parents = {str(parent) for name in own for parent in Path(name).parents}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        expected = name in parents if path.is_dir() else name in own or name == MARK
+        if path.is_symlink() or not expected:
+            return name
+    return None
+
+
+def retire(folder: Path, own: Collection[str]) -> bool:
+    """Removes a finished folder of ours; False, with nothing changed, where it is a link or holds anything else."""
+    if folder.is_symlink() or not folder.is_dir() or foreign_entry(folder, own) is not None:
+        return False
+    _remove_marked(_rename_marked(folder))
+    return True
+
+
+def sweep(parent: Path, stem: str, *, locked: bool) -> None:
+    """Removes what killed processes left half written or half deleted of targets whose names match `stem` (a pattern).
+
+    `locked`: the caller holds a lock that every writer here takes, so whoever wrote the leftovers is gone. Otherwise
+    only those of processes that no longer run on this host are removed.
+    """
+    if parent.is_symlink() or not parent.is_dir():
+        return
+    for path in list(parent.iterdir()):
+        if re.fullmatch(stem + _SUFFIX, path.name) and _is_marked(path) and (locked or not _writer_lives(path)):
+            _remove_marked(path)
+
+
+def make_folders(path: Path) -> list[Path]:
+    """Creates a folder with its missing parents; returns those that were created, outermost first."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    made: list[Path] = []
+    for place in reversed(missing):
+        try:
+            place.mkdir()
+        except FileExistsError:  # somebody else made it meanwhile: not ours to take back
+            if not place.is_dir():
+                raise
+        else:
+            made.append(place)
+    return made
+
+
+def remove_empty(made: Collection[Path]) -> None:
+    """Takes back the folders of `make_folders` that are still empty."""
+    for place in reversed(list(made)):
+        with contextlib.suppress(OSError):
+            place.rmdir()
+
+
+# --- marks ------------------------------------------------------------------------------------------------------------
+
+
+def _create(target: Path) -> Path:
+    work = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    work.mkdir()
+    _write_mark(work, work.name)
+    return work
+
+
+def _write_mark(folder: Path, name: str) -> None:
+    """The mark names the folder it stands for, so that it means nothing in a copy or after a rename."""
+    writer = {"flatout": "unfinished", "folder": name, "host": socket.gethostname(), "pid": os.getpid()}
+    write_new(folder / MARK, canonical_json(writer))
+
+
+def _read_mark(folder: Path) -> dict[str, object]:
+    try:
+        handle = os.open(folder / MARK, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        with os.fdopen(handle, "rb") as file:
+            content = json.loads(file.read(4096))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _is_marked(folder: Path) -> bool:
+    """Whether we wrote this very folder: a real one, not a link, with a mark that names it."""
+    try:
+        real = stat.S_ISDIR(folder.lstat().st_mode)
+    except OSError:
+        return False
+    mark = _read_mark(folder) if real else {}
+    return mark.get("flatout") == "unfinished" and mark.get("folder") == folder.name
+
+
+def _writer_lives(folder: Path) -> bool:
+    mark = _read_mark(folder)
+    pid = mark.get("pid")
+    if mark.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
+        return True  # nobody can tell from here
+    if pid == os.getpid():  # a process with our number that was killed, in a container that numbers from 1 again
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _rename_marked(folder: Path) -> Path:
+    """Renames a folder to a name under which it counts as left over. The mark is written first: a kill in between
+    leaves the folder as it was, with a mark that does not fit its name."""
+    doomed = folder.with_name(f"{folder.name}.old-{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):  # of an earlier attempt
+        (folder / MARK).unlink()
+    _write_mark(folder, doomed.name)
+    os.rename(folder, doomed)
+    return doomed
+
+
+def _publish(
+    work: Path, target: Path, replaces: Collection[str], occupied: Callable[[Path, str], UserError] | None
+) -> None:
+    doomed = None
+    if target.is_symlink() or target.exists():
+        name = target.name if target.is_symlink() or not target.is_dir() else foreign_entry(target, replaces)
+        if name is not None:
+            if occupied is None:
+                raise FileExistsError(17, "something else is there already", str(target))
+            raise occupied(target, name)
+        doomed = _rename_marked(target)
+    try:
+        os.rename(work, target)
+    except BaseException:
+        if doomed is not None:
+            os.rename(doomed, target)
+            (target / MARK).unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+    with contextlib.suppress(OSError):
+        (target / MARK).unlink()
+    if doomed is not None:
+        _remove_marked(doomed)
+
+
+def _remove_marked(folder: Path) -> None:
+    """Removes a folder that carries our mark, the mark last. Links inside are removed, never followed."""
+    if not _is_marked(folder):
+        return
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            if entry.name == MARK:
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            else:
+                os.unlink(entry.path)
+        os.unlink(folder / MARK)
+        folder.rmdir()

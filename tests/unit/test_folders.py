@@ -1,0 +1,148 @@
+"""Folders that appear whole, and deletions that touch nothing but our own."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flatout.errors import DataError
+from flatout.files import write_new, write_whole
+from flatout.folders import MARK, _create, make_folders, remove_empty, retire, sweep, whole_folder
+
+
+def fill(target: Path, text: str = "new", **options) -> None:
+    with whole_folder(target, **options) as work:
+        (work / "a.txt").write_text(text)
+
+
+def leave_behind(target: Path) -> Path:
+    """What a kill in the middle of writing `target` leaves."""
+    work = _create(target)
+    (work / "half.bin").write_bytes(b"0" * 10)
+    return work
+
+
+def test_a_folder_appears_whole_and_without_its_mark(tmp_path):
+    fill(tmp_path / "deep" / "target")
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["target"]
+    assert [path.name for path in (tmp_path / "deep" / "target").iterdir()] == ["a.txt"]
+
+
+def test_a_failure_leaves_the_disk_as_it_was(tmp_path):
+    with pytest.raises(ValueError, match="boom"), whole_folder(tmp_path / "x" / "y" / "target") as work:
+        (work / "a.txt").write_text("half")
+        raise ValueError("boom")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_ours_is_replaced_and_another_is_not(tmp_path):
+    target = tmp_path / "target"
+    fill(target, "old")
+    fill(target, "new", replaces={"a.txt"})
+    assert (target / "a.txt").read_text() == "new"
+    (target / "mine.txt").write_text("mine")
+    with pytest.raises(DataError, match=r"mine\.txt"):
+        fill(target, "newer", replaces={"a.txt"}, occupied=lambda place, name: DataError(f"{name} is there", "move it"))
+    assert (target / "a.txt").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["target"]
+
+
+@pytest.mark.parametrize("what", ["file", "link", "dangling"])
+def test_files_and_links_are_never_replaced(tmp_path, what):
+    target, other = tmp_path / "target", tmp_path / "other"
+    other.mkdir()
+    (other / "a.txt").write_text("mine")
+    if what == "file":
+        target.write_text("mine")
+    else:
+        target.symlink_to(other if what == "link" else tmp_path / "nowhere")
+    with pytest.raises(FileExistsError):
+        fill(target, replaces={"a.txt"})
+    assert (other / "a.txt").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "target"]
+
+
+def test_sweeping_takes_what_is_marked_and_nothing_else(tmp_path):
+    left = leave_behind(tmp_path / "step-1")
+    elsewhere = leave_behind(tmp_path / "step-2")
+    copied = tmp_path / "step-1.tmp-00000000"
+    copied.mkdir()
+    (copied / MARK).write_bytes((left / MARK).read_bytes())  # a mark that names another folder
+    (tmp_path / "step-1.old-20240101").mkdir()
+    (tmp_path / "step-1.old-20240101" / "notes.txt").write_text("mine")
+    linked = tmp_path / "step-1.tmp-12345678"
+    linked.symlink_to(elsewhere)
+    sweep(tmp_path, "step-1", locked=True)
+    assert not left.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [elsewhere.name, copied.name, "step-1.old-20240101", linked.name]
+    )
+    assert (elsewhere / "half.bin").exists()
+    through = tmp_path / "link"
+    through.symlink_to(tmp_path)
+    sweep(through, "step-2", locked=True)
+    assert elsewhere.exists()
+
+
+def test_without_a_lock_a_living_writer_keeps_its_folder(tmp_path):
+    left = leave_behind(tmp_path / "target")
+    mark = json.loads((left / MARK).read_bytes())
+    (left / MARK).write_text(json.dumps({**mark, "pid": os.getppid()}))
+    sweep(tmp_path, "target", locked=False)
+    assert left.exists()
+    (left / MARK).write_text(json.dumps({**mark, "host": "another", "pid": 2**22 + 1}))
+    sweep(tmp_path, "target", locked=False)
+    assert left.exists()
+    (left / MARK).write_text(json.dumps({**mark, "pid": 2**22 + 1}))
+    sweep(tmp_path, "target", locked=False)
+    assert not left.exists()
+
+
+def test_links_inside_what_is_removed_are_not_followed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "mine.txt").write_text("mine")
+    left = leave_behind(tmp_path / "target")
+    (left / "link").symlink_to(kept)
+    (left / "deep").mkdir()
+    (left / "deep" / "link").symlink_to(kept)
+    sweep(tmp_path, "target", locked=True)
+    assert not left.exists()
+    assert (kept / "mine.txt").read_text() == "mine"
+
+
+def test_retiring_takes_only_a_folder_with_nothing_else_in_it(tmp_path):
+    target = tmp_path / "target"
+    fill(target)
+    (target / "mine").mkdir()
+    assert not retire(target, {"a.txt"})
+    assert sorted(path.name for path in target.iterdir()) == ["a.txt", "mine"]
+    (target / "mine").rmdir()
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    assert not retire(link, {"a.txt"})
+    assert retire(target, {"a.txt"})
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
+
+
+def test_only_folders_that_were_made_are_taken_back(tmp_path):
+    (tmp_path / "was").mkdir()
+    made = make_folders(tmp_path / "was" / "a" / "b")
+    assert [path.name for path in made] == ["a", "b"]
+    remove_empty(made)
+    assert (tmp_path / "was").is_dir()
+    assert not (tmp_path / "was" / "a").exists()
+
+
+def test_writing_a_file_follows_no_link(tmp_path):
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    link = tmp_path / "link"
+    link.symlink_to(mine)
+    with pytest.raises(FileExistsError):
+        write_new(link, b"new")
+    write_whole(link, b"new", durable=True)
+    assert mine.read_text() == "mine"
+    assert link.read_text() == "new"
+    assert not link.is_symlink()

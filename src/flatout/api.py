@@ -46,26 +46,29 @@ from flatout.engine.adapter_folder import (
 )
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
+from flatout.engine.diverged import with_way_back
 from flatout.engine.evaluate import bits_per_byte, perplexity, tokens_per_byte
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.features import scan_for
 from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, samples_folder
-from flatout.engine.loop import train_loop
+from flatout.engine.loop import lacks_verdict, train_loop
 from flatout.engine.run_folder import (
+    check_own,
     checkpoint_to_load,
     choose_folder,
     find_resume_point,
     is_checkpoint,
     newest_run,
     run_lock,
-    set_damaged_aside,
     set_later_aside,
+    set_unusable_aside,
 )
 from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run, steps_of
 from flatout.engine.trained import only_adapters
-from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
-from flatout.files import disk_errors
+from flatout.errors import CheckpointError, ConfigError, DataError, DivergedError, UsageError
+from flatout.files import disk_errors, write_whole
 from flatout.generation.decode import generate_tokens
+from flatout.launch import check_one_process
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
@@ -120,24 +123,28 @@ def train(
     *,
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
+    save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
 ) -> Generator[Record]:
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
 
     `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
-    `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. With a
-    resume path and no config, the checkpoint's own config is used.
+    `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. So is
+    `save()`; when true, the run saves and goes on. With a resume path and no config, the checkpoint's own config is
+    used.
     """
+    check_one_process()
     resume = None if resume is None else str(resume)
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
     messages: list[str] = []
     check_trackers(_plain(config).output.trackers)
     folder = choose_folder(_plain(config).output, resume)
-    with run_lock(folder):
-        point, damaged = find_resume_point(folder, resume)
+    with run_lock(folder) as lock:
+        check_own(folder)
+        point, unusable = find_resume_point(folder, resume)
         # What a refusal tells to call: the folder would mean its newest checkpoint, damaged or not.
-        place = point if point is not None and damaged else folder
+        place = point if point is not None and unusable else folder
         resumed = None if point is None else read_checkpoint(point, verified=True)
         begun = None if resumed is None else resolve_from_mapping(resumed.config).lora
         if resumed is not None and _plain(config).chat.source is None:  # else the shape is the base's, read later
@@ -155,7 +162,11 @@ def train(
                     f"the run is at step {resumed.step:,} already, and train.steps makes {run.steps:,}",
                     f"set train.steps above {resumed.step}, or start a new run without --resume",
                 )
-            messages += [*check_same_run(run, resumed, place), *_about_rate(run, resumed)]
+            messages += [
+                *check_same_run(run, resumed, place),
+                *_about_rate(run, resumed),
+                *_about_threads(run, resumed),
+            ]
             if resume == "auto" and any(_perhaps_forgotten(path) for path, _, _ in _differences(run.config, resumed)):
                 messages.append(f"to go on with the settings that the run had: {_go_on(resumed, folder)}")
         start = 0 if resumed is None else resumed.step
@@ -163,8 +174,8 @@ def train(
         if done:
             messages.clear()  # settings that are other than the run's change nothing any more
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
-        # Not before nothing can be refused any more: a refused command leaves all as it was.
-        messages[:0] = set_damaged_aside(damaged)
+        lock.accept()  # from here on nothing can be refused any more: a refused command leaves all as it was
+        messages[:0] = set_unusable_aside(unusable)
         if point is not None and resume != "auto":
             set_later_aside(folder, point, messages.append)
         if run.adapters is not None and isinstance(run.dataset, SampleData):
@@ -172,19 +183,25 @@ def train(
             if is_checkpoint(base) and not mark_as_base(base, folder):
                 messages.append(f"{base} cannot be written to, so nothing says there that these adapters need it")
         origin = None if point is None else str(point)
-        records = train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop)
+        records = train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop, save=save)
         if done:  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=start, message=message) for message in messages)
             yield from records
             return
         with disk_errors(f"{folder / 'config.yaml'}"):
-            (folder / "config.yaml").write_text(show(run.config), encoding="utf-8")
-        with MetricsFile(folder / "metrics.jsonl", keep_to_step=start) as metrics:
+            write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
+        redo = resumed is not None and point is not None and lacks_verdict(resumed, point)
+        with MetricsFile(folder / "metrics.jsonl", keep_to_step=start, redo=redo) as metrics:
             for message in messages:
                 notice = NoticeRecord(step=start, message=message)
                 metrics.write(notice)
                 yield notice
-            yield from _tracked(records, run, metrics)
+            vocab = run.model.vocab
+            try:
+                yield from _tracked(records, run, metrics)
+            except DivergedError as error:
+                del run, records  # what is on the device: the run may have to be built again
+                raise with_way_back(error, config, folder, vocab) from error
 
 
 def _tracked(records: Iterable[Record], run: Run, metrics: MetricsFile) -> Generator[Record]:
@@ -217,10 +234,10 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 def check_same_run(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
-    if checkpoint.state["dataset"] != run.dataset.manifest.fingerprint:
+    if checkpoint.fact("dataset", str) != run.dataset.manifest.fingerprint:
         way = _own_settings(run.config, checkpoint, folder, ("data", "clean", "chat"))
         raise CheckpointError(
-            f"the checkpoint was trained on data {checkpoint.state['dataset'][:12]}, {run.dataset.train.folder} is "
+            f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {run.dataset.train.folder} is "
             f"{run.dataset.manifest.fingerprint[:12]}",
             f"{way or 'restore the data it was trained on'}, or start a new run",
         )
@@ -318,6 +335,16 @@ def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
         )
 
 
+def _about_threads(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
+    """On a CPU, sums are split over threads: another number of threads changes the last bits."""
+    before, now = checkpoint.state.get("threads"), torch.get_num_threads()
+    if before is not None and before != now and run.speed.device.kind == "cpu":
+        yield (
+            f"the run had {before} CPU threads and now has {now}: it goes on, but not bit for bit as it would have; "
+            f"OMP_NUM_THREADS={before} does"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """A trained model ready to use, in evaluation mode on its device."""
@@ -380,7 +407,7 @@ def load_model(
         adapters = attach(model, adapter_plan(config.lora), seed=0)
         only_adapters(adapters).assign(checkpoint.model, str(origin))
     else:
-        model = build_model(config.model, state["vocab"])
+        model = build_model(config.model, checkpoint.fact("vocab", int))
         assign_weights(model, checkpoint.model, str(origin))
         if state.get("described"):
             description = described_checkpoint(config, state, origin, tokenizer.end_of_text)
@@ -396,7 +423,7 @@ def load_model(
         origin,
         checkpoint.step,
         config,
-        state["dataset"],
+        checkpoint.fact("dataset", str),
         description,
         adapters,
         template,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import flatout
 from flatout import records
 from flatout.errors import UsageError, UserError
+from flatout.launch import check_one_process, is_first
 from flatout.verbs import bench, chat, data, doctor, estimate, finders, plot, profile, report, tune, watch
 from flatout.words import (
     Parser,
@@ -89,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
+        if is_first():
+            print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -131,6 +133,8 @@ def _dispatch(words: list[str]) -> int:
         near = [f"config {verb}"] if verb in CONFIG_ACTIONS else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
         raise UsageError(f"unknown verb {quoted(verb)}", hint)
+    if verb not in ("config", "doctor"):
+        check_one_process()
     try:
         return VERBS[verb](rest)
     except SystemExit as stop:  # argparse leaves this way after printing help

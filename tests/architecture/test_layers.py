@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 
 LAYERS = [
     {"errors"},
-    {"records", "config", "files"},
+    {"records", "config", "files", "launch"},
     {"folders"},
     {"device"},
     {"ops", "corpus"},

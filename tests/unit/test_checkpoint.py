@@ -1,27 +1,34 @@
 """Checkpoints are whole or absent, and every damaged bit is found."""
 
 import errno
+import hashlib
 import json
+import math
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from flatout import folders
 from flatout.engine import checkpoint as module
 from flatout.engine.checkpoint import (
     Checkpoint,
+    Verdict,
     keep_newest,
     list_checkpoints,
     newest_good,
     read_checkpoint,
+    read_verdict,
     remove_checkpoint,
     sweep_leftovers,
     verify_checkpoint,
     write_checkpoint,
+    write_verdict,
 )
-from flatout.engine.run_folder import set_damaged_aside
+from flatout.engine.run_folder import set_unusable_aside
 from flatout.errors import CheckpointError, ResourceError
 
 
@@ -95,7 +102,7 @@ def test_newest_good_falls_back_past_damaged_ones_which_are_then_set_aside(tmp_p
     good, damaged = newest_good(tmp_path)
     assert good == tmp_path / "step-00000010"
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10, 20, 30], "looking changes nothing"
-    notices = set_damaged_aside(damaged)
+    notices = set_unusable_aside(damaged)
     assert len(notices) == 2
     assert all("model.safetensors" in notice for notice in notices)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [10]
@@ -131,12 +138,13 @@ def test_old_ones_go_and_the_best_stays(tmp_path: Path):
     assert [step for step, _ in list_checkpoints(tmp_path)] == [20, 40, 50]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path):
+def test_saving_a_step_again_sets_the_other_one_aside(tmp_path: Path):
     path, _ = write_checkpoint(tmp_path, make(5))
-    (path / "state.json").write_text("{}")
+    (path / "notes.txt").write_text("mine")
     write_checkpoint(tmp_path, make(5))
     verify_checkpoint(path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000005.superseded"]
+    assert (tmp_path / "step-00000005.superseded" / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
@@ -162,25 +170,131 @@ def test_a_failing_disk_keeps_the_last_good_one(tmp_path: Path, monkeypatch: pyt
     verify_checkpoint(good)
 
 
-def test_leftovers_of_killed_processes_are_swept(tmp_path: Path):
-    write_checkpoint(tmp_path, make(1))
-    (tmp_path / "step-00000002.tmp-123").mkdir()
-    (tmp_path / "step-00000000.old-123").mkdir()
-    assert [step for step, _ in list_checkpoints(tmp_path)] == [1]
-    sweep_leftovers(tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
-
-
-def test_removal_is_never_seen_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, _ = write_checkpoint(tmp_path, make(1))
+def killed(monkeypatch: pytest.MonkeyPatch, place: object, name: str, work: Callable[[], object]) -> None:
+    """Does `work` up to a kill inside of the function `name`; nothing is cleaned up, as nothing is after a kill."""
 
     def dies(*_args, **_kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.shutil, "rmtree", dies)
-    with pytest.raises(KeyboardInterrupt):
-        remove_checkpoint(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(folders, "_remove_marked", lambda folder: None)
+        patch.setattr(place, name, dies)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+
+
+def test_leftovers_of_killed_processes_are_swept_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_checkpoint(tmp_path, make(1))
+    killed(monkeypatch, module, "sync_and_hash", lambda: write_checkpoint(tmp_path, make(2)))
+    (tmp_path / "step-00000003.tmp-12345678").mkdir()
+    (tmp_path / "step-00000003.old-20240101").mkdir()
+    (tmp_path / "step-00000003.old-20240101" / "thesis.txt").write_text("mine")
+    (tmp_path / "notes.old-2024").mkdir()
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1]
+    assert len(list(tmp_path.iterdir())) == 5
+    sweep_leftovers(tmp_path)
+    mine = ["notes.old-2024", "step-00000001", "step-00000003.old-20240101", "step-00000003.tmp-12345678"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == mine
+
+
+def test_nothing_is_swept_through_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "real").mkdir()
+    killed(monkeypatch, module, "sync_and_hash", lambda: write_checkpoint(tmp_path / "real", make(2)))
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    sweep_leftovers(tmp_path / "link")
+    assert len(list((tmp_path / "real").iterdir())) == 1
+
+
+def test_removal_is_never_seen_half_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, _ = write_checkpoint(tmp_path, make(1))
+    killed(monkeypatch, folders, "_remove_marked", lambda: remove_checkpoint(path))
     assert list_checkpoints(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 1
+    sweep_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder", "a link", "a link to it"])
+def test_a_checkpoint_with_somebodys_files_is_not_removed(tmp_path: Path, what: str):
+    path, _ = write_checkpoint(tmp_path, make(1))
+    if what == "a file":
+        (path / "notes.txt").write_text("mine")
+    elif what == "a folder":
+        (path / "notes").mkdir()
+    elif what == "a link":
+        (path / "notes").symlink_to(tmp_path)
+    else:
+        path = path.rename(tmp_path / "moved")
+        (tmp_path / "step-00000001").symlink_to(path)
+    for step in (2, 3):
+        write_verdict(write_checkpoint(tmp_path, make(step))[0], Verdict(loss=1.0, progress={}))
+    assert keep_newest(tmp_path, 1, best_step=None) == [tmp_path / "step-00000001"]
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 3]
+    verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_the_newest_with_a_finite_loss_is_never_removed(tmp_path: Path, loss: float):
+    for step, found in ((1, 2.0), (2, 1.5), (3, loss), (4, loss)):
+        write_verdict(write_checkpoint(tmp_path, make(step))[0], Verdict(loss=found, progress={}))
+        keep_newest(tmp_path, 1, best_step=None)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [2, 4]
+    good, unusable = newest_good(tmp_path)
+    assert good == tmp_path / "step-00000002"
+    assert [(one.step, one.state) for one in unusable] == [(4, "diverged")]
+
+
+def test_a_verdict_counts_for_its_own_checkpoint_only(tmp_path: Path):
+    path, _ = write_checkpoint(tmp_path, make(1))
+    assert read_verdict(path) is None
+    write_verdict(path, Verdict(loss=1.5, progress={"best_step": 1}))
+    assert read_verdict(path) == Verdict(loss=1.5, progress={"best_step": 1})
+    other, _ = write_checkpoint(tmp_path, make(2))
+    raw = (path / "verdict.json").read_bytes()
+    (other / "verdict.json").write_bytes(raw)
+    assert read_verdict(other) is None
+    for bit in range(0, len(raw) * 8, 7):
+        flip_bit(path / "verdict.json", bit)
+        assert read_verdict(path) is None
+        flip_bit(path / "verdict.json", bit)
+    verify_checkpoint(path)
+
+
+def sealed(path: Path, change: Callable[[dict], dict]) -> None:
+    """A manifest that somebody changed, with a hash that fits."""
+    manifest = change({key: value for key, value in json.loads(path.read_bytes()).items() if key != "sha256"})
+    path.write_bytes(module._sealed(manifest))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: {key: value for key, value in m.items() if key != "format"},
+        lambda m: {key: value for key, value in m.items() if key != "files"},
+        lambda m: {**m, "files": list(m["files"])},
+        lambda m: {**m, "files": {}},
+        lambda m: {**m, "files": {**m["files"], "../../other.json": m["files"]["state.json"]}},
+        lambda m: {**m, "files": {**m["files"], "state.json": "abc"}},
+        lambda m: {**m, "files": {**m["files"], "state.json": {"bytes": "1", "sha256": 1}}},
+        lambda m: {**m, "step": "1"},
+    ],
+)
+def test_a_manifest_of_another_shape_is_refused_by_name(tmp_path: Path, change: Callable[[dict], dict]):
+    path, _ = write_checkpoint(tmp_path, make(1))
+    sealed(path / "manifest.json", change)
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        read_checkpoint(path)
+    assert not remove_checkpoint(path)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{}", b"[" * 100_000, b'{"step": "1"}', b'{"step": true}'])
+def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path, content: bytes):
+    path, _ = write_checkpoint(tmp_path, make(1))
+    (path / "state.json").write_bytes(content)
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    sealed(path / "manifest.json", lambda m: {**m, "files": {**m["files"], "state.json": entry}})
+    with pytest.raises(CheckpointError, match=r"state\.json"):
+        read_checkpoint(path)
 
 
 def test_a_newer_format_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -30,9 +30,13 @@ def test_a_folder_appears_whole_and_without_its_mark(tmp_path):
 
 
 def test_a_failure_leaves_the_disk_as_it_was(tmp_path):
-    with pytest.raises(ValueError, match="boom"), whole_folder(tmp_path / "x" / "y" / "target") as work:
-        (work / "a.txt").write_text("half")
-        raise ValueError("boom")
+    def fails() -> None:
+        with whole_folder(tmp_path / "x" / "y" / "target") as work:
+            (work / "a.txt").write_text("half")
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        fails()
     assert list(tmp_path.iterdir()) == []
 
 

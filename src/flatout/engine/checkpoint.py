@@ -1,8 +1,12 @@
 """Checkpoints that are either whole or absent: safetensors and JSON, no pickle.
 
 Writing: a temporary folder beside the target; every file written and fsynced; `manifest.json` with the SHA-256 of each
-file last; folder fsynced; renamed; parent fsynced; only then are older checkpoints removed. A process killed at any
-moment leaves the previous checkpoint as it was, and at worst a temporary folder that the next start sweeps away.
+file last; folder fsynced; renamed; parent fsynced. A process killed at any moment leaves the previous checkpoint as it
+was, and at worst a temporary folder that the next start sweeps away.
+
+Judging: a checkpoint is evaluated after it was written, and `verdict.json` in it says with what result. Only then are
+older checkpoints removed, and never the newest one whose loss was finite. A resume from a checkpoint without a verdict
+evaluates it first.
 
 Reading: every byte is hashed before any of it is used. The manifest must equal its own canonical form and carries its
 own hash, so a flipped bit in it is found too.
@@ -13,13 +17,13 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import shlex
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -30,14 +34,17 @@ from flatout.files import (
     disk_errors,
     hash_file,
     sync_and_hash,
-    sync_folder,
+    write_new,
+    write_whole,
 )
+from flatout.folders import retire, sweep, whole_folder
 from flatout.model.tensor_file import write_tensors
 from flatout.model.weights import read_safetensors
 
 FORMAT = 1
-BASE_MARK = "base-of.txt"
+MANIFEST, VERDICT, BASE_MARK = "manifest.json", "verdict.json", "base-of.txt"
 _NAME = re.compile(r"^step-(\d{8})$")
+Fact = TypeVar("Fact", int, str)
 _TENSOR_FILES = ("model", "optimizer", "run")
 _JSON_FILES = ("state", "config", "tokenizer")
 
@@ -55,7 +62,17 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        return int(self.state["step"])
+        return self.fact("step", int)
+
+    def fact(self, name: str, kind: type[Fact]) -> Fact:
+        """An entry of `state` that every checkpoint has."""
+        value: object = self.state.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise CheckpointError(
+                f"the checkpoint's state.json has {name} {value!r}, which is no {kind.__name__}",
+                "it was not written by Flatout: name another checkpoint",
+            )
+        return value
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -74,18 +91,15 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
-    """Writes `folder/step-N` atomically; returns it and its size in bytes."""
+    """Writes `folder/step-N` atomically; returns it and its size in bytes.
+
+    A checkpoint of the same step, of a future that the run was taken back from, is set aside.
+    """
     target = checkpoint_path(folder, checkpoint.step)
-    temporary = folder / f"{target.name}.tmp-{os.getpid()}"
-    with disk_errors(f"checkpoint {target}"):
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.mkdir()
-            size = _write_files(temporary, checkpoint)
-            _publish(temporary, target)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+    with disk_errors(f"checkpoint {target}"), whole_folder(target) as work:
+        size = _write_files(work, checkpoint)
+        if target.is_symlink() or target.exists():
+            set_aside(target, "superseded")
     return target, size
 
 
@@ -97,67 +111,103 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
         entries: dict[str, dict[str, Any]] = {path.name: entry for path, entry in zip(paths, told, strict=True)}
     for name in _JSON_FILES:
         path = folder / f"{name}.json"
-        path.write_bytes(canonical_json(getattr(checkpoint, name)))
+        write_new(path, canonical_json(getattr(checkpoint, name)))
         entries[path.name] = sync_and_hash(path)
-    manifest = {"format": FORMAT, "step": checkpoint.step, "files": entries}
-    manifest["sha256"] = hashlib.sha256(canonical_json(manifest)).hexdigest()
-    path = folder / "manifest.json"
-    path.write_bytes(canonical_json(manifest))
-    sync_and_hash(path)
-    sync_folder(folder)
-    return sum(entry["bytes"] for entry in entries.values())
+    write_new(folder / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": entries}))
+    sync_and_hash(folder / MANIFEST)
+    return checkpoint_bytes(folder)
 
 
-def _publish(temporary: Path, target: Path) -> None:
-    if target.exists():  # the same step saved before, in a run that was rolled back: the new one takes its place
-        old = target.with_name(f"{target.name}.old-{os.getpid()}")
-        os.rename(target, old)
-        os.rename(temporary, target)
-        shutil.rmtree(old)
-    else:
-        os.rename(temporary, target)
-    sync_folder(target.parent)
+def _sealed(content: dict[str, Any]) -> bytes:
+    """JSON that carries its own hash."""
+    return canonical_json({**content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Renames first: a half-deleted folder must not be taken for a checkpoint."""
-    doomed = path.with_name(f"{path.name}.old-{os.getpid()}")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+def _unsealed(raw: bytes) -> dict[str, Any]:
+    """The content of `_sealed`; ValueError, with the reason, for anything else."""
+    try:
+        content = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError("is not valid JSON") from error
+    if not isinstance(content, dict) or raw != canonical_json(content):
+        raise ValueError("is not in the form it was written")
+    body = {key: value for key, value in content.items() if key != "sha256"}
+    if content.get("sha256") != hashlib.sha256(canonical_json(body)).hexdigest():
+        raise ValueError("does not match its own SHA-256")
+    return content
+
+
+def remove_checkpoint(path: Path) -> bool:
+    """Removes a checkpoint; False, with nothing changed, where it is a link or holds files that are not ours."""
+    try:
+        own = {*_read_manifest(path)["files"], MANIFEST, VERDICT, BASE_MARK}
+    except CheckpointError:
+        return False
+    return retire(path, own)
 
 
 def sweep_leftovers(folder: Path) -> None:
     """Removes what killed processes left half written or half deleted. Call it only while holding the run's lock."""
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if re.search(r"\.(tmp|old)-\d+$", path.name):
-                shutil.rmtree(path, ignore_errors=True)
+    sweep(folder, r"step-\d{8}", locked=True)
 
 
-def keep_newest(folder: Path, keep: int, best_step: int | None) -> None:
-    """Removes all but the newest `keep` checkpoints, the best one, and those under somebody's adapters."""
-    steps = list_checkpoints(folder)
-    for step, path in steps[: max(0, len(steps) - keep)]:
-        if step != best_step and not (path / BASE_MARK).exists():
-            remove_checkpoint(path)
+def keep_newest(folder: Path, keep: int, best_step: int | None) -> list[Path]:
+    """Removes all but the newest `keep` checkpoints, the best one, the newest with a finite loss, and those under
+    somebody's adapters. Returns those that were to go but hold files of somebody else's."""
+    found = list_checkpoints(folder)
+    finite = next((step for step, path in reversed(found) if (v := read_verdict(path)) is not None and v.finite), None)
+    doomed = [path for step, path in found[: max(0, len(found) - keep)] if step not in (best_step, finite)]
+    return [path for path in doomed if not (path / BASE_MARK).exists() and not remove_checkpoint(path)]
 
 
 def mark_as_base(checkpoint: Path, run: Path) -> bool:
     """Says in a checkpoint that the adapters of `run` are worth nothing without it; False where that cannot be."""
     try:
-        (checkpoint / BASE_MARK).write_text(f"adapters in {run.resolve()} need these weights\n", encoding="utf-8")
+        write_new(checkpoint / BASE_MARK, f"adapters in {run.resolve()} need these weights\n".encode())
+    except FileExistsError:  # it is kept already
+        return True
     except OSError:
         return False
     return True
 
 
 def write_json_atomically(path: Path, value: Any) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     with disk_errors(str(path)):
-        temporary.write_bytes(canonical_json(value))
-        sync_and_hash(temporary)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        write_whole(path, canonical_json(value), durable=True)
+
+
+# --- verdicts ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was found of a checkpoint after it was written: its loss on validation text, and the progress of the run
+    with that evaluation in it."""
+
+    loss: float
+    progress: dict[str, Any]
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.loss)
+
+
+def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
+    """Puts the verdict into a checkpoint's folder. It names the manifest, so it counts for no other checkpoint."""
+    content = {**dataclasses.asdict(verdict), "manifest": hash_file(checkpoint / MANIFEST)}
+    with disk_errors(f"{checkpoint / VERDICT}"):
+        write_whole(checkpoint / VERDICT, _sealed(content), durable=True)
+
+
+def read_verdict(checkpoint: Path) -> Verdict | None:
+    """None where there is none, or a damaged one: then the checkpoint is evaluated again."""
+    try:
+        content = _unsealed((checkpoint / VERDICT).read_bytes())
+        if content["manifest"] != hash_file(checkpoint / MANIFEST):
+            return None
+        return Verdict(loss=float(content["loss"]), progress=dict(content["progress"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -208,36 +258,57 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     if not verified:
         verify_checkpoint(path)
     tensors = {name: read_safetensors(path / f"{name}.safetensors") for name in _TENSOR_FILES}
-    values = {name: json.loads((path / f"{name}.json").read_bytes()) for name in _JSON_FILES}
-    return Checkpoint(**tensors, **values)
+    values = {name: _read_object(path / f"{name}.json") for name in _JSON_FILES}
+    checkpoint = Checkpoint(**tensors, **values)
+    checkpoint.fact("step", int)
+    return checkpoint
+
+
+def checkpoint_bytes(path: Path) -> int:
+    """The size of a checkpoint's files, by its manifest."""
+    return sum(entry["bytes"] for entry in _read_manifest(path)["files"].values())
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} does not hold a JSON object", "name another checkpoint")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
-class Damaged:
-    """A checkpoint that does not verify, and why."""
+class Unusable:
+    """A checkpoint that training cannot go on from, and why."""
 
     step: int
     path: Path
+    state: Literal["damaged", "diverged"]
     why: str
 
 
-def newest_good(folder: Path) -> tuple[Path | None, list[Damaged]]:
-    """The newest checkpoint that verifies, and the damaged ones after it. Nothing on disk changes.
+def newest_good(folder: Path) -> tuple[Path | None, list[Unusable]]:
+    """The newest checkpoint that verifies and whose loss is not known to be non-finite, and the unusable ones after it.
 
-    None when there are no checkpoints at all. When there are some and none is good, that is an error: starting over
-    in silence would throw the run away.
+    Nothing on disk changes. None when there are no checkpoints at all. When there are some and none is good, that is an
+    error: starting over in silence would throw the run away.
     """
-    damaged: list[Damaged] = []
+    unusable: list[Unusable] = []
     for step, path in reversed(list_checkpoints(folder)):
         try:
             _verify(path)
         except DamagedError as error:
-            damaged.append(Damaged(step, path, error.message))
+            unusable.append(Unusable(step, path, "damaged", error.message))
             continue
-        return path, damaged
-    if damaged:
+        verdict = read_verdict(path)
+        if verdict is None or verdict.finite:
+            return path, unusable
+        unusable.append(Unusable(step, path, "diverged", f"its validation loss is {verdict.loss}"))
+    if unusable:
         raise CheckpointError(
-            f"no good checkpoint is left in {folder}: {damaged[0].why}",
+            f"no good checkpoint is left in {folder}: {unusable[0].why}",
             "restore the folder from a backup, or start a new run with another output.folder",
         )
     return None, []
@@ -253,10 +324,9 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / "manifest.json"
+    file = path / MANIFEST
     try:
-        raw = file.read_bytes()
-        manifest = json.loads(raw)
+        manifest = _unsealed(file.read_bytes())
     except FileNotFoundError as error:
         raise _damaged(file, "is missing") from error
     except OSError as error:
@@ -264,17 +334,29 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"{file} cannot be read: {error.strerror}", "check the path and its permissions"
         ) from error
     except ValueError as error:
-        raise _damaged(file, "is not valid JSON") from error
-    if not isinstance(manifest, dict) or raw != canonical_json(manifest):
-        raise _damaged(file, "is not in the form it was written")
-    body = {key: value for key, value in manifest.items() if key != "sha256"}
-    if manifest.get("sha256") != hashlib.sha256(canonical_json(body)).hexdigest():
-        raise _damaged(file, "does not match its own SHA-256")
-    if manifest["format"] != FORMAT:
+        raise _damaged(file, str(error)) from error
+    if manifest.get("format") != FORMAT:
         raise CheckpointError(
-            f"{file} has format {manifest['format']}, this Flatout reads format {FORMAT}", "update Flatout to read it"
+            f"{file} has format {manifest.get('format')!r}, this Flatout reads format {FORMAT}",
+            "update Flatout to read it",
+        )
+    if not _is_shaped(manifest):
+        raise CheckpointError(
+            f"{file} does not list the files of a checkpoint", "it was not written by Flatout: name another checkpoint"
         )
     return manifest
+
+
+def _is_shaped(manifest: dict[str, Any]) -> bool:
+    """Whether a manifest says what ours say: exactly our files, each with a size and a SHA-256."""
+    files, step = manifest.get("files"), manifest.get("step")
+    names = {f"{name}.safetensors" for name in _TENSOR_FILES} | {f"{name}.json" for name in _JSON_FILES}
+    if type(step) is not int or not isinstance(files, dict) or set(files) != names:
+        return False
+    entries = [entry for entry in files.values() if isinstance(entry, dict)]
+    return len(entries) == len(files) and all(
+        type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str) for entry in entries
+    )
 
 
 def _damaged(file: Path, how: str) -> DamagedError:

@@ -1,11 +1,16 @@
 """The loop: a generator of records. Who reads them, prints them or draws them is not its business.
 
-Order at a boundary (a step after which something is due): read all reports, evaluate, sample, save. DO NOT change it:
-a checkpoint must hold the evaluation of its own step, so that resuming neither repeats nor skips one.
+Order at a boundary (a step after which something is due): read all reports, write the checkpoint, evaluate, sample,
+write the verdict into the checkpoint, remove older ones. DO NOT change it:
+- an evaluation that fails costs nothing, because the weights are on disk already;
+- a checkpoint without a verdict is evaluated when it is resumed from, so an evaluation is neither repeated nor skipped;
+- nothing is removed before the newest checkpoint is known to have a finite loss.
+Nothing is saved while non-finite steps are being counted.
 """
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -23,12 +28,16 @@ from flatout.device import reserved_memory_bytes
 from flatout.engine.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
 from flatout.engine.checkpoint import (
     Checkpoint,
+    Verdict,
+    checkpoint_bytes,
     checkpoint_path,
     keep_newest,
     list_checkpoints,
     read_checkpoint,
+    read_verdict,
     write_checkpoint,
     write_json_atomically,
+    write_verdict,
 )
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
@@ -57,6 +66,8 @@ from flatout.records import (
 )
 
 MOST_BAD_STEPS = 3
+# What an evaluation changes in a run's progress. A checkpoint is written before it, so its verdict holds these.
+JUDGED = {"val_loss", "best_loss", "best_step", "patience_loss", "worse_evaluations"}
 PARAMETER_NORM_EVERY = 10  # steps: it reads all weights once more
 SPANS_EVERY = 500  # steps, where nothing else makes a boundary
 
@@ -80,11 +91,131 @@ class Progress:
     epoch_tokens: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """What is due at a boundary besides saving. It is saved too: a resume without a verdict does it then."""
+
+    evaluate: str | None = None  # the reason: step, epoch or end
+    sample: bool = False
+
+
+@dataclasses.dataclass
+class Boundary:
+    """What happens at boundaries, and what they leave for the next one."""
+
+    run: Run
+    progress: Progress
+    folder: Path
+    totals: SpanTotals
+    evaluation_batch: int
+    checkpoint: str | None  # the last one written
+    looked: int  # the step at which eigenstates were looked at last
+    kept: set[Path] = dataclasses.field(default_factory=set)  # checkpoints with somebody's files, told once
+    exhausted: bool = False
+
+    def pass_through(
+        self, due: Due, *, saving: bool, position: dict[str, Any] | None = None, saved: Path | None = None
+    ) -> Iterator[Record]:
+        """Saves, evaluates, samples and judges, in the order that the module's docstring says.
+
+        `saved` is a checkpoint of this step that is there already and only lacks its verdict.
+        """
+        run, step = self.run, self.progress.step
+        size, seconds = 0, 0.0
+        if saving and saved is None:
+            saved, size, seconds = self._save(due, position)
+        before = self.progress.best_step
+        loss = None
+        if due.evaluate is not None:
+            record, messages = self._evaluate(due.evaluate)
+            yield from (NoticeRecord(step=step, message=message) for message in messages)
+            yield record
+            yield from look_at_eigenstates(run.model, step)
+            self.looked, loss = step, record.loss
+        improved = self.progress.best_step != before
+        self.exhausted = _out_of_patience(run, self.progress)
+        if (due.sample or self.exhausted) and run.config.eval.sample_tokens:
+            began = time.perf_counter()
+            record = _sample(run, step)
+            self.totals.add("sample", time.perf_counter() - began)
+            yield record
+        wanted = self.exhausted or (improved and run.config.checkpoint.best)
+        if saved is None and wanted and not self.progress.bad_steps:
+            saved, size, seconds = self._save(Due(), position)
+        if saved is None:
+            return
+        yield from self._judge(saved, loss, improved)
+        self.checkpoint = str(saved)
+        yield CheckpointRecord(
+            step=step, path=str(saved), bytes=size or checkpoint_bytes(saved), seconds=seconds, best=improved
+        )
+
+    def _save(self, due: Due, position: dict[str, Any] | None) -> tuple[Path, int, float]:
+        began = time.perf_counter()
+        path, size = write_checkpoint(checkpoints_of(self.folder), capture(self.run, self.progress, position, due))
+        seconds = time.perf_counter() - began
+        self.totals.add("checkpoint", seconds)
+        return path, size, seconds
+
+    def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:
+        size = min(self.evaluation_batch, self.run.step.micro_batch)
+        record, self.evaluation_batch, messages = _evaluate(self.run, self.progress, reason, size)
+        self.totals.add("evaluation", record.seconds)
+        return record, messages
+
+    def _judge(self, saved: Path, loss: float | None, improved: bool) -> Iterator[Record]:
+        """Writes the verdict on a checkpoint, and only then removes older ones."""
+        run, progress, folder = self.run, self.progress, self.folder
+        if loss is None:
+            loss = quick_loss(run, min(self.evaluation_batch, run.step.micro_batch))
+        write_verdict(saved, Verdict(loss=loss, progress={name: getattr(progress, name) for name in JUDGED}))
+        if not math.isfinite(loss):
+            yield NoticeRecord(
+                step=progress.step,
+                message=f"the checkpoint of step {progress.step} has validation loss {loss}; the newest one with a "
+                "finite loss is kept beside it",
+            )
+        if improved:
+            write_json_atomically(folder / "best.json", {"step": progress.step, "loss": progress.best_loss})
+        best = progress.best_step if run.config.checkpoint.best else None
+        for path in keep_newest(checkpoints_of(folder), run.config.checkpoint.keep, best):
+            if path not in self.kept:
+                self.kept.add(path)
+                yield NoticeRecord(
+                    step=progress.step, message=f"{path} is kept: it is a link, or holds files that are not the run's"
+                )
+        save_run_adapter(run, folder, progress.step)
+
+
+def quick_loss(run: Run, batch_size: int) -> float:
+    """The loss on one fixed micro-batch of validation text: the verdict where no evaluation was due."""
+    (loss, _), _, _ = first_fitting(
+        lambda size: evaluate(run.model, itertools.islice(run.evaluation(size), 1), run.scope),
+        batch_size,
+        run.speed.device.torch_device,
+    )
+    return loss
+
+
 def train_loop(
-    run: Run, folder: Path, *, resumed: Checkpoint | None, resumed_from: str | None, stop: Callable[[], bool]
+    run: Run,
+    folder: Path,
+    *,
+    resumed: Checkpoint | None,
+    resumed_from: str | None,
+    stop: Callable[[], bool],
+    save: Callable[[], bool] = lambda: False,
 ) -> Generator[Record]:
-    """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`."""
+    """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`.
+
+    `save()` is asked after every step, too: where it is true, the run saves and goes on.
+    """
     progress = Progress() if resumed is None else restore(run, resumed)
+    origin = None if resumed_from is None else Path(resumed_from)
+    verdict = None if origin is None else read_verdict(origin)
+    if verdict is not None:
+        for name in JUDGED & verdict.progress.keys():
+            setattr(progress, name, verdict.progress[name])
     if read_best(folder) != progress.best_step:  # a run taken back to an older checkpoint forgets a later best
         write_json_atomically(folder / "best.json", {"step": progress.best_step, "loss": progress.best_loss})
     if resumed is not None:
@@ -96,12 +227,14 @@ def train_loop(
     if isinstance(run.dataset, SampleData) and progress.step == 0:
         yield PreviewRecord(step=0, pieces=run.dataset.preview())
     yield from look_at_eigenstates(run.model, progress.step)
-    looked = progress.step
-    spent = _out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
-    reason, checkpoint = "early_stop" if spent else "finished", resumed_from
     position = None if resumed is None else resumed.state.get("stream")
-    evaluation_batch = run.step.micro_batch
     totals, machine = SpanTotals(), MachineWatch(run.speed.device)
+    boundary = Boundary(run, progress, folder, totals, run.step.micro_batch, resumed_from, progress.step)
+    if resumed is not None and origin is not None and lacks_verdict(resumed, origin):
+        yield from boundary.pass_through(Due(**resumed.state["due"]), saving=True, saved=origin)
+    spent = _out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
+    reason = "early_stop" if spent else "finished"
+    owed = False  # a save that came due while non-finite steps were being counted
     with contextlib.closing(machine), run.batches(run.steps if spent else progress.step, position) as loader:
         pending.restart()
         for batch, data_seconds in timed(loader):
@@ -124,42 +257,20 @@ def train_loop(
             if (state := machine.poll(step)) is not None:
                 yield state
             stopping, ending = stop(), step == run.steps
-            evaluating = (
-                ending or _due(step, run.config.eval.every) or (run.config.eval.epoch_end and _ends_epoch(run, step))
-            )
-            sampling = ending or _due(step, run.config.eval.sample_every)
-            saving = ending or stopping or _due(step, run.config.checkpoint.every)
-            if not (evaluating or sampling or saving):
+            due = due_after(run, step)
+            saving = ending or stopping or owed or save() or _due(step, run.config.checkpoint.every)
+            if not (due.evaluate or due.sample or saving):
                 continue
 
             yield from settle(run, progress, totals, pending.drain())
-            improved = exhausted = False
-            if evaluating:
-                record, evaluation_batch, messages = _evaluate(
-                    run,
-                    progress,
-                    "end" if ending else "step" if _due(step, run.config.eval.every) else "epoch",
-                    min(evaluation_batch, run.step.micro_batch),
-                )
-                yield from (NoticeRecord(step=step, message=message) for message in messages)
-                improved, exhausted = record.best, _out_of_patience(run, progress)
-                totals.add("evaluation", record.seconds)
-                yield record
-                yield from look_at_eigenstates(run.model, step)
-                looked = step
-            if (sampling or exhausted) and run.config.eval.sample_tokens:
-                began = time.perf_counter()
-                record = _sample(run, step)
-                totals.add("sample", time.perf_counter() - began)
-                yield record
-            if saving or exhausted or (improved and run.config.checkpoint.best):
-                record = _save(run, progress, folder, improved, position)
-                checkpoint = record.path
-                totals.add("checkpoint", record.seconds)
-                yield record
+            if progress.bad_steps and not ending:  # it ends in a good step or, very soon, in an error
+                owed, saving, stopping = saving, False, False
+            else:
+                owed = False
+            yield from boundary.pass_through(due, saving=saving, position=position)
             yield totals.take(step)
-            if exhausted or (stopping and not ending):
-                reason = "early_stop" if exhausted else "interrupted"
+            if boundary.exhausted or (stopping and not ending):
+                reason = "early_stop" if boundary.exhausted else "interrupted"
                 break
             pending.restart()
     if position is not None and position["problems"] > TOLD_PROBLEMS and not spent:
@@ -168,7 +279,7 @@ def train_loop(
     idle = resumed is not None and resumed.step == run.steps
     if (step := step_of(folder / ADAPTER)) is not None and run.adapters is not None and not idle:
         yield NoticeRecord(step=progress.step, message=_about_adapter(run, folder / ADAPTER, step))
-    if looked != progress.step:
+    if boundary.looked != progress.step:
         yield from look_at_eigenstates(run.model, progress.step)
     yield EndRecord(
         step=progress.step,
@@ -177,8 +288,16 @@ def train_loop(
         val_loss=progress.val_loss,
         best_loss=progress.best_loss,
         best_step=progress.best_step,
-        checkpoint=checkpoint,
+        checkpoint=boundary.checkpoint,
     )
+
+
+def due_after(run: Run, step: int) -> Due:
+    ending, settings = step == run.steps, run.config.eval
+    at_step = _due(step, settings.every)
+    evaluating = ending or at_step or (settings.epoch_end and _ends_epoch(run, step))
+    reason = "end" if ending else "step" if at_step else "epoch"
+    return Due(reason if evaluating else None, ending or _due(step, settings.sample_every))
 
 
 def timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:
@@ -245,7 +364,7 @@ def _bad_step(run: Run, progress: Progress, report: StepReport) -> Iterator[Reco
     if progress.bad_steps >= MOST_BAD_STEPS:
         raise DivergedError(
             f"{MOST_BAD_STEPS} steps in a row had a non-finite loss or gradient; step {report.step}: {batch}",
-            "lower optim.learning_rate or lengthen optim.warmup_steps; weights and checkpoints are clean",
+            "lower optim.learning_rate",
         )
 
 
@@ -287,7 +406,7 @@ def _evaluate(run: Run, progress: Progress, reason: str, batch_size: int) -> tup
         run.speed.device.torch_device,
     )
     progress.val_loss = loss
-    # A NaN is smaller than nothing: it is never the best, and never what later losses are held against.
+    # Comparisons with NaN are false, so a NaN is never the best, and later losses are never compared with it.
     best = loss < (math.inf if progress.best_loss is None else progress.best_loss)
     if best:
         progress.best_loss, progress.best_step = loss, progress.step
@@ -341,22 +460,6 @@ def _sample(run: Run, step: int) -> SampleRecord:
 # --- saving and restoring ---------------------------------------------------------------------------------------------
 
 
-def _save(
-    run: Run, progress: Progress, folder: Path, improved: bool, position: dict[str, Any] | None
-) -> CheckpointRecord:
-    began = time.perf_counter()
-    path, size = write_checkpoint(checkpoints_of(folder), capture(run, progress, position))
-    if improved:
-        write_json_atomically(folder / "best.json", {"step": progress.step, "loss": progress.best_loss})
-    keep_newest(
-        checkpoints_of(folder), run.config.checkpoint.keep, progress.best_step if run.config.checkpoint.best else None
-    )
-    save_run_adapter(run, folder, progress.step)
-    return CheckpointRecord(
-        step=progress.step, path=str(path), bytes=size, seconds=time.perf_counter() - began, best=improved
-    )
-
-
 def save_run_adapter(run: Run, folder: Path, step: int) -> None:
     """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load."""
     name = run.config.model.init_from
@@ -393,7 +496,12 @@ def mend_run_adapter(run: Run, folder: Path) -> None:
     run.adapters.refresh()
 
 
-def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None) -> Checkpoint:
+def lacks_verdict(checkpoint: Checkpoint, path: Path) -> bool:
+    """Whether a run was killed between writing a checkpoint and judging it. Old ones were written after evaluation."""
+    return "due" in checkpoint.state and read_verdict(path) is None
+
+
+def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None, due: Due | None = None) -> Checkpoint:
     """The whole state of a run at a step boundary; `position` is where a stream goes on from there."""
     tensors = {**run.random.tensors(), **run.model.narrow.tensors(), "updates": run.step.updates}
     if run.step.loss_scale is not None:
@@ -404,6 +512,8 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         "torch": torch.__version__,
         "dataset": run.dataset.manifest.fingerprint,
         "vocab": run.model.vocab,
+        "due": dataclasses.asdict(due or Due()),
+        "threads": torch.get_num_threads(),
         **({} if position is None else {"stream": position}),
     }
     if isinstance(run.dataset, SampleData):  # who talks to the model later must speak as it was taught
@@ -436,6 +546,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
         run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])
     fields = {field.name for field in dataclasses.fields(Progress)}
     progress = Progress(**{name: value for name, value in checkpoint.state.items() if name in fields})
+    progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
     if "tokens" not in checkpoint.state:  # saved before tokens were counted
         progress.tokens = progress.step * run.config.train.batch_tokens
     return progress

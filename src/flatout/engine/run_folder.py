@@ -3,12 +3,16 @@
 runs/NAME/
   config.yaml        the resolved config
   metrics.jsonl      every record
-  run.lock           held while a process works here
+  run.lock           held while a process works here; its text marks the folder as a run of ours
   best.json          which checkpoint had the lowest validation loss
   checkpoints/step-00000500/ ...
+  adapter/           of a fine-tuning run
+
+Nothing here is written or removed before a run is accepted: until then the folder may be somebody's own.
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,17 +22,24 @@ from pathlib import Path
 
 from flatout.config.schema import OutputConfig
 from flatout.engine.checkpoint import (
-    Damaged,
+    MANIFEST,
+    Unusable,
     list_checkpoints,
     newest_good,
+    read_verdict,
     set_aside,
     sweep_leftovers,
     verify_checkpoint,
 )
-from flatout.errors import CheckpointError, UsageError
+from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import disk_errors
+from flatout.folders import make_folders, remove_empty, sweep
 
 RUNS = Path("runs")
+LOCK = "run.lock"
+_FILES = ("config.yaml", "metrics.jsonl", "best.json")
+_PARTS = (LOCK, *_FILES, "checkpoints", "adapter")
+_OWNER = re.compile(rb"pid \d+ on [^\n]*\n")
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -84,11 +95,14 @@ def run_of(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    return (path / "manifest.json").is_file()
+    return (path / MANIFEST).is_file()
 
 
 def checkpoint_to_load(path: Path, *, best: bool = False) -> Path:
-    """The checkpoint that a run folder or checkpoint folder names: the best, or else the newest."""
+    """The checkpoint that a run folder or checkpoint folder names: the best, or else the newest.
+
+    One whose loss was found not to be finite is passed over, as long as there is another.
+    """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder", "name a run folder or one of its checkpoints/step-N folders")
     if is_checkpoint(path):
@@ -97,7 +111,15 @@ def checkpoint_to_load(path: Path, *, best: bool = False) -> Path:
     if not found:
         raise CheckpointError(f"{path} holds no checkpoint", "name a run folder that has checkpoints/step-N in it")
     best_step = read_best(path) if best else None
-    return found[best_step] if best_step in found else found[max(found)]
+    if best_step in found:
+        return found[best_step]
+    newest_first = [found[step] for step in sorted(found, reverse=True)]
+    return next((place for place in newest_first if not _diverged(place)), newest_first[0])
+
+
+def _diverged(checkpoint: Path) -> bool:
+    verdict = read_verdict(checkpoint)
+    return verdict is not None and not verdict.finite
 
 
 def read_best(run: Path) -> int | None:
@@ -108,10 +130,11 @@ def read_best(run: Path) -> int | None:
         return None  # a pointer for convenience: without it the newest checkpoint serves
 
 
-def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[Damaged]]:
+def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[Unusable]]:
     """The verified checkpoint to go on from, or None to start anew. Call it while holding the lock.
 
-    `auto` falls back past damaged checkpoints, which come with it; a path means that checkpoint and no other.
+    `auto` falls back past damaged and diverged checkpoints, which come with it; a path means that checkpoint and no
+    other.
     """
     if resume is None:
         return None, []
@@ -122,12 +145,12 @@ def find_resume_point(run: Path, resume: str | None) -> tuple[Path | None, list[
     return chosen, []
 
 
-def set_damaged_aside(damaged: Sequence[Damaged]) -> list[str]:
+def set_unusable_aside(unusable: Sequence[Unusable]) -> list[str]:
     """Renames checkpoints that nothing can go on from; a line for each."""
     told: list[str] = []
-    for one in damaged:
-        aside = set_aside(one.path, "damaged")
-        told.append(f"checkpoint of step {one.step} is damaged and was set aside as {aside.name}: {one.why}")
+    for one in unusable:
+        aside = set_aside(one.path, one.state)
+        told.append(f"the checkpoint of step {one.step} is {one.state} and was set aside as {aside.name}: {one.why}")
     return told
 
 
@@ -139,39 +162,134 @@ def set_later_aside(run: Path, chosen: Path, notice: Callable[[str], None]) -> N
             notice(f"going back to {chosen.name}: the later checkpoint of step {step} was set aside as {aside.name}")
 
 
+def check_own(run: Path) -> None:
+    """Refuses a folder in which a run would write over files that are not a run's, or through a link."""
+    for name in _PARTS:
+        if (run / name).is_symlink():
+            raise UsageError(
+                f"{run / name} is a link, and a run's own files may not be links",
+                "set output.folder to a folder on the disk you want; that folder's own path may be a link",
+            )
+    if (run / "checkpoints").exists() and not (run / "checkpoints").is_dir():
+        raise UsageError(f"{run / 'checkpoints'} is a file", "set output.folder to a new folder")
+    if _is_run(run):
+        return
+    for name in _FILES:
+        if (run / name).exists():
+            raise UsageError(
+                f"{run} already holds {name}, which no run of Flatout wrote", "set output.folder to a new folder"
+            )
+
+
+def _is_run(run: Path) -> bool:
+    """Whether a run of ours began here: by the text of its lock, or by its records."""
+    if _owner(run / LOCK) is not None:
+        return True
+    try:
+        with (run / "metrics.jsonl").open("rb") as file:
+            first = json.loads(file.readline(2**20))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and first.get("type") in ("run", "notice")
+
+
+def _owner(lock: Path) -> str | None:
+    """Who held a lock last, by its text; None where nobody of ours wrote it."""
+    try:
+        raw = b"" if lock.is_symlink() else lock.read_bytes()[:300]
+    except OSError:
+        return None
+    return raw.decode("utf-8", "replace").strip() if _OWNER.fullmatch(raw) else None
+
+
+class RunLock:
+    """A run folder held against other processes. Until `accept`, leaving it puts the disk back as it was."""
+
+    def __init__(self, run: Path, handle: int) -> None:
+        self.run = run
+        self.handle = handle
+        self.accepted = False
+
+    def accept(self) -> None:
+        """The run goes ahead: says who holds the folder, and removes what killed processes left in it."""
+        self.accepted = True
+        # A lock file that holds something else is not ours to write to. On a full disk there is no room for the text.
+        with contextlib.suppress(OSError):
+            if os.fstat(self.handle).st_size == 0 or _owner(self.run / LOCK) is not None:
+                os.ftruncate(self.handle, 0)
+                os.lseek(self.handle, 0, os.SEEK_SET)
+                os.write(self.handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        sweep_leftovers(checkpoints_of(self.run))
+        sweep(self.run, "adapter", locked=True)
+
+
 @contextlib.contextmanager
-def run_lock(run: Path) -> Iterator[None]:
+def run_lock(run: Path) -> Iterator[RunLock]:
     """Holds the folder against a second process. The operating system frees it however the holder dies."""
     for place in (run, *run.parents):
         if place.exists() and not place.is_dir():
             what = "it is a file" if place == run else f"{place} is a file"
             raise UsageError(f"{run} cannot be the run's folder: {what}", "set output.folder to a new folder")
     with disk_errors(f"run folder {run}", safe=""):
-        run.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run / "run.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        made = make_folders(run)
+    created = False
     try:
-        if not _try_lock(handle):
-            owner = os.pread(handle, 200, 0).decode("utf-8", "replace").strip() if hasattr(os, "pread") else ""
-            raise UsageError(
-                f"{run} is in use by another process ({owner or 'unknown'})",
-                "wait for it to end, stop it, or set output.folder to another folder",
-            )
-        with contextlib.suppress(OSError):  # who holds it is for messages only; on a full disk there is no room for it
-            os.ftruncate(handle, 0)
-            os.write(handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-        sweep_leftovers(checkpoints_of(run))
-        sweep_leftovers(run)  # an adapter's folder
+        with disk_errors(f"run folder {run}", safe=""):
+            handle, created = _open_lock(run / LOCK)
         try:
-            yield
+            _take_lock(handle, run, created=created)
+            lock = RunLock(run, handle)
+            try:
+                yield lock
+            finally:
+                if created and not lock.accepted:
+                    with contextlib.suppress(OSError):
+                        (run / LOCK).unlink()
         finally:
-            if [path.name for path in run.iterdir()] == ["run.lock"]:  # nothing was begun: leave no empty run behind
-                (run / "run.lock").unlink()
-                run.rmdir()
+            os.close(handle)
     finally:
-        os.close(handle)
+        remove_empty(made)  # those that are still empty
+
+
+def _open_lock(path: Path) -> tuple[int, bool]:
+    """A handle of the lock file, and whether it was created now. A link is not followed."""
+    flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
+    except FileExistsError:
+        pass
+    try:
+        return os.open(path, flags), False
+    except OSError as error:
+        if not path.is_symlink() and path.is_file():
+            raise
+        raise UsageError(
+            f"{path} is not a plain file, which a run's lock must be", "set output.folder to a new folder"
+        ) from error
+
+
+def _take_lock(handle: int, run: Path, *, created: bool) -> None:
+    try:
+        # A process that was refused removes its lock file again: then the file that we hold is no longer the lock.
+        held = _try_lock(handle) and os.path.samestat(os.fstat(handle), os.stat(run / LOCK))
+    except FileNotFoundError:
+        held = False
+    except OSError as error:
+        if created:
+            (run / LOCK).unlink(missing_ok=True)
+        raise ResourceError(
+            f"{run} cannot be locked against a second process: {error.strerror}",
+            "its disk has no file locks: set output.folder to a folder on a local disk",
+        ) from error
+    if not held:
+        raise UsageError(
+            f"{run} is in use by another process ({_owner(run / LOCK) or 'unknown'})",
+            "wait for it to end, stop it, or set output.folder to another folder",
+        )
 
 
 def _try_lock(handle: int) -> bool:
+    """False where another process holds the lock; OSError where the disk has none."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -184,6 +302,8 @@ def _try_lock(handle: int) -> bool:
         return True
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            return False
+        raise
     return True

@@ -658,7 +658,7 @@ def check_disk(folder: Path, parameters: int, checkpoints: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < need:
         raise ResourceError(
-            f"{folder} has {free / 2**30:.2f} GiB free, {checkpoints} checkpoints need {need / 2**30:.2f} GiB",
+            f"{folder} has {free / 2**20:,.1f} MiB free, {checkpoints} checkpoints need {need / 2**20:,.1f} MiB",
             "free some space, or set output.folder to another disk",
         )
 

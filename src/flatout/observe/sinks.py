@@ -2,26 +2,28 @@
 
 import contextlib
 import json
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flatout.files import disk_errors
+from flatout.files import disk_errors, write_whole
 from flatout.records import Record, record_to_json
+
+_AFTER_SAVING = ("eval", "eigenstates", "sample", "checkpoint", "spans")
 
 
 class MetricsFile:
     """Appends records to metrics.jsonl, each flushed at once: a killed run loses at most the line being written.
 
     On opening, lines after `keep_to_step` are dropped (a resumed run will say them again) and so is a torn last line.
+    With `redo`, what was said at that step after it was saved is dropped as well.
     """
 
-    def __init__(self, path: Path, *, keep_to_step: int) -> None:
+    def __init__(self, path: Path, *, keep_to_step: int, redo: bool = False) -> None:
         self.path = path
         with disk_errors(str(path)):
             if path.exists():
-                _cut_back(path, keep_to_step)
+                _cut_back(path, keep_to_step, redo)
             self.file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -65,10 +67,7 @@ def _step_of(row: dict[str, Any]) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _cut_back(path: Path, step: int) -> None:
-    kept = [row for row in read_metrics(path) if _step_of(row) <= step]
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        for row in kept:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
+def _cut_back(path: Path, step: int, redo: bool) -> None:
+    rows = [row for row in read_metrics(path) if _step_of(row) <= step]
+    kept = [row for row in rows if not (redo and _step_of(row) == step and row["type"] in _AFTER_SAVING)]
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept).encode("utf-8"))

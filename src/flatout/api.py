@@ -80,7 +80,7 @@ from flatout.model.merge import LogitDifference, MergeReport, logit_difference, 
 from flatout.model.merge import merge as merge_adapters
 from flatout.model.weights import assign_weights
 from flatout.observe.measured.bench_rows import read_bench
-from flatout.observe.sinks import MetricsFile, ends_at
+from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
 from flatout.optim.schedule import rate_factors
 from flatout.records import (
@@ -170,7 +170,8 @@ def train(
             if resume == "auto" and any(_perhaps_forgotten(path) for path, _, _ in _differences(run.config, resumed)):
                 messages.append(f"to go on with the settings that the run had: {_go_on(resumed, folder)}")
         start = 0 if resumed is None else resumed.step
-        done = resumed is not None and start == run.steps and ends_at(folder / "metrics.jsonl", start)
+        rows = folder / "metrics.jsonl"
+        done = resumed is not None and start == run.steps and ends_at(rows, start)
         if done:
             messages.clear()  # settings that are other than the run's change nothing any more
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
@@ -183,7 +184,10 @@ def train(
             if is_checkpoint(base) and not mark_as_base(base, folder):
                 messages.append(f"{base} cannot be written to, so nothing says there that these adapters need it")
         origin = None if point is None else str(point)
-        records = train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop, save=save)
+        recorded = any(row["type"] == "checkpoint" and row.get("step") == start for row in read_metrics(rows))
+        records = train_loop(
+            run, folder, resumed=resumed, resumed_from=origin, stop=stop, save=save, recorded=recorded
+        )
         if done:  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=start, message=message) for message in messages)
             yield from records
@@ -191,7 +195,7 @@ def train(
         with disk_errors(f"{folder / 'config.yaml'}"):
             write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
         redo = resumed is not None and point is not None and lacks_verdict(resumed, point)
-        with MetricsFile(folder / "metrics.jsonl", keep_to_step=start, redo=redo) as metrics:
+        with MetricsFile(rows, keep_to_step=start, redo=redo) as metrics:
             for message in messages:
                 notice = NoticeRecord(step=start, message=message)
                 metrics.write(notice)

@@ -30,6 +30,7 @@ from flatout.engine.checkpoint import (
 )
 from flatout.engine.run_folder import set_unusable_aside
 from flatout.errors import CheckpointError, ResourceError
+from flatout.files import canonical_json
 
 
 def make(step: int) -> Checkpoint:
@@ -287,12 +288,18 @@ def test_a_manifest_of_another_shape_is_refused_by_name(tmp_path: Path, change: 
     assert not remove_checkpoint(path)
 
 
+def reseal(path: Path, name: str, content: bytes | dict) -> None:
+    """Another content for one of a checkpoint's JSON files, with hashes that fit."""
+    raw = content if isinstance(content, bytes) else canonical_json(content)
+    (path / f"{name}.json").write_bytes(raw)
+    entry = {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    sealed(path / "manifest.json", lambda m: {**m, "files": {**m["files"], f"{name}.json": entry}})
+
+
 @pytest.mark.parametrize("content", [b"[]", b"{}", b"[" * 100_000, b'{"step": "1"}', b'{"step": true}'])
 def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path, content: bytes):
     path, _ = write_checkpoint(tmp_path, make(1))
-    (path / "state.json").write_bytes(content)
-    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    sealed(path / "manifest.json", lambda m: {**m, "files": {**m["files"], "state.json": entry}})
+    reseal(path, "state", content)
     with pytest.raises(CheckpointError, match=r"state\.json"):
         read_checkpoint(path)
 

@@ -205,10 +205,12 @@ def train_loop(
     resumed_from: str | None,
     stop: Callable[[], bool],
     save: Callable[[], bool] = lambda: False,
+    recorded: bool = True,
 ) -> Generator[Record]:
     """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`.
 
-    `save()` is asked after every step, too: where it is true, the run saves and goes on.
+    `save()` is asked after every step, too: where it is true, the run saves and goes on. `recorded` is whether the
+    checkpoint that is resumed from was told of: a kill may come between the two.
     """
     progress = Progress() if resumed is None else restore(run, resumed)
     origin = None if resumed_from is None else Path(resumed_from)
@@ -232,6 +234,9 @@ def train_loop(
     boundary = Boundary(run, progress, folder, totals, run.step.micro_batch, resumed_from, progress.step)
     if resumed is not None and origin is not None and lacks_verdict(resumed, origin):
         yield from boundary.pass_through(Due(**resumed.state["due"]), saving=True, saved=origin)
+    elif origin is not None and not recorded:
+        size, best = checkpoint_bytes(origin), progress.best_step == progress.step
+        yield CheckpointRecord(step=progress.step, path=str(origin), bytes=size, seconds=0.0, best=best)
     spent = _out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
     reason = "early_stop" if spent else "finished"
     owed = False  # a save that came due while non-finite steps were being counted

@@ -43,9 +43,9 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics file as dictionaries; a torn last line is left out."""
+    """The records of a metrics file as dictionaries; a torn last line is left out. Without a file there are none."""
     rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().split(b"\n"):
+    for line in path.read_bytes().split(b"\n") if path.exists() else ():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # torn, or nested deeper than anything of ours
@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def ends_at(path: Path, step: int) -> bool:
     """Whether a metrics file tells of a run that ended at a step, and of nothing after it."""
-    rows = read_metrics(path) if path.exists() else []
+    rows = read_metrics(path)
     ended = any(row["type"] == "end" and _step_of(row) == step for row in rows)
     return ended and all(_step_of(row) <= step for row in rows)
 

@@ -1,0 +1,400 @@
+"""A user's own files survive us, and so does the last good checkpoint."""
+
+import itertools
+import math
+import os
+import random
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout import cli
+from flatout.engine import loop, run_folder
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict, verify_checkpoint
+from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
+from flatout.model.gpt import GPT
+from flatout.observe.sinks import read_metrics
+from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord
+from tests.conftest import TINY
+from tests.disk import snapshot
+
+
+def fill_with_a_users_files(folder: Path) -> None:
+    """Folders and files of a user, with names that look like ours."""
+    for name in ("notes.old-2024", "draft.tmp-1", "step-00000002.tmp-12345678", "adapter.old-0badcafe"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "thesis.txt").write_text("mine")
+    (folder / "empty.tmp-7").mkdir()
+
+
+# --- 1: nothing of a user's is deleted or overwritten -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folder", ["proj", "."])
+@pytest.mark.parametrize("wrong", ["data.source=nope.txt", "model.init_from=nope", "speed.device=cuda:99"])
+def test_a_refused_run_leaves_the_disk_as_it_was(tiny_words, tmp_path, folder, wrong):
+    assert cli.main(["prepare", *(word for word in tiny_words if word.startswith("data."))]) == 0
+    fill_with_a_users_files(tmp_path / folder)
+    before = snapshot(tmp_path)
+    assert cli.main(["train", *tiny_words, wrong, f"output.folder={folder}"]) in (2, 3)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_run_beside_a_users_files_touches_none_of_them(tiny, tmp_path):
+    fill_with_a_users_files(tmp_path / "proj")
+    fill_with_a_users_files(tmp_path / "proj" / "checkpoints")
+    before = snapshot(tmp_path)
+    words = ["train.steps=6", "checkpoint.every=1", "checkpoint.keep=1", "output.folder=proj"]
+    list(flatout.train(tiny(*words)))
+    list(flatout.train(tiny(*words, "train.steps=8"), resume="auto"))
+    after = snapshot(tmp_path)
+    assert {name: after.get(name) for name in before} == before
+    assert [step for step, _ in list_checkpoints(Path("proj/checkpoints"))] == [8]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "best.json"])
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_files_that_no_run_wrote_are_not_written_over(tiny, tmp_path, name, resume):
+    (tmp_path / "proj").mkdir()
+    (tmp_path / "proj" / name).write_text('{"mine": true}\n')
+    before = snapshot(tmp_path / "proj")
+    with pytest.raises(UsageError, match=name if resume else "already holds") as refused:
+        next(flatout.train(tiny("output.folder=proj"), resume=resume))
+    assert "output.folder" in refused.value.hint
+    assert snapshot(tmp_path / "proj") == before
+
+
+@pytest.mark.parametrize("name", ["run.lock", "config.yaml", "metrics.jsonl", "best.json", "checkpoints", "adapter"])
+def test_a_run_writes_through_no_link(tiny, tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    fill_with_a_users_files(outside)
+    (outside / "file").write_text("mine")
+    (tmp_path / "proj").mkdir()
+    target = outside if name in ("checkpoints", "adapter") else outside / "file"
+    (tmp_path / "proj" / name).symlink_to(target)
+    before = snapshot(tmp_path)
+    with pytest.raises(UsageError):
+        next(flatout.train(tiny("output.folder=proj"), resume="auto"))
+    after = snapshot(tmp_path)
+    assert {path: what for path, what in after.items() if not path.startswith("data")} == before
+
+
+def test_the_run_folder_itself_may_be_a_link(tiny, tmp_path):
+    (tmp_path / "big-disk").mkdir()
+    (tmp_path / "proj").symlink_to(tmp_path / "big-disk")
+    list(flatout.train(tiny("train.steps=2", "output.folder=proj/run")))
+    assert (tmp_path / "big-disk" / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_lock_with_somebodys_text_is_not_written_to(tiny, tmp_path):
+    for name, text in (("mine", "do not lose this\n"), ("empty", "")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.lock").write_text(text)
+        assert cli.main(["train", "data.source=nope.txt", f"output.folder={name}"]) == 3
+        assert (tmp_path / name / "run.lock").read_text() == text
+    list(flatout.train(tiny("train.steps=1", "output.folder=mine")))
+    assert (tmp_path / "mine" / "run.lock").read_text() == "do not lose this\n"
+
+
+def test_a_disk_without_locks_is_told_as_such(tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):
+    def fails(_handle: int) -> bool:
+        raise OSError(38, os.strerror(38))
+
+    monkeypatch.setattr(run_folder, "_try_lock", fails)
+    with pytest.raises(ResourceError, match="cannot be locked") as refused:
+        next(flatout.train(tiny("output.folder=proj")))
+    assert "local disk" in refused.value.hint
+    assert not (tmp_path / "proj").exists()
+
+
+# --- 2: divergence, and evaluations that fail -------------------------------------------------------------------------
+
+
+def finite_checkpoints(run: str) -> list[int]:
+    found = list_checkpoints(Path(run) / "checkpoints")
+    return [step for step, path in found if (verdict := read_verdict(path)) is not None and verdict.finite]
+
+
+def hinted(error: DivergedError) -> list[str]:
+    """The words of the command that the hint names."""
+    words = shlex.split(error.hint.partition("learning rate: ")[2])
+    assert words[0] == "flatout", error.hint
+    return words[1:]
+
+
+def diverge(tiny, *words: str) -> DivergedError | None:
+    wild = ["optim.warmup_steps=0", "optim.schedule=constant", "model.qk_norm=false", "train.steps=30"]
+    try:
+        list(flatout.train(tiny(*wild, "output.folder=wild", *words)))
+    except DivergedError as error:
+        return error
+    return None
+
+
+def test_divergence_keeps_a_good_checkpoint_and_the_hint_trains_on(tiny, capsys):
+    error = diverge(tiny, "optim.learning_rate=100", "optim.clip=0", "checkpoint.every=2", "checkpoint.keep=1")
+    assert error is not None
+    assert error.exit_code == 4
+    assert finite_checkpoints("wild")
+    assert cli.main(hinted(error)) == 0, capsys.readouterr().err
+    rows = [row for row in read_metrics(Path("wild/metrics.jsonl")) if row["type"] == "step"]
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert all(row["applied"] for row in rows)
+
+
+def test_a_run_that_diverges_before_its_first_save_goes_on_from_its_start(tiny, capsys):
+    words = ["optim.learning_rate=100", "optim.clip=0", "checkpoint.every=0", "eval.every=0"]
+    error = diverge(tiny, *words)
+    assert error is not None
+    start = read_checkpoint(Path("wild/checkpoints/step-00000000"))
+    still = ["optim.learning_rate=1e-30", "model.qk_norm=false"]
+    list(flatout.train(tiny("output.folder=still", "train.steps=1", *still)))
+    fresh = read_checkpoint(Path("still/checkpoints/step-00000001"))
+    assert all(torch.equal(start.model[name], fresh.model[name]) for name in fresh.model), "the weights of the seed"
+    assert cli.main(hinted(error)) == 0, capsys.readouterr().err
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, passes: set[int]) -> None:
+    real, calls = GPT.forward, itertools.count(1)
+
+    def poisoned(self: GPT, *args) -> torch.Tensor:
+        bad = self.training and next(calls) in passes
+        return real(self, *args) * (math.nan if bad else 1.0)
+
+    monkeypatch.setattr(GPT, "forward", poisoned)
+
+
+def test_nothing_is_saved_while_bad_steps_are_counted(tiny, monkeypatch):
+    poison(monkeypatch, {4, 6})
+    words = ["train.steps=9", "checkpoint.every=2", "checkpoint.keep=9", "eval.every=2", "output.folder=run"]
+    records = list(flatout.train(tiny(*words)))
+    saved = [record.step for record in records if isinstance(record, CheckpointRecord)]
+    assert saved == [2, 5, 7, 8, 9], "the saves of steps 4 and 6 come with the next good step"
+    assert all(read_checkpoint(path).state["bad_steps"] == 0 for _, path in list_checkpoints(Path("run/checkpoints")))
+
+
+def test_a_stop_waits_until_no_bad_steps_are_counted(tiny, monkeypatch):
+    poison(monkeypatch, {4})
+    asked = itertools.count(1)
+    run = flatout.train(tiny("train.steps=9", "output.folder=run"), stop=lambda: next(asked) >= 4)
+    end = list(run)[-1]
+    assert (end.reason, end.step) == ("interrupted", 5)
+    assert finite_checkpoints("run") == [5]
+
+
+def test_a_checkpoint_that_is_not_finite_is_told_and_passed_over(tiny, monkeypatch):
+    words = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.best=false", "output.folder=run"]
+    real = loop.quick_loss
+    monkeypatch.setattr(
+        loop, "quick_loss", lambda run, size: math.nan if int(run.step.updates) == 4 else real(run, size)
+    )
+    records = []
+    for record in flatout.train(tiny(*words)):
+        records.append(record)
+        if isinstance(record, CheckpointRecord) and record.step == 4:
+            assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [2, 4]
+            assert flatout.load_model("run").step == 2
+            break
+    told = [record.message for record in records if isinstance(record, NoticeRecord)]
+    assert any("step 4 has validation loss nan" in message for message in told)
+    again = list(flatout.train(tiny(*words), resume="auto"))
+    assert "diverged and was set aside" in again[0].message
+    assert again[1].start_step == 2
+    assert finite_checkpoints("run") == [6]
+
+
+def test_an_evaluation_that_fails_costs_nothing(tiny, monkeypatch):
+    words = ["train.steps=8", "checkpoint.every=4", "eval.every=4", "output.folder=run"]
+
+    def fails(*_args):
+        raise ValueError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", fails)
+        with pytest.raises(ValueError, match="planted"):
+            list(flatout.train(tiny(*words)))
+    verify_checkpoint(Path("run/checkpoints/step-00000004"))
+    assert read_verdict(Path("run/checkpoints/step-00000004")) is None
+    list(flatout.train(tiny(*words), resume="auto"))
+    list(flatout.train(tiny(*words, "output.folder=reference")))
+    assert evaluations("run") == evaluations("reference")
+    assert_same_end("run", "reference", 8)
+
+
+def evaluations(run: str) -> list[tuple]:
+    """What a run recorded at its boundaries, in order, without seconds."""
+    return [
+        (row["type"], row["step"], row.get("loss"), row.get("best"), row.get("reason"), row.get("text"))
+        for row in read_metrics(Path(run) / "metrics.jsonl")
+        if row["type"] in ("eval", "checkpoint", "sample", "epoch")
+    ]
+
+
+def assert_same_end(mine: str, theirs: str, step: int) -> None:
+    name = f"checkpoints/step-{step:08d}"
+    ours, expected = read_checkpoint(Path(mine) / name), read_checkpoint(Path(theirs) / name)
+    for part in ("model", "optimizer", "run"):
+        found = getattr(ours, part)
+        assert all(torch.equal(found[key], value) for key, value in getattr(expected, part).items()), part
+    for key in ("step", "tokens", "val_loss", "best_loss", "best_step", "patience_loss", "worse_evaluations"):
+        assert ours.state[key] == expected.state[key], key
+    a, b = read_verdict(Path(mine) / name), read_verdict(Path(theirs) / name)
+    assert a == b
+    assert a is not None
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("where", ["write_verdict", "write_json_atomically", "keep_newest", "_sample", "evaluate"])
+def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monkeypatch, where):
+    words = ["train.steps=12", "checkpoint.every=3", "eval.every=3", "eval.sample_every=3", "eval.patience=3"]
+    list(flatout.train(tiny(*words, "output.folder=reference")))
+    for nth in (1, 3):
+        with monkeypatch.context() as patch:
+            real, calls = getattr(loop, where), itertools.count(1)
+
+            def dies(*args, real=real, calls=calls, nth=nth, **options):
+                if next(calls) == nth:
+                    raise Killed
+                return real(*args, **options)
+
+            patch.setattr(loop, where, dies)
+            with pytest.raises(Killed):
+                list(flatout.train(tiny(*words, f"output.folder=run{nth}")))
+        list(flatout.train(tiny(*words, f"output.folder=run{nth}"), resume="auto"))
+        assert evaluations(f"run{nth}") == evaluations("reference"), (where, nth)
+        assert_same_end(f"run{nth}", "reference", 12)
+        assert len(list_checkpoints(Path(f"run{nth}/checkpoints"))) <= 3
+
+
+def test_saving_on_demand_goes_on_with_the_same_run(tiny):
+    asked = itertools.count(1)
+    words = ["train.steps=6", "checkpoint.keep=5"]
+    records = list(flatout.train(tiny(*words, "output.folder=run"), save=lambda: next(asked) == 3))
+    assert [record.step for record in records if isinstance(record, CheckpointRecord)] == [3, 6]
+    list(flatout.train(tiny(*words, "output.folder=reference")))
+    assert_same_end("run", "reference", 6)
+
+
+def test_checkpoints_written_before_verdicts_existed_go_on(tiny):
+    """They were written after their evaluation: nothing is evaluated twice."""
+    words = ["train.steps=6", "checkpoint.every=3", "eval.every=3", "output.folder=run"]
+    old = Path("run/checkpoints/step-00000003")
+    run = flatout.train(tiny(*words))
+    for record in run:
+        if isinstance(record, CheckpointRecord):
+            break
+    run.close()
+    (old / "verdict.json").unlink()
+    state = read_checkpoint(old).state
+    del state["due"]
+    from tests.unit.test_checkpoint import reseal
+
+    reseal(old, "state", state)
+    records = list(flatout.train(tiny(*words), resume="auto"))
+    assert [record.step for record in records if isinstance(record, EvalRecord)] == [6]
+
+
+def campaign(tiny, capsys, wanted: int, seed: int) -> tuple[int, int]:
+    """Runs that diverge, with settings at random; (how many diverged, how many of them before their first save)."""
+    choose = random.Random(seed)
+    diverged = early = 0
+    for number in itertools.count():
+        words = [
+            f"optim.learning_rate={choose.choice([10, 30, 100])}",
+            f"optim.clip={choose.choice([0, 1, 1e6])}",
+            f"optim.weight_decay={choose.choice([0.1, 10, 10])}",
+            f"speed.precision={choose.choice(['fp32', 'bf16'])}",
+            f"checkpoint.every={choose.choice([0, 1, 2, 3, 5, 8])}",
+            f"checkpoint.keep={choose.choice([1, 2, 3])}",
+            f"checkpoint.best={choose.choice(['true', 'false'])}",
+            f"eval.every={choose.choice([0, 1, 2, 4])}",
+            f"train.seed={number}",
+            f"output.folder=wild{number}",
+        ]
+        capsys.readouterr()
+        error = diverge(tiny, *words)
+        if error is None:
+            continue
+        folder = f"wild{number}"
+        assert finite_checkpoints(folder), words
+        early += (Path(folder) / "checkpoints" / "step-00000000").exists()
+        assert cli.main(hinted(error)) == 0, (words, error.hint, capsys.readouterr().err)
+        assert read_metrics(Path(folder) / "metrics.jsonl")[-1]["type"] == "end"
+        diverged += 1
+        if diverged == wanted:
+            return diverged, early
+    raise AssertionError
+
+
+def test_a_few_diverging_runs(tiny, capsys):
+    campaign(tiny, capsys, wanted=2, seed=1)
+
+
+@pytest.mark.slow
+def test_a_hundred_diverging_runs(tiny, capsys):
+    diverged, early = campaign(tiny, capsys, wanted=100, seed=2)
+    print(f"{diverged} runs diverged, {early} of them went on from their starting weights")
+
+
+# --- 3: several processes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_several_processes_are_refused_by_one_of_them(tiny_words, tmp_path, monkeypatch, capsys, size):
+    before = snapshot(tmp_path)
+    monkeypatch.setenv(size, "2")
+    assert cli.main(["train", *tiny_words]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in said] == ["error", "hint"]
+    assert "2 processes" in said[0]
+    ranks = {"WORLD_SIZE": "RANK", "SLURM_STEP_NUM_TASKS": "SLURM_PROCID"}
+    monkeypatch.setenv(ranks.get(size, size.replace("SIZE", "RANK")), "1")
+    assert cli.main(["train", *tiny_words]) == 2
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UsageError, match="2 processes"):
+        next(flatout.train())
+    assert snapshot(tmp_path) == before
+
+
+def test_one_process_under_a_launcher_trains(tiny, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    list(flatout.train(tiny("train.steps=1")))
+
+
+# --- 11: threads ------------------------------------------------------------------------------------------------------
+
+
+def test_another_number_of_threads_is_told(tiny):
+    list(flatout.train(tiny("train.steps=2", "output.folder=run")))
+    path = Path("run/checkpoints/step-00000002")
+    from tests.unit.test_checkpoint import reseal
+
+    reseal(path, "state", {**read_checkpoint(path).state, "threads": 77})
+    told = [r.message for r in flatout.train(tiny("train.steps=3"), resume="run") if isinstance(r, NoticeRecord)]
+    assert any("77 CPU threads" in message and "OMP_NUM_THREADS=77" in message for message in told)
+
+
+def test_a_state_without_its_facts_is_refused_by_name(tiny):
+    list(flatout.train(tiny("train.steps=2", "output.folder=run")))
+    path = Path("run/checkpoints/step-00000002")
+    from tests.unit.test_checkpoint import reseal
+
+    state = read_checkpoint(path).state
+    for name in ("dataset", "vocab"):
+        reseal(path, "state", {key: value for key, value in state.items() if key != name})
+        with pytest.raises(CheckpointError, match=name):
+            flatout.load_model("run")
+
+
+@pytest.fixture
+def tiny_words(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    return [*TINY, f"data.source={corpus}", "train.steps=2"]

@@ -1,8 +1,9 @@
-"""`flatout train` with a slow disk: each file of a checkpoint takes SECONDS longer to reach it.
+"""`flatout train` on a slow disk: each file of a checkpoint, and its verdict, take SECONDS longer to reach it.
 
-    python -m tests.end_to_end.slow_trainer SECONDS [words of flatout train ...]
+    python -m tests.end_to_end.slow_trainer SECONDS PHASE-FILE [words of flatout train ...]
 
-Only the tests use it: it widens the window in which a kill hits a save.
+Only the tests use it: it widens the windows in which a kill hits a save or comes between save and verdict, and says in
+PHASE-FILE in which of them the process is: training, saving or judging.
 """
 
 import sys
@@ -11,14 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from flatout import cli
-from flatout.engine import checkpoint
+from flatout.engine import checkpoint, loop
 
 if __name__ == "__main__":
-    delay, real = float(sys.argv[1]), checkpoint.sync_and_hash
+    delay, phase = float(sys.argv[1]), Path(sys.argv[2])
+    real_sync, real_write, real_verdict = checkpoint.sync_and_hash, loop.write_checkpoint, loop.write_verdict
 
-    def slowly(path: Path) -> dict[str, Any]:
+    def slow_sync(path: Path) -> dict[str, Any]:
         time.sleep(delay)
-        return real(path)
+        return real_sync(path)
 
-    checkpoint.sync_and_hash = slowly
-    sys.exit(cli.main(["train", *sys.argv[2:]]))
+    def write_checkpoint(*arguments: Any) -> tuple[Path, int]:
+        phase.write_text("saving")
+        written = real_write(*arguments)
+        phase.write_text("judging")
+        return written
+
+    def write_verdict(*arguments: Any) -> None:
+        time.sleep(2 * delay)
+        real_verdict(*arguments)
+        phase.write_text("training")
+
+    checkpoint.sync_and_hash = slow_sync
+    loop.write_checkpoint, loop.write_verdict = write_checkpoint, write_verdict
+    sys.exit(cli.main(["train", *sys.argv[3:]]))

@@ -52,8 +52,8 @@ from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.features import scan_for
 from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, samples_folder
 from flatout.engine.loop import lacks_verdict, train_loop
+from flatout.engine.run_files import check_own
 from flatout.engine.run_folder import (
-    check_own,
     checkpoint_to_load,
     choose_folder,
     find_resume_point,
@@ -185,9 +185,7 @@ def train(
                 messages.append(f"{base} cannot be written to, so nothing says there that these adapters need it")
         origin = None if point is None else str(point)
         recorded = any(row["type"] == "checkpoint" and row.get("step") == start for row in read_metrics(rows))
-        records = train_loop(
-            run, folder, resumed=resumed, resumed_from=origin, stop=stop, save=save, recorded=recorded
-        )
+        records = train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop, save=save, recorded=recorded)
         if done:  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=start, message=message) for message in messages)
             yield from records

@@ -10,6 +10,7 @@ from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
 from flatout.diagnose.doctor import Finding, Status
+from flatout.engine.run_files import check_own
 from flatout.errors import UserError
 
 RUNS = Path("runs")
@@ -41,6 +42,11 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
             f"another process trains in {folder} ({holder})",
             "Wait for it to end, stop it, or set output.folder to another folder.",
         )
+        return
+    try:
+        check_own(folder)
+    except UserError as error:
+        yield _finding("bad", error.message, f"{error.hint[0].upper()}{error.hint[1:]}.")
         return
     if not _holds_run(folder):
         yield _finding("ok", f"{folder} is free" if folder.exists() else f"a new folder {folder}")

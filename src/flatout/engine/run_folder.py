@@ -31,15 +31,12 @@ from flatout.engine.checkpoint import (
     sweep_leftovers,
     verify_checkpoint,
 )
+from flatout.engine.run_files import LOCK, owner_of
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import disk_errors
 from flatout.folders import make_folders, remove_empty, sweep
 
 RUNS = Path("runs")
-LOCK = "run.lock"
-_FILES = ("config.yaml", "metrics.jsonl", "best.json")
-_PARTS = (LOCK, *_FILES, "checkpoints", "adapter")
-_OWNER = re.compile(rb"pid \d+ on [^\n]*\n")
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -162,46 +159,6 @@ def set_later_aside(run: Path, chosen: Path, notice: Callable[[str], None]) -> N
             notice(f"going back to {chosen.name}: the later checkpoint of step {step} was set aside as {aside.name}")
 
 
-def check_own(run: Path) -> None:
-    """Refuses a folder in which a run would write over files that are not a run's, or through a link."""
-    for name in _PARTS:
-        if (run / name).is_symlink():
-            raise UsageError(
-                f"{run / name} is a link, and a run's own files may not be links",
-                "set output.folder to a folder on the disk you want; that folder's own path may be a link",
-            )
-    if (run / "checkpoints").exists() and not (run / "checkpoints").is_dir():
-        raise UsageError(f"{run / 'checkpoints'} is a file", "set output.folder to a new folder")
-    if _is_run(run):
-        return
-    for name in _FILES:
-        if (run / name).exists():
-            raise UsageError(
-                f"{run} already holds {name}, which no run of Flatout wrote", "set output.folder to a new folder"
-            )
-
-
-def _is_run(run: Path) -> bool:
-    """Whether a run of ours began here: by the text of its lock, or by its records."""
-    if _owner(run / LOCK) is not None:
-        return True
-    try:
-        with (run / "metrics.jsonl").open("rb") as file:
-            first = json.loads(file.readline(2**20))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and first.get("type") in ("run", "notice")
-
-
-def _owner(lock: Path) -> str | None:
-    """Who held a lock last, by its text; None where nobody of ours wrote it."""
-    try:
-        raw = b"" if lock.is_symlink() else lock.read_bytes()[:300]
-    except OSError:
-        return None
-    return raw.decode("utf-8", "replace").strip() if _OWNER.fullmatch(raw) else None
-
-
 class RunLock:
     """A run folder held against other processes. Until `accept`, leaving it puts the disk back as it was."""
 
@@ -215,7 +172,7 @@ class RunLock:
         self.accepted = True
         # A lock file that holds something else is not ours to write to. On a full disk there is no room for the text.
         with contextlib.suppress(OSError):
-            if os.fstat(self.handle).st_size == 0 or _owner(self.run / LOCK) is not None:
+            if os.fstat(self.handle).st_size == 0 or owner_of(self.run / LOCK) is not None:
                 os.ftruncate(self.handle, 0)
                 os.lseek(self.handle, 0, os.SEEK_SET)
                 os.write(self.handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -283,7 +240,7 @@ def _take_lock(handle: int, run: Path, *, created: bool) -> None:
         ) from error
     if not held:
         raise UsageError(
-            f"{run} is in use by another process ({_owner(run / LOCK) or 'unknown'})",
+            f"{run} is in use by another process ({owner_of(run / LOCK) or 'unknown'})",
             "wait for it to end, stop it, or set output.folder to another folder",
         )
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import flatout
 from flatout import cli
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.observe.sinks import read_metrics
@@ -120,43 +119,3 @@ def test_two_hundred_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.Mon
     print(f"200 kills: {hits['saving']} inside a save, {hits['judging']} between save and verdict")
     assert hits["saving"] >= 60
     assert hits["judging"] >= 20
-
-
-def flips(tiny, capsys: pytest.CaptureFixture[str], count: int) -> None:
-    """Flips one bit at a time, over all files in turn; each must be found, named, and survivable."""
-    config = tiny("train.steps=8", "checkpoint.every=4", "output.folder=run")
-    list(flatout.train(config))
-    choose = random.Random(0)
-    newest = Path("run/checkpoints/step-00000008")
-    files = sorted(file for file in newest.iterdir() if file.name != "verdict.json")
-    assert len(files) == 7
-    originals = {file.name: file.read_bytes() for file in files}
-    for index in range(count):
-        file = files[index % len(files)]
-        raw = bytearray(originals[file.name])
-        bit = choose.randrange(len(raw) * 8)
-        raw[bit // 8] ^= 1 << bit % 8
-        file.write_bytes(raw)
-        assert cli.main(["train", "--resume", "run"]) == 3
-        output = capsys.readouterr()
-        assert output.err.startswith("error: damaged checkpoint")
-        assert file.name in output.err
-        assert output.out == "", "nothing was trained"
-        run = flatout.train(config, resume="auto")
-        first, second = next(run), next(run)
-        run.close()
-        assert "damaged" in first.message
-        assert file.name in first.message
-        assert second.start_step == 4, "falls back to the previous good one"
-        Path("run/checkpoints/step-00000008.damaged").rename(newest)
-        file.write_bytes(originals[file.name])
-    assert read_checkpoint(newest).step == 8
-
-
-def test_a_few_bit_flips(tiny, capsys):
-    flips(tiny, capsys, 14)
-
-
-@pytest.mark.slow
-def test_two_hundred_bit_flips(tiny, capsys):
-    flips(tiny, capsys, 200)

@@ -137,9 +137,23 @@ class Recipe:
 
 # What the compiled functions depend on. Other fields must not reach them, or every candidate would compile anew.
 MODEL_FIELDS = (
-    "tied activation qk_norm qk_scale cap cap_form norm_weights embedding_norm half_rotary x0_mix skips "
-    "value_tables attention_gates smear bigram_rows mtp"
-).split()
+    "tied",
+    "activation",
+    "qk_norm",
+    "qk_scale",
+    "cap",
+    "cap_form",
+    "norm_weights",
+    "embedding_norm",
+    "half_rotary",
+    "x0_mix",
+    "skips",
+    "value_tables",
+    "attention_gates",
+    "smear",
+    "bigram_rows",
+    "mtp",
+)
 MUON_FIELDS = ("iteration", "scale", "normuon", "normuon_beta", "decay_form", "decay")
 
 # Without a field, and with it: what --minus and --plus switch.
@@ -168,9 +182,9 @@ SWITCHES: dict[str, tuple[Any, Any]] = {
 
 # For each field another value, and what must be on for the field to mean something: what `dry` and the test try.
 VARIATIONS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "batch": (128, {}),
-    "ramp": ("0.5/1", {}),
-    "ramp_power": (1.0, {"ramp": "0.5/1"}),
+    "batch": (256, {}),
+    "ramp": ("1/2", {}),
+    "ramp_power": (1.0, {"ramp": "1/2"}),
     "optimizer": ("adamw", {}),
     "rate": (0.5, {}),
     "muon_rate": (0.01, {}),
@@ -294,16 +308,16 @@ NAMED: dict[str, str] = {
 }
 
 # Each is sized for about eight minutes of one H200 at 60m, 26M tokens and one seed.
-CAMPAIGNS: dict[str, list[str]] = {
+CAMPAIGNS: dict[str, str] = {
     "batch": "muon adamw adamw-131k-tied muon-32k muon-32k-same muon-131k muon-131k-same muon-262k muon-ramp-2 "
-    "muon-ramp-3 adamw-modern".split(),
+    "muon-ramp-3 adamw-modern",
     "muon": "muon muon-0.01 muon-0.04 head-0.008 head-0.003 embedding-0.3 embedding-0.03 beta1-0.9 newton rms normuon "
-    "decay-plain decay-cautious decay-cautious-1".split(),
+    "decay-plain decay-cautious decay-cautious-1",
     "schedule": "muon muon-cosine cosine-floor cooldown-0.4 cooldown-0.8 cooldown-1 floor-0.05 floor-0.15 warmup-0 "
-    "warmup-40 momentum-late momentum-back".split(),
-    "fields": "muon x0 values-2 skips bigram gates smear half-rotary mtp everything".split(),
-    "fields-more": "muon values-1 values-3 mtp-short rope-1k qk-1.2 cap-30 cap-sigmoid swiglu".split(),
-    "minus": "muon tied gelu no-qk-norm no-zero-init no-cap norm-weights no-embedding-norm".split(),
+    "warmup-40 momentum-late momentum-back",
+    "fields": "muon x0 values-2 skips bigram gates smear half-rotary mtp everything",
+    "fields-more": "muon values-1 values-3 mtp-short rope-1k qk-1.2 cap-30 cap-sigmoid swiglu",
+    "minus": "muon tied gelu no-qk-norm no-zero-init no-cap norm-weights no-embedding-norm",
 }
 
 
@@ -435,11 +449,11 @@ def head(
         logits = look.cap * torch.sigmoid((logits + 5) / 7.5)
     elif look.cap:
         logits = look.cap * torch.tanh(logits / look.cap)
-    total = torch.logsumexp(logits, dim=-1)
-    following = (total - logits.gather(2, targets[:, :length, None])[..., 0]).mean()
+    logits = logits.flatten(0, 1)
+    following = F.cross_entropy(logits, targets[:, :length].flatten())
     if not look.mtp:
         return following, following.detach()
-    after = (total - logits.gather(2, targets[:, 1 : length + 1, None])[..., 0]).mean()
+    after = F.cross_entropy(logits, targets[:, 1 : length + 1].flatten())
     return following + second * after, following.detach()
 
 
@@ -469,7 +483,7 @@ class Model:
     """Parameters by name, with the group whose rate they have."""
 
     def __init__(self, recipe: Recipe, size: Size, place: Place, seed: int) -> None:
-        self.look, self.size, self.place, self.seed = only(tuple(MODEL_FIELDS), recipe), size, place, seed
+        self.look, self.size, self.place, self.seed = only(MODEL_FIELDS, recipe), size, place, seed
         self.parameters: dict[str, Tensor] = {}
         self.groups: dict[str, str] = {}
         self.tables = self._tables(recipe)
@@ -574,7 +588,7 @@ class Model:
 
     def count(self) -> dict[str, int]:
         """Parameters by kind. `dense` is what every token passes: matrices and head."""
-        kinds = dict.fromkeys(("matrix", "head", "embedding", "table", "scalar"), 0)
+        kinds: dict[str, int] = dict.fromkeys(("matrix", "head", "embedding", "table", "scalar"), 0)
         for name, group in self.groups.items():
             kinds[group] += self.parameters[name].numel()
         return {"dense": kinds["matrix"] + kinds["head"], **kinds, "total": sum(kinds.values())}
@@ -663,7 +677,9 @@ class Muon:
             gradients = [weight.grad for weight in shape.weights]
             weights = [weight.detach() for weight in shape.weights]
             changes = change(self.look, gradients, weights, shape.moving, shape.second, *numbers)
-            torch._foreach_sub_(weights, list(changes.split([len(weight) for weight in weights])))
+            torch._foreach_sub_(  # pyright: ignore[reportPrivateImportUsage] - it has no public name
+                weights, list(changes.split([len(weight) for weight in weights]))
+            )
 
 
 class Optimizer:
@@ -800,7 +816,7 @@ def made_up(size: Size) -> Data:
         follows = (tokens[-1] * 3 + tokens[-2]) % min(32, size.vocab)
         tokens.append(follows if luck[i] < 0.8 else noise[i])
     both = torch.tensor(tokens, dtype=torch.int32)
-    return Data(both[:8000], both[8000 : 8000 + 16 * size.context + 1])
+    return Data(both[:8000], both[8000 : 8000 + 4 * size.context + 1])
 
 
 class Rows:
@@ -913,7 +929,7 @@ def trained(model: Model, recipe: Recipe, protocol: Protocol) -> dict[str, Any]:
         if done in evaluated:
             synchronize(device)
             seconds += time.perf_counter() - began
-            curve.append((tokens, round(seconds, 2), round(evaluate(model, protocol.data.val, protocol.micro_rows), 4)))
+            curve.append((tokens, round(seconds, 2), evaluate(model, protocol.data.val, protocol.micro_rows)))
             told(f"step {done}/{len(steps)}, validation loss {curve[-1][2]:.4f}, {seconds:.1f} s")
             synchronize(device)
             began = time.perf_counter()
@@ -923,6 +939,12 @@ def trained(model: Model, recipe: Recipe, protocol: Protocol) -> dict[str, Any]:
     if device.type == "cuda":
         facts["peak_gib"] = round(torch.cuda.max_memory_allocated(device) / 2**30, 2)
     return facts | {"parameters": model.count()}
+
+
+def rounded(facts: dict[str, Any]) -> dict[str, Any]:
+    """Losses to four digits, as rows have them."""
+    loss = None if facts["loss"] is None else round(facts["loss"], 4)
+    return facts | {"loss": loss, "curve": [[*point[:2], round(point[2], 4)] for point in facts["curve"]]}
 
 
 def changed(recipe: Recipe) -> dict[str, Any]:
@@ -965,7 +987,7 @@ def summary(rows: list[dict[str, Any]], names: list[str]) -> str:
 
 
 def chosen(asked: argparse.Namespace) -> list[tuple[str, Recipe]]:
-    words = [*(CAMPAIGNS[asked.campaign] if asked.campaign else []), *asked.candidates]
+    words = [*(CAMPAIGNS[asked.campaign].split() if asked.campaign else []), *asked.candidates]
     found = [candidate_of(word) for word in words]
     if asked.plus:
         found += switched(candidate_of(asked.plus), on=True)
@@ -1019,7 +1041,7 @@ def run(asked: argparse.Namespace) -> None:
         try:
             row["compile_seconds"] = round(warmed(recipe, protocol), 1)
             told(f"compiled and warmed up in {row['compile_seconds']} s")
-            row |= trained(Model(recipe, size, place, seed), recipe, protocol)
+            row |= rounded(trained(Model(recipe, size, place, seed), recipe, protocol))
         except (RuntimeError, ValueError) as error:  # the other candidates still run
             row["error"] = f"{type(error).__name__}: {error}"[:300]
             told(row["error"])
@@ -1035,7 +1057,7 @@ def run(asked: argparse.Namespace) -> None:
 # Checks without a GPU
 
 
-TINY = Recipe(batch=256)
+TINY = Recipe(batch=128, warmup=1)
 
 
 @functools.cache
@@ -1050,9 +1072,9 @@ def tiny(recipe: Recipe, steps: int) -> tuple[float, list[str]]:
     protocol = Protocol(size, place, tiny_data(), steps * TINY.batch, 4, 1, lambda _: None)
     model = Model(recipe, size, place, 0)
     began_with = {name: tensor.detach().clone() for name, tensor in model.parameters.items()}
-    trained(model, recipe, protocol)
+    loss = trained(model, recipe, protocol)["loss"]
     still = [name for name, tensor in model.parameters.items() if torch.equal(tensor, began_with[name])]
-    return evaluate(model, protocol.data.val, protocol.micro_rows), still
+    return math.nan if loss is None else loss, still
 
 
 def tiny_pair(field: str, steps: int) -> tuple[float, float, list[str]]:
@@ -1099,10 +1121,14 @@ def main() -> None:
     trying = commands.add_parser("dry", help="try every field on a tiny model on the CPU")
     trying.add_argument("--steps", type=int, default=20)
     commands.add_parser("list", help="candidates and campaigns")
-    asked = parser.parse_args()
+    # Candidates may stand behind options; argparse's own way of allowing that knows no subcommands.
+    asked, rest = parser.parse_known_args()
+    if any(word.startswith("-") for word in rest) or (rest and asked.command != "run"):
+        parser.error(f"unknown: {' '.join(rest)}")
     if asked.command == "prepare":
         prepare(asked.source, asked.tokenizer, asked.out)
     elif asked.command == "run":
+        asked.candidates += rest
         run(asked)
     elif asked.command == "dry":
         dry(asked.steps)
@@ -1110,7 +1136,7 @@ def main() -> None:
         for name, text in NAMED.items():
             print(f"{name:20} {text}")
         for name, names in CAMPAIGNS.items():
-            print(f"--campaign {name}: {' '.join(names)}")
+            print(f"--campaign {name}: {names}")
 
 
 if __name__ == "__main__":

@@ -442,7 +442,7 @@ def block(
 def head(
     look: Recipe, x: Tensor, weight: Tensor, norm_weight: Tensor | None, targets: Tensor, second: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(loss to train on, cross entropy of the next token); `targets` has one token more than `x` for the second."""
+    """(training loss, next-token cross entropy); `targets` is one token longer than `x`, for the second next token."""
     length = x.shape[1]
     logits = F.linear(norm(x, norm_weight), weight.to(x.dtype)).float()
     if look.cap and look.cap_form == "sigmoid":
@@ -570,7 +570,7 @@ class Model:
         return angles.cos(), angles.sin()
 
     def losses(self, rows: Tensor, second: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(loss to train on, cross entropy) of rows of `context + 2` tokens; the last one is the second's target."""
+        """(training loss, next-token cross entropy) of rows of `context + 2` tokens."""
         place, look = self.place, self.look
         tokens, targets = rows[:, :-2].contiguous(), rows[:, 1:].contiguous()
         x, values = compiled(embed, place.compile)(look, tokens, self.tables, place.dtype)
@@ -835,17 +835,16 @@ class Rows:
 
 
 def evaluate(model: Model, val: Tensor, micro_rows: int) -> float:
-    """Mean loss over separate rows. With gradients on: without, the graphs of training would not fit."""
+    """Mean loss over separate rows. Gradients stay on, so that the training graphs are used and none is compiled."""
     context = model.size.context
     begins = torch.arange(0, len(val) - context, context, device=val.device)
     inside = torch.arange(context + 2, device=val.device)
     total = torch.zeros((), dtype=torch.float64, device=val.device)
-    groups = begins.split(micro_rows)
-    for group in groups:
+    for group in begins.split(micro_rows):
         # The last row has no second next token; nobody looks at it here.
         rows = val[(group[:, None] + inside).clamp(max=len(val) - 1)].long()
-        total += model.losses(rows)[1].double()
-    return float(total) / len(groups)
+        total += model.losses(rows)[1].double() * len(group)
+    return float(total) / len(begins)
 
 
 # Runs
@@ -953,7 +952,9 @@ def changed(recipe: Recipe) -> dict[str, Any]:
 
 
 def identity(row: dict[str, Any]) -> str:
-    return json.dumps([row[name] for name in ("size", "asked_tokens", "micro_rows", "seed", "recipe")], sort_keys=True)
+    # A field that a row does not have yet is one that was off when it was measured.
+    facts = [row[name] for name in ("size", "asked_tokens", "micro_rows", "seed")]
+    return json.dumps([*facts, dataclasses.asdict(Recipe()) | row["recipe"]], sort_keys=True)
 
 
 def written(row: dict[str, Any]) -> None:
@@ -1020,7 +1021,7 @@ def run(asked: argparse.Namespace) -> None:
     candidates = chosen(asked)
     rows, before = [], {identity(row): row for row in rows_before() if "error" not in row and not asked.again}
     work = [(name, recipe, seed) for seed in asked.seeds for name, recipe in candidates]
-    longest = 0.0
+    latest = 0.0
     for i, (name, recipe, seed) in enumerate(work):
         row = {"candidate": name, "seed": seed, **facts, "changed": changed(recipe)}
         row["recipe"] = dataclasses.asdict(recipe)
@@ -1028,7 +1029,7 @@ def run(asked: argparse.Namespace) -> None:
             rows.append(before[identity(row)] | {"candidate": name})
             print(f"{name}, seed {seed}: measured before, {rows[-1]['loss']}", flush=True)
             continue
-        if time.perf_counter() - began + longest > asked.seconds:
+        if time.perf_counter() - began + latest > asked.seconds:
             left = ", ".join(f"{name} {seed}" for name, _, seed in work[i:])
             print(f"out of time after {time.perf_counter() - began:.0f} s; not run: {left}", flush=True)
             break
@@ -1050,7 +1051,7 @@ def run(asked: argparse.Namespace) -> None:
         gc.collect()
         if cuda:
             torch.cuda.empty_cache()
-        longest = time.perf_counter() - started
+        latest = time.perf_counter() - started
     print(summary(rows, [name for name, _ in candidates]), flush=True)
 
 

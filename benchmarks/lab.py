@@ -1018,7 +1018,10 @@ def run(asked: argparse.Namespace) -> None:
         "asked_tokens": int(asked.tokens),
         "micro_rows": asked.micro,
     }
-    candidates = chosen(asked)
+    try:
+        candidates = chosen(asked)
+    except (ValueError, KeyError) as error:
+        sys.exit(f"error: {error.args[0]}")
     rows, before = [], {identity(row): row for row in rows_before() if "error" not in row and not asked.again}
     work = [(name, recipe, seed) for seed in asked.seeds for name, recipe in candidates]
     latest = 0.0

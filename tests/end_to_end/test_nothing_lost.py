@@ -96,8 +96,36 @@ def test_a_lock_with_somebodys_text_is_not_written_to(tiny, tmp_path):
         (tmp_path / name / "run.lock").write_text(text)
         assert cli.main(["train", "data.source=nope.txt", f"output.folder={name}"]) == 3
         assert (tmp_path / name / "run.lock").read_text() == text
-    list(flatout.train(tiny("train.steps=1", "output.folder=mine")))
-    assert (tmp_path / "mine" / "run.lock").read_text() == "do not lose this\n"
+        list(flatout.train(tiny("train.steps=1", f"output.folder={name}")))
+        assert (tmp_path / name / "run.lock").read_text() == text
+
+
+def test_folders_with_the_names_of_checkpoints_stay_where_they_are(tiny, tmp_path):
+    list(flatout.train(tiny("train.steps=2", "output.folder=run")))
+    mine = tmp_path / "run" / "checkpoints" / "step-00000009"
+    mine.mkdir()
+    (mine / "manifest.json").write_text("mine")
+    before = snapshot(tmp_path)
+    assert flatout.load_model("run").step == 2, "it is not taken for one"
+    with pytest.raises(UsageError, match="step-00000009"):
+        next(flatout.train(tiny("train.steps=3", "output.folder=run"), resume="auto"))
+    assert snapshot(tmp_path) == before
+
+
+def test_a_damaged_pointer_to_the_best_does_no_harm(tiny, tmp_path):
+    list(flatout.train(tiny("train.steps=2", "output.folder=run")))
+    for content in ("[" * 100_000, "{}", '{"step": []}', "\x00"):
+        (tmp_path / "run" / "best.json").write_text(content)
+        assert flatout.load_model("run").step == 2
+
+
+def test_setting_aside_takes_no_name_that_is_taken(tiny, tmp_path):
+    list(flatout.train(tiny("train.steps=4", "checkpoint.every=2", "output.folder=run")))
+    places = tmp_path / "run" / "checkpoints"
+    (places / "step-00000004.superseded").symlink_to(tmp_path / "nowhere")
+    list(flatout.train(tiny("train.steps=3", "output.folder=run"), resume="run/checkpoints/step-00000002"))
+    assert (places / "step-00000004.superseded").is_symlink()
+    assert (places / "step-00000004.superseded-2").is_dir()
 
 
 def test_a_disk_without_locks_is_told_as_such(tiny, tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -1,7 +1,5 @@
 """The folder a run would write to: new, or that of another run, and whether that one can go on. No torch here."""
 
-import os
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +8,10 @@ from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
 from flatout.diagnose.doctor import Finding, Status
-from flatout.engine.run_files import check_own
+from flatout.engine.run_files import check_own, list_checkpoints
 from flatout.errors import UserError
 
 RUNS = Path("runs")
-_STEP = re.compile(r"step-(\d{8,})")
 
 
 def folder_of(config: RunConfig) -> Path:
@@ -51,7 +48,7 @@ def check_folder(config: RunConfig) -> Iterator[Finding]:
     if not _holds_run(folder):
         yield _finding("ok", f"{folder} is free" if folder.exists() else f"a new folder {folder}")
         return
-    steps = _steps_in(folder)
+    steps = [step for step, _ in list_checkpoints(folder / "checkpoints")]
     at = f", saved up to step {steps[-1]:,}" if steps else ", without a checkpoint"
     difference = _difference(config, folder)
     if difference is not None:
@@ -82,16 +79,7 @@ def _finding(status: Status, found: str, advice: str = "") -> Finding:
 
 
 def _holds_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").exists() or bool(_steps_in(folder))
-
-
-def _steps_in(folder: Path) -> list[int]:
-    """Steps of the finished checkpoints, the newest last."""
-    try:
-        names = os.listdir(folder / "checkpoints")
-    except OSError:
-        return []
-    return sorted(int(found[1]) for found in map(_STEP.fullmatch, names) if found)
+    return (folder / "metrics.jsonl").exists() or bool(list_checkpoints(folder / "checkpoints"))
 
 
 def _difference(config: RunConfig, folder: Path) -> str | None:

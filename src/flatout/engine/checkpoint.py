@@ -19,7 +19,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
 from flatout.errors import CheckpointError, DamagedError
 from flatout.files import (
     CHECK_ACCESS,
@@ -42,11 +42,8 @@ from flatout.model.tensor_file import write_tensors
 from flatout.model.weights import read_safetensors
 
 FORMAT = 1
-MANIFEST, VERDICT, BASE_MARK = "manifest.json", "verdict.json", "base-of.txt"
-_NAME = re.compile(r"^step-(\d{8})$")
+VERDICT, BASE_MARK = "verdict.json", "base-of.txt"
 Fact = TypeVar("Fact", int, str)
-_TENSOR_FILES = ("model", "optimizer", "run")
-_JSON_FILES = ("state", "config", "tokenizer")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,14 +76,6 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every finished checkpoint in a `checkpoints` folder, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = ((_NAME.match(path.name), path) for path in folder.iterdir())
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
@@ -104,12 +93,12 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
-    paths = [folder / f"{name}.safetensors" for name in _TENSOR_FILES]
-    tensors: list[dict[str, Tensor]] = [getattr(checkpoint, name) for name in _TENSOR_FILES]
+    paths = [folder / f"{name}.safetensors" for name in TENSOR_FILES]
+    tensors: list[dict[str, Tensor]] = [getattr(checkpoint, name) for name in TENSOR_FILES]
     with ThreadPoolExecutor(len(paths)) as threads:  # hashing is what takes longest, and is one thread for a file
         told = threads.map(write_tensors, paths, tensors)
         entries: dict[str, dict[str, Any]] = {path.name: entry for path, entry in zip(paths, told, strict=True)}
-    for name in _JSON_FILES:
+    for name in JSON_FILES:
         path = folder / f"{name}.json"
         write_new(path, canonical_json(getattr(checkpoint, name)))
         entries[path.name] = sync_and_hash(path)
@@ -140,10 +129,10 @@ def _unsealed(raw: bytes) -> dict[str, Any]:
 def remove_checkpoint(path: Path) -> bool:
     """Removes a checkpoint; False, with nothing changed, where it is a link or holds files that are not ours."""
     try:
-        own = {*_read_manifest(path)["files"], MANIFEST, VERDICT, BASE_MARK}
+        _read_manifest(path)
     except CheckpointError:
         return False
-    return retire(path, own)
+    return retire(path, CHECKPOINT_FILES | {VERDICT, BASE_MARK})
 
 
 def sweep_leftovers(folder: Path) -> None:
@@ -257,8 +246,8 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     """The contents of a checkpoint folder, tensors on the CPU; hashed first unless the caller just did."""
     if not verified:
         verify_checkpoint(path)
-    tensors = {name: read_safetensors(path / f"{name}.safetensors") for name in _TENSOR_FILES}
-    values = {name: _read_object(path / f"{name}.json") for name in _JSON_FILES}
+    tensors = {name: read_safetensors(path / f"{name}.safetensors") for name in TENSOR_FILES}
+    values = {name: _read_object(path / f"{name}.json") for name in JSON_FILES}
     checkpoint = Checkpoint(**tensors, **values)
     checkpoint.fact("step", int)
     return checkpoint
@@ -318,7 +307,7 @@ def set_aside(path: Path, why: str) -> Path:
     """Renames a checkpoint so that it is no longer one; nothing is deleted."""
     numbers = itertools.count(1)
     names = (path.with_name(f"{path.name}.{why}" + (f"-{n}" if n > 1 else "")) for n in numbers)
-    aside = next(name for name in names if not name.exists())
+    aside = next(name for name in names if not os.path.lexists(name))
     os.rename(path, aside)
     return aside
 
@@ -350,8 +339,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _is_shaped(manifest: dict[str, Any]) -> bool:
     """Whether a manifest says what ours say: exactly our files, each with a size and a SHA-256."""
     files, step = manifest.get("files"), manifest.get("step")
-    names = {f"{name}.safetensors" for name in _TENSOR_FILES} | {f"{name}.json" for name in _JSON_FILES}
-    if type(step) is not int or not isinstance(files, dict) or set(files) != names:
+    if type(step) is not int or not isinstance(files, dict) or set(files) != CHECKPOINT_FILES - {MANIFEST}:
         return False
     entries = [entry for entry in files.values() if isinstance(entry, dict)]
     return len(entries) == len(files) and all(

@@ -10,6 +10,30 @@ LOCK = "run.lock"
 _FILES = ("config.yaml", "metrics.jsonl", "best.json")
 _PARTS = (LOCK, *_FILES, "checkpoints", "adapter")
 _OWNER = re.compile(rb"pid \d+ on [^\n]*\n")
+MANIFEST = "manifest.json"
+TENSOR_FILES = ("model", "optimizer", "run")
+JSON_FILES = ("state", "config", "tokenizer")
+CHECKPOINT_FILES = frozenset(
+    (MANIFEST, *(f"{name}.safetensors" for name in TENSOR_FILES), *(f"{name}.json" for name in JSON_FILES))
+)
+_STEP = re.compile(r"step-(\d{8})")
+
+
+def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every finished checkpoint in a `checkpoints` folder, oldest first."""
+    return sorted((step, path) for step, path in _named_like_checkpoints(folder) if _looks_like_checkpoint(path))
+
+
+def _named_like_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    if not folder.is_dir():
+        return []
+    found = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir())
+    return [(int(match[1]), path) for match, path in found if match]
+
+
+def _looks_like_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, whole or damaged: some of our files may be lost, but hardly most of them."""
+    return sum((path / name).is_file() for name in CHECKPOINT_FILES) > len(CHECKPOINT_FILES) // 2
 
 
 def check_own(run: Path) -> None:
@@ -22,6 +46,11 @@ def check_own(run: Path) -> None:
             )
     if (run / "checkpoints").exists() and not (run / "checkpoints").is_dir():
         raise UsageError(f"{run / 'checkpoints'} is a file", "set output.folder to a new folder")
+    for _, path in _named_like_checkpoints(run / "checkpoints"):
+        if not _looks_like_checkpoint(path):
+            raise UsageError(
+                f"{path} has the name of a checkpoint and is none", "move it away, or set output.folder to a new folder"
+            )
     if _is_run(run):
         return
     for name in _FILES:

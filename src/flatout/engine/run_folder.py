@@ -22,16 +22,14 @@ from pathlib import Path
 
 from flatout.config.schema import OutputConfig
 from flatout.engine.checkpoint import (
-    MANIFEST,
     Unusable,
-    list_checkpoints,
     newest_good,
     read_verdict,
     set_aside,
     sweep_leftovers,
     verify_checkpoint,
 )
-from flatout.engine.run_files import LOCK, owner_of
+from flatout.engine.run_files import LOCK, MANIFEST, list_checkpoints, owner_of
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import disk_errors
 from flatout.folders import make_folders, remove_empty, sweep
@@ -123,7 +121,7 @@ def read_best(run: Path) -> int | None:
     try:
         value = json.loads((run / "best.json").read_bytes())
         return int(value["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # a pointer for convenience: without it the newest checkpoint serves
 
 
@@ -162,17 +160,18 @@ def set_later_aside(run: Path, chosen: Path, notice: Callable[[str], None]) -> N
 class RunLock:
     """A run folder held against other processes. Until `accept`, leaving it puts the disk back as it was."""
 
-    def __init__(self, run: Path, handle: int) -> None:
+    def __init__(self, run: Path, handle: int, *, created: bool) -> None:
         self.run = run
         self.handle = handle
+        self.created = created
         self.accepted = False
 
     def accept(self) -> None:
         """The run goes ahead: says who holds the folder, and removes what killed processes left in it."""
         self.accepted = True
-        # A lock file that holds something else is not ours to write to. On a full disk there is no room for the text.
+        # A lock file that somebody else made is not ours to write to. On a full disk there is no room for the text.
         with contextlib.suppress(OSError):
-            if os.fstat(self.handle).st_size == 0 or owner_of(self.run / LOCK) is not None:
+            if self.created or owner_of(self.run / LOCK) is not None:
                 os.ftruncate(self.handle, 0)
                 os.lseek(self.handle, 0, os.SEEK_SET)
                 os.write(self.handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -195,7 +194,7 @@ def run_lock(run: Path) -> Iterator[RunLock]:
             handle, created = _open_lock(run / LOCK)
         try:
             _take_lock(handle, run, created=created)
-            lock = RunLock(run, handle)
+            lock = RunLock(run, handle, created=created)
             try:
                 yield lock
             finally:

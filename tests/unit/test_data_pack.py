@@ -416,6 +416,7 @@ def test_a_failure_keeps_the_old_dataset(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from flatout.config.schema import DataConfig
+from flatout import folders
 from flatout.data import merge, pack, plan
 source, folder, moment = sys.argv[1:]
 plan.PART_BYTES = 256
@@ -425,14 +426,14 @@ request = plan.request_of(DataConfig(source=source, tokenizer="bytes", split="do
 def progress(told):
     if moment == "document" and told.documents > 30:
         die()
-room = {"write_file": merge, "merge_parts": pack, "_move_into_place": pack, "rename": pack.Path}.get(moment)
+room = {"write_file": merge, "merge_parts": pack, "_publish": folders, "rename": os}.get(moment)
 if room is not None:
     setattr(room, moment, die)
 pack.pack_corpus(request, folder, progress=progress)
 """
 
 
-@pytest.mark.parametrize("moment", ["document", "write_file", "merge_parts", "_move_into_place", "rename"])
+@pytest.mark.parametrize("moment", ["document", "write_file", "merge_parts", "_publish", "rename"])
 def test_a_killed_packer_leaves_nothing_that_loads_and_the_next_one_succeeds(
     tmp_path: Path, small_parts: None, moment: str
 ) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 
 from flatout.config.schema import CleanConfig, DataConfig, SourceConfig
 from flatout.corpus.clean import CleanRules, load_rules
-from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import find_files, slices_of
 from flatout.corpus.streams import PIECE
@@ -29,6 +29,7 @@ from flatout.data.part import Part
 from flatout.errors import DataError, ResourceError
 
 STDIN = "-"
+STDIN_NAME = "stdin-"  # of the file that standard input is copied to
 PART_BYTES = 2**22
 _MOST_SLICES = 4096
 _MOST_HASHED = 2**26
@@ -138,7 +139,7 @@ def find_inputs(request: Request, work: Path) -> Inputs:
     for number, source in enumerate(request.sources):
         form = source.format or request.data.format
         if source.path == STDIN:
-            files.append(_spooled(work / f"stdin-{number}", form or "text", number))
+            files.append(_spooled(work / f"{STDIN_NAME}{number}", form or "text", number))
             continue
         found = find_files(source.path, format=form, number=number)
         files += found.files
@@ -253,7 +254,8 @@ def _spooled(target: Path, form: str, number: int) -> InputFile:
             "the source is standard input, and nothing is piped into it", "for example: cat a.txt | flatout prepare ..."
         )
     digest = hashlib.sha256()
-    with target.open("wb") as file:
+    target.unlink(missing_ok=True)  # of an earlier prepare
+    with target.open("xb") as file:
         while chunk := sys.stdin.buffer.read(2**20):
             digest.update(chunk)
             file.write(chunk)
@@ -281,8 +283,20 @@ def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool
     need = 2 * tokens * bytes_per_token
     free = shutil.disk_usage(folder).free
     if free < need:
+        has, wants = sizes_told(free, need)
         raise ResourceError(
-            f"{folder} has {free / 1e9:.1f} GB free, and preparing {inputs.bytes / 1e9:.1f} GB of input needs about "
-            f"{need / 1e9:.1f} GB",
+            f"the disk of {shown(folder.parent)} has {has} free, and preparing {sizes_told(inputs.bytes)[0]} of input "
+            f"needs about {wants}",
             "free some space, or set data.folder to another disk",
         )
+
+
+def sizes_told(*sizes: int) -> list[str]:
+    """Sizes for a message, in the unit of the largest, with as many digits as it takes to tell them apart."""
+    power, unit = next(
+        ((power, unit) for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")) if max(sizes) >= 10**power), (0, "bytes")
+    )
+    digits = min(power, 1)
+    while digits < power and len({round(size / 10**power, digits) for size in (0, *sizes)}) < len({0, *sizes}):
+        digits += 1
+    return [f"{size / 10**power:,.{digits}f} {unit}" for size in sizes]

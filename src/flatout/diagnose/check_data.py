@@ -16,9 +16,8 @@ from flatout.corpus.document import Document, Problem
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of
 from flatout.data.inspect import read_report
-from flatout.data.manifest import MANIFEST
 from flatout.data.plan import STDIN, Inputs, Request, find_inputs, request_of
-from flatout.data.prepare import data_folder, prepare_data
+from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from flatout.diagnose.check_environment import check_packages, source_paths
@@ -44,7 +43,7 @@ def look_at_data(
         folder = data_folder(config.data)
     except ConfigError as error:
         return [finding_of(error, "config", "source")], DataFacts()
-    if not config.data.streaming and (folder / MANIFEST).exists():
+    if not config.data.streaming and has_dataset(folder):
         facts = _prepared(config, folder, findings)
         findings += check_packages(machine, config, ())
         return findings, facts
@@ -223,7 +222,7 @@ def _listing(config: RunConfig, inputs: Inputs, formats: set[str]) -> Iterable[F
 
 def _inside(folder: Path, request: Request) -> Iterable[Finding]:
     for source in request.sources:
-        if Path(source.path).is_dir() and folder.resolve().is_relative_to(Path(source.path).resolve()):
+        if lies_inside(folder, source.path):
             yield _finding(
                 "folder",
                 "bad",

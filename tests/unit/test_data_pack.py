@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from flatout.config.schema import CleanConfig, DataConfig
+from flatout.corpus import sources
 from flatout.data import pack as pack_module
 from flatout.data import plan
 from flatout.data.inspect import read_problems, read_report
@@ -801,3 +802,45 @@ def test_a_folder_that_cannot_be_is_an_error_line(tmp_path: Path, monkeypatch: p
     assert caught.value.hint
     assert "\0" not in caught.value.message
     assert tree(tmp_path) == before
+
+
+# --- folders of other files -------------------------------------------------------------------------------------------
+
+
+def mixed_folder(place: Path, counts: dict[str, int]) -> str:
+    for suffix, count in counts.items():
+        for number in range(count):
+            path = place / f"{suffix.strip('.') or 'plain'}-{number}{suffix}"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"line of {path.name}\n" * 3)
+    return str(place)
+
+
+def test_files_that_are_passed_over_are_told_before_anything_is_read(tmp_path: Path) -> None:
+    told: list[PrepareProgress] = []
+    source = mixed_folder(tmp_path / "in", {".txt": 9, ".py": 4, ".c": 2, ".h": 1, ".rs": 1, "": 1})
+    pack(source, tmp_path / "data", "bytes", progress=told.append)
+    assert told[0].notice == "18 files: read 9 .txt; passed over 4 .py, 2 .c, 1 .h, 2 others"
+    assert (told[0].files, told[0].bytes) == (0, 0)
+    assert not any(progress.notice for progress in told[1:])
+
+
+def test_a_folder_of_mostly_other_files_is_refused_unless_a_format_is_given(tmp_path: Path) -> None:
+    source = mixed_folder(tmp_path / "in", {".txt": 2, ".py": 5, ".cfg": 3})
+    (tmp_path / "in" / "download.part").write_text("half")  # what programs leave does not count
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match="passed over") as caught:
+        pack(source, tmp_path / "deep" / "data", "bytes")
+    assert "11 files: read 2 .txt; passed over 5 .py, 3 .cfg, 1 .part" in caught.value.message
+    assert "data.format=text" in caught.value.hint
+    assert tree(tmp_path) == before
+    pack(source, tmp_path / "data", "bytes", more={"format": "text"})
+    report = read_report(tmp_path / "data")
+    assert report is not None
+    assert (report["files"], report["passed_over"]) == (10, {".part": 1})
+    pack([f"{source}/txt-0.txt", f"{source}/txt-1.txt"], tmp_path / "chosen", "bytes")
+
+
+def test_splits_of_a_saved_dataset_are_no_reason_to_refuse_it() -> None:
+    found = sources.Found(files=(Mock(),), passed_over={"split test": 1, "split validation": 1, "split more": 1})
+    assert not found.mostly_unknown

@@ -27,6 +27,7 @@ import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
@@ -135,6 +136,8 @@ class _Packer:
         self._inputs = find_inputs(self._request, work)
         self._settings = self._request.settings(self._inputs.bytes, self._inputs.digest())
         self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
+        if self._progress is not None and self._inputs.passed_over:
+            self._progress(replace(self._told, notice=self._inputs.passed_over_told))
         most = self._inputs.most_parts
         count = worker_count(self._inputs.bytes) if self._workers is None else min(self._workers, most)
         stamps = self._inputs.stamps()

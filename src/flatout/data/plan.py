@@ -14,6 +14,7 @@ import hashlib
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from flatout.config.schema import CleanConfig, DataConfig, SourceConfig
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import find_files, slices_of
+from flatout.corpus.sources import find_files, slices_of, told_by_type, type_of
 from flatout.corpus.streams import PIECE
 from flatout.data.part import Part
 from flatout.errors import DataError, ResourceError
@@ -105,6 +106,15 @@ class Inputs:
         return sum(file.bytes for file in self.files)
 
     @property
+    def passed_over_told(self) -> str:
+        """What is read and what is not, by type, for a notice; nothing where all is read."""
+        if not self.passed_over:
+            return ""
+        read = Counter(type_of(file.path) for file in self.files)
+        total = len(self.files) + sum(self.passed_over.values())
+        return f"{total:,} files: read {told_by_type(read) or 'none'}; passed over {told_by_type(self.passed_over)}"
+
+    @property
     def most_parts(self) -> int:
         """About as many parts as there can be: more workers would have nothing to do."""
         if any(file.format == "hub" for file in self.files):
@@ -142,6 +152,13 @@ def find_inputs(request: Request, work: Path) -> Inputs:
             files.append(_spooled(work / f"{STDIN_NAME}{number}", form or "text", number))
             continue
         found = find_files(source.path, format=form, number=number)
+        if found.mostly_unknown:
+            told = Inputs(found.files, found.problems, dict(found.passed_over)).passed_over_told
+            raise DataError(
+                f"most of the folder {shown(source.path)} would be passed over, which has {told}",
+                "set data.format=text to read every file as text, whatever its name (source code is text too), or set "
+                "data.source to the files that you want",
+            )
         files += found.files
         problems += found.problems
         for suffix, count in found.passed_over.items():

@@ -804,6 +804,23 @@ def test_a_folder_that_cannot_be_is_an_error_line(tmp_path: Path, monkeypatch: p
     assert tree(tmp_path) == before
 
 
+def test_a_large_row_group_is_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"row {number} " + "abc " * 50 for number in range(400)]  # compressed, it is a tenth of that
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "in.parquet", compression="zstd")
+    pack(str(tmp_path / "in.parquet"), tmp_path / "whole", "bytes", "document", 0.3)
+    monkeypatch.setattr(sources, "PIECE", 2**13)
+    data = DataConfig(source=str(tmp_path / "in.parquet"), tokenizer="bytes")
+    inputs = plan.find_inputs(request_of(data), tmp_path)
+    held = [len(part.slices) for part in plan.parts_of(inputs, request_of(data).options, plan.Done())]
+    assert len(held) > 2
+    assert set(held) == {1}
+    pack(str(tmp_path / "in.parquet"), tmp_path / "cut", "bytes", "document", 0.3)
+    assert contents(tmp_path / "whole") == contents(tmp_path / "cut")
+
+
 # --- folders of other files -------------------------------------------------------------------------------------------
 
 

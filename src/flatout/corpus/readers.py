@@ -157,7 +157,7 @@ def _read_table(slice: Slice, options: ReadOptions) -> Results:
     from flatout.corpus import tables
 
     if slice.file.format == "parquet":
-        return tables.read_parquet(slice.file, slice.start, slice.end, options)
+        return tables.read_parquet(slice.file, slice.start, slice.end, options, slice.share, slice.shares)
     if slice.file.format == "saved":
         return tables.read_saved(slice.file, slice.start, slice.end, options)
     return tables.read_hub(slice.file, options)

@@ -63,8 +63,18 @@ _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 # Parquet.
 
 
-def read_parquet(file: InputFile, first_group: int, last_group: int | None, options: ReadOptions) -> Results:
-    """The rows of the row groups from `first_group` up to `last_group`."""
+def read_parquet(
+    file: InputFile,
+    first_group: int,
+    last_group: int | None,
+    options: ReadOptions,
+    share: int = 0,
+    shares: int = 1,
+) -> Results:
+    """The rows of the row groups from `first_group` up to `last_group`; of each, one of `shares` stretches of rows.
+
+    What comes before the share in its row group is decoded and dropped, which costs little beside tokenizing.
+    """
     pa = _import_arrow()
     problem = _no_parquet(file)
     if problem is None:
@@ -79,18 +89,26 @@ def read_parquet(file: InputFile, first_group: int, last_group: int | None, opti
                 problem = Problem(file.name, "", "format", message, records=0)
             else:
                 more = parquet.metadata.num_rows - sum(sizes)
-                if more and first_group == 0:
+                if more and first_group == share == 0:
                     message = f"its footer is damaged: it tells of {parquet.metadata.num_rows:,} rows, and then of "
                     yield Problem(file.name, "", "format", f"{message}{sum(sizes):,}", records=max(more, 0))
                 groups = range(len(sizes))[first_group:last_group]
+                stretches = [_stretch(sizes[number], share, shares) for number in groups]
                 if isinstance(column, str):
-                    yield Problem(file.name, "", "field", column, sum(max(sizes[number], 0) for number in groups))
+                    yield Problem(file.name, "", "field", column, sum(len(stretch) for stretch in stretches))
                     return
-                for number in groups:
+                for number, stretch in zip(groups, stretches, strict=True):
                     first = sum(sizes[:number]) + 1
-                    yield from _row_group(parquet, number, first, sizes[number], column, file, options)
-    if problem is not None and first_group == 0:
+                    last = share == shares - 1
+                    yield from _row_group(parquet, number, first, stretch, column, file, options, last=last)
+    if problem is not None and first_group == share == 0:
         yield problem
+
+
+def _stretch(rows: int, share: int, shares: int) -> range:
+    """The rows of a share; a damaged footer may tell of fewer than none."""
+    rows = max(rows, 0)
+    return range(rows * share // shares, rows * (share + 1) // shares)
 
 
 def read_parquet_rows(file: InputFile) -> Iterator[Row | Problem]:
@@ -161,21 +179,39 @@ def _no_parquet(file: InputFile) -> Problem | None:
 
 
 def _row_group(
-    parquet: Any, number: int, first: int, rows: int, column: "_Column", file: InputFile, options: ReadOptions
+    parquet: Any,
+    number: int,
+    first: int,
+    stretch: range,
+    column: "_Column",
+    file: InputFile,
+    options: ReadOptions,
+    *,
+    last: bool,
 ) -> Results:
-    """The rows of one group, of which the first in the file has the number `first`."""
+    """A stretch of the rows of one group, of which the first in the file has the number `first`.
+
+    `last`: the stretch goes on to the end of the group, wherever that is.
+    """
     done = 0
     broken = "it has fewer rows than its metadata says"
     for batch in _until_damage(_batches(parquet, number, column.path)):
         if isinstance(batch, Exception):
             broken = f"it is damaged: {_reason(batch)}"
             break
-        values = _values(batch.column(batch.schema.names.index(column.name)))
-        yield from _documents(values, first + done, column, file, options)
-        done += len(values)
-    if done < rows:
+        begin = max(stretch.start - done, 0)
+        end = batch.num_rows if last else min(stretch.stop - done, batch.num_rows)
+        if begin < end:
+            found = batch.column(batch.schema.names.index(column.name))
+            values = _values(found if end - begin == len(found) else found.slice(begin, end - begin))
+            yield from _documents(values, first + done + begin, column, file, options)
+        done += batch.num_rows
+        if not last and done >= stretch.stop:
+            return
+    if done < stretch.stop:
+        row = max(done, stretch.start)
         message = f"row group {number} ends here: {broken}"
-        yield Problem(file.name, f"row {first + done}", "format", message, records=rows - done)
+        yield Problem(file.name, f"row {first + row}", "format", message, records=stretch.stop - row)
 
 
 def _batches(parquet: Any, number: int, path: str | None) -> Iterator[Any]:

@@ -3,7 +3,8 @@
 Idea: the parts of a corpus are numbered in the order of its text. Cutting depends on names and sizes only, so a prepare
 that starts again finds the same parts under the same numbers.
 
-Contract: parts come in order, each about 4 MiB of input (16 where one document is longer), and never span two sources.
+Contract: parts come in order, each about 4 MiB of input (16 where one document or parquet row group is longer), and
+never span two sources.
 What cannot be cut (a large compressed file, a large JSON array, a hub stream) is read here, in the parent, and handed
 on as documents; what such a file gave is noted in `done`, so that it is not read again for nothing.
 
@@ -206,7 +207,9 @@ def parts_of(inputs: Inputs, options: tuple[ReadOptions, ...], done: Done) -> It
             continue
         for position, piece in enumerate(slices):
             share = file.bytes * (position + 1) // len(slices) - file.bytes * position // len(slices)
-            if waiting and (size + share > PART_BYTES or len(waiting) >= _MOST_SLICES):
+            # A share of a row group is a part by itself: on disk it may be a hundredth of what it holds.
+            alone = waiting and (piece.shares > 1 or waiting[-1].shares > 1)
+            if waiting and (alone or size + share > PART_BYTES or len(waiting) >= _MOST_SLICES):
                 yield _unless_done(group(ended), done)
                 ended = 0
             waiting.append(piece)

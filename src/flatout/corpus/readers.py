@@ -61,6 +61,9 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
 # A text with its quotes is one token; a quote by itself is one that is never closed.
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
+# What looks like a text and is the end of an object, whose last text has lost a quote, with the beginning of the next.
+_HIDDEN = re.compile(r'\}[ \t\n\r]*,[ \t\n\r]*\{[ \t\n\r]*"$')
+_MEMBER = re.compile(r'[ \t\n\r]*"(?:[^"\\]++|\\.)*+"[ \t\n\r]*:', re.DOTALL)
 _OUTSIDE = re.compile(r'["\[\]{},]')
 _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
 # How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
@@ -457,7 +460,7 @@ class _JsonText:
                 self._at += 1
                 expected = "after"
             elif expected != "separator":
-                item = self._value()
+                item = self._element()
                 item = item if isinstance(item, _Value) else self._past(item)
                 yield item
                 expected = "separator"
@@ -469,6 +472,15 @@ class _JsonText:
                     item = self._without_comma(item)
                     yield item
                 expected = "separator" if self._peek() in (",", "") else "element"
+
+    def _element(self) -> _Value | Problem:
+        """The next value of an array, unless it is the first name in an object that has lost its bracket."""
+        like = self._like
+        item = self._value()
+        if isinstance(item, Problem) or self._peek() != ":":
+            return item
+        self._like = like
+        return self._broken("there is a name without an object around it", 1)
 
     def _without_comma(self, item: _Value) -> Problem:
         """An element that is not followed by a comma, but by another element, or by something else."""
@@ -538,22 +550,28 @@ class _JsonText:
             self._at = len(self._text) - _OVERLAP
 
     def _by_commas(self) -> tuple[int, int] | None:
-        """The first comma or bracket outside of all brackets and quotes that a sound element, or the end, follows."""
-        depth = passed = 0
+        """The first comma or bracket outside of all brackets and quotes that a sound element, or the end, follows.
+
+        Nothing where a quote or a bracket is missing: then what looks like the inside may be the outside.
+        """
+        passed = 0
+        around: list[str] = []
+        before = ""
         for match in _TOKEN.finditer(self._text, self._at, self._at + _LOOK):
             token = match[0]
-            if token == '"':  # so what looked like the inside of a text may be the outside
+            if token == '"' or _HIDDEN.search(token) or (token, before, around[-1:]) == ("{", ",", ["{"]):
                 return None
+            before = token
             if token in ("{", "["):
-                depth += 1
-            elif depth and token in ("}", "]"):
-                depth -= 1
-            elif not depth and token == ",":
+                around.append(token)
+            elif around and token in ("}", "]"):
+                around.pop()
+            elif not around and token == ",":
                 # Without its first bracket, an object has commas here that are none between elements.
-                passed += self._like is not dict or self._after(match.end()) == "{"
+                passed += _MEMBER.match(self._text, match.end()) is None
                 if self._is_sound(match.end()):
                     return match.start(), max(passed, 1)
-            elif not depth and token == "]" and self._ended and not self._after(match.end()):
+            elif not around and token == "]" and self._ended and not self._after(match.end()):
                 return match.start(), passed + 1
         return None
 

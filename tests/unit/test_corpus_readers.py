@@ -558,7 +558,7 @@ def test_tables_and_crawls_are_read_by_their_modules(
     assert list(read_slice(Slice(file, 2, 5), options)) == [Document("text")]
     (arguments,) = calls
     if format in ("parquet", "saved"):
-        assert arguments == (file, 2, 5, options)
+        assert arguments == (file, 2, 5, options, *([0, 1] if format == "parquet" else []))
     elif format == "hub":
         assert arguments == (file, options)
     else:

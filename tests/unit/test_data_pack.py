@@ -26,6 +26,7 @@ from flatout.data.plan import request_of
 from flatout.data.prepare import prepare_data
 from flatout.data.shards import open_dataset, verify_dataset
 from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
+from flatout.engine.setup import _remarks_on_data
 from flatout.errors import DataError, ResourceError
 from flatout.folders import MARK
 from flatout.records import PrepareProgress
@@ -840,6 +841,12 @@ def test_files_that_are_passed_over_are_told_before_anything_is_read(tmp_path: P
     assert told[0].notice == "18 files: read 9 .txt; passed over 4 .py, 2 .c, 1 .h, 2 others"
     assert (told[0].files, told[0].bytes) == (0, 0)
     assert not any(progress.notice for progress in told[1:])
+
+
+def test_training_tells_what_its_data_was_not_made_from(tmp_path: Path) -> None:
+    pack(mixed_folder(tmp_path / "in", {".txt": 3, ".py": 2}), tmp_path / "data", "bytes")
+    (remark,) = _remarks_on_data(tmp_path / "data")
+    assert remark.endswith("was prepared from 3 of 5 files; passed over 2 .py")
 
 
 def test_a_folder_of_mostly_other_files_is_refused_unless_a_format_is_given(tmp_path: Path) -> None:

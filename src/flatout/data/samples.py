@@ -12,6 +12,7 @@ Trap: `fingerprint` is over what is learned from, tokens and labels with their t
 from. The same samples can have different keys.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -137,9 +138,21 @@ def check_target(target: Path) -> None:
         raise DataError(
             f"{shown(target)} is a file, not a folder", "choose another folder for the samples: data.folder"
         )
-    foreign = foreign_entry(target, (*_FILES, MANIFEST))
+    foreign = foreign_entry(target, _own(target))
     if foreign is not None:
         raise _occupied(target, foreign)
+
+
+def _own(target: Path) -> tuple[str, ...]:
+    """The names that may be replaced in a folder of samples; none in one that does not look like ours.
+
+    One of two files says whose it is, since the other may be damaged or gone: `tokenizer.json` alone is anybody's.
+    """
+    for name, sign in ((MANIFEST, FORMAT), (SAMPLES, '"train.labelled"')):
+        with contextlib.suppress(OSError), (target / name).open("rb") as file:
+            if sign.encode("ascii") in file.read(2**20):
+                return (*_FILES, MANIFEST)
+    return ()
 
 
 def _occupied(target: Path, name: str) -> DataError:
@@ -183,7 +196,7 @@ def write_samples(
     sweep(target.parent, re.escape(target.name), locked=False)
     with (
         disk_errors(f"the samples {target}", safe=""),
-        whole_folder(target, replaces=(*_FILES, MANIFEST), occupied=_occupied) as work,
+        whole_folder(target, replaces=_own(target), occupied=_occupied) as work,
     ):
         with usual_mode(work / SAMPLES):
             save_file(arrays, work / SAMPLES)

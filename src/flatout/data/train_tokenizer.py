@@ -110,7 +110,7 @@ def write_tokenizer(content: dict[str, Any], path: str | Path, overwrite: bool =
     path = Path(path)
     if os.path.lexists(path) and not overwrite:
         raise UsageError(f"there is already a file {str(path)!r}", "choose another name, or ask to overwrite it")
-    if path.is_dir() and not path.is_symlink():
+    if os.path.isdir(path) and not os.path.islink(path):
         raise UsageError(f"{str(path)!r} is a folder", "name a file, for example tokenizer.json")
     made = []
     try:

@@ -101,7 +101,7 @@ def good_texts(chosen: Sequence[str]) -> list[str]:
     return [f"text {number}" for number, kind in enumerate(chosen) if kind in GOOD]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(kinds(JSON, JSON_QUOTES), st.sampled_from(["\n", "\r\n", "\r", "\n\n"]), st.sampled_from([40, 2**24]))
 @example(["good"] * 12, "\r", 40)
 def test_json_lines(chosen: list[str], end: str, target: int) -> None:
@@ -109,7 +109,7 @@ def test_json_lines(chosen: list[str], end: str, target: int) -> None:
     check("a.jsonl", raw_of(end.join(lines) + end), len(chosen), good_texts(chosen), target)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(kinds(JSON), st.sampled_from([", ", ",", "\n,\n"]), st.sampled_from(["", ".gz"]))
 @example(["word", *["plain"] * 49], ", ", "")
 @example(["long", *["plain"] * 49], ", ", "")
@@ -118,7 +118,7 @@ def test_json_arrays(chosen: list[str], comma: str, suffix: str) -> None:
     check(f"a.json{suffix}", gzip.compress(content) if suffix else content, len(chosen), good_texts(chosen))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(kinds({"plain": ""}, JSON_QUOTES), st.sampled_from(list(JSON_QUOTES)))
 def test_json_arrays_with_broken_quotes_and_brackets(around: list[str], broken: str) -> None:
     # A sound element after each: of two side by side, nobody could tell where one ends. And at the end of the file, a
@@ -128,7 +128,7 @@ def test_json_arrays_with_broken_quotes_and_brackets(around: list[str], broken: 
     check("a.json", content, len(chosen), good_texts(chosen))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(kinds(CSV), st.sampled_from(["\n", "\r\n", "\r"]), st.sampled_from([",", "\t"]), st.booleans())
 @example(["good"] * 12, "\r", ",", True)
 @example(["good"] * 12, "\r", ",", False)
@@ -142,7 +142,7 @@ def test_tables(chosen: list[str], end: str, delimiter: str, named: bool) -> Non
     check("a.csv" if delimiter == "," else "a.tsv", content, len(chosen), good)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from(["good", "null", "long"]), min_size=1, max_size=40), st.data())
 def test_parquet(chosen: list[str], data: st.DataObject) -> None:
     """Damage anywhere but in the footer, without which nobody knows how many rows there were."""
@@ -156,7 +156,7 @@ def test_parquet(chosen: list[str], data: st.DataObject) -> None:
     check("a.parquet", bytes(raw), len(chosen), [])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from(["good", "not UTF-8", "empty"]), min_size=1, max_size=12), st.sampled_from([70, 2**24]))
 def test_texts_with_marks(chosen: list[str], target: int) -> None:
     texts = {"good": "text {}", "not UTF-8": "a\udcff", "empty": ""}
@@ -165,7 +165,7 @@ def test_texts_with_marks(chosen: list[str], target: int) -> None:
     check("a.txt", raw_of("".join(pages)), len(chosen), good, target, document_start=MARK)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.sampled_from(["good", "no length", "too short", "too long", "not text", "no kind", "notes"]),
@@ -198,7 +198,7 @@ COMPRESSIONS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]
 
 
 @pytest.mark.parametrize("suffix", COMPRESSIONS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 300), st.data())
 def test_compressed_files_that_break_off(suffix: str, rows: int, data: st.DataObject) -> None:
     """All that can be decompressed is counted; nobody knows how much there was after it."""

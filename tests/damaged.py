@@ -1,4 +1,4 @@
-"""Inputs of every format, and ways to damage them, for the campaign in tests/end_to_end/test_damaged.py."""
+"""Inputs of every format, and ways to damage them and files on disk, for the campaigns in tests/end_to_end."""
 
 import bz2
 import csv
@@ -7,7 +7,9 @@ import io
 import json
 import lzma
 import random
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 TEXT_START = "=== document"
 SUFFIXES = {
@@ -62,6 +64,28 @@ def damage(raw: bytes, how: str, choose: random.Random) -> bytes:
     if how == "noise":
         return choose.randbytes(2000)
     return b"" if how == "empty" else raw
+
+
+DISK_DAMAGES = ("flip", "cut", "zeros", "delete")
+
+
+def damage_on_disk(path: Path, how: str, choose: random.Random) -> None:
+    """One damage of a file: a bit, its end, a stretch of zeros, or all of it. A folder can only be deleted."""
+    if path.is_dir():
+        shutil.rmtree(path)
+        return
+    if how == "delete":
+        path.unlink()
+        return
+    raw = bytearray(path.read_bytes())
+    place = choose.randrange(len(raw)) if raw else 0
+    if how == "flip" and raw:
+        raw[place] ^= 1 << choose.randrange(8)
+    elif how == "zeros":
+        raw[place : place + 512] = bytes(len(raw[place : place + 512]))
+    else:
+        del raw[place:]
+    path.write_bytes(raw)
 
 
 def _jsonl(texts: list[str]) -> bytes:

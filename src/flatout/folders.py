@@ -47,14 +47,44 @@ def whole_folder(
         raise
 
 
+def claim(folder: Path) -> bool:
+    """Creates a folder with our mark, or finds one that has it; False where something else has this name.
+
+    Such a folder keeps its name from one process to the next, so that the next one can resume what is in it. One that
+    holds nothing, or only a mark without a byte, is what a kill between creating and marking it leaves.
+    """
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        if is_marked(folder):
+            return True
+        if folder.is_symlink() or not folder.is_dir():
+            return False
+        held = list(folder.iterdir())
+        if any(path.name != MARK or path.is_symlink() or not path.is_file() or path.stat().st_size for path in held):
+            return False
+        for path in held:
+            path.unlink()
+    _write_mark(folder, folder.name)
+    with (folder / MARK).open("rb") as mark:
+        os.fsync(mark.fileno())
+    sync_folder(folder)
+    sync_folder(folder.parent)
+    return True
+
+
 def foreign_entry(folder: Path, own: Collection[str]) -> str | None:
     """The first entry of a folder that is not among the relative paths in `own`, or that is a link; None if all are."""
     parents = {str(parent) for name in own for parent in Path(name).parents}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        expected = name in parents if path.is_dir() else name in own or name == MARK
-        if path.is_symlink() or not expected:
-            return name
+    waiting = [folder]
+    while waiting:  # never into a folder that is not ours: it may hold millions of files
+        for path in sorted(waiting.pop().iterdir()):
+            name = path.relative_to(folder).as_posix()
+            expected = name in parents if path.is_dir() else name in own or name == MARK
+            if path.is_symlink() or not expected:
+                return name
+            if path.is_dir():
+                waiting.append(path)
     return None
 
 
@@ -75,7 +105,7 @@ def sweep(parent: Path, stem: str, *, locked: bool) -> None:
     if parent.is_symlink() or not parent.is_dir():
         return
     for path in list(parent.iterdir()):
-        if re.fullmatch(stem + _SUFFIX, path.name) and _is_marked(path) and (locked or not _writer_lives(path)):
+        if re.fullmatch(stem + _SUFFIX, path.name) and is_marked(path) and (locked or not _writer_lives(path)):
             _remove_marked(path)
 
 
@@ -127,7 +157,7 @@ def _read_mark(folder: Path) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
-def _is_marked(folder: Path) -> bool:
+def is_marked(folder: Path) -> bool:
     """Whether we wrote this very folder: a real one, not a link, with a mark that names it."""
     try:
         real = stat.S_ISDIR(folder.lstat().st_mode)
@@ -191,7 +221,7 @@ def _publish(
 
 def _remove_marked(folder: Path) -> None:
     """Removes a folder that carries our mark, the mark last. Links inside are removed, never followed."""
-    if not _is_marked(folder):
+    if not is_marked(folder):
         return
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(folder)):

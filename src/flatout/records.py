@@ -202,7 +202,8 @@ class NoticeRecord:
 class PrepareProgress:
     """How far preparing has come: `phase` is characters, reading or merging; sizes are of the input on disk.
 
-    In the phase validation, of a stream, how much there is in all plays no part.
+    In the phase validation, of a stream, how much there is in all plays no part. `notice` is something to tell the
+    user before any of it is read.
     """
 
     phase: str
@@ -213,6 +214,7 @@ class PrepareProgress:
     documents: int
     tokens: int
     problems: int
+    notice: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

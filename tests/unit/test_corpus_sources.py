@@ -265,6 +265,13 @@ def test_tables_are_sliced_by_row_groups_and_rows(monkeypatch: pytest.MonkeyPatc
     file = input_file("parquet", 36)
     assert slices_of(file, 10) == [Slice(file, 0, 2), Slice(file, 2, 3), Slice(file, 3, 4), Slice(file, 4, None)]
     assert slices_of(file, 100) == [Slice(file)]
+    # A row group that is larger than a piece is cut into shares of its rows.
+    monkeypatch.setattr(tables, "parquet_group_bytes", lambda path: [5, 2 * PIECE + 1, 5])
+    file = input_file("parquet", 2**20)
+    shares = [Slice(file, 1, 2, share, 3) for share in range(3)]
+    assert slices_of(file, 10) == [Slice(file, 0, 1), *shares, Slice(file, 2, None)]
+    monkeypatch.setattr(tables, "parquet_group_bytes", lambda path: [2**60])
+    assert len(slices_of(file) or []) == 1025  # not as many as a damaged footer asks for
     monkeypatch.setattr(tables, "saved_rows", lambda path: 10)
     file = input_file("saved", 100)
     assert slices_of(file, 40) == [Slice(file, 0, 4), Slice(file, 4, 8), Slice(file, 8, None)]

@@ -155,6 +155,34 @@ def test_parquet_rows_come_back_in_order(tmp_path: Path, compression: str, dicti
     assert [result.place for result in results] == [f"row {number}" for number in range(1, 801)]
 
 
+@pytest.mark.parametrize("shares", [2, 3, 7, 400])
+def test_shares_of_row_groups_join_to_all_of_them(tmp_path: Path, shares: int) -> None:
+    rows = [f"row {number} {'x' * (number % 5)}" for number in range(1000)]
+    file = parquet(tmp_path, {"text": rows}, row_group_size=600, write_page_checksum=True)
+    options = ReadOptions()
+    whole = list(read_parquet(file, 0, None, options))
+
+    def joined(field: str = "text") -> list:
+        return [
+            result
+            for group in range(2)
+            for share in range(shares)
+            for result in read_parquet(file, group, group + 1, ReadOptions(field=field), share, shares)
+        ]
+
+    assert joined() == whole
+    assert sum(problem.records for problem in joined("none")) == 1000
+    # Damage costs the same rows, each told of by the share it is in.
+    raw = bytearray((tmp_path / "table.parquet").read_bytes())
+    raw[200] ^= 1
+    (tmp_path / "table.parquet").write_bytes(raw)
+    whole = list(read_parquet(file, 0, None, options))
+    damaged = joined()
+    assert texts(damaged) == texts(whole)
+    for results in (whole, damaged):
+        assert sum(result.records for result in results if isinstance(result, Problem)) == 600
+
+
 @pytest.mark.parametrize(
     "type",
     [
@@ -393,7 +421,7 @@ def test_a_byte_order_mark_and_quoted_names_are_understood(tmp_path: Path) -> No
 
 def test_a_missing_column_is_told_once() -> None:
     (problem,) = read_rows("id,body\n1,x\n2,y\n")
-    assert (problem.kind, problem.records) == ("field", 0)
+    assert (problem.kind, problem.records) == ("field", 2)
     assert "id, body" in problem.message
     (problem,) = read_rows("")
     assert (problem.kind, problem.records) == ("empty", 0)

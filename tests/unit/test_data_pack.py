@@ -9,19 +9,26 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from flatout.config.schema import CleanConfig, DataConfig
+from flatout.corpus import sources
+from flatout.data import pack as pack_module
 from flatout.data import plan
 from flatout.data.inspect import read_problems, read_report
+from flatout.data.journal import Journal
 from flatout.data.manifest import Manifest, read_manifest
 from flatout.data.pack import pack_corpus
 from flatout.data.plan import request_of
+from flatout.data.prepare import prepare_data
 from flatout.data.shards import open_dataset, verify_dataset
 from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
+from flatout.engine.setup import _remarks_on_data
 from flatout.errors import DataError, ResourceError
+from flatout.folders import MARK
 from flatout.records import PrepareProgress
 
 TEXTS = [f"document {number} says {'ho ' * (number % 7)}\n" for number in range(60)]
@@ -59,6 +66,15 @@ def rows(folder: Path, texts: list[str] = TEXTS) -> str:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def tree(folder: Path) -> dict[str, bytes | str]:
+    """Everything below a folder: bytes of files, where links lead, and that a folder is one."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        found[name] = os.readlink(path) if path.is_symlink() else "folder" if path.is_dir() else path.read_bytes()
+    return found
 
 
 def split_tokens(folder: Path) -> tuple[list[int], list[int]]:
@@ -416,6 +432,7 @@ def test_a_failure_keeps_the_old_dataset(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from flatout.config.schema import DataConfig
+from flatout import folders
 from flatout.data import merge, pack, plan
 source, folder, moment = sys.argv[1:]
 plan.PART_BYTES = 256
@@ -425,14 +442,14 @@ request = plan.request_of(DataConfig(source=source, tokenizer="bytes", split="do
 def progress(told):
     if moment == "document" and told.documents > 30:
         die()
-room = {"write_file": merge, "merge_parts": pack, "_move_into_place": pack, "rename": pack.Path}.get(moment)
+room = {"write_file": merge, "merge_parts": pack, "_publish": folders, "rename": os}.get(moment)
 if room is not None:
     setattr(room, moment, die)
 pack.pack_corpus(request, folder, progress=progress)
 """
 
 
-@pytest.mark.parametrize("moment", ["document", "write_file", "merge_parts", "_move_into_place", "rename"])
+@pytest.mark.parametrize("moment", ["document", "write_file", "merge_parts", "_publish", "rename"])
 def test_a_killed_packer_leaves_nothing_that_loads_and_the_next_one_succeeds(
     tmp_path: Path, small_parts: None, moment: str
 ) -> None:
@@ -480,9 +497,17 @@ def test_a_disk_that_fails_is_reported_and_the_next_try_goes_on(
 def test_too_little_disk_is_told_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = plan.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(ResourceError, match="GB free") as caught:
-        pack("shakespeare", tmp_path / "data", "bytes")
+    with pytest.raises(ResourceError, match=r"has 0\.001 MB free, and preparing 1\.1 MB .* about 4\.462 MB") as caught:
+        pack("shakespeare", tmp_path / "deep" / "data", "bytes")
     assert "data.folder" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_are_told_with_enough_digits_to_differ() -> None:
+    assert plan.sizes_told(2_000_000_000, 2_040_000_000) == ["2.00 GB", "2.04 GB"]
+    assert plan.sizes_told(1, 10**9) == ["0.000000001 GB", "1.000000000 GB"]
+    assert plan.sizes_told(0, 12) == ["0 bytes", "12 bytes"]
+    assert plan.sizes_told(999) == ["999 bytes"]
 
 
 LIMITED = """
@@ -625,3 +650,221 @@ def test_a_full_disk_under_the_output_is_told(tmp_path: Path) -> None:
         done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 5
     assert [line.split(":")[0] for line in done.stderr.splitlines()] == ["error", "hint"]
+
+
+# --- damage in the work folder, and names that are not ours -----------------------------------------------------------
+
+
+def interrupted(folder: Path, source: Any, **how: Any) -> None:
+    """A prepare that is stopped when all parts are finished."""
+
+    def stop(progress: PrepareProgress) -> None:
+        if progress.phase == "merging":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, folder, "bytes", "document", 0.3, progress=stop, **how)
+
+
+def test_only_damaged_parts_are_made_again(tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = rows(tmp_path)
+    interrupted(tmp_path / "data", source)
+    part = tmp_path / ".data.partial" / "parts" / "00000002.part"
+    raw = bytearray(part.read_bytes())
+    raw[60] ^= 1  # inside the description of the part, which was not hashed once
+    part.write_bytes(raw)
+    made: list[int] = []
+    write = Journal.write
+    monkeypatch.setattr(
+        Journal, "write", lambda self, number, *rest: (made.append(number), write(self, number, *rest))[1]
+    )
+    pack(source, tmp_path / "data", "bytes", "document", 0.3)
+    assert made == [2]
+
+
+@pytest.mark.parametrize(
+    "what", ["a file", "a folder", "a link", "a dangling link", "no mark", "a guest", "a linked part"]
+)
+def test_a_work_folder_that_is_not_ours_is_refused_and_left_alone(tmp_path: Path, small_parts: None, what: str) -> None:
+    source, work, target = rows(tmp_path), tmp_path / ".data.partial", tmp_path / "data"
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "letter.txt").write_text("dear")
+    if what == "a file":
+        work.write_text("my notes")
+    elif what == "a folder":
+        work.mkdir()
+        (work / "notes.txt").write_text("mine")
+    elif what == "a link":
+        work.symlink_to(mine)
+    elif what == "a dangling link":
+        work.symlink_to(tmp_path / "nowhere")
+    else:
+        interrupted(target, source)
+        if what == "no mark":
+            (work / MARK).unlink()
+        elif what == "a guest":
+            (work / "notes.txt").write_text("mine")
+        else:
+            (work / "parts" / "00000001.part").unlink()
+            (work / "parts" / "00000001.part").symlink_to(mine / "letter.txt")
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match="not ours") as caught:
+        pack(source, target, "bytes", "document", 0.3)
+    assert "--overwrite" in caught.value.hint
+    assert tree(tmp_path) == before
+    pack(source, target, "bytes", "document", 0.3, overwrite=True)
+    after = tree(tmp_path)
+    assert {name: after[name] for name in before} == before
+    verify_dataset(target)
+    assert {Path(name).parts[0] for name in after} == {"data", "mine", "rows.jsonl", ".data.partial"}
+
+
+def test_a_refused_command_keeps_the_parts_of_another(tmp_path: Path, small_parts: None) -> None:
+    interrupted(tmp_path / "data", rows(tmp_path))
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match="no source"):
+        pack(str(tmp_path / "rows.json"), tmp_path / "data", "bytes", "document", 0.3)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("what", ["content", "link", "folder"])
+def test_a_lock_file_that_is_not_ours_stays(tmp_path: Path, what: str) -> None:
+    source, lock = rows(tmp_path), tmp_path / ".data.lock"
+    if what == "content":
+        lock.write_text("mine")
+    elif what == "link":
+        (tmp_path / "letter.txt").touch()
+        lock.symlink_to(tmp_path / "letter.txt")
+    else:
+        lock.mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match="in the way"):
+        pack(source, tmp_path / "data", "bytes")
+    assert tree(tmp_path) == before
+    assert lock.is_symlink() == (what == "link")
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_disk_without_locks_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(pack_module.fcntl, "flock", fail)
+    with pytest.raises(DataError, match="cannot lock files") as caught:
+        pack("shakespeare", tmp_path / "deep" / "data", "char")
+    assert "data.folder" in caught.value.hint
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_with_names_like_ours_survive_overwriting(tmp_path: Path) -> None:
+    source = rows(tmp_path)
+    pack(source, tmp_path / "data", "bytes")
+    for name in (".data.old", "data.old-0123abcd", "data.tmp-2024"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    before = tree(tmp_path)
+    pack(source, tmp_path / "data", "bytes", overwrite=True)
+    assert tree(tmp_path) == before
+
+
+def test_overwriting_removes_only_what_the_manifest_names(tmp_path: Path) -> None:
+    source = rows(tmp_path)
+    pack(source, tmp_path / "data", "bytes")
+    (tmp_path / "data" / "train-00007.bin").write_bytes(b"not of this dataset")
+    with pytest.raises(DataError, match="train-00007"):
+        pack(source, tmp_path / "data", "bytes", overwrite=True)
+    (tmp_path / "data" / "train-00007.bin").unlink()
+    (tmp_path / "data" / "manifest.json").write_bytes(b"")  # and a damaged manifest does not keep it from being made
+    pack(source, tmp_path / "data", "bytes", overwrite=True)
+    verify_dataset(tmp_path / "data")
+    for name in ("manifest.json", "tokenizer.json"):
+        (tmp_path / "other" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "other" / name).write_text('{"name": "of another program"}')
+    with pytest.raises(DataError, match="not a dataset"):
+        pack(source, tmp_path / "other", "bytes", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    ["x" * 300, "x" * 250, "/", ".", "..", "rows.jsonl", "rows.jsonl/data", "closed/data", "nul\0byte", "loop"],
+)
+def test_a_folder_that_cannot_be_is_an_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    rows(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    monkeypatch.chdir(tmp_path)
+    if folder == "closed/data":
+        refuse = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        monkeypatch.setattr(pack_module, "make_folders", Mock(side_effect=refuse))
+    before = tree(tmp_path)
+    with pytest.raises(DataError) as caught:
+        prepare_data(DataConfig(source="rows.jsonl", tokenizer="bytes", folder=folder))
+    assert caught.value.hint
+    assert "\0" not in caught.value.message
+    assert tree(tmp_path) == before
+
+
+def test_a_large_row_group_is_several_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"row {number} " + "abc " * 50 for number in range(400)]  # compressed, it is a tenth of that
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "in.parquet", compression="zstd")
+    pack(str(tmp_path / "in.parquet"), tmp_path / "whole", "bytes", "document", 0.3)
+    monkeypatch.setattr(sources, "PIECE", 2**13)
+    data = DataConfig(source=str(tmp_path / "in.parquet"), tokenizer="bytes")
+    inputs = plan.find_inputs(request_of(data), tmp_path)
+    held = [len(part.slices) for part in plan.parts_of(inputs, request_of(data).options, plan.Done())]
+    assert len(held) > 2
+    assert set(held) == {1}
+    pack(str(tmp_path / "in.parquet"), tmp_path / "cut", "bytes", "document", 0.3)
+    assert contents(tmp_path / "whole") == contents(tmp_path / "cut")
+
+
+# --- folders of other files -------------------------------------------------------------------------------------------
+
+
+def mixed_folder(place: Path, counts: dict[str, int]) -> str:
+    for suffix, count in counts.items():
+        for number in range(count):
+            path = place / f"{suffix.strip('.') or 'plain'}-{number}{suffix}"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"line of {path.name}\n" * 3)
+    return str(place)
+
+
+def test_files_that_are_passed_over_are_told_before_anything_is_read(tmp_path: Path) -> None:
+    told: list[PrepareProgress] = []
+    source = mixed_folder(tmp_path / "in", {".txt": 9, ".py": 4, ".c": 2, ".h": 1, ".rs": 1, "": 1})
+    pack(source, tmp_path / "data", "bytes", progress=told.append)
+    assert told[0].notice == "18 files: read 9 .txt; passed over 4 .py, 2 .c, 1 .h, 2 others"
+    assert (told[0].files, told[0].bytes) == (0, 0)
+    assert not any(progress.notice for progress in told[1:])
+
+
+def test_training_tells_what_its_data_was_not_made_from(tmp_path: Path) -> None:
+    pack(mixed_folder(tmp_path / "in", {".txt": 3, ".py": 2}), tmp_path / "data", "bytes")
+    (remark,) = _remarks_on_data(tmp_path / "data")
+    assert remark.endswith("was prepared from 3 of 5 files; passed over 2 .py")
+
+
+def test_a_folder_of_mostly_other_files_is_refused_unless_a_format_is_given(tmp_path: Path) -> None:
+    source = mixed_folder(tmp_path / "in", {".txt": 2, ".py": 5, ".cfg": 3})
+    (tmp_path / "in" / "download.part").write_text("half")  # what programs leave does not count
+    before = tree(tmp_path)
+    with pytest.raises(DataError, match="passed over") as caught:
+        pack(source, tmp_path / "deep" / "data", "bytes")
+    assert "11 files: read 2 .txt; passed over 5 .py, 3 .cfg, 1 .part" in caught.value.message
+    assert "data.format=text" in caught.value.hint
+    assert tree(tmp_path) == before
+    pack(source, tmp_path / "data", "bytes", more={"format": "text"})
+    report = read_report(tmp_path / "data")
+    assert report is not None
+    assert (report["files"], report["passed_over"]) == (10, {".part": 1})
+    pack([f"{source}/txt-0.txt", f"{source}/txt-1.txt"], tmp_path / "chosen", "bytes")
+
+
+def test_splits_of_a_saved_dataset_are_no_reason_to_refuse_it() -> None:
+    found = sources.Found(files=(Mock(),), passed_over={"split test": 1, "split validation": 1, "split more": 1})
+    assert not found.mostly_unknown

@@ -200,3 +200,22 @@ def test_fertility_does_not_depend_on_how_texts_are_gathered(monkeypatch: pytest
     wanted = fertility(load_tokenizer("gpt2"), TEXTS)
     monkeypatch.setattr(module, "_FERTILITY_BATCH", 64)
     assert fertility(load_tokenizer("gpt2"), iter(TEXTS)) == wanted
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "file.txt/tokenizer.json", "folder"])
+def test_a_place_that_cannot_be_written_is_an_error_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file.txt").touch()
+    (tmp_path / "folder").mkdir()
+    with pytest.raises((UsageError, ResourceError)):
+        write_tokenizer({"a": 1}, tmp_path / name, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.txt", "folder"]
+
+
+def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("mine")
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "mine.json")
+    with pytest.raises(UsageError):
+        write_tokenizer({"a": 1}, tmp_path / "tokenizer.json")
+    write_tokenizer({"a": 1}, tmp_path / "tokenizer.json", overwrite=True)
+    assert (tmp_path / "mine.json").read_text() == "mine"
+    assert not (tmp_path / "tokenizer.json").is_symlink()

@@ -1,6 +1,7 @@
 """Folders of samples: made whole, used again, made anew, and refused where nothing could be learned."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,28 @@ def test_what_is_not_ours_is_left_alone(prepare, tmp_path: Path):
     (tmp_path / "samples" / "thesis.txt").write_text("years of work", encoding="utf-8")
     with pytest.raises(DataError, match=r"not one of samples; it holds 'thesis\.txt'"):
         prepare()
+    (tmp_path / "samples" / "thesis.txt").rename(tmp_path / "samples" / "tokenizer.json")  # as our files are called
+    with pytest.raises(DataError, match=r"not one of samples; it holds 'tokenizer\.json'"):
+        prepare()
+    assert (tmp_path / "samples" / "tokenizer.json").read_text(encoding="utf-8") == "years of work"
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(DataError, match="is a file"):
         prepare(folder="file")
+
+
+def test_folders_with_names_like_ours_survive(prepare, tmp_path: Path):
+    prepare(ROWS)
+    names = [
+        f".samples.old-{os.getpid()}",
+        f".samples.tmp-{os.getpid()}",
+        "samples.old-0123abcd",
+        "samples.tmp-0123abcd",
+    ]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    assert prepare(ROWS[1:]).made
+    assert all((tmp_path / name / "notes.txt").read_text() == "mine" for name in names)
 
 
 def test_a_full_disk_leaves_the_old_samples(prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

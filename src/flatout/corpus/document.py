@@ -104,12 +104,15 @@ class Slice:
 
     The unit depends on the format: bytes of a text, JSON lines or SMILES file, row groups of parquet, rows of a saved
     Hugging Face dataset; other formats have one slice, the whole file. Concatenating the documents of a file's slices
-    gives the documents of the file, whatever the cuts.
+    gives the documents of the file, whatever the cuts. A row group of parquet that is too large for one slice has
+    several with the same `start` and `end`, of which each reads its `share` of the rows, one of `shares`.
     """
 
     file: InputFile
     start: int = 0
     end: int | None = None
+    share: int = 0
+    shares: int = 1
 
 
 def shown(name: object) -> str:

@@ -35,6 +35,7 @@ from flatout.corpus.streams import (
     Watch,
     before,
     decode,
+    line_end,
     lines,
     open_bytes,
     pieces,
@@ -55,7 +56,19 @@ _TOKENS_MAGIC = (20240520, 1)
 
 _TEXT_FORMATS = frozenset({"text", "jsonl", "json", "csv", "tsv", "smiles"})
 
+_SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
+_KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
+# A text with its quotes is one token; a quote by itself is one that is never closed.
+_TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
+# What looks like a text and is the end of an object, whose last text has lost a quote, with the beginning of the next.
+_HIDDEN = re.compile(r'\}[ \t\n\r]*,[ \t\n\r]*\{[ \t\n\r]*"$')
+_MEMBER = re.compile(r'[ \t\n\r]*"(?:[^"\\]++|\\.)*+"[ \t\n\r]*:', re.DOTALL)
+_OUTSIDE = re.compile(r'["\[\]{},]')
+_IN_STRING = re.compile(r'"|\\.', re.DOTALL)
+# How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
+_LOOK = 2**18
+_OVERLAP = 2**10
 _DECODER = json.JSONDecoder()
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
@@ -130,28 +143,24 @@ def _json_line_rows(file: InputFile, limit: int, watch: Watch | None) -> Iterato
 
 
 def _json_rows(stream: ByteStream, file: InputFile, limit: int) -> Iterator[Row | Problem]:
-    source = _JsonText(stream, file.name, limit)
-    try:
-        for number, value, raw in source.values():
-            place = f"element {number}"
-            try:
-                raw if raw.isascii() else decode(raw.encode("utf-8", "surrogateescape"), "strict")
-            except UnicodeDecodeError as error:
-                yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
-            else:
-                yield Row(value, place)
-    except _BrokenJsonError as broken:
-        yield replace(stream.problem or broken.problem, records=broken.problem.records)
-    else:
-        if stream.problem is not None:
-            yield stream.problem
+    for item in _json_values(stream, file, limit):
+        if isinstance(item, Problem):
+            yield item
+            continue
+        place = f"element {item.number}"
+        try:
+            item.raw if item.raw.isascii() else decode(item.raw.encode("utf-8", "surrogateescape"), "strict")
+        except UnicodeDecodeError as error:
+            yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
+        else:
+            yield Row(item.value, place)
 
 
 def _read_table(slice: Slice, options: ReadOptions) -> Results:
     from flatout.corpus import tables
 
     if slice.file.format == "parquet":
-        return tables.read_parquet(slice.file, slice.start, slice.end, options)
+        return tables.read_parquet(slice.file, slice.start, slice.end, options, slice.share, slice.shares)
     if slice.file.format == "saved":
         return tables.read_saved(slice.file, slice.start, slice.end, options)
     return tables.read_hub(slice.file, options)
@@ -286,7 +295,7 @@ def _records(
     file = slice.file
     lost = 0
     with open_bytes(file, before(slice.start), watch) as stream:
-        for line in lines(stream, limit, start=slice.start, end=slice.end):
+        for line in lines(stream, limit, start=slice.start, end=slice.end, ending=line_end(file)):
             raw = line.raw
             if not line.ended and stream.problem is not None:
                 lost = 0 if raw is not None and (not raw or raw.isspace()) else 1
@@ -342,16 +351,23 @@ def _not_json(error: Exception) -> str:
 
 def _read_json(stream: ByteStream, file: InputFile, options: ReadOptions, limit: int) -> Results:
     """The elements of an array, or else values that follow one another, of which there may be just one."""
-    source = _JsonText(stream, file.name, limit)
-    try:
-        for number, value, raw in source.values():
-            yield _element(number, value, raw, file, options)
-    except _BrokenJsonError as broken:
-        # Where the file itself breaks off, that is the reason for whatever is wrong with its end.
-        yield replace(stream.problem or broken.problem, records=broken.problem.records)
-    else:
-        if stream.problem is not None:
-            yield stream.problem
+    for item in _json_values(stream, file, limit):
+        yield item if isinstance(item, Problem) else _element(item.number, item.value, item.raw, file, options)
+
+
+def _json_values(stream: ByteStream, file: InputFile, limit: int) -> "Iterator[_Value | Problem]":
+    held: Problem | None = None
+    for item in _JsonText(stream, file.name, limit).values():
+        if held is not None:
+            yield held
+        held = item if isinstance(item, Problem) else None
+        if held is None:
+            yield item
+    # Where the file itself breaks off, that is the reason for whatever is wrong with its end.
+    if stream.problem is not None:
+        yield replace(stream.problem, records=0 if held is None else held.records)
+    elif held is not None:
+        yield held
 
 
 def _element(number: int, value: object, raw: str, file: InputFile, options: ReadOptions) -> Document | Problem:
@@ -373,10 +389,12 @@ def _element(number: int, value: object, raw: str, file: InputFile, options: Rea
     return Document(found, place, replaced=replaced)
 
 
-class _BrokenJsonError(Exception):
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem.message)
-        self.problem = problem
+class _Value(NamedTuple):
+    """A value, its number among those of the file, and how it is written."""
+
+    number: int
+    value: object
+    raw: str
 
 
 @final
@@ -385,6 +403,10 @@ class _JsonText:
 
     A value that is not complete yet looks like a broken one, so it is tried again with twice as much text, up to the
     limit. Since the text doubles, the time is linear in the size of the value.
+
+    After a broken element the reading goes on with the next sound one, and those in between are counted. Where its
+    brackets and quotes match, the commas between elements tell where it ends. Where they do not, the next object that
+    begins like the elements before does: a quote inside of a text is escaped, so no text looks like an object.
     """
 
     def __init__(self, stream: ByteStream, name: str, limit: int) -> None:
@@ -397,61 +419,235 @@ class _JsonText:
         self._offset = 0  # of the text's first byte
         self._ended = False
         self._number = 0
+        self._in_array = False
+        self._like: type = dict  # what elements are
+        self._key = ""  # the first name in the last object, as it is written
 
-    def values(self) -> Iterator[tuple[int, object, str]]:
-        """The number of each value, the value, and how it is written."""
+    def values(self) -> Iterator[_Value | Problem]:
+        """Every value, and a problem for each stretch of text that holds none."""
         self._grow()
         self._at = 1 if self._text.startswith("\ufeff") else 0
-        if self._peek() != "[":
-            while self._peek():
-                yield self._value()
-            return
-        separator = "["
-        while separator != "]":
-            self._at += 1
-            following = self._peek()
-            if following == "]" and separator == "[":
-                break
-            if following == "]":
-                raise self._broken("there is a comma before the closing bracket")
-            if not following:
-                raise self._broken("the array has no closing bracket", kind="truncated")
-            yield self._value()
-            separator = self._peek()
-            if not separator:
-                raise self._broken("the array has no closing bracket", kind="truncated")
-            if separator not in ",]":
-                raise self._broken("there is no comma after the element", records=1)
-        self._at += 1
-        if self._peek():
-            raise self._broken("there is something after the closing bracket")
+        self._in_array = self._peek() == "["
+        yield from self._array() if self._in_array else self._sequence()
 
-    def _value(self) -> tuple[int, object, str]:
+    def _sequence(self) -> Iterator[_Value | Problem]:
+        while self._peek():
+            item = self._value()
+            yield item if isinstance(item, _Value) else self._past(item)
+
+    def _array(self) -> Iterator[_Value | Problem]:
+        self._at += 1
+        expected = "first"
+        item: _Value | Problem | None = None
+        told = False  # that something follows the closing bracket
+        while True:
+            following = self._peek()
+            if expected == "after":
+                if not following:
+                    return
+                if not told:
+                    yield self._broken("there is something after the closing bracket")
+                    told = True
+                self._at += following in ",[]"
+                expected = "after" if following == "]" else "first"
+            elif not following:
+                if not isinstance(item, Problem):
+                    yield self._broken("the array has no closing bracket", kind="truncated")
+                return
+            elif following == "]":
+                if expected == "element":
+                    yield self._broken("there is a comma before the closing bracket")
+                self._at += 1
+                expected = "after"
+            elif expected != "separator":
+                item = self._element()
+                item = item if isinstance(item, _Value) else self._past(item)
+                yield item
+                expected = "separator"
+            elif following == ",":
+                self._at += 1
+                item, expected = None, "element"
+            else:
+                if isinstance(item, _Value):
+                    item = self._without_comma(item)
+                    yield item
+                expected = "separator" if self._peek() in (",", "") else "element"
+
+    def _element(self) -> _Value | Problem:
+        """The next value of an array, unless it is the first name in an object that has lost its bracket."""
+        like = self._like
+        item = self._value()
+        if isinstance(item, Problem) or self._peek() != ":":
+            return item
+        self._like = like
+        return self._broken("there is a name without an object around it", 1)
+
+    def _without_comma(self, item: _Value) -> Problem:
+        """An element that is not followed by a comma, but by another element, or by something else."""
+        problem = self._broken("there is no comma after the element")
+        if self._text[self._at] in '{["':
+            return problem
+        # After a text, the quote that ends it is likely that of another one, which begins here.
+        lost = self._next_element()
+        return replace(problem, records=max(lost - (not isinstance(item.value, str)), 0))
+
+    def _past(self, problem: Problem) -> Problem:
+        """The problem of a broken element, with the number of elements up to the next that is sound."""
+        if problem.kind == "truncated":
+            self._at = len(self._text)
+            return problem
+        if problem.kind == "too-long":
+            self._skip()
+            return problem
+        lost = self._next_element()
+        self._number += lost - 1
+        return replace(problem, records=lost)
+
+    def _value(self) -> _Value | Problem:
         self._number += 1
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 if self._ended and _is_cut(self._text, error):
-                    raise self._broken("the file ends inside the element", 1, error.pos, "truncated") from error
+                    return self._broken("the file ends inside the element", 1, error.pos, "truncated")
                 if self._ended or self._is_final(error):
-                    raise self._broken(f"it is not JSON: {error.msg.removesuffix(' at')}", 1, error.pos) from error
+                    return self._broken(f"it is not JSON: {error.msg.removesuffix(' at')}", 1, error.pos)
                 end = len(self._text)
                 value = None
             except (ValueError, RecursionError) as error:
-                raise self._broken(_not_json(error), 1) from error
+                return self._broken(_not_json(error), 1)
             if end - self._at > self._limit:
-                raise self._broken(f"the element has more than {self._limit:,} characters", 1, kind="too-long")
+                return self._broken(f"the element has more than {self._limit:,} characters", 1, kind="too-long")
             # A number that ends where the text does may go on.
             if end < len(self._text) or self._ended:
                 raw = self._text[self._at : end]
                 self._at = end
-                return self._number, value, raw
+                self._like, self._key = type(value), _first_key(raw) if isinstance(value, dict) else self._key
+                return _Value(self._number, value, raw)
             self._grow()
 
     def _is_final(self, error: json.JSONDecodeError) -> bool:
         """Whether more text could not mend an error: a text that just ends too early fails near its end."""
         return error.pos < len(self._text) - _ESCAPE and not error.msg.startswith("Unterminated string")
+
+    def _next_element(self) -> int:
+        """Goes on from a broken element to the comma or bracket after it, or to the next one, or to the end of the
+        text; returns how many elements were passed over."""
+        key = self._key or _first_key(self._text[self._at : self._at + _LOOK])
+        lost = 0
+        while True:
+            while len(self._text) - self._at < _LOOK and not self._ended:
+                self._grow()
+            found = self._by_commas() if self._in_array else None
+            found = found or self._by_key(key) or (self._by_any_comma() if self._in_array else self._by_lines())
+            if found is not None:
+                self._at = found[0]
+                return lost + found[1]
+            if self._ended:
+                self._at = len(self._text)
+                return max(lost, 1)
+            self._at = len(self._text) - _OVERLAP
+
+    def _by_commas(self) -> tuple[int, int] | None:
+        """The first comma or bracket outside of all brackets and quotes that a sound element, or the end, follows.
+
+        Nothing where a quote or a bracket is missing: then what looks like the inside may be the outside.
+        """
+        passed = 0
+        around: list[str] = []
+        before = ""
+        for match in _TOKEN.finditer(self._text, self._at, self._at + _LOOK):
+            token = match[0]
+            if token == '"' or _HIDDEN.search(token) or (token, before, around[-1:]) == ("{", ",", ["{"]):
+                return None
+            before = token
+            if token in ("{", "["):
+                around.append(token)
+            elif around and token in ("}", "]"):
+                around.pop()
+            elif not around and token == ",":
+                # Without its first bracket, an object has commas here that are none between elements.
+                passed += _MEMBER.match(self._text, match.end()) is None
+                if self._is_sound(match.end()):
+                    return match.start(), max(passed, 1)
+            elif not around and token == "]" and self._ended and not self._after(match.end()):
+                return match.start(), passed + 1
+        return None
+
+    def _by_any_comma(self) -> tuple[int, int] | None:
+        """The first comma that a sound element follows, wherever quotes and brackets are."""
+        if self._like is dict:
+            return None
+        commas = re.compile(",").finditer(self._text, self._at)
+        return next(((match.start(), 1) for match in commas if self._is_sound(match.end())), None)
+
+    def _by_key(self, key: str) -> tuple[int, int] | None:
+        """The first sound object that begins with this name, and how many began so before it."""
+        if self._like is not dict or not key:
+            return None
+        begins = 1
+        for match in re.compile(r"\{[ \t\r\n]*" + re.escape(key)).finditer(self._text, self._at + 1):
+            before = self._text[self._at : match.start()].rstrip(_SPACES)[-1:]
+            if before not in (",", "}") and self._text[match.start() - 1] != "\n":
+                continue
+            if self._is_sound(match.start()):
+                return match.start(), begins
+            begins += 1
+        return None
+
+    def _by_lines(self) -> tuple[int, int] | None:
+        """The first line that begins with a sound value, among values that follow one another."""
+        for passed, match in enumerate(re.finditer("\n(?=[^ \t\r\n])", self._text[self._at :]), start=1):
+            if self._is_sound(self._at + match.end()):
+                return self._at + match.end(), passed
+        return None
+
+    def _is_sound(self, at: int) -> bool:
+        """Whether an object or a value like those before begins here; one that is not read in full yet may be."""
+        match = _SPACE.match(self._text, at)
+        at = match.end() if match else at
+        try:
+            value, end = _DECODER.raw_decode(self._text, at)
+        except json.JSONDecodeError as error:
+            return not self._ended and not self._is_final(error)
+        except (ValueError, RecursionError):
+            return False
+        if type(value) not in (dict, self._like) or value == {}:
+            return False
+        following = self._after(end)
+        return not self._in_array or following in (",", "]") or (not following and not self._ended)
+
+    def _after(self, at: int) -> str:
+        """The next character from here on that is no space, if it is read yet."""
+        match = _SPACE.match(self._text, at)
+        at = match.end() if match else at
+        return self._text[at : at + 1]
+
+    def _skip(self) -> None:
+        """Passes over an element without holding it, by its brackets and quotes."""
+        depth, quoted = 0, False
+        while True:
+            match = (_IN_STRING if quoted else _OUTSIDE).search(self._text, self._at)
+            if match is None:
+                if self._ended:
+                    self._at = len(self._text)
+                    return
+                # The half of an escape may be all that there is of it yet.
+                self._at = max(self._at, len(self._text) - self._text.endswith("\\"))
+                self._grow()
+                continue
+            token = match[0]
+            if not depth and not quoted and token in ",]}":
+                self._at = match.start()
+                return
+            self._at = match.end()
+            if token == '"':
+                quoted = not quoted
+            elif not quoted:
+                depth += 1 if token in "{[" else -1 if token in "}]" else 0
+            if not depth and not quoted and not self._in_array and token in '"}]':
+                return
 
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""
@@ -473,11 +669,15 @@ class _JsonText:
     def _offset_of(self, at: int) -> int:
         return self._offset + len(self._text[:at].encode("utf-8", "surrogateescape"))
 
-    def _broken(
-        self, message: str, records: int = 0, at: int | None = None, kind: ProblemKind = "json"
-    ) -> _BrokenJsonError:
+    def _broken(self, message: str, records: int = 0, at: int | None = None, kind: ProblemKind = "json") -> Problem:
         place = f"element {self._number}, byte {self._offset_of(self._at if at is None else at)}"
-        return _BrokenJsonError(Problem(self._name, place, kind, message, records))
+        return Problem(self._name, place, kind, message, records)
+
+
+def _first_key(raw: str) -> str:
+    """The first name in the first object of a text, with its quotes; nothing where there is none."""
+    match = _KEY.search(raw)
+    return match[1] if match else ""
 
 
 # GPT-2 tokens.

@@ -54,17 +54,36 @@ _SLICED = ("text", "jsonl", "smiles")
 # A file that can only be read from its beginning is left to one reader up to this size.
 _WHOLE_BYTES = 2**24
 _CRAWL = b"WARC/1."
+_TYPES_TOLD = 3
+_MOST_SHARES = 4096
 _TYPES = f"{' '.join(SUFFIXES)}, and most of them also with {' '.join(COMPRESSIONS)}"
 _CHOICES = f"{SHAKESPEARE!r}, a file such as .txt or .jsonl, a folder of them, or hf:NAME"
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a source in the order they are read, what is wrong with others, and the types passed over."""
+    """The files of a source in the order they are read, what is wrong with others, and the types passed over.
+
+    `unknown` is how many of the files passed over are of a type that is not known, rather than left by some program.
+    """
 
     files: tuple[InputFile, ...] = ()
     problems: tuple[Problem, ...] = ()
     passed_over: Mapping[str, int] = field(default_factory=dict)
+    unknown: int = 0
+
+    @property
+    def mostly_unknown(self) -> bool:
+        """Whether most of what is there would be passed over."""
+        return self.unknown > len(self.files) + len(self.problems)
+
+
+def told_by_type(counts: Mapping[str, int]) -> str:
+    """How many files there are of each type, the most frequent first: `200 .py, 60 .cfg, 12 others`."""
+    ordered = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    first, rest = ordered[:_TYPES_TOLD], ordered[_TYPES_TOLD:]
+    others = sum(count for _, count in rest)
+    return ", ".join([*(f"{count:,} {name}" for name, count in first), *([f"{others:,} others"] if others else [])])
 
 
 def format_of(name: str) -> tuple[str | None, str]:
@@ -100,7 +119,7 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
         raise DataError(f"the source {shown(source)} is neither a file nor a folder", f"give {_CHOICES}")
     if (format or format_of(source)[0]) is None:
         raise DataError(
-            f"the source {shown(source)} is of a type that cannot be read: {_type(source)}",
+            f"the source {shown(source)} is of a type that cannot be read: {type_of(source)}",
             f"the types are {_TYPES}; set data.format, or rename the file",
         )
     listed = _listed(source, format, number)
@@ -137,12 +156,19 @@ def _row_groups(file: InputFile, target: int) -> list[Slice]:
 
     slices: list[Slice] = []
     start = held = 0
-    for group, size in enumerate(tables.parquet_group_bytes(file.path)):
-        if group > start and held + size > target:
+    sizes = tables.parquet_group_bytes(file.path)
+    # What the footer of a damaged file says of sizes is no reason to read it a thousand times.
+    most = min(1 + file.bytes // 2**10, _MOST_SHARES)
+    for group, size in enumerate(sizes):
+        if group > start and (held + size > target or size > PIECE):
             slices.append(Slice(file, start, group))
             start, held = group, 0
         held += size
-    return [*slices, Slice(file, start, None)]
+        if size > PIECE:
+            shares = min(-(-size // PIECE), most)
+            slices += [Slice(file, group, group + 1, share, shares) for share in range(shares)]
+            start, held = group + 1, 0
+    return [*slices, Slice(file, start, None)] if start < len(sizes) or not slices else slices
 
 
 def _in_folder(source: str, format: str | None, number: int) -> Found:
@@ -151,6 +177,7 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
     links: list[str] = []
     problems: list[Problem] = []
     others: Counter[str] = Counter()
+    unknown = 0
 
     def list_file(path: str) -> None:
         listed = _listed(path, format, number)
@@ -176,7 +203,8 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
             if name.startswith("."):
                 continue
             if not _is_readable_type(name, format):
-                others[_type(name)] += 1
+                others[type_of(name)] += 1
+                unknown += not name.lower().endswith(_LEFTOVERS)
             elif problem := _link_problem(path, root):
                 problems.append(problem)
             elif os.path.islink(path):
@@ -193,12 +221,14 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
             list_file(path)
     if not files and not problems:
         found = ", ".join(f"{count} of {name}" for name, count in others.most_common(4)) or "no files"
+        as_text = "; data.format=text reads every file as text, whatever its name" if unknown else ""
         raise DataError(
-            f"the folder {shown(source)} holds no file that can be read; it has {found}", f"the types are {_TYPES}"
+            f"the folder {shown(source)} holds no file that can be read; it has {found}",
+            f"the types are {_TYPES}{as_text}",
         )
     order = sorted(files, key=lambda path: Path(os.path.relpath(path, source)).parts)
     problems.sort(key=lambda problem: (problem.file, problem.kind))
-    return Found(tuple(files[path] for path in order), tuple(problems), dict(sorted(others.items())))
+    return Found(tuple(files[path] for path in order), tuple(problems), dict(sorted(others.items())), unknown)
 
 
 def _is_readable_type(name: str, format: str | None) -> bool:
@@ -295,7 +325,8 @@ def _missing_hint(source: str) -> str:
     return f"give {_CHOICES}{here}"
 
 
-def _type(name: str) -> str:
+def type_of(name: str) -> str:
+    """The type of a file as its name has it: the suffix, with that of its compression."""
     stem, suffix = os.path.splitext(os.path.basename(name))
     if suffix.lower() in COMPRESSIONS:
         suffix = os.path.splitext(stem)[1] + suffix

@@ -5,7 +5,8 @@ a line or a document, nor on what a compressed file makes of itself.
 
 Contract: damage does not raise. A stream that meets it ends early, after all that came before, and keeps a `Problem`
 that says what and where. Lines end at b"\\n" and nowhere else: the other characters that Unicode calls line ends may
-stand inside one. A UTF-8 byte-order mark at the very start of a file is a signature, not text, and is dropped.
+stand inside one. Only a file without any has lines that end at b"\\r". A UTF-8 byte-order mark at the very start of a
+file is a signature, not text, and is dropped.
 
 A document longer than `PIECE` is cut, for k = 1, 2, ..., at the first safe place at or after its byte k * PIECE. Safe
 is right before a single space or newline that stands between two printable ASCII characters. GPT-2's tokenizer begins
@@ -52,6 +53,8 @@ _BOMB_BYTES = 2**24
 _ZSTD_WINDOW = 2**27
 _XZ_MEMORY = 2**28
 
+# How much of a file is looked at for line ends.
+_LINE_HEAD = 2**16
 # How much is read at once to find the end of what began before the end of a slice.
 _PAST_END = 2**16
 _END = sys.maxsize
@@ -208,10 +211,19 @@ def before(start: int) -> int:
     return max(start - 1, 0)
 
 
-def lines(stream: ByteStream, limit: int = LINE_LIMIT, *, start: int = 0, end: int | None = None) -> Iterator[Line]:
+def line_end(file: InputFile) -> bytes:
+    """What ends the lines of a file: b"\\r" where its beginning has only those, as in files of old Macs."""
+    with open_bytes(file) as stream:
+        head = stream.read(_LINE_HEAD)
+    return b"\r" if b"\r" in head[:-1] and b"\n" not in head else b"\n"
+
+
+def lines(
+    stream: ByteStream, limit: int = LINE_LIMIT, *, start: int = 0, end: int | None = None, ending: bytes = b"\n"
+) -> Iterator[Line]:
     """The lines that begin in [start, end), numbered from 1, of a stream opened at `before(start)`.
 
-    The last line of a text need not have a b"\\n"; if nothing stands in it, it is none.
+    The last line of a text need not have an `ending`; if nothing stands in it, it is none.
     """
     stop = _END if end is None else end
     position = offset = before(start)
@@ -226,13 +238,13 @@ def lines(stream: ByteStream, limit: int = LINE_LIMIT, *, start: int = 0, end: i
             break
         position += len(chunk)
         if not ours:
-            skipped = chunk.find(b"\n") + 1
+            skipped = chunk.find(ending) + 1
             ours = skipped > 0
             offset += skipped or len(chunk)
             if not ours or offset >= stop:
                 continue
             chunk = chunk[skipped:]
-        first, *others = chunk.split(b"\n")
+        first, *others = chunk.split(ending)
         length += len(first)
         if length <= limit:
             held.append(first)

@@ -13,7 +13,8 @@ would keep it from reading any other.
 
 Trap: in CSV a quote that is never closed takes everything up to the next quote with it; the problem says from which
 line to which. A quote inside of a value that does not begin with one is just a character. A last row without a line
-end counts as whole, since many files end so. Blank lines are not rows.
+end counts as whole, since many files end so. Blank lines are not rows. A file whose first row ends with b"\\r" alone
+has all of its rows end so.
 """
 
 import codecs
@@ -51,6 +52,8 @@ DEFAULT_SPLIT = "train"
 # How much is decoded at once, in how many rows, since some are much longer than others.
 _BATCH_BYTES = 2**21
 _BATCH_ROWS = 16, 256
+# Up to the first line end that is not inside of quotes.
+_FIRST_ROW = re.compile(rb'(?:[^"\r\n]++|"[^"]*+")*+')
 _PARQUET = b"PAR1"
 _SMALLEST_PARQUET = 12
 # What an arrow stream that was written to its end ends with.
@@ -60,8 +63,18 @@ _ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
 # Parquet.
 
 
-def read_parquet(file: InputFile, first_group: int, last_group: int | None, options: ReadOptions) -> Results:
-    """The rows of the row groups from `first_group` up to `last_group`."""
+def read_parquet(
+    file: InputFile,
+    first_group: int,
+    last_group: int | None,
+    options: ReadOptions,
+    share: int = 0,
+    shares: int = 1,
+) -> Results:
+    """The rows of the row groups from `first_group` up to `last_group`; of each, one of `shares` stretches of rows.
+
+    What comes before the share in its row group is decoded and dropped, which costs little beside tokenizing.
+    """
     pa = _import_arrow()
     problem = _no_parquet(file)
     if problem is None:
@@ -76,18 +89,26 @@ def read_parquet(file: InputFile, first_group: int, last_group: int | None, opti
                 problem = Problem(file.name, "", "format", message, records=0)
             else:
                 more = parquet.metadata.num_rows - sum(sizes)
-                if more and first_group == 0:
+                if more and first_group == share == 0:
                     message = f"its footer is damaged: it tells of {parquet.metadata.num_rows:,} rows, and then of "
                     yield Problem(file.name, "", "format", f"{message}{sum(sizes):,}", records=max(more, 0))
                 groups = range(len(sizes))[first_group:last_group]
+                stretches = [_stretch(sizes[number], share, shares) for number in groups]
                 if isinstance(column, str):
-                    yield Problem(file.name, "", "field", column, sum(max(sizes[number], 0) for number in groups))
+                    yield Problem(file.name, "", "field", column, sum(len(stretch) for stretch in stretches))
                     return
-                for number in groups:
+                for number, stretch in zip(groups, stretches, strict=True):
                     first = sum(sizes[:number]) + 1
-                    yield from _row_group(parquet, number, first, sizes[number], column, file, options)
-    if problem is not None and first_group == 0:
+                    last = share == shares - 1
+                    yield from _row_group(parquet, number, first, stretch, column, file, options, last=last)
+    if problem is not None and first_group == share == 0:
         yield problem
+
+
+def _stretch(rows: int, share: int, shares: int) -> range:
+    """The rows of a share; a damaged footer may tell of fewer than none."""
+    rows = max(rows, 0)
+    return range(rows * share // shares, rows * (share + 1) // shares)
 
 
 def read_parquet_rows(file: InputFile) -> Iterator[Row | Problem]:
@@ -158,21 +179,39 @@ def _no_parquet(file: InputFile) -> Problem | None:
 
 
 def _row_group(
-    parquet: Any, number: int, first: int, rows: int, column: "_Column", file: InputFile, options: ReadOptions
+    parquet: Any,
+    number: int,
+    first: int,
+    stretch: range,
+    column: "_Column",
+    file: InputFile,
+    options: ReadOptions,
+    *,
+    last: bool,
 ) -> Results:
-    """The rows of one group, of which the first in the file has the number `first`."""
+    """A stretch of the rows of one group, of which the first in the file has the number `first`.
+
+    `last`: the stretch goes on to the end of the group, wherever that is.
+    """
     done = 0
     broken = "it has fewer rows than its metadata says"
     for batch in _until_damage(_batches(parquet, number, column.path)):
         if isinstance(batch, Exception):
             broken = f"it is damaged: {_reason(batch)}"
             break
-        values = _values(batch.column(batch.schema.names.index(column.name)))
-        yield from _documents(values, first + done, column, file, options)
-        done += len(values)
-    if done < rows:
+        begin = max(stretch.start - done, 0)
+        end = batch.num_rows if last else min(stretch.stop - done, batch.num_rows)
+        if begin < end:
+            found = batch.column(batch.schema.names.index(column.name))
+            values = _values(found if end - begin == len(found) else found.slice(begin, end - begin))
+            yield from _documents(values, first + done + begin, column, file, options)
+        done += batch.num_rows
+        if not last and done >= stretch.stop:
+            return
+    if done < stretch.stop:
+        row = max(done, stretch.start)
         message = f"row group {number} ends here: {broken}"
-        yield Problem(file.name, f"row {first + done}", "format", message, records=rows - done)
+        yield Problem(file.name, f"row {first + row}", "format", message, records=stretch.stop - row)
 
 
 def _batches(parquet: Any, number: int, path: str | None) -> Iterator[Any]:
@@ -514,12 +553,12 @@ def read_csv(
     rows = iter(_Rows(stream, file, delimiter.encode(), limit))
     header = _header(rows, stream, file)
     if not isinstance(header, _Row):
-        yield from header
+        yield from _all_lost(header, rows)
         return
     names = [name.decode("utf-8", "replace") for name in header.values]
     if options.field not in names:
         message = f"there is no column '{shown(options.field)[:80]}'; there are: {names_shown(names)}"
-        yield Problem(file.name, f"line {header.line}", "field", message, records=0)
+        yield from _all_lost(Problem(file.name, f"line {header.line}", "field", message, records=0), rows)
         return
     column = names.index(options.field)
     for row in rows:
@@ -540,7 +579,7 @@ def read_csv_rows(stream: ByteStream, file: InputFile, delimiter: str) -> Iterat
     rows = iter(_Rows(stream, file, delimiter.encode(), LINE_LIMIT))
     header = _header(rows, stream, file)
     if not isinstance(header, _Row):
-        yield from header
+        yield from _all_lost(header, rows)
         return
     names = [name.decode("utf-8", "replace") for name in header.values]
     for row in rows:
@@ -572,16 +611,28 @@ class _Parsed(NamedTuple):
     wrong: str
 
 
-def _header(rows: "Iterator[_Row | Problem]", stream: ByteStream, file: InputFile) -> "_Row | list[Problem]":
+def _header(rows: "Iterator[_Row | Problem]", stream: ByteStream, file: InputFile) -> "_Row | Problem | None":
     """The row with the names of the columns, or what there is to say where it cannot be had."""
     header = next(rows, None)
     if header is None:
         words = "there is no row with the names of the columns"
-        return [Problem(file.name, "", "empty", words, records=0)] if stream.problem is None else []
+        return Problem(file.name, "", "empty", words, records=0) if stream.problem is None else None
     if isinstance(header, Problem):
-        # Without names nothing can be told, and nothing was lost that is known to be a row of data.
-        return [replace(header, message=f"the row with the names of the columns: {header.message}", records=0)]
+        # The row itself was none of data.
+        return replace(header, message=f"the row with the names of the columns: {header.message}", records=0)
     return header
+
+
+def _all_lost(problem: Problem | None, rows: "Iterator[_Row | Problem]") -> Iterator[Problem]:
+    """A problem that costs every row, with their number. What is wrong with single rows comes before it."""
+    lost = 0
+    for row in rows:
+        if isinstance(row, Problem):
+            yield row
+        else:
+            lost += 1
+    if problem is not None:
+        yield replace(problem, records=problem.records + lost)
 
 
 def _other_columns(row: _Row, names: list[str], file: InputFile) -> Problem:
@@ -603,11 +654,13 @@ class _Rows:
         self._at = 0
         self._line = 1
         self._ended = False
+        self._old_ends = False  # rows end at b"\r", which is read as b"\n"
 
     def __iter__(self) -> Iterator[_Row | Problem]:
         while len(self._data) < len(codecs.BOM_UTF8) and self._grow():
             pass
         self._at = len(codecs.BOM_UTF8) if self._data.startswith(codecs.BOM_UTF8) else 0
+        self._find_ends()
         lost = 0
         while self._at < len(self._data) or self._grow():
             line = self._line
@@ -639,6 +692,19 @@ class _Rows:
                 yield _Row(line, parsed.values, b"\0" in raw)
         if self._stream.problem is not None:
             yield replace(self._stream.problem, records=lost)
+
+    def _find_ends(self) -> None:
+        """Looks at the end of the first row, which tells what ends all of them."""
+        while True:
+            match = _FIRST_ROW.match(self._data, self._at)
+            end = match.end() if match else self._at
+            # A b"\r" at the end of what is read may be half of a line end.
+            if end + 1 < len(self._data) or self._ended or len(self._data) > self._limit:
+                break
+            self._grow()
+        if self._data[end : end + 1] == b"\r" and self._data[end + 1 : end + 2] != b"\n":
+            self._old_ends = True
+            self._data = _new_ends(self._data)
 
     def _parse(self) -> _Parsed | None:
         """The next row; nothing if it has no end, or none within the limit."""
@@ -721,8 +787,13 @@ class _Rows:
             return False
         rest = self._data[self._at :]
         more = self._stream.read(max(CHUNK, min(len(rest), self._limit)))
+        more = _new_ends(more) if self._old_ends else more
         self._data, self._at, self._ended = rest + more, 0, not more
         return bool(more)
+
+
+def _new_ends(raw: bytes) -> bytes:
+    return raw.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
 # Datasets of the hub.

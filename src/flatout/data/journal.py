@@ -1,21 +1,25 @@
-"""The work folder of a prepare: finished parts, kept so that a killed prepare can go on.
+"""The work folder of a prepare: finished parts, kept so that a killed prepare can resume.
 
 Idea: a part's result is one file, written under another name, flushed, and renamed; it is there whole or not at all.
 The folder also holds the plan it belongs to. Whoever opens the folder with the same plan finds the finished parts;
 with another plan they are removed.
 
-Contract: what `read` returns is what `write` was given, or a `DataError`. A kill at any moment costs at most the parts
-that were under way.
+Contract: every byte is hashed, with the plan and the number of its part. A part that is not exactly what `write` was
+given does not count as finished and is made again; notes that are damaged are made again too. What `read` returns is
+what was written, or a `DataError`. A kill or a power loss at any moment costs at most the parts that were under way.
+
+Only names that a journal gives are ever removed here. A folder with anything else in it, or with a link, is refused.
 """
 
+import contextlib
 import hashlib
 import json
 import os
-import shutil
+import re
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import IO, Any, final
 
 import numpy as np
 
@@ -23,12 +27,19 @@ from flatout.corpus.document import Problem
 from flatout.data.part import PIECE, PartResult, Pieces
 from flatout.data.plan import Done
 from flatout.errors import DataError
-from flatout.files import canonical_json
+from flatout.files import canonical_json, sync_folder, write_whole
+from flatout.folders import MARK
 
+SIGNATURES = "signatures.bin"
 _PLAN = "plan.json"
 _PARTS = "parts"
 _READ_HERE = "read-here.json"
-_SIZE = struct.Struct("<Q")
+_OWN = re.compile(
+    rf"(?:(?:plan\.json|read-here\.json|stdin-\d+|{_PARTS}/\d{{8,}}\.part)(?:\.tmp-[0-9a-f]{{8}})?"
+    rf"|{re.escape(SIGNATURES)}|{re.escape(MARK)})"
+)
+# SHA-256 of the description that follows, and its length.
+_LEAD = struct.Struct("<32sQ")
 
 
 @dataclass(frozen=True)
@@ -66,25 +77,31 @@ class Journal(Done):
         self._parts = folder / _PARTS
         self._notes = folder / _READ_HERE
         wanted = canonical_json(plan)
+        self._plan = hashlib.sha256(wanted).hexdigest()
         if not _same(folder / _PLAN, wanted):
             # The old plan goes first: without it, whatever is left of its parts belongs to nobody.
             (folder / _PLAN).unlink(missing_ok=True)
-            shutil.rmtree(self._parts, ignore_errors=True)
+            sync_folder(folder)
+            _remove_parts(folder)
             self._notes.unlink(missing_ok=True)
-            self._parts.mkdir()
-            _write_whole(folder / _PLAN, [wanted])
-        self._numbers = {int(path.stem) for path in self._parts.glob("*.part")}
-        self._known: dict[str, int] = json.loads(self._notes.read_bytes()) if self._notes.exists() else {}
+            write_whole(folder / _PLAN, wanted, durable=True)
+        self._parts.mkdir(exist_ok=True)
+        sync_folder(folder)
+        self._good: set[int] = set()
+        self._known = self._read_notes()
 
     def has(self, number: int) -> bool:
-        return number in self._numbers
+        if number not in self._good and self._is_whole(number):
+            self._good.add(number)
+        return number in self._good
 
     def parts_of(self, file: int) -> int | None:
         return self._known.get(str(file))
 
     def note(self, file: int, parts: int) -> None:
         self._known[str(file)] = parts
-        _write_whole(self._notes, [canonical_json(self._known)])
+        sealed = {"plan": self._plan, "parts": self._known, "sha256": self._seal(self._known)}
+        write_whole(self._notes, canonical_json(sealed), durable=True)
 
     def write(self, number: int, source: int, size: int, files: int, result: PartResult, itemsize: int) -> PartHead:
         """Keep a result; when this returns, a kill cannot lose it."""
@@ -103,25 +120,31 @@ class Journal(Done):
         )
         body = [result.tokens, result.pieces, result.signatures]
         described = {
+            "plan": self._plan,
+            "number": number,
             "head": asdict(head),
             "sizes": [len(part) for part in body],
             "sha256": [hashlib.sha256(part).hexdigest() for part in body],
         }
         raw = canonical_json(described)
-        _write_whole(self._path(number), [_SIZE.pack(len(raw)), raw, *body])
-        self._numbers.add(number)
+        lead = _LEAD.pack(hashlib.sha256(raw).digest(), len(raw))
+        write_whole(self._path(number), b"".join([lead, raw, *body]), durable=True)
+        self._good.add(number)
         return head
 
     def head(self, number: int) -> PartHead:
         """All of a finished part but its arrays."""
-        with self._path(number).open("rb") as file:
-            return _head_from(_described(file)["head"])
+        try:
+            with self._path(number).open("rb") as file:
+                return _head_from(self._described(file, number)["head"])
+        except (OSError, ValueError) as error:
+            raise self._damaged(number, error) from error
 
     def read(self, number: int, *, tokens: bool = True, signatures: bool = True) -> StoredPart:
         """A finished part, checked; arrays that are not asked for are empty."""
         try:
             with self._path(number).open("rb") as file:
-                described = _described(file)
+                described = self._described(file, number)
                 wanted = (tokens, True, signatures)
                 body: list[bytes] = []
                 for size, digest, want in zip(described["sizes"], described["sha256"], wanted, strict=True):
@@ -130,22 +153,96 @@ class Journal(Done):
                         body.append(b"")
                         continue
                     raw = file.read(size)
-                    if len(raw) != size or hashlib.sha256(raw).hexdigest() != digest:
+                    if hashlib.sha256(raw).hexdigest() != digest:
                         raise ValueError("its content is not what was written")
                     body.append(raw)
-            head = _head_from(described["head"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"the unfinished part {self._path(number)} is damaged: {error}", "prepare again with --overwrite"
-            ) from error
-        return StoredPart(head, body[0], np.frombuffer(body[1], dtype=PIECE), body[2])
+        except (OSError, ValueError) as error:
+            raise self._damaged(number, error) from error
+        return StoredPart(_head_from(described["head"]), body[0], np.frombuffer(body[1], dtype=PIECE), body[2])
+
+    def _is_whole(self, number: int) -> bool:
+        try:
+            self.read(number)
+        except DataError:
+            return False
+        return True
+
+    def _described(self, file: IO[bytes], number: int) -> dict[str, Any]:
+        """What stands before the arrays of a part, proven to be what was written for this part of this plan."""
+        size = os.fstat(file.fileno()).st_size
+        lead = file.read(_LEAD.size)
+        if len(lead) < _LEAD.size:
+            raise ValueError("it is too short")
+        digest, length = _LEAD.unpack(lead)
+        raw = file.read(min(length, size))
+        if hashlib.sha256(raw).digest() != digest:
+            raise ValueError("its description is not what was written")
+        described = json.loads(raw)
+        if (described["plan"], described["number"]) != (self._plan, number):
+            raise ValueError("it is another part")
+        if _LEAD.size + length + sum(described["sizes"]) != size:
+            raise ValueError("its size is not what was written")
+        return described
+
+    def _damaged(self, number: int, error: Exception) -> DataError:
+        return DataError(
+            f"the finished part {self._path(number)} was damaged meanwhile: {error}",
+            "check the disk, and run the same command again: the part is made again",
+        )
+
+    def _read_notes(self) -> dict[str, int]:
+        try:
+            sealed = json.loads(self._notes.read_bytes())
+            parts = sealed["parts"]
+            if sealed["plan"] == self._plan and sealed["sha256"] == self._seal(parts):
+                return parts
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            pass  # the files it tells of are read again
+        return {}
+
+    def _seal(self, parts: dict[str, int]) -> str:
+        return hashlib.sha256(canonical_json([self._plan, parts])).hexdigest()
 
     def _path(self, number: int) -> Path:
         return self._parts / f"{number:08d}.part"
 
 
-def _described(file: Any) -> dict[str, Any]:
-    return json.loads(file.read(_SIZE.unpack(file.read(_SIZE.size))[0]))
+def foreign_in(folder: Path) -> str | None:
+    """The first entry of a work folder that no journal put there, or that is a link; None if there is none."""
+    for path in sorted(folder.iterdir()):
+        if path.name == _PARTS and path.is_dir() and not path.is_symlink():
+            found = next((part for part in sorted(path.iterdir()) if not _is_own(part, folder)), None)
+        else:
+            found = None if _is_own(path, folder) else path
+        if found is not None:
+            return found.relative_to(folder).as_posix()
+    return None
+
+
+def clear(folder: Path) -> None:
+    """Removes a work folder: the files that a journal put there, and the folder if nothing else is in it."""
+    _remove_parts(folder)
+    own = [path for path in folder.iterdir() if _is_own(path, folder)]
+    for path in sorted(own, key=lambda path: path.name == MARK):  # the mark last: a kill leaves a folder of ours
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def _remove_parts(folder: Path) -> None:
+    parts = folder / _PARTS
+    if parts.is_symlink() or not parts.is_dir():
+        return
+    for path in list(parts.iterdir()):
+        if _is_own(path, folder):
+            path.unlink()
+    with contextlib.suppress(OSError):
+        parts.rmdir()
+
+
+def _is_own(path: Path, folder: Path) -> bool:
+    name = path.relative_to(folder).as_posix()
+    return _OWN.fullmatch(name) is not None and path.is_file() and not path.is_symlink()
 
 
 def _head_from(content: dict[str, Any]) -> PartHead:
@@ -155,14 +252,7 @@ def _head_from(content: dict[str, Any]) -> PartHead:
 
 
 def _same(path: Path, wanted: bytes) -> bool:
-    return path.exists() and path.read_bytes() == wanted
-
-
-def _write_whole(path: Path, chunks: list[bytes]) -> None:
-    fresh = path.with_suffix(".new")
-    with fresh.open("wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        return path.read_bytes() == wanted
+    except FileNotFoundError:
+        return False

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from flatout.corpus.document import Problem
 from flatout.corpus.near import SLOTS, near_duplicates
-from flatout.data.journal import Journal, StoredPart
+from flatout.data.journal import SIGNATURES, Journal, StoredPart
 from flatout.data.manifest import OFFSET_DTYPE, PROBLEMS, REPORT, SPLITS, FileInfo, SplitInfo
 from flatout.data.part import BEGINS, ENDS, REJECTED
 from flatout.data.plan import Inputs, Request
@@ -138,10 +138,11 @@ class Decisions:
 
     def _drop_near(self, threshold: float) -> None:
         kept = np.flatnonzero(self.status == KEPT)
-        path = self._journal.folder / "signatures.bin"
+        path = self._journal.folder / SIGNATURES
+        path.unlink(missing_ok=True)  # of a prepare that was killed
         try:
             # They may be larger than memory; the search reads them through a map.
-            with path.open("wb") as file:
+            with path.open("xb") as file:
                 for number in range(self.parts):
                     file.write(self._signatures(number))
             rows = np.memmap(path, dtype="<u4", mode="r", shape=(len(kept), SLOTS)) if len(kept) else None

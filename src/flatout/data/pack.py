@@ -2,8 +2,11 @@
 
 Idea: the input is cut into parts, each part becomes tokens in a worker process, and finished parts lie in a hidden work
 folder beside the target until all are there. Then they are put together in order, flushed, and moved into place by one
-rename. Whoever opens the target sees a complete dataset or none, wherever the packer was killed; the next packer goes
-on with the finished parts.
+rename. Whoever opens the target sees a complete dataset or none, wherever the packer was killed; the next packer
+resumes with the finished parts.
+
+Nothing is removed but what carries our mark: the work folder, unfinished datasets, and the files that the manifest of
+an older dataset names. A command that is refused leaves the disk as it was.
 
 Contract: the bytes are a pure function of the input and the settings: neither the number of workers nor an
 interruption changes them. Memory does not grow with the corpus. Bad input is listed in `problems.jsonl` and the rest is
@@ -19,23 +22,36 @@ import errno
 import hashlib
 import json
 import os
-import shutil
+import re
+import secrets
+import stat
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 import flatout
-from flatout.corpus.document import Document
-from flatout.data.journal import Journal
-from flatout.data.manifest import FILE_NAME, MANIFEST, TOKENIZER, VERSION, Manifest
+from flatout.corpus.document import Document, shown
+from flatout.data.journal import Journal, clear, foreign_in
+from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, TOKENIZER, VERSION, Manifest, read_manifest
 from flatout.data.merge import merge_parts, write_file
 from flatout.data.part import Part, Recipe, judged
-from flatout.data.plan import PART_BYTES, Done, Inputs, Request, check_free, find_inputs, find_part, parts_of
+from flatout.data.plan import (
+    PART_BYTES,
+    STDIN_NAME,
+    Done,
+    Inputs,
+    Request,
+    check_free,
+    find_inputs,
+    find_part,
+    parts_of,
+)
 from flatout.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.workers import EngineName, open_engine
+from flatout.data.workers import Engine, EngineName, open_engine
 from flatout.errors import DataError, ResourceError
-from flatout.files import sync_folder
+from flatout.folders import MARK, claim, foreign_entry, make_folders, remove_empty, sweep, whole_folder
 from flatout.records import PrepareProgress
 
 if sys.platform != "win32":
@@ -44,6 +60,8 @@ if sys.platform != "win32":
 Progress = Callable[[PrepareProgress], None]
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_FOLDER = (errno.ENAMETOOLONG, errno.ENOTDIR, errno.EEXIST, errno.EINVAL)
+_OTHER_FOLDER = "set data.folder to another folder"
 
 
 def pack_corpus(
@@ -59,25 +77,38 @@ def pack_corpus(
 
     `workers` is the number of worker processes; None takes one per core, or none for a small corpus.
     """
-    target = Path(folder).resolve()
-    work = target.with_name(f".{target.name}.partial")
+    target = _resolved(folder)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _only_packer(target):
-            _check_target(target, overwrite)
-            work.mkdir(exist_ok=True)
-            try:
-                manifest = _Packer(request, work, workers, engine, progress).pack()
-            except DataError:
-                shutil.rmtree(work, ignore_errors=True)  # going on would meet the same error
-                raise
-            finally:
-                with contextlib.suppress(OSError):
-                    work.rmdir()  # if nothing was begun, nothing is left
-            _move_into_place(work / "dataset", target)
-            shutil.rmtree(work, ignore_errors=True)
+        made = make_folders(target.parent)
+        try:
+            with _only_packer(target):
+                return _pack(_Packer(request, workers, engine, progress), target, overwrite)
+        except BaseException:
+            remove_empty(made)
+            raise
     except OSError as error:
         raise _write_error(error, target) from error
+
+
+def _pack(packer: "_Packer", target: Path, overwrite: bool) -> Manifest:
+    """With the lock held."""
+    _check_target(target, overwrite)
+    hidden = target.with_name(f".{target.name}.partial")
+    for place in (target, hidden):
+        sweep(place.parent, re.escape(place.name), locked=True)
+    work = _work_folder(hidden, overwrite)
+    try:
+        journal, parts = packer.tokenize(work)
+        with whole_folder(target, replaces=_files_of(target), occupied=_occupied) as folder:
+            manifest = packer.merge(journal, parts, folder)
+    except DataError:
+        if packer.began:  # going on would meet the same error
+            clear(work)
+        raise
+    finally:
+        if not packer.began:
+            _forget(work)
+    clear(work)
     return manifest
 
 
@@ -93,54 +124,57 @@ def worker_count(input_bytes: int) -> int:
 class _Packer:
     """One prepare, from the list of files to a dataset in `work`/dataset."""
 
-    def __init__(
-        self, request: Request, work: Path, workers: int | None, engine: EngineName, progress: Progress | None
-    ) -> None:
+    def __init__(self, request: Request, workers: int | None, engine: EngineName, progress: Progress | None) -> None:
+        self.began = False  # the work folder is ours from here on; before, it may hold the parts of another command
         self._request = request
-        self._work = work
+        self._workers = workers
+        self._engine: EngineName = engine
         self._progress = progress
-        self._inputs = find_inputs(request, work)
-        self._settings = request.settings(self._inputs.bytes, self._inputs.digest())
-        count = worker_count(self._inputs.bytes) if workers is None else min(workers, self._inputs.most_parts)
-        self._engine = open_engine(engine, count)
-        self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
 
-    def pack(self) -> Manifest:
+    def tokenize(self, work: Path) -> tuple[Journal, int]:
+        """Every part of the request into a journal in `work`, and how many there are."""
+        self._inputs = find_inputs(self._request, work)
+        self._settings = self._request.settings(self._inputs.bytes, self._inputs.digest())
+        self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
+        if self._progress is not None and self._inputs.passed_over:
+            self._progress(replace(self._told, notice=self._inputs.passed_over_told))
+        most = self._inputs.most_parts
+        count = worker_count(self._inputs.bytes) if self._workers is None else min(self._workers, most)
         stamps = self._inputs.stamps()
-        with self._engine:
-            tokenizer = self._tokenizer()
-            itemsize = token_dtype(tokenizer.vocab).itemsize
-            subword = tokenizer.kind not in ("char", "bytes")
-            check_free(self._work, self._inputs, itemsize, subword)
-            recipe = self._recipe(tokenizer)
-            journal = Journal(self._work, self._plan(tokenizer, stamps))
-            parts = self._tokenize(recipe, journal, itemsize)
+        with open_engine(self._engine, count) as engine:
+            self._tokenizer = self._find_tokenizer(engine)
+            itemsize = token_dtype(self._tokenizer.vocab).itemsize
+            subword = self._tokenizer.kind not in ("char", "bytes")
+            check_free(work, self._inputs, itemsize, subword)
+            self.began = True
+            journal = Journal(work, self._plan(stamps))
+            parts = self._tokenize(engine, journal, itemsize)
         if self._inputs.stamps() != stamps:
             raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
-        return self._merge(journal, parts, recipe, tokenizer)
+        return journal, parts
 
     def _recipe(self, tokenizer: Tokenizer | None) -> Recipe:
         description = None if tokenizer is None else tokenizer.to_json()
         near = self._request.clean.near_duplicates is not None
         return Recipe(self._request.options, self._request.rules, description, near)
 
-    def _plan(self, tokenizer: Tokenizer, stamps: list[list[object]]) -> dict[str, object]:
+    def _plan(self, stamps: list[list[object]]) -> dict[str, object]:
         """All that a finished part depends on."""
         return {
             "flatout": flatout.__version__,
             "settings": self._settings,
-            "tokenizer": tokenizer.fingerprint,
+            "tokenizer": self._tokenizer.fingerprint,
             "inputs": hashlib.sha256(json.dumps(stamps).encode("ascii")).hexdigest(),
         }
 
-    def _tokenizer(self) -> Tokenizer:
+    def _find_tokenizer(self, engine: Engine) -> Tokenizer:
         data = self._request.data
         if data.tokenizer != "char":
             return load_tokenizer(data.tokenizer, None)
         recipe = self._recipe(None)
         parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, Part))
         found: set[str] = set()
-        for part, characters in self._engine.run("characters", recipe, parts):
+        for part, characters in engine.run("characters", recipe, parts):
             found.update(characters)
             self._tell("characters", part.files, part.bytes, 0, 0, 0)
         self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
@@ -148,8 +182,9 @@ class _Packer:
             found = {"\n"}  # there is no text; what became of the input is told when it has been read
         return CharTokenizer("".join(sorted(found)), unknown=data.unknown_characters)
 
-    def _tokenize(self, recipe: Recipe, journal: Journal, itemsize: int) -> int:
+    def _tokenize(self, engine: Engine, journal: Journal, itemsize: int) -> int:
         """Make sure that every part is in the journal, and return how many there are."""
+        recipe = self._recipe(self._tokenizer)
         parts = 0
 
         def missing() -> Iterator[Part]:
@@ -162,15 +197,14 @@ class _Packer:
                     head = journal.head(part)
                     self._tell("reading", head.files, head.bytes, head.documents, head.tokens, len(head.problems))
 
-        for part, result in self._engine.run("tokens", recipe, missing()):
+        for part, result in engine.run("tokens", recipe, missing()):
             head = journal.write(part.number, part.source, part.bytes, part.files, result, itemsize)
             self._tell("reading", head.files, head.bytes, head.documents, head.tokens, len(head.problems))
         return parts
 
-    def _merge(self, journal: Journal, parts: int, recipe: Recipe, tokenizer: Tokenizer) -> Manifest:
-        folder = self._work / "dataset"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+    def merge(self, journal: Journal, parts: int, folder: Path) -> Manifest:
+        """The dataset of the parts in a journal, into `folder`; the manifest comes last."""
+        recipe, tokenizer = self._recipe(self._tokenizer), self._tokenizer
         merged = merge_parts(
             journal,
             parts,
@@ -223,26 +257,51 @@ def _text_of(inputs: Inputs, recipe: Recipe, number: int, high: int, low: int) -
     raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
 
 
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+def _resolved(folder: str | Path) -> Path:
+    """The folder of a dataset, which is to be one that a rename can put in place."""
+    try:
+        target = Path(folder).resolve()
+        inside = Path.cwd().is_relative_to(target)
+    except (OSError, ValueError, RuntimeError) as error:  # a NUL byte, a loop of links, a folder that is gone
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot use {shown(folder)} as a folder: {reason}", _OTHER_FOLDER) from error
+    if inside:
+        raise DataError(f"the dataset cannot take the place of {shown(target)}, which you are in", _OTHER_FOLDER)
+    return target
+
+
 @contextlib.contextmanager
 def _only_packer(target: Path) -> Iterator[None]:
-    """Hold a lock that the system releases even when the process is killed, so that two packers never mix files."""
+    """Hold a lock that the system releases even when the process is killed, so that two packers never mix files.
+
+    The lock file is empty. One that holds something is not ours, and neither is a link.
+    """
     if sys.platform == "win32":
         yield
         return
     path = target.with_name(f".{target.name}.lock")
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR):
+                raise _in_the_way(path) from error
+            raise
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_size:
+                raise _in_the_way(path)
+            _lock(descriptor, path, target)
+            # The holder before us may have removed the file between our opening and locking it; then the lock is void.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(found, os.lstat(path)):
+                    break
+        except BaseException:
             os.close(descriptor)
-            raise DataError(
-                f"another process is preparing {target}", "wait until it has finished, or choose another folder"
-            ) from error
-        # The holder before us may have removed the file between our opening and locking it; then the lock is void.
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                break
+            raise
         os.close(descriptor)
     try:
         yield
@@ -251,42 +310,107 @@ def _only_packer(target: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _lock(descriptor: int, path: Path, target: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise DataError(
+            f"another process is preparing {shown(target)}", "wait until it has finished, or choose another folder"
+        ) from error
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise DataError(
+            f"the disk of {shown(target.parent)} cannot lock files, which keeps two processes from preparing the same "
+            f"dataset: {error.strerror}",
+            "set data.folder to a folder on a local disk",
+        ) from error
+
+
+def _work_folder(hidden: Path, overwrite: bool) -> Path:
+    """The folder for finished parts: the one of an earlier prepare, or a new one.
+
+    Where its name is taken by something that we did not make, the command is refused, or with `overwrite` works
+    elsewhere; what is there is left alone.
+    """
+    foreign = foreign_in(hidden) if claim(hidden) else ""
+    if foreign is None:
+        return hidden
+    if not overwrite:
+        what = f"holds {foreign!r}, which is not ours" if foreign else "is not ours"
+        raise DataError(
+            f"finished parts would go to {shown(hidden)}, which {what}",
+            "move it away, set data.folder to another folder, or run `flatout prepare` with --overwrite, which starts "
+            "anew and leaves it alone",
+        )
+    fresh = hidden.with_name(f"{hidden.name}.tmp-{secrets.token_hex(4)}")
+    claim(fresh)
+    return fresh
+
+
+def _forget(work: Path) -> None:
+    """Removes a work folder in which nothing was begun; the finished parts of an earlier command stay."""
+    if not any(path.name != MARK and not path.name.startswith(STDIN_NAME) for path in work.iterdir()):
+        clear(work)
+
+
 def _check_target(target: Path, overwrite: bool) -> None:
     """Refuse a target that holds a dataset (unless told to overwrite it) or anything that is not ours to remove."""
     if not target.exists():
         return
     if not target.is_dir():
-        raise DataError(f"{target} is a file, not a folder", "choose another folder for the dataset")
-    names = sorted(entry.name for entry in target.iterdir())
-    if (foreign := [name for name in names if not FILE_NAME.fullmatch(name)]) or (names and MANIFEST not in names):
         raise DataError(
-            f"the folder {target} is not empty and not a dataset; it holds {(foreign or names)[0]!r}",
-            "choose another folder for the dataset, or empty this one",
+            f"{shown(target)} is a file, not a folder", "choose another folder for the dataset: data.folder"
         )
-    if names and not overwrite:
+    if not any(target.iterdir()):
+        return
+    if (foreign := foreign_entry(target, _files_of(target))) is not None:
+        raise _occupied(target, foreign)
+    if not overwrite:
         raise DataError(
-            f"the folder {target} already holds a dataset", "use it as it is, remove it, or choose another folder"
+            f"the folder {shown(target)} already holds a dataset",
+            "use it as it is, replace it with `flatout prepare --overwrite`, or choose another folder",
         )
 
 
-def _move_into_place(made: Path, target: Path) -> None:
-    sync_folder(made)
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        # A kill between the two renames leaves no dataset at the target, never a mixed one.
-        target.rename(old)
-    made.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+def _files_of(target: Path) -> list[str]:
+    """The names of the files of the dataset in a folder; none where it holds no dataset of ours."""
+    try:
+        return [MANIFEST, *(info.name for info in read_manifest(target).files)]
+    except DataError:
+        pass
+    # A damaged manifest names nothing, and must not keep its folder from being prepared again. That the folder is ours
+    # is told then by what our files say of themselves, and by the names of all of them.
+    try:
+        if b"flatout-tokens" in _raw(target / MANIFEST) or b"flatout-report" in _raw(target / REPORT):
+            return [path.name for path in target.iterdir() if FILE_NAME.fullmatch(path.name)]
+    except OSError:
+        pass
+    return []
+
+
+def _raw(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
+
+
+def _occupied(target: Path, name: str) -> DataError:
+    return DataError(
+        f"the folder {shown(target)} is not empty and not a dataset; it holds {shown(name)!r}",
+        "choose another folder for the dataset: data.folder, or empty this one",
+    )
+
+
+def _in_the_way(path: Path) -> DataError:
+    return DataError(
+        f"{shown(path)} is in the way: it is not a lock file of ours",
+        "move it away, or set data.folder to another folder",
+    )
 
 
 def _write_error(error: OSError, target: Path) -> DataError | ResourceError:
     if error.errno in _DISK_FULL:
         return ResourceError(
-            f"no room to write the dataset {target}: {error.strerror}",
+            f"no room to write the dataset {shown(target)}: {error.strerror}",
             "free some disk space and run it again: it goes on where it stopped",
         )
-    return DataError(
-        f"cannot write the dataset {target}: {error.strerror or error}", "check that the folder can be written to"
-    )
+    hint = _OTHER_FOLDER if error.errno in _NO_FOLDER else "check that the folder can be written to, or set data.folder"
+    return DataError(f"cannot write the dataset {shown(target)}: {error.strerror or error}", hint)

@@ -3,7 +3,8 @@
 Idea: the parts of a corpus are numbered in the order of its text. Cutting depends on names and sizes only, so a prepare
 that starts again finds the same parts under the same numbers.
 
-Contract: parts come in order, each about 4 MiB of input (16 where one document is longer), and never span two sources.
+Contract: parts come in order, each about 4 MiB of input (16 where one document or parquet row group is longer), and
+never span two sources.
 What cannot be cut (a large compressed file, a large JSON array, a hub stream) is read here, in the parent, and handed
 on as documents; what such a file gave is noted in `done`, so that it is not read again for nothing.
 
@@ -14,6 +15,7 @@ import hashlib
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +23,15 @@ from typing import Any
 
 from flatout.config.schema import CleanConfig, DataConfig, SourceConfig
 from flatout.corpus.clean import CleanRules, load_rules
-from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import find_files, slices_of
+from flatout.corpus.sources import find_files, slices_of, told_by_type, type_of
 from flatout.corpus.streams import PIECE
 from flatout.data.part import Part
 from flatout.errors import DataError, ResourceError
 
 STDIN = "-"
+STDIN_NAME = "stdin-"  # of the file that standard input is copied to
 PART_BYTES = 2**22
 _MOST_SLICES = 4096
 _MOST_HASHED = 2**26
@@ -104,6 +107,15 @@ class Inputs:
         return sum(file.bytes for file in self.files)
 
     @property
+    def passed_over_told(self) -> str:
+        """What is read and what is not, by type, for a notice; nothing where all is read."""
+        if not self.passed_over:
+            return ""
+        read = Counter(type_of(file.path) for file in self.files)
+        total = len(self.files) + sum(self.passed_over.values())
+        return f"{total:,} files: read {told_by_type(read) or 'none'}; passed over {told_by_type(self.passed_over)}"
+
+    @property
     def most_parts(self) -> int:
         """About as many parts as there can be: more workers would have nothing to do."""
         if any(file.format == "hub" for file in self.files):
@@ -138,9 +150,16 @@ def find_inputs(request: Request, work: Path) -> Inputs:
     for number, source in enumerate(request.sources):
         form = source.format or request.data.format
         if source.path == STDIN:
-            files.append(_spooled(work / f"stdin-{number}", form or "text", number))
+            files.append(_spooled(work / f"{STDIN_NAME}{number}", form or "text", number))
             continue
         found = find_files(source.path, format=form, number=number)
+        if found.mostly_unknown:
+            told = Inputs(found.files, found.problems, dict(found.passed_over)).passed_over_told
+            raise DataError(
+                f"most of the folder {shown(source.path)} would be passed over, which has {told}",
+                "set data.format=text to read every file as text, whatever its name (source code is text too), or set "
+                "data.source to the files that you want",
+            )
         files += found.files
         problems += found.problems
         for suffix, count in found.passed_over.items():
@@ -188,7 +207,9 @@ def parts_of(inputs: Inputs, options: tuple[ReadOptions, ...], done: Done) -> It
             continue
         for position, piece in enumerate(slices):
             share = file.bytes * (position + 1) // len(slices) - file.bytes * position // len(slices)
-            if waiting and (size + share > PART_BYTES or len(waiting) >= _MOST_SLICES):
+            # A share of a row group is a part by itself: on disk it may be a hundredth of what it holds.
+            alone = waiting and (piece.shares > 1 or waiting[-1].shares > 1)
+            if waiting and (alone or size + share > PART_BYTES or len(waiting) >= _MOST_SLICES):
                 yield _unless_done(group(ended), done)
                 ended = 0
             waiting.append(piece)
@@ -253,7 +274,8 @@ def _spooled(target: Path, form: str, number: int) -> InputFile:
             "the source is standard input, and nothing is piped into it", "for example: cat a.txt | flatout prepare ..."
         )
     digest = hashlib.sha256()
-    with target.open("wb") as file:
+    target.unlink(missing_ok=True)  # of an earlier prepare
+    with target.open("xb") as file:
         while chunk := sys.stdin.buffer.read(2**20):
             digest.update(chunk)
             file.write(chunk)
@@ -281,8 +303,20 @@ def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool
     need = 2 * tokens * bytes_per_token
     free = shutil.disk_usage(folder).free
     if free < need:
+        has, wants = sizes_told(free, need)
         raise ResourceError(
-            f"{folder} has {free / 1e9:.1f} GB free, and preparing {inputs.bytes / 1e9:.1f} GB of input needs about "
-            f"{need / 1e9:.1f} GB",
+            f"the disk of {shown(folder.parent)} has {has} free, and preparing {sizes_told(inputs.bytes)[0]} of input "
+            f"needs about {wants}",
             "free some space, or set data.folder to another disk",
         )
+
+
+def sizes_told(*sizes: int) -> list[str]:
+    """Sizes for a message, in the unit of the largest, with as many digits as it takes to tell them apart."""
+    power, unit = next(
+        ((power, unit) for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")) if max(sizes) >= 10**power), (0, "bytes")
+    )
+    digits = min(power, 1)
+    while digits < power and len({round(size / 10**power, digits) for size in (0, *sizes)}) < len({0, *sizes}):
+        digits += 1
+    return [f"{size / 10**power:,.{digits}f} {unit}" for size in sizes]

@@ -5,6 +5,7 @@ No torch here: `flatout prepare` and its workers must not pay for it.
 
 import hashlib
 import json
+import os
 from pathlib import Path
 
 from flatout.config.schema import CleanConfig, DataConfig
@@ -24,6 +25,11 @@ def data_folder(data: DataConfig) -> Path:
     if data.source is None:
         raise ConfigError("neither data.source nor data.folder is set", "set data.source to a text file or folder")
     return Path("data") / f"{_source_name(data)}-{Path(data.tokenizer).stem}"
+
+
+def has_dataset(folder: Path) -> bool:
+    """Whether there is a manifest. A folder that cannot be looked at has none; writing to it tells why."""
+    return os.path.exists(folder / MANIFEST)  # unlike Path.exists, it never raises
 
 
 def _source_name(data: DataConfig) -> str:
@@ -52,7 +58,7 @@ def prepare_data(
 ) -> tuple[Path, bool]:
     """Prepare data.source into its folder; keeps what is already there when it fits. True: it was made just now."""
     folder = data_folder(data)
-    if (folder / MANIFEST).exists() and not overwrite:
+    if has_dataset(folder) and not overwrite:
         _check_settings(data, clean, folder)
         return folder, False
     if data.source is None:
@@ -69,17 +75,25 @@ def prepare_data(
 def _check_outside(folder: Path, request: Request) -> None:
     """A dataset inside its own source would be read as text by the next prepare."""
     for source in request.sources:
-        if Path(source.path).is_dir() and folder.resolve().is_relative_to(Path(source.path).resolve()):
+        if lies_inside(folder, source.path):
             raise DataError(
                 f"the dataset {folder} would lie inside its own source {source.path}",
                 "set data.folder to a folder outside of it",
             )
 
 
+def lies_inside(folder: Path, source: str) -> bool:
+    """Whether a dataset there would be part of a source that is a folder."""
+    try:
+        return os.path.isdir(source) and Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(source))
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
 def refuse_second_pipe(data: DataConfig) -> None:
     """What is piped in cannot be compared with a dataset that is already there."""
     folder = data_folder(data)
-    if request_of(data).piped and (folder / MANIFEST).exists():
+    if request_of(data).piped and has_dataset(folder):
         raise DataError(
             f"{folder} holds a dataset already, and what is piped in now may be another text",
             "add --overwrite, or set data.folder to a new folder",

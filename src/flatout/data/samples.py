@@ -12,11 +12,12 @@ Trap: `fingerprint` is over what is learned from, tokens and labels with their t
 from. The same samples can have different keys.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import shutil
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,8 @@ from flatout.data.chat_template import ChatTemplate
 from flatout.data.manifest import SAMPLES_FORMAT
 from flatout.data.tokenizer import Ids, ModelTokenizer
 from flatout.errors import DataError
-from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, sync_folder, usual_mode
+from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, usual_mode
+from flatout.folders import foreign_entry, sweep, whole_folder
 
 FORMAT = SAMPLES_FORMAT
 VERSION = 1  # also changes when the same rows would give other tokens or labels
@@ -128,23 +130,41 @@ def open_samples(folder: str | Path) -> SampleSet:
 
 def check_target(target: Path) -> None:
     """Refuse a folder with anything in it that is not ours to replace."""
-    if not target.exists():
+    if not target.name:
+        raise DataError(f"{shown(target)} cannot be replaced by samples", "choose another folder: data.folder")
+    if not os.path.exists(target):  # unlike Path.exists, it never raises; writing tells what is wrong with the name
         return
     if not target.is_dir():
         raise DataError(
             f"{shown(target)} is a file, not a folder", "choose another folder for the samples: data.folder"
         )
-    foreign = sorted(entry.name for entry in target.iterdir() if entry.name not in (*_FILES, MANIFEST))
-    if foreign:
-        raise DataError(
-            f"the folder {shown(target)} is not one of samples; it holds {shown(foreign[0])!r}",
-            "choose another folder for the samples: data.folder",
-        )
+    foreign = foreign_entry(target, _own(target))
+    if foreign is not None:
+        raise _occupied(target, foreign)
+
+
+def _own(target: Path) -> tuple[str, ...]:
+    """The names that may be replaced in a folder of samples; none in one that does not look like ours.
+
+    One of two files says whose it is, since the other may be damaged or gone: `tokenizer.json` alone is anybody's.
+    """
+    for name, sign in ((MANIFEST, FORMAT), (SAMPLES, '"train.labelled"')):
+        with contextlib.suppress(OSError), (target / name).open("rb") as file:
+            if sign.encode("ascii") in file.read(2**20):
+                return (*_FILES, MANIFEST)
+    return ()
+
+
+def _occupied(target: Path, name: str) -> DataError:
+    return DataError(
+        f"the folder {shown(target)} is not one of samples; it holds {shown(name)!r}",
+        "choose another folder for the samples: data.folder",
+    )
 
 
 def why_not(target: Path, key: dict[str, Any]) -> str:
     """Why the folder cannot be used as it is; nothing if it can."""
-    if not (target / MANIFEST).exists():
+    if not os.path.exists(target / MANIFEST):
         return "there were none yet"
     try:
         manifest = open_samples(target).manifest
@@ -173,26 +193,22 @@ def write_samples(
             f"{name}.labelled": samples.labelled.astype(np.uint8),
             f"{name}.offsets": samples.offsets,
         }
-    work = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    with disk_errors(f"the samples {target}", safe=""):
-        try:
-            shutil.rmtree(work, ignore_errors=True)
-            work.mkdir(parents=True)
-            with usual_mode(work / SAMPLES):
-                save_file(arrays, work / SAMPLES)
-            listed = (json.dumps(dataclasses.asdict(problem)) + "\n" for problem in problems)
-            (work / PROBLEMS).write_text("".join(listed), encoding="ascii")
-            (work / TOKENIZER).write_text(json.dumps(tokenizer.to_json()) + "\n", encoding="ascii")
-            if template is not None:
-                (work / TEMPLATE).write_bytes(template.text.encode("utf-8"))
-            files = {name: sync_and_hash(work / name) for name in _FILES if (work / name).exists()}
-            manifest = _manifest(key, splits, told, files, tokenizer, template)
-            (work / MANIFEST).write_bytes(manifest)
-            sync_and_hash(work / MANIFEST)
-            sync_folder(work)
-            _move_into_place(work, target)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    sweep(target.parent, re.escape(target.name), locked=False)
+    with (
+        disk_errors(f"the samples {target}", safe=""),
+        whole_folder(target, replaces=_own(target), occupied=_occupied) as work,
+    ):
+        with usual_mode(work / SAMPLES):
+            save_file(arrays, work / SAMPLES)
+        listed = (json.dumps(dataclasses.asdict(problem)) + "\n" for problem in problems)
+        (work / PROBLEMS).write_text("".join(listed), encoding="ascii")
+        (work / TOKENIZER).write_text(json.dumps(tokenizer.to_json()) + "\n", encoding="ascii")
+        if template is not None:
+            (work / TEMPLATE).write_bytes(template.text.encode("utf-8"))
+        files = {name: sync_and_hash(work / name) for name in _FILES if (work / name).exists()}
+        manifest = _manifest(key, splits, told, files, tokenizer, template)
+        (work / MANIFEST).write_bytes(manifest)
+        sync_and_hash(work / MANIFEST)
 
 
 def _manifest(
@@ -216,17 +232,6 @@ def _manifest(
         "fingerprint": hashlib.sha256(learned_from.encode("ascii")).hexdigest(),
     }
     return canonical_json({**content, "manifest_sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
-
-
-def _move_into_place(made: Path, target: Path) -> None:
-    old = target.with_name(f".{target.name}.old-{os.getpid()}")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        # A kill between the two renames leaves no samples at the target, never mixed ones.
-        target.rename(old)
-    made.rename(target)
-    sync_folder(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -115,10 +115,12 @@ def open_stream(
     _check_request(data, clean or CleanConfig())
     request = request_of(data, clean)
     tokenizer = load_tokenizer(data.tokenizer, None)
-    stream = TokenStream(request, find_inputs(request, Path()), tokenizer, workers)
+    inputs = find_inputs(request, Path())
+    stream = TokenStream(request, inputs, tokenizer, workers)
     found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
     held = found.finish(request, stream.folder)
-    notices = list(_all_news(stream.problems, len(stream.problems)))
+    notices = [inputs.passed_over_told] if inputs.passed_over else []
+    notices += _all_news(stream.problems, len(stream.problems))
     if data.val_source is not None:  # else they are met again, and told, in training
         notices += _all_news(found.problems, found.problem_count)
     if isinstance(data.source, list) and len(data.source) > 1:

@@ -24,7 +24,8 @@ import numpy as np
 
 from flatout.data.tokenizer import END_OF_TEXT, Tokenizer, word_segments
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.files import sync_folder
+from flatout.files import write_whole
+from flatout.folders import make_folders, remove_empty
 
 Split = Literal["gpt2", "gpt4"]
 
@@ -105,23 +106,19 @@ def train_bpe(
 
 
 def write_tokenizer(content: dict[str, Any], path: str | Path, overwrite: bool = False) -> None:
-    """Write a `tokenizer.json`; the file is there whole or not at all."""
+    """Write a `tokenizer.json`; the file is there whole or not at all. A link of that name is replaced."""
     path = Path(path)
-    if path.exists() and not overwrite:
+    if os.path.lexists(path) and not overwrite:
         raise UsageError(f"there is already a file {str(path)!r}", "choose another name, or ask to overwrite it")
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if os.path.isdir(path) and not os.path.islink(path):
+        raise UsageError(f"{str(path)!r} is a folder", "name a file, for example tokenizer.json")
+    made = []
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with fresh.open("wb") as file:
-                file.write((json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode("utf-8"))
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(fresh, path)
-        finally:
-            fresh.unlink(missing_ok=True)
-        sync_folder(path.parent)
+        made = make_folders(path.parent)
+        raw = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        write_whole(path, raw.encode("utf-8"), durable=True)
     except OSError as error:
+        remove_empty(made)
         raise ResourceError(
             f"could not write the tokenizer {str(path)!r}: {error.strerror or error}",
             "make room or choose another place",

@@ -14,11 +14,10 @@ import numpy as np
 from flatout.config.schema import RunConfig
 from flatout.corpus.document import Document, Problem
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import slices_of
+from flatout.corpus.sources import slices_of, told_by_type
 from flatout.data.inspect import read_report
-from flatout.data.manifest import MANIFEST
 from flatout.data.plan import STDIN, Inputs, Request, find_inputs, request_of
-from flatout.data.prepare import data_folder, prepare_data
+from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
 from flatout.data.tokenizer import Tokenizer, load_tokenizer, token_dtype
 from flatout.diagnose.check_environment import check_packages, source_paths
@@ -44,7 +43,7 @@ def look_at_data(
         folder = data_folder(config.data)
     except ConfigError as error:
         return [finding_of(error, "config", "source")], DataFacts()
-    if not config.data.streaming and (folder / MANIFEST).exists():
+    if not config.data.streaming and has_dataset(folder):
         facts = _prepared(config, folder, findings)
         findings += check_packages(machine, config, ())
         return findings, facts
@@ -91,6 +90,17 @@ def _prepared(config: RunConfig, folder: Path, findings: list[Finding]) -> DataF
         findings.append(finding_of(error, "data", "fits config"))
     try:
         report = read_report(folder)
+        if report is not None and report["passed_over"]:
+            total = report["files"] + sum(report["passed_over"].values())
+            findings.append(
+                _finding(
+                    "passed over",
+                    "note",
+                    f"it was prepared from {report['files']:,} of {total:,} files; passed over "
+                    f"{told_by_type(report['passed_over'])}",
+                    "Where those files hold text, data.format=text reads every file as text.",
+                )
+            )
         if report is not None and report["problem_count"]:
             findings.append(
                 _finding(
@@ -217,13 +227,17 @@ def _listing(config: RunConfig, inputs: Inputs, formats: set[str]) -> Iterable[F
             "Mend or remove them; preparing leaves them out and lists them.",
         )
     if inputs.passed_over:
-        others = ", ".join(f"{number} of {kind}" for kind, number in list(inputs.passed_over.items())[:4])
-        yield _finding("passed over", "note", f"files of other types are not read: {others}", "That is often right.")
+        yield _finding(
+            "passed over",
+            "note",
+            inputs.passed_over_told,
+            "That is often right. Where those files hold text, data.format=text reads every file as text.",
+        )
 
 
 def _inside(folder: Path, request: Request) -> Iterable[Finding]:
     for source in request.sources:
-        if Path(source.path).is_dir() and folder.resolve().is_relative_to(Path(source.path).resolve()):
+        if lies_inside(folder, source.path):
             yield _finding(
                 "folder",
                 "bad",

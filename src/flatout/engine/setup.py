@@ -20,6 +20,7 @@ import torch
 from flatout.config.load import LoadedConfig, Source
 from flatout.config.schema import LoraConfig, RunConfig
 from flatout.config.unused import check_used, cut_pattern, wide_window
+from flatout.corpus.sources import told_by_type
 from flatout.data.best_fit import Packing
 from flatout.data.inspect import read_report
 from flatout.data.loader import Batch, DeviceLoader, HostLoader, evaluation_batches, pack_documents, window_order
@@ -696,6 +697,12 @@ def _how_to_verify(folder: Path) -> Verify:
 
 def _remarks_on_data(folder: Path) -> Iterator[str]:
     report = read_report(folder)
+    if report is not None and report["passed_over"]:
+        total = report["files"] + sum(report["passed_over"].values())
+        yield (
+            f"{folder} was prepared from {report['files']:,} of {total:,} files; passed over "
+            f"{told_by_type(report['passed_over'])}"
+        )
     if report is not None and report["problem_count"]:
         yield (
             f"{report['damaged']:,} of {report['records']:,} records of the source could not be used; "

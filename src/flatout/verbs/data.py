@@ -257,7 +257,7 @@ def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
     if not parsed.out:
         raise UsageError("--out needs a file", "for example --out tokenizer.json")
     target = Path(parsed.out)
-    if target.exists() and not parsed.overwrite:
+    if os.path.lexists(target) and not parsed.overwrite:  # unlike Path.exists, it never raises
         raise UsageError(f"{quoted(str(target))} is already there", "name another file with --out, or add --overwrite")
     started = time.monotonic()
     content = train_bpe(_texts(config), parsed.vocab, split=parsed.split)

@@ -36,6 +36,8 @@ class PrepareBar:
 
     def __call__(self, progress: PrepareProgress) -> None:
         now = time.monotonic()
+        if progress.notice:
+            self._console.print(Text(f"note: {progress.notice}"), soft_wrap=True)
         if self._latest is None or self._latest.phase != progress.phase:
             self._found, self._started = progress, now
         elif now - self._started < 0.5:

@@ -120,13 +120,15 @@ def train(
     *,
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
+    save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
 ) -> Generator[Record]:
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
 
     `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
-    `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. With a
-    resume path and no config, the checkpoint's own config is used.
+    `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. `save()` is
+    asked too; when true, the run saves and goes on. With a resume path and no config, the checkpoint's own config is
+    used.
     """
     resume = None if resume is None else str(resume)
     if config is None:
@@ -172,7 +174,7 @@ def train(
             if is_checkpoint(base) and not mark_as_base(base, folder):
                 messages.append(f"{base} cannot be written to, so nothing says there that these adapters need it")
         origin = None if point is None else str(point)
-        records = train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop)
+        records = train_loop(run, folder, resumed=resumed, resumed_from=origin, stop=stop, save=save)
         if done:  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=start, message=message) for message in messages)
             yield from records

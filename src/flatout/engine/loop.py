@@ -81,7 +81,13 @@ class Progress:
 
 
 def train_loop(
-    run: Run, folder: Path, *, resumed: Checkpoint | None, resumed_from: str | None, stop: Callable[[], bool]
+    run: Run,
+    folder: Path,
+    *,
+    resumed: Checkpoint | None,
+    resumed_from: str | None,
+    stop: Callable[[], bool],
+    save: Callable[[], bool] = lambda: False,
 ) -> Generator[Record]:
     """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`."""
     progress = Progress() if resumed is None else restore(run, resumed)
@@ -123,12 +129,12 @@ def train_loop(
                 yield totals.take(progress.step)
             if (state := machine.poll(step)) is not None:
                 yield state
-            stopping, ending = stop(), step == run.steps
+            stopping, asked, ending = stop(), save(), step == run.steps
             evaluating = (
                 ending or _due(step, run.config.eval.every) or (run.config.eval.epoch_end and _ends_epoch(run, step))
             )
             sampling = ending or _due(step, run.config.eval.sample_every)
-            saving = ending or stopping or _due(step, run.config.checkpoint.every)
+            saving = ending or stopping or asked or _due(step, run.config.checkpoint.every)
             if not (evaluating or sampling or saving):
                 continue
 

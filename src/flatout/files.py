@@ -85,6 +85,22 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         sync_folder(path.parent)
 
 
+def readable_sizes(*sizes: float) -> list[str]:
+    """Sizes in bytes as words of one message: each in its own unit, with as many digits as tell different ones apart."""
+    for digits in range(1, 10):
+        words = [_size_in_words(size, digits) for size in sizes]
+        if len(set(words)) == len(set(sizes)):
+            break
+    return words
+
+
+def _size_in_words(size: float, digits: int) -> str:
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= limit:
+            return f"{size / limit:.{digits}f} {unit}"
+    return f"{size:.0f} bytes"
+
+
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
     """Gives the file that is written inside the mode of any new file, by the umask. safetensors makes it its owner's

@@ -27,6 +27,7 @@ from flatout.corpus.sources import find_files, slices_of
 from flatout.corpus.streams import PIECE
 from flatout.data.part import Part
 from flatout.errors import DataError, ResourceError
+from flatout.files import readable_sizes
 
 STDIN = "-"
 PART_BYTES = 2**22
@@ -281,8 +282,8 @@ def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool
     need = 2 * tokens * bytes_per_token
     free = shutil.disk_usage(folder).free
     if free < need:
+        has, needs, given = readable_sizes(free, need, inputs.bytes)
         raise ResourceError(
-            f"{folder} has {free / 1e9:.1f} GB free, and preparing {inputs.bytes / 1e9:.1f} GB of input needs about "
-            f"{need / 1e9:.1f} GB",
+            f"{folder} has {has} free, and preparing {given} of input needs about {needs}",
             "free some space, or set data.folder to another disk",
         )

@@ -198,7 +198,7 @@ def memory_limit(device: Device) -> Iterator[None]:
 
 
 def cpu_threads() -> int:
-    """How many threads torch computes with on the CPU. Sums are split among them, so the bits of a result depend on it."""
+    """How many threads torch computes with on the CPU. They share sums among them, so a result's bits depend on it."""
     return torch.get_num_threads()
 
 

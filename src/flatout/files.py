@@ -86,7 +86,7 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def readable_sizes(*sizes: float) -> list[str]:
-    """Sizes in bytes as words of one message: each in its own unit, with as many digits as tell different ones apart."""
+    """Sizes in bytes as words of one message: each in its own unit, with enough digits to tell different ones apart."""
     for digits in range(1, 10):
         words = [_size_in_words(size, digits) for size in sizes]
         if len(set(words)) == len(set(sizes)):

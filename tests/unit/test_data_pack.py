@@ -480,9 +480,7 @@ def test_a_disk_that_fails_is_reported_and_the_next_try_goes_on(
 def test_too_little_disk_is_told_before_anything_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = plan.shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(
-        ResourceError, match="1000 bytes free, and preparing 1.1 MiB of input needs about 2.1 MiB"
-    ) as caught:
+    with pytest.raises(ResourceError, match=r"1000 bytes free, and preparing 1\.1 MiB .* about 4\.3 MiB") as caught:
         pack("shakespeare", tmp_path / "data", "bytes")
     assert "data.folder" in caught.value.hint
 

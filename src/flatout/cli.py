@@ -261,7 +261,9 @@ def _draw(folder: Path) -> None:
     try:
         write_run_plots(folder)
     except UserError as error:
-        print(f"note: no plots: {one_line(error.message)}", file=sys.stderr)
+        print(
+            f"note: no plots: {one_line(error.message)}; with `flatout plot`: {one_line(error.hint)}", file=sys.stderr
+        )
 
 
 def _program() -> str:

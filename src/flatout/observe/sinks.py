@@ -1,13 +1,13 @@
 """Records to files. `metrics.jsonl` is the truth of a run: one line per record, whole lines only, no step twice."""
 
 import contextlib
+import io
 import json
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flatout.files import disk_errors
+from flatout.files import disk_errors, open_to_append, write_whole
 from flatout.records import Record, record_to_json
 
 
@@ -20,9 +20,11 @@ class MetricsFile:
     def __init__(self, path: Path, *, keep_to_step: int) -> None:
         self.path = path
         with disk_errors(str(path)):
-            if path.exists():
+            self.file = io.TextIOWrapper(open_to_append(path), encoding="utf-8")
+            if path.stat().st_size:
+                self.file.close()  # Windows does not replace a file that is open
                 _cut_back(path, keep_to_step)
-            self.file = path.open("a", encoding="utf-8")
+                self.file = io.TextIOWrapper(open_to_append(path), encoding="utf-8")
 
     def write(self, record: Record) -> None:
         with disk_errors(str(self.path)):
@@ -67,8 +69,4 @@ def _step_of(row: dict[str, Any]) -> int:
 
 def _cut_back(path: Path, step: int) -> None:
     kept = [row for row in read_metrics(path) if _step_of(row) <= step]
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        for row in kept:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept).encode("utf-8"))

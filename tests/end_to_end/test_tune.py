@@ -440,7 +440,11 @@ def test_without_a_file_the_fragment_is_printed(words, capsys: pytest.CaptureFix
 
 def test_a_file_of_somebody_else_is_not_written_over(words, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "mine.yaml").write_text("preset: gpt2-124m\n", encoding="utf-8")
-    for out, message in (("mine.yaml", "was not written by"), ("x.txt", "is not the name of a .yaml file"), ("no/x.yaml", "does not exist")):
+    for out, message in (
+        ("mine.yaml", "was not written by"),
+        ("x.txt", "a .yaml file"),
+        ("no/x.yaml", "does not exist"),
+    ):
         assert main([*words, "--out", out]) == 2
         captured = capsys.readouterr()
         assert message in captured.err

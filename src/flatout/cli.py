@@ -5,6 +5,7 @@ mistake is one `error:` line and one `hint:` line on stderr and an exit code (se
 """
 
 import argparse
+import contextlib
 import difflib
 import errno
 import json
@@ -20,6 +21,8 @@ import flatout
 from flatout import records
 from flatout.errors import UsageError, UserError
 from flatout.launch import check_one_process, is_first
+from flatout.streams import go_nowhere, output_that_may_go_away, usable_streams
+from flatout.tuning.signals import handled
 from flatout.verbs import bench, chat, data, doctor, estimate, finders, plot, profile, report, tune, watch
 from flatout.words import (
     Parser,
@@ -70,7 +73,7 @@ CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
 `flatout VERB --help` tells more about a verb; `flatout --version` prints the version.
 
 exit codes: 0 done, 2 usage or config, 3 bad data or checkpoint, 4 training diverged,
-            5 out of memory or disk, 130 and 143 stopped by a signal; watch: 1 if the run died
+            5 out of memory or disk, 129, 130 and 143 stopped by a signal; watch: 1 if the run died
 """
 
 CONFIG_ACTIONS = {
@@ -85,6 +88,16 @@ CONFIG_ACTIONS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    with usable_streams():
+        code = _answer(words)
+        try:
+            sys.stdout.flush()  # what was said before an error is still in the buffer
+        except OSError:
+            go_nowhere(sys.stdout)
+    return code
+
+
+def _answer(words: list[str]) -> int:
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -97,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        _forget_output()
+        go_nowhere(sys.stdout)
         return 141
     except OSError as error:
         if "No usable temporary directory" in str(error):  # ours, or torch's when its compiler is imported
@@ -108,16 +121,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {one_line(str(error.filename or 'a file'))}: {error.strerror}", file=sys.stderr)
             print("hint: check who may read and write it, and the folders that it lies in", file=sys.stderr)
             return 3
+        if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS):
+            print(f"error: {quoted(str(error.filename or 'a file'))}: {error.strerror}", file=sys.stderr)
+            print("hint: name another file or folder", file=sys.stderr)
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
-        _forget_output()
+        go_nowhere(sys.stdout)
         print(f"error: could not write: {error.strerror}\nhint: free some space, then try again", file=sys.stderr)
         return 5
-
-
-def _forget_output() -> None:
-    """Points stdout elsewhere: what is still in its buffer cannot be written, and Python would complain at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:
@@ -145,7 +157,11 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _train(words: list[str]) -> int:
-    parser = Parser("train", "Train a model. SIGINT and SIGTERM save first; a second Ctrl-C quits at once.")
+    parser = Parser(
+        "train",
+        "Train a model. SIGINT, SIGTERM and SIGHUP save a checkpoint and end the run, a second Ctrl-C quits at once; "
+        "SIGUSR1 saves and goes on.",
+    )
     add_config(parser)
     return _run_training(parser, words)
 
@@ -178,6 +194,13 @@ def _run_training(parser: Parser, words: list[str]) -> int:
         raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
     if loaded is not None and parser.verb == "finetune":
         _check_rows_named(loaded, resume)
+    with output_that_may_go_away():  # the terminal is not the run
+        return _follow_training(parsed, loaded, resume, place)
+
+
+def _follow_training(
+    parsed: argparse.Namespace, loaded: "LoadedConfig | None", resume: str | None, place: Path | None
+) -> int:
     from flatout import api
     from flatout.observe.live.console import JsonReader, TerminalReader
     from flatout.observe.live.prepare_bar import PrepareBar
@@ -193,7 +216,7 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     interrupted = nothing_left = False
     with stop:
         try:
-            for record in api.train(loaded, resume=resume, stop=stop.requested, progress=preparing):
+            for record in api.train(loaded, resume=resume, stop=stop.requested, save=stop.save, progress=preparing):
                 if isinstance(record, records.RunInfo):
                     stop.training = True
                     preparing.close()
@@ -242,7 +265,9 @@ def _draw(folder: Path) -> None:
     try:
         write_run_plots(folder)
     except UserError as error:
-        print(f"note: no plots: {one_line(error.message)}", file=sys.stderr)
+        print(
+            f"note: no plots: {one_line(error.message)}; with `flatout plot`: {one_line(error.hint)}", file=sys.stderr
+        )
 
 
 def _program() -> str:
@@ -252,9 +277,11 @@ def _program() -> str:
 
 
 class StopOnSignal:
-    """Turns the first SIGINT or SIGTERM into a request to save and stop; the second SIGINT quits at once.
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to save and stop; the second SIGINT quits at once.
 
-    Before training has begun there is nothing to save, and a signal ends the process as it would any other.
+    SIGUSR1 is a request to save and go on. Before training has begun there is nothing to save: SIGUSR1 waits for the
+    first step, and any other signal ends the process. A signal that the process was started to ignore (nohup, a
+    shell's `trap ''`) stays ignored.
     """
 
     def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
@@ -262,29 +289,45 @@ class StopOnSignal:
         self.at_once = at_once
         self.number: int | None = None
         self.training = False
+        self.asked_to_save = False
         self.before: dict[int, Any] = {}
 
     def requested(self) -> bool:
         return self.number is not None
 
+    def save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        asked, self.asked_to_save = self.asked_to_save, False
+        return asked
+
     def __enter__(self) -> "StopOnSignal":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self.before[number] = signal.signal(number, self._handle)
+        handlers = {"SIGINT": self._handle, "SIGTERM": self._handle, "SIGHUP": self._handle, "SIGUSR1": self._ask}
+        for name, handler in handlers.items():
+            self.before |= handled(name, handler)
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
+    def _ask(self, _number: int, _frame: object) -> None:
+        self.asked_to_save = True
+
     def _handle(self, number: int, _frame: object) -> None:
         if not self.training:
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
         if self.number is not None and number == signal.SIGINT:
             self.at_once()
-            os.write(2, b"\nquitting at once; the last finished checkpoint is intact\n")
+            _cry("quitting at once; the last finished checkpoint is intact")
             os._exit(130)
         self.number = number
-        os.write(2, b"\nstopping: saving after this step (Ctrl-C again quits at once)\n")
+        _cry("stopping: saving after this step (Ctrl-C again quits at once)")
+
+
+def _cry(text: str) -> None:
+    """A line on standard error from a signal handler, where Python's own streams may be in use."""
+    with contextlib.suppress(OSError):  # the terminal may be gone, which is what SIGHUP says
+        os.write(2, f"\n{text}\n".encode("ascii"))
 
 
 # --- the other verbs --------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from flatout.errors import ResourceError
+from flatout.errors import ResourceError, UsageError
 
 CHECK_ACCESS = "check that it is there and that you may read it"
 CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, go on with --resume auto"
@@ -85,6 +86,67 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
         sync_folder(path.parent)
 
 
+def readable_sizes(*sizes: float) -> list[str]:
+    """Sizes in bytes as words of one message: each in its own unit, with enough digits to tell different ones apart."""
+    spelled = ([_size_in_words(size, digits) for size in sizes] for digits in range(1, 10))
+    exact = [f"{size:.0f} bytes" for size in sizes]
+    return next((words for words in spelled if len(set(words)) == len(set(sizes))), exact)
+
+
+def _size_in_words(size: float, digits: int) -> str:
+    for limit, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= limit:
+            return f"{size / limit:.{digits}f} {unit}"
+    return f"{size:.0f} bytes"
+
+
+def check_replaceable(
+    path: Path, is_ours: Callable[[Path], bool], *, overwrite: bool = False, way: str = "name another file"
+) -> None:
+    """Refuses to put a file at `path` where one is that `is_ours` does not know by a mark of our own.
+
+    `overwrite` is the user's word that it may go. A link is nobody's mark; with `overwrite` the link itself is
+    replaced, never the file that it leads to. Folders, pipes and devices are refused anyway. `way` is for the hint.
+    """
+    shown = printable_path(path)
+    with disk_errors(shown, safe=f", or {way}"):
+        try:
+            mode = path.lstat().st_mode
+        except (FileNotFoundError, NotADirectoryError, ValueError):  # a name that cannot be is told when it is used
+            return
+        regular = stat.S_ISREG(mode)
+        if not regular and not stat.S_ISLNK(mode):
+            raise UsageError(f"{shown} is there and is not a file", way)
+        if overwrite:
+            return
+        if not regular:
+            raise UsageError(f"{shown} is a link, and links are not followed", f"{way}, or add --overwrite")
+        if not is_ours(path):
+            raise UsageError(
+                f"{shown} is there and does not look like a file that flatout wrote", f"{way}, or add --overwrite"
+            )
+
+
+def check_folder_writable(folder: Path) -> None:
+    """Tries whether files can be made in a folder, by one of a random name that is gone again."""
+    handle, name = tempfile.mkstemp(dir=folder, prefix=".flatout-")
+    os.close(handle)
+    os.unlink(name)
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Opens a file to write at its end, and makes it where there is none. A link is an error, and is not followed."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and links are not followed", str(path))
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "ab")
+
+
+def printable_path(path: Path) -> str:
+    """A path for a message, in one line."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(path))
+
+
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
     """Gives the file that is written inside the mode of any new file, by the umask. safetensors makes it its owner's
@@ -111,6 +173,8 @@ def disk_errors(what: str, *, safe: str = CHECKPOINTS_ARE_SAFE) -> Iterator[None
             hint = "free some space"
         elif number in (errno.EROFS, errno.EACCES, errno.EPERM):
             hint = "make it writable or choose another folder"
+        elif number in (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR):
+            hint = "choose another name"
         else:
             hint = "check the disk"
         raise ResourceError(f"could not write {what}: {reason}", f"{hint}{safe}") from error

@@ -4,12 +4,14 @@ import functools
 import json
 import os
 import resource
+import shlex
 import signal
 import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +225,117 @@ def test_a_signal_saves_and_says_how_to_go_on(tiny_words, number, code):
     assert [json.loads(line)["step"] for line in resumed.stdout.splitlines() if '"type": "step"' in line] == [
         step + 1, step + 2, step + 3,
     ]  # fmt: skip
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "closed": {"stdout": "closed", "stderr": "closed"},
+    "full": {"stdout": "full"},
+    "all full": {"stdout": "full", "stderr": "full"},
+    "left": {"stdout": "left", "encoding": "ascii"},
+    "ascii": {"encoding": "ascii", "words": ["--json"]},
+    "hang up": {"signals": ["SIGHUP"], "words": ["train.steps=50000"]},
+    "nohup": {
+        "ignored": ["SIGHUP", "SIGINT"],
+        "signals": ["SIGHUP", "SIGINT", "SIGUSR1", "SIGTERM"],
+        "words": ["train.steps=50000"],
+    },
+    "save ignored": {"ignored": ["SIGUSR1"], "signals": ["SIGUSR1", "SIGHUP"], "words": ["train.steps=50000"]},
+    "full for another verb": {"verb": ["config", "schema"], "stdout": "full"},
+    "left by another verb": {"verb": ["config", "schema"], "stdout": "left"},
+    "closed for another verb": {"verb": ["config", "schema"], "stdout": "closed"},
+    "nowhere for an error": {"verb": ["trian"], "stdout": "full", "stderr": "full"},
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What came of each scenario: all of them in one process with its forks, since importing torch takes seconds."""
+    place = tmp_path_factory.mktemp("terminals")
+    text = place / "text.txt"
+    text.write_text("\u00e9\u2603\U0001f600\n" * 1000, encoding="utf-8")
+    asked = []
+    for name, scenario in SCENARIOS.items():
+        folder = str(place / name)
+        words = [*TINY, "train.steps=6", "output.log_every=1", f"data.source={text}", f"output.folder={folder}"]
+        words = scenario.get("verb") or ["train", *words, *scenario.get("words", [])]
+        asked.append({**scenario, "words": words, "folder": folder})
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.end_to_end.strange_terminals"]
+    done = subprocess.run(
+        command, env=environment, input=json.dumps(asked), capture_output=True, text=True, check=False, timeout=120,
+        cwd=place,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = zip(SCENARIOS, json.loads(done.stdout), strict=True)
+    return {name: {**outcome, "folder": place / name} for name, outcome in told}
+
+
+@pytest.mark.parametrize("name", ["closed", "full", "all full", "left", "ascii"])
+def test_a_run_does_not_need_its_terminal(outcomes, name):
+    outcome = outcomes[name]
+    assert outcome["code"] == 0, outcome["stderr"]
+    assert [step for step, _ in list_checkpoints(outcome["folder"] / "checkpoints")] == [6]
+    rows = read_metrics(outcome["folder"] / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["type"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert rows[-1]["type"] == "end"
+    told = outcome["stderr"].splitlines()
+    assert len(told) == (name in ("full", "left")), told
+    assert all("standard output cannot be written" in line for line in told)
+
+
+def test_text_beyond_the_encoding_is_written_as_escapes_that_json_knows(outcomes):
+    printed = outcomes["ascii"]["stdout"]
+    assert printed.isascii()
+    rows = [json.loads(line) for line in printed.splitlines()]
+    kept = read_metrics(outcomes["ascii"]["folder"] / "metrics.jsonl")
+    assert [row for row in rows if row["type"] == "sample"] == [row for row in kept if row["type"] == "sample"]
+    assert any(not row["text"].isascii() for row in kept if row["type"] == "sample")
+
+
+def test_a_hang_up_saves_and_ends(outcomes):
+    outcome = outcomes["hang up"]
+    assert outcome["code"] == 129
+    (step, path), *_ = list_checkpoints(outcome["folder"] / "checkpoints")
+    assert read_checkpoint(path).step == step
+    assert "flatout train --resume" in outcome["stderr"]
+
+
+def test_ignored_signals_stay_ignored_and_sigusr1_saves_without_ending(outcomes):
+    outcome = outcomes["nohup"]
+    assert outcome["code"] == 143, "neither the hang-up nor the interrupt ended it"
+    rows = read_metrics(outcome["folder"] / "metrics.jsonl")
+    saved = [row["step"] for row in rows if row["type"] == "checkpoint"]
+    assert len(saved) == 2, "one for SIGUSR1, one for SIGTERM"
+    assert saved[0] >= 6, "the signals before were sent at the steps 2 and 4"
+    assert sum(row["type"] == "step" and row["step"] > saved[0] for row in rows) >= 2, "it went on"
+    ignored = outcomes["save ignored"]
+    assert ignored["code"] == 129
+    rows = read_metrics(ignored["folder"] / "metrics.jsonl")
+    assert sum(row["type"] == "checkpoint" for row in rows) == 1
+
+
+def test_other_verbs_without_a_terminal(outcomes):
+    full = outcomes["full for another verb"]
+    assert_two_lines(full["code"], full["stderr"], expected=5)
+    assert (outcomes["left by another verb"]["code"], outcomes["left by another verb"]["stderr"]) == (141, "")
+    assert (outcomes["closed for another verb"]["code"], outcomes["closed for another verb"]["stderr"]) == (0, "")
+    assert outcomes["nowhere for an error"]["code"] == 2
+
+
+def test_head_takes_a_line_and_the_run_goes_on(tiny_words):
+    """The shell's own pipe, with a locale that cannot write the text and nowhere to complain."""
+    command = shlex.join(
+        [sys.executable, "-m", "flatout", "train", *tiny_words, "train.steps=12", "output.log_every=1"]
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    script = f"set -o pipefail; {command} 2>&- | head -1"
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [12]
 
 
 def test_a_second_interrupt_quits_at_once(tiny_words):

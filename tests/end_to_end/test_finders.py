@@ -24,6 +24,7 @@ from flatout.tuning.measure import Steps
 from flatout.tuning.search_space import read_space
 from flatout.tuning.study import StudyResult, TrialRow, search
 from flatout.verbs import finders as verb
+from flatout.verbs import targets
 from tests.conftest import TINY
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
@@ -60,7 +61,7 @@ def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, cap
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} <= {"lr.yaml", "lr.png", "data"}
     # A file of our own is written over, an edited one is not.
-    verb.write_found(out, out.read_text(encoding="utf-8"))
+    targets.write_config(out, out.read_text(encoding="utf-8"))
     out.write_text(out.read_text(encoding="utf-8") + "# mine\n", encoding="utf-8")
     with pytest.raises(UsageError, match="was edited"):
         verb.tune_lr([*words_for(tiny), "--out", str(out)])
@@ -109,7 +110,7 @@ def test_where_the_file_cannot_be_written_in_the_end_the_config_is_printed(tiny,
     def full(path: Path, _content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(verb, "write_whole", full)
+    monkeypatch.setattr(targets, "write_whole", full)
     with pytest.raises(ResourceError):
         verb.tune_lr([*words_for(tiny), "--out", str(tmp_path / "lr.yaml"), "--steps", "40"])
     assert "learning_rate:" in capsys.readouterr().out

@@ -283,7 +283,7 @@ def test_the_files_of_a_run_with_eigenstates(tmp_path: Path, monkeypatch: pytest
     assert [(row["step"], row["layer"]) for row in rows[:4]] == [("0", "1"), ("0", "3"), ("50", "1"), ("50", "3")]
     assert float(rows[-1]["horizon_50%"]) == eigenstates_of(200).layers[1].horizon["50%"]
     assert int(rows[-1]["tokens_seen"]) == 200 * 65536
-    monkeypatch.setattr("flatout.observe.plot.plots.write_picture", lambda path, _make: None)
+    monkeypatch.setattr("flatout.observe.plot.plots.write_picture", lambda path, _make, **_: None)
     names = [path.name for path in write_run_plots(tmp_path / "run", each=True, form="svg", tables=False)]
     assert {f"{name}.svg" for name in EIGENSTATE_PANELS} < set(names)
     plain = [path.name for path in write_run_plots(finished_run(tmp_path / "plain"), each=True)]
@@ -291,7 +291,7 @@ def test_the_files_of_a_run_with_eigenstates(tmp_path: Path, monkeypatch: pytest
 
 
 def test_runs_compared_share_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("flatout.observe.plot.plots.write_picture", lambda path, _make: None)
+    monkeypatch.setattr("flatout.observe.plot.plots.write_picture", lambda path, _make, **_: None)
     runs = [eigenstate_run(tmp_path / "a"), finished_run(tmp_path / "b")]
     places = [tmp_path / name for name in ("x.png", "s.csv", "e.csv", "states.csv")]
     assert write_comparison(runs, *places) == [*places[1:], places[0]]

@@ -18,7 +18,9 @@ import numpy
 import pytest
 
 from flatout.errors import DataError, ResourceError, UsageError, UserError
+from flatout.files import write_whole
 from flatout.observe.history import RunHistory, read_history
+from flatout.observe.picture import is_picture
 from flatout.observe.plot import plots
 from flatout.observe.plot import run as plot_run
 from flatout.observe.plot.compare import comparison_figure
@@ -359,7 +361,7 @@ def test_numbers_on_axes_are_short() -> None:
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "write_picture", lambda _path, _make: None)
+    monkeypatch.setattr(plots, "write_picture", lambda _path, _make, **_: None)
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -458,7 +460,8 @@ def test_a_picture_that_cannot_be_made_leaves_the_tables(tmp_path: Path, monkeyp
 
 def test_a_full_disk_is_an_error_and_leaves_the_old_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path / "run", CASES["plain"])
-    before = dict.fromkeys(("steps.csv", "evals.csv", "metrics.png", "results.png"), b"old")
+    table, picture = b"step,training_seconds\n", b"\x89PNG\r\n\x1a\ntEXtSoftware\0flatout"
+    before = {"steps.csv": table, "evals.csv": table, "metrics.png": picture, "results.png": picture}
     (folder / "plots").mkdir()
     for name, content in before.items():
         (folder / "plots" / name).write_bytes(content)
@@ -533,11 +536,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "runs" / "a" / "checkpoints" / "step-00000010").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
-    width = {"metrics": 1800, "results": 1800, "comparison": 2160}
 
-    def fake(path: Path, _make: object) -> None:
-        header = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + width.get(path.stem, 1080).to_bytes(4, "big")
-        path.write_bytes(header if path.suffix == ".png" else b'<svg><g id="flatout-plot">')
+    def fake(path: Path, _make: object, *, overwrite: bool) -> None:
+        marked = {".png": b"\x89PNG\r\n\x1a\ntEXtSoftware\0flatout", ".svg": b"<?xml <dc:title>flatout</dc:title>"}
+        write_whole(path, marked[path.suffix])
 
     monkeypatch.setattr(plots, "write_picture", fake)
     return tmp_path
@@ -603,7 +605,7 @@ def test_mistakes_are_told_and_nothing_is_written(place: Path, words: list[str],
 def test_files_that_are_not_ours_are_left_alone(place: Path, name: str) -> None:
     (place / "mine").mkdir()
     (place / "mine" / name).write_bytes(b"step,loss\n1,2\n")
-    with pytest.raises(UsageError, match="was not written by this command"):
+    with pytest.raises(UsageError, match="does not look like a file that flatout wrote"):
         plot(["runs/a", "--out", "mine"])
     assert [path.name for path in (place / "mine").iterdir()] == [name]
     assert (place / "mine" / name).read_bytes() == b"step,loss\n1,2\n"
@@ -611,7 +613,7 @@ def test_files_that_are_not_ours_are_left_alone(place: Path, name: str) -> None:
 
 def test_a_folder_in_the_place_of_a_picture(place: Path) -> None:
     (place / "plots" / "comparison.png").mkdir(parents=True)
-    with pytest.raises(UsageError, match="was not written by this command"):
+    with pytest.raises(UsageError, match="is not a file"):
         plot(["runs/a", "runs/b"])
 
 
@@ -630,9 +632,49 @@ def test_our_real_pictures_are_known_as_ours(tmp_path: Path) -> None:
         *write_comparison([folder, other], tmp_path / "c.png"),
     ]
     assert len(pictures) == 5
-    assert all(plots.is_plot(path) for path in pictures)
-    (tmp_path / "other.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(30))
-    assert not plots.is_plot(tmp_path / "other.png")
+    assert all(is_picture(path) for path in pictures)
+    from matplotlib.figure import Figure
+
+    Figure().savefig(tmp_path / "other.png")
+    Figure().savefig(tmp_path / "other.svg")
+    assert not is_picture(tmp_path / "other.png")
+    assert not is_picture(tmp_path / "other.svg")
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+def test_nothing_of_a_users_is_replaced_unless_he_says_so(place: Path) -> None:
+    kept = place / "kept.png"
+    kept.write_bytes(b"mine")
+    spreadsheet = b"step,loss,training_seconds,my_notes\n1,2,3,good\n"
+    for name, content in (("metrics.png", b"mine"), ("steps.csv", spreadsheet), ("results.png", None)):
+        target = place / "runs" / "a" / "plots" / name
+        target.parent.mkdir(exist_ok=True)
+        if content is None:
+            target.unlink()
+            target.symlink_to(kept)
+        else:
+            target.write_bytes(content)
+        before = tree(place)
+        with pytest.raises(UsageError) as caught:
+            plot(["runs/a"])  # also in the run's own folder
+        assert name in caught.value.message
+        assert "--overwrite" in caught.value.hint
+        assert tree(place) == before
+        assert plot(["runs/a", "--overwrite"]) == 0
+        assert target.read_bytes() not in (content, b"mine")
+    assert kept.read_bytes() == b"mine", "a link is replaced, not what it leads to"
+    assert not target.is_symlink()
+
+
+@pytest.mark.parametrize("word", ["x" * 300, f"{'x' * 300}/y", "runs/a/metrics.jsonl/x", "/dev/null"])
+def test_places_that_cannot_be(place: Path, word: str) -> None:
+    before = tree(place)
+    with pytest.raises(UserError):
+        plot(["runs/a", "--out", word])
+    assert tree(place) == before
 
 
 def test_a_run_that_cannot_be_read(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -655,7 +697,7 @@ def test_a_run_that_cannot_be_read(place: Path, monkeypatch: pytest.MonkeyPatch)
 def test_signals_end_it_cleanly(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int, word: str
 ) -> None:
-    def interrupted(_path: Path, _make: object) -> None:
+    def interrupted(_path: Path, _make: object, *, overwrite: bool) -> None:
         os.kill(os.getpid(), number)
 
     monkeypatch.setattr(plots, "write_picture", interrupted)

@@ -19,7 +19,7 @@ import pytest
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.observe.history import RunHistory, read_history
 from flatout.observe.report.data import distinct_names, report_data
-from flatout.observe.report.report import MOST_RUNS, json_for_page, page_of, read_runs, write_report
+from flatout.observe.report.report import MARK, MOST_RUNS, json_for_page, page_of, read_runs, write_report
 from flatout.observe.report.series import MOST_POINTS, curves_of, smoothed, thinned
 from flatout.records import Record, SampleRecord, StepRecord
 from flatout.verbs import report as verb
@@ -471,9 +471,17 @@ def test_a_report_is_written_and_written_again(tmp_path: Path):
 def test_a_file_that_is_no_report_is_not_written_over(tmp_path: Path):
     target = tmp_path / "mine.html"
     target.write_text("<html>mine</html>", encoding="utf-8")
-    with pytest.raises(UsageError, match="no report of flatout"):
+    with pytest.raises(UsageError, match="does not look like a file that flatout wrote"):
         write_report([finished_run(tmp_path / "run")], target)
     assert target.read_text(encoding="utf-8") == "<html>mine</html>"
+    link = tmp_path / "link.html"
+    link.symlink_to(target)
+    with pytest.raises(UsageError, match="is a link"):
+        write_report([tmp_path / "run"], link)
+    write_report([tmp_path / "run"], link, overwrite=True)
+    assert target.read_text(encoding="utf-8") == "<html>mine</html>", "never through a link"
+    assert verb.report([str(tmp_path / "run"), "--out", str(target), "--overwrite"]) == 0
+    assert target.read_bytes().startswith(MARK.encode())
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from flatout.corpus.sources import find_files, slices_of, told_by_type, type_of
 from flatout.corpus.streams import PIECE
 from flatout.data.part import Part
 from flatout.errors import DataError, ResourceError
+from flatout.files import readable_sizes
 
 STDIN = "-"
 STDIN_NAME = "stdin-"  # of the file that standard input is copied to
@@ -303,20 +304,8 @@ def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool
     need = 2 * tokens * bytes_per_token
     free = shutil.disk_usage(folder).free
     if free < need:
-        has, wants = sizes_told(free, need)
+        has, needs, given = readable_sizes(free, need, inputs.bytes)
         raise ResourceError(
-            f"the disk of {shown(folder.parent)} has {has} free, and preparing {sizes_told(inputs.bytes)[0]} of input "
-            f"needs about {wants}",
+            f"the disk of {shown(folder.parent)} has {has} free, and preparing {given} of input needs about {needs}",
             "free some space, or set data.folder to another disk",
         )
-
-
-def sizes_told(*sizes: int) -> list[str]:
-    """Sizes for a message, in the unit of the largest, with as many digits as it takes to tell them apart."""
-    power, unit = next(
-        ((power, unit) for power, unit in ((9, "GB"), (6, "MB"), (3, "kB")) if max(sizes) >= 10**power), (0, "bytes")
-    )
-    digits = min(power, 1)
-    while digits < power and len({round(size / 10**power, digits) for size in (0, *sizes)}) < len({0, *sizes}):
-        digits += 1
-    return [f"{size / 10**power:,.{digits}f} {unit}" for size in sizes]

@@ -72,6 +72,7 @@ from flatout.engine.starting import Start, open_start
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
 from flatout.errors import CheckpointError, ConfigError, DoesNotFitError, ResourceError
+from flatout.files import readable_sizes
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
@@ -658,8 +659,9 @@ def check_disk(folder: Path, parameters: int, checkpoints: int) -> None:
     need = checkpoints * 12 * parameters  # fp32 weights and two moments
     free = shutil.disk_usage(folder).free
     if free < need:
+        has, needs = readable_sizes(free, need)
         raise ResourceError(
-            f"{folder} has {free / 2**20:,.1f} MiB free, {checkpoints} checkpoints need {need / 2**20:,.1f} MiB",
+            f"{folder} has {has} free, {checkpoints} checkpoints need {needs}",
             "free some space, or set output.folder to another disk",
         )
 

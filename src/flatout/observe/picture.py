@@ -1,4 +1,7 @@
-"""Pictures to disk: PNG or SVG by the file's name, the same bytes for the same figure, and whole or not at all."""
+"""Pictures to disk: PNG or SVG by the file's name, the same bytes for the same figure, and whole or not at all.
+
+Each one names us as its software (PNG) or creator (SVG). Only a picture with that mark is replaced by another.
+"""
 
 import io
 from collections.abc import Callable
@@ -6,15 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.files import disk_errors, write_whole
+from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.human import printable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def write_picture(path: str | Path, draw: Callable[[], "Figure"]) -> None:
-    """Writes what `draw` makes, without the user's own style, a date or random names in it."""
+_METADATA = {"png": {"Software": "flatout"}, "svg": {"Creator": "flatout", "Date": None}}
+_PNG_MARK = b"tEXtSoftware\0flatout"
+_SVG_MARK = b"<dc:title>flatout</dc:title>"
+
+
+def write_picture(path: str | Path, draw: Callable[[], "Figure"], *, overwrite: bool = False) -> None:
+    """Writes what `draw` makes, without the user's own style, a date or random names in it.
+
+    With `overwrite`, also in the place of a file that is no picture of ours.
+    """
     path = Path(path)
     shown = printable(str(path))
     form = path.suffix.lower().removeprefix(".")
@@ -28,13 +39,23 @@ def write_picture(path: str | Path, draw: Callable[[], "Figure"]) -> None:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update({"svg.hashsalt": "flatout", "text.parse_math": False})
-        draw().savefig(content, format=form, metadata={"Date": None} if form == "svg" else {"Software": None})
+        draw().savefig(content, format=form, metadata=_METADATA[form])
     if "\0" in str(path) or not path.parent.is_dir():
         raise ResourceError(
             f"could not write the picture {shown}: there is no such folder", "name a folder that is there"
         )
+    check_replaceable(path, is_picture, overwrite=overwrite)
     with disk_errors(f"the picture {shown}", safe=""):
         write_whole(path, content.getvalue())
+
+
+def is_picture(path: Path) -> bool:
+    """Whether `write_picture` wrote this file."""
+    with path.open("rb") as file:
+        begin = file.read(4096)
+    if begin.startswith(b"\x89PNG\r\n\x1a\n"):
+        return _PNG_MARK in begin.partition(b"IDAT")[0]
+    return begin.startswith(b"<?xml") and _SVG_MARK in begin.partition(b"</metadata>")[0]
 
 
 def drawable(text: str, family: str = "DejaVu Sans") -> str:

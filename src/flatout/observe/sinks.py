@@ -1,12 +1,13 @@
 """Records to files. `metrics.jsonl` is the truth of a run: one line per record, whole lines only, no step twice."""
 
 import contextlib
+import io
 import json
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from flatout.files import disk_errors, write_whole
+from flatout.files import disk_errors, open_to_append, write_whole
 from flatout.records import Record, record_to_json
 
 _AFTER_SAVING = ("eval", "eigenstates", "sample", "checkpoint", "spans")
@@ -22,9 +23,11 @@ class MetricsFile:
     def __init__(self, path: Path, *, keep_to_step: int, redo: bool = False) -> None:
         self.path = path
         with disk_errors(str(path)):
-            if path.exists():
+            self.file = io.TextIOWrapper(open_to_append(path), encoding="utf-8")
+            if path.stat().st_size:
+                self.file.close()  # Windows does not replace a file that is open
                 _cut_back(path, keep_to_step, redo)
-            self.file = path.open("a", encoding="utf-8")
+                self.file = io.TextIOWrapper(open_to_append(path), encoding="utf-8")
 
     def write(self, record: Record) -> None:
         with disk_errors(str(self.path)):

@@ -28,7 +28,7 @@ from flatout.engine.evaluate import evaluate
 from flatout.engine.loop import Progress, capture
 from flatout.engine.setup import Run, out_of_memory
 from flatout.errors import ResourceError
-from flatout.files import disk_errors
+from flatout.files import disk_errors, readable_sizes
 from flatout.generation.decode import generate_tokens
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, summary_of
 
@@ -206,7 +206,8 @@ def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
         with _beside(Path(run.config.output.folder or "runs")) as folder:
             free = shutil.disk_usage(folder).free
             if free < 1.1 * need:
-                return Figure(None, "not told", f"the disk has {free / 2**30:.2f} GiB free, too little for one"), None
+                has, needs = readable_sizes(free, 1.1 * need)
+                return Figure(None, "not told", f"the disk has {has} free, and one needs {needs}"), None
             began = time.perf_counter()
             _, size = write_checkpoint(folder, capture(run, Progress(step=1)))
             return Figure(time.perf_counter() - began, "measured"), size

@@ -18,7 +18,9 @@ import dataclasses
 import fcntl
 import json
 import math
+import os
 import random
+import sqlite3
 import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -32,7 +34,7 @@ from flatout.data.prepare import prepare_data
 from flatout.device import detect_device
 from flatout.engine.loop import train_loop
 from flatout.errors import ConfigError, DataError, DivergedError, DoesNotFitError, ResourceError, UsageError
-from flatout.files import disk_errors
+from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
 from flatout.tuning.found import config_text, words_of
 from flatout.tuning.measure import borrowed_run
@@ -221,26 +223,46 @@ def _opened(optuna: Any, path: Path) -> Iterator[Any]:
     """The file of a study, for this process alone; made where there is none."""
     if any(character in str(path) for character in "?#%\0"):
         raise UsageError(f"--study {str(path)!r} has a character that SQLite takes for its own", "name another file")
-    with disk_errors(f"the study {path}", safe=""), path.open("ab") as file:
+    made = not os.path.lexists(path)
+    with disk_errors(f"the study {path}", safe=""), open_to_append(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(
                 f"another search is at work on the study {path}", "wait for it, or name another file with --study"
             ) from None
+        _check_study(path)
         import sqlalchemy.exc
 
         storage = None
         try:
             storage = optuna.storages.RDBStorage(f"sqlite:///{path.resolve()}")
         except (sqlalchemy.exc.SQLAlchemyError, RuntimeError) as error:
+            if made:
+                path.unlink()
             raise DataError(
                 f"{path} is not a study that can be read: {type(error).__name__}", "name another file with --study"
             ) from error
         try:
             yield storage
         finally:
+            empty = made and not any(one.n_trials for one in optuna.get_all_study_summaries(storage))
             storage.engine.dispose()
+            if empty:  # it was refused before its first trial: nothing is left of it
+                path.unlink()
+
+
+def _check_study(path: Path) -> None:
+    """Refuses a file that is no study of ours: Optuna would put its tables into whatever database it finds."""
+    if not path.stat().st_size:
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{path.resolve()}?mode=rw", uri=True)) as database:
+            names = {name for (name,) in database.execute("select study_name from studies")}
+    except sqlite3.Error as error:
+        raise DataError(f"{path} is not a study that can be read: {error}", "name another file with --study") from error
+    if names - {NAME}:
+        raise DataError(f"{path} holds studies of another program", "name another file with --study")
 
 
 def _study(optuna: Any, storage: Any, loaded: LoadedConfig, space: Space, path: Path | None) -> Any:

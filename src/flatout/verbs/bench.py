@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import HardwareError, ResourceError, UsageError
-from flatout.files import disk_errors, write_whole
+from flatout.files import check_folder_writable, disk_errors, write_whole
+from flatout.folders import make_folders, remove_empty
 from flatout.words import Parser, add_config, load_pretraining, number_between, quoted
 
 if TYPE_CHECKING:
@@ -156,6 +157,13 @@ def _check_picture(folder: Path, rows: "Sequence[BenchRow]", *, going_on: bool) 
             f"{folder / PICTURE} is there, and no measured rows beside it: it is not of this ladder",
             "name another folder with --out, or move the picture away",
         )
+    from flatout.observe.picture import is_picture
+
+    if os.path.lexists(folder / PICTURE) and ((folder / PICTURE).is_symlink() or not is_picture(folder / PICTURE)):
+        raise UsageError(
+            f"{folder / PICTURE} is there and does not look like a picture of flatout",
+            "name another folder with --out, or move the picture away",
+        )
 
 
 def _ladder_names(device: str) -> list[str]:
@@ -223,24 +231,18 @@ def _check_folder(folder: Path, written: str) -> None:
     """Tries whether a folder can be made and written, and leaves nothing behind."""
     if not written:
         raise UsageError("--out needs a folder", "for example --out rows")
-    missing: list[Path] = []
     with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
-        while not os.path.lexists(folder):
-            missing.append(folder)
-            folder = folder.parent
-        if not folder.is_dir():
-            raise UsageError(f"--out {quoted(written)}: {str(folder)!r} is not a folder", "name another one with --out")
-        made: list[Path] = []
+        for place in (folder, *folder.parents):
+            if os.path.lexists(place):
+                if not place.is_dir():
+                    raise UsageError(
+                        f"--out {quoted(written)}: {str(place)!r} is not a folder", "name another one with --out"
+                    )
+                break
+        made = make_folders(folder)
         try:
-            for path in reversed(missing):
-                path.mkdir()
-                made.append(path)
-                folder = path
-            probe = folder / f".flatout-{os.getpid()}"
-            try:
-                probe.write_bytes(b"?")
-            finally:
-                probe.unlink(missing_ok=True)
+            check_folder_writable(folder)
         finally:
-            for path in reversed(made):
-                path.rmdir()
+            remove_empty(made)
+    if (folder / ROWS).is_symlink():
+        raise UsageError(f"{folder / ROWS} is a link, and links are not followed", "name another folder with --out")

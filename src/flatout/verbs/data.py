@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import DataError, UsageError
+from flatout.files import check_folder_writable, check_replaceable, disk_errors
+from flatout.verbs.targets import add_overwrite, picture_target
 from flatout.words import Parser, add_config, choose_action, load_pretraining, number_between, quoted, sentence
 
 if TYPE_CHECKING:
@@ -175,6 +177,7 @@ def data(words: list[str]) -> int:
         parser.add_argument("--context", type=number_between(int, 1, 2**24), help="count windows of this many tokens")
         parser.add_argument("--picture", metavar="FILE", help="PNG or SVG to draw; default: FOLDER.png beside it")
         parser.add_argument("--no-picture", action="store_true", help="draw nothing")
+        add_overwrite(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parsed = parser.parse_words(rest)
     if not Path(parsed.folder).is_dir():
@@ -185,15 +188,14 @@ def data(words: list[str]) -> int:
 def _inspect(parsed: argparse.Namespace) -> int:
     from flatout.data.inspect import summarize
     from flatout.data.shards import verify_dataset
-    from flatout.files import disk_errors
     from flatout.observe.measured.data_picture import draw_data, print_data
     from flatout.records import record_to_json
 
     folder = Path(parsed.folder)
     beside = folder.resolve().with_name(f"{folder.resolve().name}.png")
     picture = None if parsed.no_picture else Path(parsed.picture or os.path.relpath(beside))
-    if picture is not None and picture.suffix.lower() not in (".png", ".svg"):
-        raise UsageError(f"--picture {quoted(str(picture))} is of an unknown type", "name a .png or .svg file")
+    if picture is not None:
+        picture_target(picture, "--picture", overwrite=parsed.overwrite)
     verify_dataset(folder)  # a picture of damaged shards would be of nothing
     summary = summarize(folder, context=parsed.context)
     if parsed.json:
@@ -201,13 +203,7 @@ def _inspect(parsed: argparse.Namespace) -> int:
     else:
         print_data(summary)
     if picture is not None:
-        unfinished = picture.with_name(f".unfinished-{picture.name}")
-        with disk_errors(str(picture), safe=""):
-            try:
-                draw_data(summary, unfinished)
-                unfinished.replace(picture)
-            finally:
-                unfinished.unlink(missing_ok=True)
+        draw_data(summary, picture, overwrite=parsed.overwrite)
         print(f"picture: {picture}", file=sys.stderr if parsed.json else sys.stdout)
     return 0
 
@@ -257,8 +253,13 @@ def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
     if not parsed.out:
         raise UsageError("--out needs a file", "for example --out tokenizer.json")
     target = Path(parsed.out)
-    if os.path.lexists(target) and not parsed.overwrite:  # unlike Path.exists, it never raises
-        raise UsageError(f"{quoted(str(target))} is already there", "name another file with --out, or add --overwrite")
+    way = "name another file with --out"
+    if target.is_file() and not target.is_symlink() and not parsed.overwrite:
+        raise UsageError(f"{quoted(str(target))} is already there", f"{way}, or add --overwrite")
+    check_replaceable(target, lambda _: False, overwrite=parsed.overwrite, way=way)
+    if target.parent.is_dir():
+        with disk_errors(str(target), safe=f", or {way}"):
+            check_folder_writable(target.parent)
     started = time.monotonic()
     content = train_bpe(_texts(config), parsed.vocab, split=parsed.split)
     write_tokenizer(content, target, overwrite=parsed.overwrite)

@@ -1,22 +1,21 @@
 """The verbs `tune lr` and `tune search`: words in, a learning rate or a whole config out.
 
-Contract: as in `flatout.cli` and `flatout.verbs.tune`. A config is written over only if `tune` wrote it and nobody has
-edited it since; that is asked before anything is trained. Ctrl-C and SIGTERM write none; a study keeps its trials.
+Contract: as in `flatout.cli` and `flatout.verbs.tune`. A config is replaced only if `tune` wrote it and nobody has
+edited it since, a picture only if it is ours, others with --overwrite; that is asked before anything is trained.
+Ctrl-C, SIGTERM and SIGHUP write none; a study keeps its trials.
 """
 
 import dataclasses
 import json
-import os
 import shlex
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flatout.errors import ResourceError, UsageError, UserError
-from flatout.files import disk_errors, write_whole
-from flatout.words import Parser, add_config, load_pretraining, number_between, one_line, quoted
+from flatout.verbs.targets import add_overwrite, config_target, picture_target, study_target, write_config
+from flatout.words import Parser, add_config, load_pretraining, number_between, one_line
 
 
 def tune_lr(words: list[str]) -> int:
@@ -36,6 +35,7 @@ def tune_lr(words: list[str]) -> int:
         default=100,
         help="steps between them, 20 to 100,000; default 100",
     )
+    add_overwrite(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of the table")
     parsed = parser.parse_words(words)
     if parsed.low * 10 > parsed.high:
@@ -83,6 +83,7 @@ def tune_search(words: list[str]) -> int:
     parser.add_argument("--study", metavar="FILE.db", help="keep the trials in this SQLite file, to go on with later")
     parser.add_argument("--out", metavar="FILE", help="write the best config to this YAML file, to train with")
     parser.add_argument("--plot", metavar="FILE", help="draw all trials to this PNG or SVG file")
+    add_overwrite(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON line per trial and one for the result")
     if words[:1] and not words[0].startswith("-"):
         space_file, rest = words[0], words[1:]
@@ -95,7 +96,7 @@ def tune_search(words: list[str]) -> int:
             "write lines such as `optim.learning_rate: {log: [1e-4, 1e-2]}` to space.yaml and name it first",
         )
     out, plot = _targets(parsed)
-    study = None if parsed.study is None else _writable(Path(parsed.study), "--study", (".db", ".sqlite"))
+    study = None if parsed.study is None else study_target(Path(parsed.study), "--study")
     loaded = load_pretraining(parsed, "tune search")
     from flatout.tuning.search_space import read_space
 
@@ -138,15 +139,16 @@ def _count(rows: list[Any]) -> str:
 
 def _targets(parsed: Any) -> tuple[Path | None, Path | None]:
     """Where the config and the picture go; a config is never without its picture."""
-    out = None if parsed.out is None else _writable(Path(parsed.out), "--out", (".yaml", ".yml"))
-    plot = None if parsed.plot is None else _writable(Path(parsed.plot), "--plot", (".png", ".svg"))
-    return out, out.with_suffix(".png") if plot is None and out is not None else plot
+    out = None if parsed.out is None else config_target(Path(parsed.out), overwrite=parsed.overwrite)
+    plot = None if parsed.plot is None else Path(parsed.plot)
+    plot = out.with_suffix(".png") if plot is None and out is not None else plot
+    return out, None if plot is None else picture_target(plot, "--plot", overwrite=parsed.overwrite)
 
 
 def _hand_over(
     result: Any,
     show: Callable[[dict[str, Any]], None],
-    draw: Callable[[dict[str, Any], Path], None],
+    draw: Callable[..., None],
     out: Path | None,
     plot: Path | None,
     parsed: Any,
@@ -158,8 +160,8 @@ def _hand_over(
     else:
         show(body)
     failures = [
-        None if out is None else _failure_of(lambda: write_found(out, result.fragment)),
-        None if plot is None else _failure_of(lambda: draw(body, plot)),
+        None if out is None else _failure_of(lambda: write_config(out, result.fragment, overwrite=parsed.overwrite)),
+        None if plot is None else _failure_of(lambda: draw(body, plot, overwrite=parsed.overwrite)),
     ]
     if not parsed.json:
         _print_ways(out, failures[0], result.fragment, result.words, parsed)
@@ -191,39 +193,6 @@ class _Line:
         if self.shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self.shown = False
-
-
-def _writable(path: Path, option: str, suffixes: tuple[str, ...]) -> Path:
-    """The path, if something can be written there; leaves nothing behind."""
-    from flatout.tuning.fragment import is_unchanged
-
-    shown = f"{option} {quoted(str(path))}"
-    with disk_errors(str(path), safe=f", or name another file with {option}"):
-        if path.suffix.lower() not in suffixes or (path.exists() and not path.is_file()):
-            raise UsageError(
-                f"{shown} is not the name of a {suffixes[0]} file", f"for example {option} found{suffixes[0]}"
-            )
-        if not path.parent.is_dir():
-            raise UsageError(f"the folder of {shown} does not exist", "create it first")
-        if path.exists() and suffixes[0] == ".yaml":
-            unchanged = is_unchanged(path.read_text(encoding="utf-8", errors="replace"))
-            if unchanged is None:
-                raise UsageError(f"{shown} exists and was not written by `flatout tune`", "name another file")
-            if not unchanged:
-                raise UsageError(
-                    f"{shown} was edited after `flatout tune` wrote it", "name another file, or remove that one"
-                )
-        handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=".flatout-tune-")
-        os.close(handle)
-        os.unlink(name)
-    return path
-
-
-def write_found(path: Path, text: str) -> None:
-    """Writes the whole file or nothing."""
-    _writable(path, "--out", (".yaml", ".yml"))  # it may have been edited meanwhile
-    with disk_errors(str(path), safe="; what was found is printed above"):
-        write_whole(path.resolve(), text.encode("utf-8"))
 
 
 def _failure_of(write: Any) -> UserError | None:

@@ -1,8 +1,8 @@
 """The verb plot: names of run folders in, pictures and tables out.
 
 Contract: as in `flatout.cli`. Needs no torch. What cannot be read, and files that are in the way, are found before
-anything is written. The `plots` folder of a run belongs to us; anywhere else a file is written over only where it looks
-like one of ours. Ctrl-C and SIGTERM leave whole files, each of them of before or of now.
+anything is written. A file is replaced only where it carries our mark, or with --overwrite. Ctrl-C and SIGTERM leave
+whole files, each of them of before or of now.
 """
 
 import argparse
@@ -47,9 +47,8 @@ def plot(words: list[str]) -> int:
         return 0
     from flatout.observe.human import printable
 
-    encoding = sys.stdout.encoding or "utf-8"
     for path in written:
-        print(f"wrote {printable(str(path))}".encode(encoding, "backslashreplace").decode(encoding))
+        print(f"wrote {printable(str(path))}")
     return 0
 
 
@@ -70,6 +69,7 @@ def _parser() -> Parser:
     parser.add_argument("--svg", action="store_true", help="write SVG pictures instead of PNG")
     parser.add_argument("--each", action="store_true", help="also write every panel as a picture of its own")
     parser.add_argument("--no-csv", action="store_true", help="write pictures only")
+    parser.add_argument("--overwrite", action="store_true", help="also replace files that flatout did not write")
     parser.add_argument("--json", action="store_true", help="print the files written as JSON")
     return parser
 
@@ -124,8 +124,9 @@ def _target(parsed: argparse.Namespace, runs: list[Path]) -> _Target:
             f"{target.folder} is the plots folder of a run, whose files it would replace",
             "name another folder with --out",
         )
-    if not own:
-        _refuse_to_replace(_files(parsed, target, several=several), several=several)
+    from flatout.observe.plot.plots import check_places
+
+    check_places(_files(parsed, target, several=several), names=several, overwrite=parsed.overwrite)
     return target
 
 
@@ -142,26 +143,17 @@ def _files(parsed: argparse.Namespace, target: _Target, *, several: bool) -> lis
     return pictures + ([] if parsed.no_csv else [folder / f"{before}{name}" for name in (STEPS, EVALS, EIGENSTATES)])
 
 
-def _refuse_to_replace(files: list[Path], *, several: bool) -> None:
-    from flatout.observe.plot.plots import is_plot
-    from flatout.observe.plot.tables import is_table
-
-    for path in files:
-        if not os.path.lexists(path):
-            continue
-        with disk_errors(f"{path}, which is there and cannot be read", safe=", or name another folder with --out"):
-            ours = path.is_file() and (is_table(path, names=several) if path.suffix == ".csv" else is_plot(path))
-        if not ours:
-            raise UsageError(
-                f"{path} is there, and was not written by this command", "move it, or name another folder with --out"
-            )
-
-
 def _write(parsed: argparse.Namespace, runs: list[Path], target: _Target) -> list[Path]:
     from flatout.observe.plot.plots import write_comparison, write_run_plots
 
     if len(runs) == 1:
-        tables = not parsed.no_csv
-        return write_run_plots(runs[0], out=target.folder, form=target.form, tables=tables, each=parsed.each)
+        return write_run_plots(
+            runs[0],
+            out=target.folder,
+            form=target.form,
+            tables=not parsed.no_csv,
+            each=parsed.each,
+            overwrite=parsed.overwrite,
+        )
     picture, *tables = _files(parsed, target, several=True)
-    return write_comparison(runs, picture, *tables)
+    return write_comparison(runs, picture, *tables, overwrite=parsed.overwrite)

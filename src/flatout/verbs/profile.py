@@ -7,15 +7,14 @@ there already are never written over. No run is written, and no data is prepared
 
 import contextlib
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.errors import UsageError
 from flatout.files import disk_errors, write_whole
+from flatout.folders import whole_folder
 from flatout.words import Parser, add_config, load_pretraining, number_between, quoted
 
 if TYPE_CHECKING:
@@ -44,16 +43,14 @@ def profile(words: list[str]) -> int:
     parsed = parser.parse_words(words)
     loaded = load_pretraining(parsed, "profile")
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else _named_folder(parsed.out)
-    with _whole_folder(folder) as unfinished:
-        from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
-        try:
-            with terminated_like_interrupted(), _quiet_profiler():
-                report = profile_into(loaded, unfinished, folder, steps=parsed.steps, progress=_say)
-        except KeyboardInterrupt as stopped:
-            print(f"{word_of(stopped)}; nothing was written", file=sys.stderr)
-            shutil.rmtree(unfinished)
-            return exit_code_of(stopped)
+    try:
+        with terminated_like_interrupted(), _quiet_profiler(), _folder_for(folder) as unfinished:
+            report = profile_into(loaded, unfinished, folder, steps=parsed.steps, progress=_say)
+    except KeyboardInterrupt as stopped:
+        print(f"{word_of(stopped)}; nothing was written", file=sys.stderr)
+        return exit_code_of(stopped)
     if parsed.json:
         import json
 
@@ -125,52 +122,38 @@ def _named_folder(written: str) -> Path:
     if not written.strip():
         raise UsageError("--out needs a folder", "for example --out profiles/first")
     folder = Path(written)
+    if folder.name in ("", ".."):  # the root, or where we are
+        raise UsageError(f"--out {quoted(written)} is not the name of a new folder", "for example --out profiles/first")
     with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
+        if folder.is_symlink():
+            raise UsageError(f"--out {quoted(written)} is a link, and links are not followed", "name a new folder")
         if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
             raise UsageError(f"--out {quoted(written)} is there already and is not an empty folder", "name a new one")
     return folder
 
 
 @contextlib.contextmanager
-def _whole_folder(folder: Path) -> Iterator[Path]:
+def _folder_for(folder: Path) -> Iterator[Path]:
     """A folder to write into that gets its name at the end of the block, or goes with everything made for it."""
-    made: list[Path] = []
-    with disk_errors(f"to the folder {folder}", safe=", or name another one with --out"):
-        parent = folder.absolute().parent
-        missing = [path for path in (parent, *parent.parents) if not os.path.lexists(path)]
-        nearest = missing[-1].parent if missing else parent
-        if not nearest.is_dir():
-            raise UsageError(
-                f"{quoted(str(folder))} lies in {quoted(str(nearest))}, which is no folder", "name another one"
-            )
-        try:
-            for path in reversed(missing):
-                path.mkdir()
-                made.append(path)
-            unfinished = Path(tempfile.mkdtemp(prefix=".flatout-profile-", dir=parent))
-        except BaseException:
-            _remove_empty(made)
-            raise
+    what, safe = f"to the folder {folder}", ", or name another one with --out"
+    stack = contextlib.ExitStack()
+    with disk_errors(what, safe=safe):
+        for place in folder.absolute().parents:
+            if os.path.lexists(place):
+                if not place.is_dir():
+                    raise UsageError(
+                        f"{quoted(str(folder))} lies in {quoted(str(place))}, which is no folder", "name another one"
+                    )
+                break
+        unfinished = stack.enter_context(whole_folder(folder, occupied=_occupied))
     try:
         yield unfinished
-        if unfinished.exists():
-            with disk_errors(f"to the folder {folder}", safe=", or name another one with --out"):
-                unfinished.chmod(0o777 & ~_umask())  # a temporary folder is its owner's alone
-                if folder.is_dir():
-                    folder.rmdir()
-                unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        _remove_empty(made)
+    except BaseException:
+        stack.__exit__(*sys.exc_info())
+        raise
+    with disk_errors(what, safe=safe):
+        stack.close()
 
 
-def _remove_empty(folders: list[Path]) -> None:
-    for path in reversed(folders):
-        with contextlib.suppress(OSError):  # something is in it by now
-            path.rmdir()
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
+def _occupied(folder: Path, name: str) -> UsageError:
+    return UsageError(f"{quoted(str(folder))} is in use by now: {quoted(name)} is in it", "name a new one with --out")

@@ -1,7 +1,7 @@
 """The verbs report and serve-report: run folders in, one HTML page out, as a file or in the browser.
 
-Contract: as in `flatout.cli`. Neither needs torch. An existing file is written over only if it is a report. The server
-is for this machine alone, and Ctrl-C or SIGTERM is how it is meant to end: the exit code is 0.
+Contract: as in `flatout.cli`. Neither needs torch. An existing file is replaced only if it is a report, or with
+--overwrite. The server is for this machine alone, and Ctrl-C or SIGTERM is how it is meant to end: the exit code is 0.
 """
 
 import json
@@ -19,6 +19,7 @@ def report(words: list[str]) -> int:
     )
     _add_runs(parser)
     parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, or here for several")
+    parser.add_argument("--overwrite", action="store_true", help="also replace a file that is no report of flatout")
     parser.add_argument("--json", action="store_true", help="print what the page would show as JSON, and write no page")
     parsed = parser.parse_mixed(words)
     folders = _folders(parsed.runs)
@@ -31,8 +32,8 @@ def report(words: list[str]) -> int:
         return 0
     beside = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
     target = beside if parsed.out is None else Path(parsed.out)
-    check_target(target)  # before anything is read
-    size = write_report(folders, target)
+    check_target(target, overwrite=parsed.overwrite)  # before anything is read
+    size = write_report(folders, target, overwrite=parsed.overwrite)
     print(f"wrote {target} ({size / 1000:,.0f} kB); open it in a browser")
     return 0
 

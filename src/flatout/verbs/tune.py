@@ -1,27 +1,23 @@
 """The verb tune: words in, `flatout.api.tune` called, a table and a config file out.
 
-Contract: as in `flatout.cli`. An existing file is written over only if `tune` itself has written it and nobody has
-edited it since; that, and whether a file can be made there, is asked before anything is measured. What was found is
-shown even where it cannot be written in the end. Ctrl-C and SIGTERM show what was measured so far and write nothing;
-once the file is there the work is done, and a signal does not make it a failure.
+Contract: as in `flatout.cli`. An existing file is replaced only if `tune` itself has written it and nobody has edited
+it since, or with --overwrite; that, and whether a file can be made there, is asked before anything is measured. What
+was found is shown even where it cannot be written in the end. Ctrl-C, SIGTERM and SIGHUP show what was measured so far
+and write nothing; once the file is there the work is done, and a signal does not make it a failure.
 """
 
 import argparse
-import os
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flatout.errors import ResourceError, UsageError, UserError
-from flatout.files import disk_errors
+from flatout.errors import ResourceError, UserError
+from flatout.verbs.targets import add_overwrite, config_target, write_config
 from flatout.words import Parser, add_config, load, number_between
 
 if TYPE_CHECKING:
     from flatout.records import TuneResult, TuneRow
-
-_TEMPORARY = ".flatout-tune-"
 
 
 def tune(words: list[str]) -> int:
@@ -35,6 +31,7 @@ def tune(words: list[str]) -> int:
         "--memory", metavar="GIB", type=number_between(float, 0.1, 10_000), help="emulate a GPU with this much memory"
     )
     parser.add_argument("--out", metavar="FILE", help="write the config found to this YAML file, to train with")
+    add_overwrite(parser)
     parser.add_argument("--exhaustive", action="store_true", help="try every micro-batch with everything else")
     parser.add_argument(
         "--compile", action="store_true", help="try torch.compile's modes as well; takes minutes for each"
@@ -46,7 +43,7 @@ def tune(words: list[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
     parsed = parser.parse_words(words)
-    out = None if parsed.out is None else _writable(Path(parsed.out))
+    out = None if parsed.out is None else config_target(Path(parsed.out), overwrite=parsed.overwrite)
     if not parsed.config_given and any(word.startswith("chat.source=") for word in parsed.overrides):
         parsed.config = "lora"  # as `flatout finetune` does
     loaded = load(parsed)
@@ -81,7 +78,7 @@ def tune(words: list[str]) -> int:
             finally:
                 reader.close()
             assert result is not None, "the last record of a search"
-            failure = None if out is None else _write(out, result.fragment)
+            failure = None if out is None else _write(out, result.fragment, overwrite=parsed.overwrite)
             if not shown:
                 shown = True
                 reader.table(rows, result)
@@ -99,49 +96,10 @@ def tune(words: list[str]) -> int:
     return 0
 
 
-def _writable(path: Path) -> Path:
-    """The path, if what is found can be written there; leaves nothing behind."""
-    with disk_errors(str(path), safe=", or name another file with --out"):
-        if path.suffix not in (".yaml", ".yml") or (path.exists() and not path.is_file()):
-            raise UsageError(f"--out {str(path)!r} is not the name of a YAML file", "for example --out tuned.yaml")
-        if not path.parent.is_dir():
-            raise UsageError(f"the folder of --out {str(path)!r} does not exist", "create it first")
-        _refuse_if_edited(path)
-        if path.exists():
-            path.open("ab").close()  # a file that may not be written is not replaced either
-        handle, name = tempfile.mkstemp(dir=path.resolve().parent, prefix=_TEMPORARY)
-        os.close(handle)
-        os.unlink(name)
-    return path
-
-
-def _refuse_if_edited(path: Path) -> None:
-    from flatout.tuning.fragment import is_unchanged
-
-    if not path.exists():
-        return
-    with disk_errors(str(path), safe=""):
-        unchanged = is_unchanged(path.read_text(encoding="utf-8", errors="replace"))
-    if unchanged is None:
-        raise UsageError(f"--out {str(path)!r} exists and was not written by `flatout tune`", "name another file")
-    if not unchanged:
-        raise UsageError(
-            f"--out {str(path)!r} was edited after `flatout tune` wrote it", "name another file, or remove that one"
-        )
-
-
-def _write(path: Path, text: str) -> UserError | None:
+def _write(path: Path, text: str, *, overwrite: bool) -> UserError | None:
     """Writes the whole file or nothing; why it could not, which is told after the result is shown."""
-    target = path.resolve()  # where a link points to
-    temporary = target.with_name(f"{_TEMPORARY}{os.getpid()}")
     try:
-        _refuse_if_edited(path)  # while it was measured
-        with disk_errors(str(path), safe="; what was found is printed above"):
-            try:
-                temporary.write_text(text, encoding="utf-8")
-                os.replace(temporary, target)
-            finally:
-                temporary.unlink(missing_ok=True)
+        write_config(path, text, overwrite=overwrite)
     except UserError as error:
         return ResourceError(error.message, error.hint)
     return None

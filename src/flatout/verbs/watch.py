@@ -4,13 +4,10 @@ Contract: as in `flatout.cli`. Needs no torch and never writes into the run's fo
 code 0 if the run said so itself, 1 if its process is gone without a last word. Ctrl-C ends the watching, not the run.
 """
 
-import contextlib
 import shlex
-import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from flatout.errors import DataError, UsageError
 from flatout.words import Parser, number_between, one_line
@@ -37,16 +34,17 @@ def watch(words: list[str]) -> int:
     from flatout.observe.live.follow import find_run
 
     folder = find_run(parsed.run)
-    with _terminated_like_interrupted():
+    from flatout.tuning.signals import Terminated, exit_code_of, terminated_like_interrupted
+
+    with terminated_like_interrupted():
         try:
             if parsed.web:
                 return _serve(folder, parsed.port)
             return _show(folder, as_json=parsed.json)
-        except _Terminated:
-            return 128 + signal.SIGTERM
-        except KeyboardInterrupt:
-            print("stopped watching; the run is not affected", file=sys.stderr)
-            return 128 + signal.SIGINT
+        except KeyboardInterrupt as stopped:
+            if not isinstance(stopped, Terminated):
+                print("stopped watching; the run is not affected", file=sys.stderr)
+            return exit_code_of(stopped)
 
 
 def _serve(folder: Path, port: int | None) -> int:
@@ -133,19 +131,3 @@ class _LastWord:
             dead = f"the run seems dead: no process works in {shown}, and its last record is of step {self.step:,}"
             print(f"{dead}; {again}", file=sys.stderr)
         return LOST
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM, which must give the terminal back as Ctrl-C does."""
-
-
-@contextlib.contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    def stop(_number: int, _frame: object) -> NoReturn:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -10,6 +10,7 @@ stderr meanwhile would be drawn over; it is held back and printed when the view 
 `close()` must call `leave_at_once()`, or the shell is left on the wrong screen without a cursor.
 """
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -80,7 +81,8 @@ class ViewReader:
     def leave_at_once(self) -> None:
         """Puts the terminal right without waiting for anything; for a signal handler that ends the process."""
         if self._live is not None:
-            os.write(self.console.file.fileno(), b"\x1b[?1049l\x1b[?25h")
+            with contextlib.suppress(OSError):  # a terminal that is gone needs nothing
+                os.write(self.console.file.fileno(), b"\x1b[?1049l\x1b[?25h")
 
     def _open(self) -> None:
         if self._live is not None:

@@ -30,12 +30,14 @@ _SMALL = 9.0
 _HEIGHT = 0.66  # of a bar, in rows
 
 
-def draw_bench(rows: Sequence[BenchRow], path: str | Path, ladder: Sequence[str] = ()) -> None:
+def draw_bench(
+    rows: Sequence[BenchRow], path: str | Path, ladder: Sequence[str] = (), *, overwrite: bool = False
+) -> None:
     """Write the picture of a ladder to `path`, as PNG or SVG by its suffix; rungs the device lacks are left out.
 
     `ladder` names the rungs of this kind of device, so that it is known whether the full set was measured.
     """
-    write_picture(path, lambda: _figure(rows, ladder))
+    write_picture(path, lambda: _figure(rows, ladder), overwrite=overwrite)
 
 
 def _figure(rows: Sequence[BenchRow], ladder: Sequence[str]) -> "Figure":

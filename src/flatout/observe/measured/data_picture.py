@@ -47,9 +47,9 @@ _SPACE = "\u2423"  # the open box that stands for a space
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def draw_data(summary: DataSummary, path: str | Path) -> None:
+def draw_data(summary: DataSummary, path: str | Path, *, overwrite: bool = False) -> None:
     """Write the picture of a dataset to `path`, as PNG or SVG by its suffix."""
-    write_picture(path, lambda: _figure(summary))
+    write_picture(path, lambda: _figure(summary), overwrite=overwrite)
 
 
 def _figure(summary: DataSummary) -> "Figure":

@@ -25,9 +25,9 @@ _INK, _FAINT, _LINE, _CHOSEN = "#22272e", "#6e7781", "#2f6db5", "#c0392b"
 _SMALL = 9.0
 
 
-def draw_rates(body: Mapping[str, Any], path: str | Path) -> None:
+def draw_rates(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = False) -> None:
     """Writes the picture to `path`, as PNG or SVG by its suffix."""
-    write_picture(path, lambda: _figure(body))
+    write_picture(path, lambda: _figure(body), overwrite=overwrite)
 
 
 def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:

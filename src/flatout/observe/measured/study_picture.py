@@ -95,9 +95,9 @@ def _sentence(body: Mapping[str, Any]) -> str:
     )
 
 
-def draw_study(body: Mapping[str, Any], path: str | Path) -> None:
+def draw_study(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = False) -> None:
     """Writes the picture to `path`, as PNG or SVG by its suffix."""
-    write_picture(path, lambda: _figure(body))
+    write_picture(path, lambda: _figure(body), overwrite=overwrite)
 
 
 def _figure(body: Mapping[str, Any]) -> "Figure":

@@ -9,31 +9,29 @@ Contract: needs no torch and opens no window. Every run that can be read can be 
 Files are whole or not there. Runs are drawn from at most a few thousand points each, however long they are.
 """
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import DataError, UsageError
-from flatout.files import disk_errors
+from flatout.files import check_replaceable, disk_errors
+from flatout.folders import make_folders, remove_empty
 from flatout.observe.history import RunHistory, read_history
 from flatout.observe.human import printable
-from flatout.observe.picture import write_picture
+from flatout.observe.picture import is_picture, write_picture
 from flatout.observe.plot.compare import comparison_figure
 from flatout.observe.plot.eigenstates import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
 from flatout.observe.plot.run import (
-    DPI,
-    MARK,
-    NARROW,
     PANELS,
-    WIDE,
-    WIDTH,
     metrics_figure,
     panel_figure,
     results_figure,
 )
 from flatout.observe.plot.series import run_numbers
 from flatout.observe.plot.tables import EIGENSTATES as EIGENSTATES_TABLE
-from flatout.observe.plot.tables import EVALS, STEPS, write_tables
+from flatout.observe.plot.tables import EVALS, STEPS, is_table, write_tables
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,16 +40,23 @@ METRICS, RESULTS, EIGENSTATES, COMPARISON, FOLDER = "metrics", "results", "eigen
 
 
 def write_run_plots(
-    folder: Path, *, out: Path | None = None, form: str = "png", tables: bool = True, each: bool = False
+    folder: Path,
+    *,
+    out: Path | None = None,
+    form: str = "png",
+    tables: bool = True,
+    each: bool = False,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Draws the run in `folder`, by default into its own `plots` folder; returns the files written.
 
-    With `each`, every panel is a picture of its own as well.
+    With `each`, every panel is a picture of its own as well. With `overwrite`, files that are not ours are replaced.
     """
-    run = run_numbers(_read(folder))
-    target = _make_folder(folder / FOLDER if out is None else out)
+    target = folder / FOLDER if out is None else out
     places = [target / name for name in (STEPS, EVALS, EIGENSTATES_TABLE)]
-    written = write_tables([run], *places) if tables else []
+    names = picture_names(each=each)
+    check_places([target / f"{name}.{form}" for name in names] + (places if tables else []), overwrite=overwrite)
+    run = run_numbers(_read(folder))
     pictures: dict[str, Callable[[], Figure]] = {
         METRICS: lambda: metrics_figure(run),
         RESULTS: lambda: results_figure(run),
@@ -61,10 +66,12 @@ def write_run_plots(
         pictures[EIGENSTATES] = lambda: eigenstates_figure(run)
         for name in EIGENSTATE_PANELS if each else ():
             pictures[name] = lambda name=name: eigenstate_panel_figure(run, name)
-    for name, make in pictures.items():
-        path = target / f"{name}.{form}"
-        write_picture(path, make)
-        written.append(path)
+    with _folder(target):
+        written = write_tables([run], *places) if tables else []
+        for name, make in pictures.items():
+            path = target / f"{name}.{form}"
+            write_picture(path, make, overwrite=overwrite)
+            written.append(path)
     return written
 
 
@@ -74,13 +81,17 @@ def write_comparison(
     steps: Path | None = None,
     evals: Path | None = None,
     eigenstates: Path | None = None,
+    *,
+    overwrite: bool = False,
 ) -> list[Path]:
     """Draws several runs into one picture, PNG or SVG by its name, and writes their numbers where tables are named."""
+    places = [path for path in (picture, steps, evals, eigenstates) if path is not None]
+    check_places(places, names=True, overwrite=overwrite)
     names = distinct_names(folders)
     runs = [run_numbers(_read(folder), name) for folder, name in zip(folders, names, strict=True)]
-    _make_folder(picture.parent)
-    written = [] if steps is None or evals is None else write_tables(runs, steps, evals, eigenstates, names=True)
-    write_picture(picture, lambda: comparison_figure(runs))
+    with _folder(picture.parent):
+        written = [] if steps is None or evals is None else write_tables(runs, steps, evals, eigenstates, names=True)
+        write_picture(picture, lambda: comparison_figure(runs), overwrite=overwrite)
     return [*written, picture]
 
 
@@ -99,13 +110,11 @@ def picture_names(*, each: bool) -> list[str]:
     return [METRICS, RESULTS, EIGENSTATES, *({**PANELS, **EIGENSTATE_PANELS} if each else ())]
 
 
-def is_plot(path: Path) -> bool:
-    """Whether a picture looks like one of ours. Nothing in a PNG tells who made it; ours have certain widths."""
-    with path.open("rb") as file:
-        begin = file.read(4096)
-    if begin[:8] == b"\x89PNG\r\n\x1a\n":
-        return int.from_bytes(begin[16:20], "big") in [round(width * DPI) for width in (WIDTH, WIDE, NARROW)]
-    return f'id="{MARK}"'.encode() in begin
+def check_places(files: Sequence[Path], *, names: bool = False, overwrite: bool = False) -> None:
+    """Refuses places where a file is that is not ours; `names`: the tables are those of several runs."""
+    for path in files:
+        is_ours = functools.partial(is_table, names=names) if path.suffix == ".csv" else is_picture
+        check_replaceable(path, is_ours, overwrite=overwrite, way="name another folder with --out")
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
@@ -123,19 +132,26 @@ def distinct_names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _make_folder(folder: Path) -> Path:
-    """Makes a folder for files, or says why there cannot be one."""
+@contextlib.contextmanager
+def _folder(folder: Path) -> Iterator[None]:
+    """Makes a folder for files, or says why there cannot be one; takes it back where nothing came into it."""
     shown = printable(str(folder))
     with disk_errors(f"the folder {shown}", safe=", or name another one with --out"):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            made = make_folders(folder)
+            if not folder.is_dir():
+                raise FileExistsError
         except (FileExistsError, NotADirectoryError) as error:
             raise UsageError(
                 f"{shown} cannot be a folder: there is a file in the way", "move it, or name another folder with --out"
             ) from error
         except ValueError as error:  # a name with a zero in it
             raise UsageError(f"{shown} is no name for a folder", "name another one with --out") from error
-    return folder
+    try:
+        yield
+    except BaseException:
+        remove_empty(made)
+        raise
 
 
 def _read(folder: Path) -> RunHistory:

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, WIDE, NARROW, HEIGHT, DPI = 15.0, 18.0, 9.0, 8.6, 120  # WIDE is a comparison, NARROW a single panel
-MARK = "flatout-plot"  # the name of an SVG's outermost group
 _STEP = Across("step")
 
 
@@ -206,7 +205,6 @@ def new_figure(width: float, height: float) -> "Figure":
 
     figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
     FigureCanvasAgg(figure)
-    figure.set_gid(MARK)
     return figure
 
 

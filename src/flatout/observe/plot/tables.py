@@ -12,6 +12,7 @@ import csv
 import dataclasses
 import math
 import os
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,13 @@ def write_tables(
 
 
 def is_table(path: Path, *, names: bool) -> bool:
-    """Whether the file looks like one of ours, of this version or another one: by the columns that it begins with."""
+    """Whether the file is one of ours, of this version or an older one: a comment line would keep spreadsheets and
+    pandas from reading it, so its columns are the mark, which are ours alone and all of them ours."""
     with path.open("rb") as file:
-        columns = file.readline(2000).decode("utf-8", "replace").strip().split(",")
+        columns = file.readline(4000).decode("utf-8", "replace").strip().split(",")
     begin = ["run", "step"] if names else ["step"]
-    return columns[: len(begin)] == begin and "training_seconds" in columns
+    known = {"run", *STEP_HEADER, *EVAL_HEADER, *EIGENSTATE_HEADER}
+    return columns[: len(begin)] == begin and "training_seconds" in columns and known >= set(columns)
 
 
 def _named(run: RunNumbers, rows: Iterable[tuple[Any, ...]], *, names: bool) -> Iterable[tuple[Any, ...]]:
@@ -118,15 +121,16 @@ def _safe(text: str) -> str:
 
 
 def _write(path: Path, header: Iterable[str], parts: Iterable[Iterable[tuple[Any, ...]]]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    with disk_errors(f"the table {printable(str(path))}", safe=", or name another folder with --out"):
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    what, safe = f"the table {printable(str(path))}", ", or name another folder with --out"
+    with disk_errors(what, safe=safe), temporary.open("x", encoding="utf-8", newline="") as file:
         try:
-            with temporary.open("w", encoding="utf-8", newline="") as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(header)
-                for rows in parts:
-                    writer.writerows(rows)
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(header)
+            for rows in parts:
+                writer.writerows(rows)
+            file.close()
             os.replace(temporary, path)
         except BaseException:
-            temporary.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)  # created here, so it is ours to remove
             raise

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import DataError, ResourceError, UsageError
-from flatout.files import disk_errors, write_whole
+from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.history import RunHistory, read_history
 from flatout.observe.human import printable
 from flatout.observe.report.data import report_data
@@ -60,28 +60,33 @@ def read_run(folder: Path) -> RunHistory:
         raise DataError(f"could not read the run {printable(str(folder))}: {reason}", "make it readable") from error
 
 
-def write_report(folders: Sequence[str | Path], path: str | Path) -> int:
-    """Writes the page of these runs to `path` and returns its size in bytes."""
+def write_report(folders: Sequence[str | Path], path: str | Path, *, overwrite: bool = False) -> int:
+    """Writes the page of these runs to `path` and returns its size in bytes.
+
+    With `overwrite`, also in the place of a file that is no report.
+    """
     path, histories = Path(path), read_runs(folders)
-    check_target(path)
+    check_target(path, overwrite=overwrite)
     content = page_of(report_data(histories))
     with disk_errors(f"the report {printable(str(path))}", safe=""):
         write_whole(path, content)
     return len(content)
 
 
-def check_target(path: Path) -> None:
+def check_target(path: Path, *, overwrite: bool = False) -> None:
     """Refuses a name at which no report can be put."""
     shown = printable(str(path))
     if path.suffix.lower() not in (".html", ".htm") or "\0" in str(path) or path.is_dir():
         raise UsageError(f"{shown!r} is not the name of an HTML file", "for example --out report.html")
     if not path.parent.is_dir():
         raise ResourceError(f"could not write {shown}: there is no such folder", "create it first, or name another one")
-    if path.exists():
-        with disk_errors(shown, safe=""), path.open("rb") as file:
-            head = file.read(len(MARK))
-        if head != MARK.encode():
-            raise UsageError(f"{shown} is there and is no report of flatout", "name another file with --out")
+    check_replaceable(path, is_report, overwrite=overwrite, way="name another file with --out")
+
+
+def is_report(path: Path) -> bool:
+    """Whether `write_report` wrote this file."""
+    with path.open("rb") as file:
+        return file.read(len(MARK)) == MARK.encode()
 
 
 def page_of(data: dict[str, Any], *, live: bool = False) -> bytes:

@@ -2,7 +2,8 @@
 
 Contract: listens on 127.0.0.1 and nowhere else; answers GET and HEAD of two paths, the page and its data, to whoever
 named it localhost or 127.0.0.1. Another name is refused: a page of somebody else could make its own name mean this
-machine (DNS rebinding) and read along. Nothing is ever read by a path that came over the wire.
+machine (DNS rebinding) and read along. Nothing is ever read by a path that came over the wire. A request has a few
+seconds and a few kilobytes for its head, and so many connections are answered at once; whatever is no request gets 400.
 
 Trap: reading a long run takes time, which training needs more. Data is read again only when a file has changed, by
 one thread at a time, and never for more than a small share of the time.
@@ -11,7 +12,9 @@ one thread at a time, and never for more than a small share of the time.
 import contextlib
 import dataclasses
 import http.server
+import io
 import os
+import re
 import socketserver
 import threading
 import time
@@ -31,7 +34,12 @@ FIRST_PORT, TRIED_PORTS = 8484, 20
 ADDRESS = "127.0.0.1"
 _NAMES = ("localhost", "127.0.0.1")
 _READING_SHARE = 0.1  # of the time may go into reading what was written
-_SILENCE_SECONDS = 20.0  # after which a connection is given up
+_HEAD_SECONDS = 5.0  # for the whole head of a request, however it drips
+_ANSWER_SECONDS = 20.0  # for the whole answer, however slowly it is taken
+_MOST_HEAD = 32 << 10  # bytes
+_MOST_AT_ONCE = 64  # connections
+_REQUEST_LINE = re.compile(rb"[!-~]+ /[!-~]* HTTP/[0-9]+\.[0-9]+\r?")
+_EMPTY_LINE = re.compile(rb"\n\r?\n")
 
 
 def serve(
@@ -141,6 +149,7 @@ class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def __init__(self, source: Source, port: int) -> None:
         self.source = source
+        self.places = threading.BoundedSemaphore(_MOST_AT_ONCE)
         self.stop: Callable[[], bool] | None = None
         super().__init__((ADDRESS, port), _Handler)
 
@@ -161,11 +170,33 @@ class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
         with contextlib.suppress(_Stopped):
             super().serve_forever(poll_interval)
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self.places.acquire(blocking=False):
+            self._turn_away(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system has no thread left
+            self.places.release()
+            self._turn_away(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.places.release()
+
+    def _turn_away(self, request: Any) -> None:
+        with contextlib.suppress(OSError):
+            request.setblocking(False)
+            request.send(b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 5\r\nContent-Length: 0\r\n\r\n")
+        self.shutdown_request(request)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that hangs up in the middle is no news; anything else is our mistake, and keeps its traceback."""
         import sys
 
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+        if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
@@ -173,11 +204,61 @@ class _Stopped(Exception):
     """Somebody asked for the end."""
 
 
+class _BadHead(Exception):
+    """The head of a request that is none, or that did not come in time."""
+
+    def __init__(self, status: HTTPStatus) -> None:
+        super().__init__(status.phrase)
+        self.status = status
+
+
 class _Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.0"  # one answer per connection: nothing is left open when the server ends
     server_version, sys_version = "flatout", ""
-    timeout = _SILENCE_SECONDS
     server: ReportServer  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def handle(self) -> None:
+        """Reads the head of the one request first, within its bounds, and has the base class parse what was read."""
+        try:
+            head = self._read_head()
+        except _BadHead as bad:
+            self._drain()
+            self.send_error(bad.status)
+            return
+        if head:
+            self.connection.settimeout(_ANSWER_SECONDS)
+            self.rfile.close()
+            self.rfile = io.BytesIO(head)
+            self.handle_one_request()
+
+    def _read_head(self) -> bytes:
+        """Everything up to the empty line; nothing if the other side hung up before it had said a whole line."""
+        head, until = b"", time.monotonic() + _HEAD_SECONDS
+        while True:
+            line, newline, _ = head.partition(b"\n")
+            if newline and not _REQUEST_LINE.fullmatch(line):
+                raise _BadHead(HTTPStatus.BAD_REQUEST)
+            if (end := _EMPTY_LINE.search(head)) is not None:
+                return head[: end.end()]
+            if len(head) > _MOST_HEAD:
+                raise _BadHead(HTTPStatus.BAD_REQUEST)
+            try:
+                self.connection.settimeout(max(until - time.monotonic(), 0.001))
+                part = self.connection.recv(4096)
+            except TimeoutError:
+                raise _BadHead(HTTPStatus.REQUEST_TIMEOUT) from None
+            if not part:
+                return head if newline else b""
+            head += part
+
+    def _drain(self) -> None:
+        """Takes what is on its way: closing a connection with unread bytes resets it, and the answer would be lost."""
+        with contextlib.suppress(OSError):
+            self.connection.settimeout(0.05)
+            for _ in range(64):
+                if not self.connection.recv(1 << 16):
+                    break
+        self.connection.settimeout(_ANSWER_SECONDS)
 
     def do_GET(self) -> None:
         if not self._is_for_us():
@@ -242,6 +323,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the base class refuses, a malformed request, gets a plain line instead of its page."""
         self.command = getattr(self, "command", None) or "GET"
+        self.request_version = (
+            "HTTP/1.0"  # else the base class takes a malformed line for HTTP/0.9: no status, no headers
+        )
+        self.requestline = getattr(self, "requestline", "")
         self._refuse(HTTPStatus(code), message or HTTPStatus(code).phrase)
 
     def log_message(self, format: str, *args: Any) -> None:

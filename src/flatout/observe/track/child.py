@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, TextIO, final
 
+from flatout.files import write_new
 from flatout.observe.live.follow import record_of_line
 from flatout.observe.track.values import safe_config, values_of
 from flatout.records import RunInfo
@@ -169,7 +170,7 @@ def _run_id(folder: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     made = uuid.uuid4().hex[:12]
-    path.write_text(json.dumps({"id": made}) + "\n", encoding="utf-8")
+    write_new(path, (json.dumps({"id": made}) + "\n").encode("ascii"))  # another file of that name is not ours
     return made
 
 

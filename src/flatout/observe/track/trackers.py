@@ -22,6 +22,7 @@ from typing import Protocol, final
 
 import flatout
 from flatout.errors import ConfigError
+from flatout.files import open_to_append
 from flatout.observe.human import printable
 from flatout.records import Record, RunInfo, record_to_json
 
@@ -167,7 +168,7 @@ class _Child:
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # A session of its own: Ctrl-C is for the trainer, which then says what there is to say, and ends the pipe.
         command = "from flatout.observe.track.child import serve; serve()"
-        with self._log.open("ab") as log:
+        with open_to_append(self._log) as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command, name, str(folder)],
                 stdin=subprocess.PIPE,

@@ -1,0 +1,160 @@
+"""Files that are ours to replace, and those that are not; sizes in words."""
+
+import os
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from flatout.config.load import load_config
+from flatout.errors import DataError, ResourceError, UsageError, UserError
+from flatout.files import check_replaceable, readable_sizes
+from flatout.observe.sinks import MetricsFile, read_metrics
+from flatout.records import NoticeRecord
+from flatout.tuning.search_space import read_space
+from flatout.tuning.study import search
+from flatout.verbs import bench, data, finders, profile, targets, tune
+
+
+def tree(folder: Path) -> dict[str, object]:
+    """Every path below a folder with what it is, so that nothing can come, go or change unseen."""
+    return {
+        str(path): os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else "folder"
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((1.5 * 2**30, 2**20), ["1.5 GiB", "1.0 MiB"]),
+        ((1.001 * 2**30, 1.002 * 2**30), ["1.001 GiB", "1.002 GiB"]),
+        ((2**30, 2**30), ["1.0 GiB", "1.0 GiB"]),
+        ((3, 5_000_000), ["3 bytes", "4.8 MiB"]),
+        ((0.0,), ["0 bytes"]),
+    ],
+)
+def test_different_sizes_read_differently(sizes, words):
+    assert readable_sizes(*sizes) == words
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "folder", "pipe"])
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, kind: str):
+    path, other = tmp_path / "x.png", tmp_path / "other.png"
+    if kind in ("link", "dangling"):
+        path.symlink_to(other)
+    if kind == "link":
+        other.write_bytes(b"mine")
+    if kind == "folder":
+        path.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(UsageError):
+        check_replaceable(path, lambda _: True)
+    if kind in ("folder", "pipe"):
+        with pytest.raises(UsageError):
+            check_replaceable(path, lambda _: True, overwrite=True)
+
+
+def test_records_are_never_written_through_a_link(tmp_path: Path):
+    mine, metrics = tmp_path / "mine.txt", tmp_path / "metrics.jsonl"
+    mine.write_text("precious\n")
+    metrics.symlink_to(mine)
+    with pytest.raises(ResourceError, match="is a link"):
+        MetricsFile(metrics, keep_to_step=0)
+    metrics.unlink()
+    metrics.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ResourceError, match="is a link"):
+        MetricsFile(metrics, keep_to_step=0)
+    assert tree(tmp_path) == {str(metrics): str(tmp_path / "nowhere"), str(mine): b"precious\n"}
+
+
+def test_a_file_of_the_name_that_cutting_back_once_used_is_left_alone(tmp_path: Path):
+    metrics, mine = tmp_path / "metrics.jsonl", tmp_path / f"metrics.jsonl.tmp-{os.getpid()}"
+    mine.write_text("precious\n")
+    for keep, step in ((0, 1), (1, 2), (1, 3)):
+        with MetricsFile(metrics, keep_to_step=keep) as file:
+            file.write(NoticeRecord(step=step, message="x"))
+    assert [row["step"] for row in read_metrics(metrics)] == [1, 3]
+    assert mine.read_text() == "precious\n"
+
+
+OUTS = ["x" * 300, "file/x", "link", "/dev/null/x", "."]
+
+
+@pytest.mark.parametrize("word", OUTS)
+@pytest.mark.parametrize("verb", [bench.bench, profile.profile], ids=["bench", "profile"])
+def test_folders_that_cannot_be_are_refused_and_nothing_changes(tmp_path: Path, monkeypatch, verb, word: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / ("elsewhere" if verb is profile.profile else "nowhere"))
+    (tmp_path / "bench.png").write_bytes(b"mine")
+    before = tree(tmp_path)
+    with pytest.raises(UserError):
+        verb(["--out", word])
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("word", ["x" * 300 + ".yaml", "file/x.yaml", "mine.yaml", "link.yaml", ".", "folder.yaml"])
+@pytest.mark.parametrize("verb", [tune.tune, finders.tune_lr], ids=["tune", "tune lr"])
+def test_configs_that_are_not_ours_are_refused_and_nothing_changes(tmp_path: Path, monkeypatch, verb, word: str):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "mine.yaml").write_text("preset: shakespeare-char\n")
+    (tmp_path / "link.yaml").symlink_to("mine.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(UserError):
+        verb(["--out", word])
+    assert tree(tmp_path) == before
+
+
+def test_a_picture_beside_a_config_is_looked_at_before_anything_is_trained(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr.png").write_bytes(b"mine")
+    with pytest.raises(UsageError, match=r"lr\.png is there"):
+        finders.tune_lr(["--out", "lr.yaml"])
+    targets.picture_target(Path("lr.png"), "--plot", overwrite=True)
+    assert tree(tmp_path) == {str(tmp_path / "lr.png"): b"mine"}
+
+
+def test_overwriting_a_config_replaces_a_link_and_not_what_it_leads_to(tmp_path: Path):
+    mine, link = tmp_path / "mine.yaml", tmp_path / "link.yaml"
+    mine.write_text("mine")
+    link.symlink_to(mine)
+    with pytest.raises(UsageError, match="is a link"):
+        targets.write_config(link, "found")
+    targets.write_config(link, "found", overwrite=True)
+    assert (mine.read_text(), link.read_text(), link.is_symlink()) == ("mine", "found", False)
+
+
+def test_a_database_of_another_program_gets_no_study(tmp_path: Path, monkeypatch):
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    theirs = tmp_path / "theirs.db"
+    with sqlite3.connect(theirs) as database:
+        database.execute("create table songs (name text)")
+    database.close()
+    (tmp_path / "space.yaml").write_text("optim.learning_rate: {log: [1e-4, 1e-2]}\n")
+    before, loaded = theirs.read_bytes(), load_config("shakespeare-char", ["data.source=nowhere.txt"])
+    space = read_space(tmp_path / "space.yaml", loaded)
+    with pytest.raises(DataError, match="is not a study"):
+        list(search(loaded, space, trials=1, study=theirs))
+    with pytest.raises(UserError, match=r"nowhere\.txt"):
+        list(search(loaded, space, trials=1, study=tmp_path / "new.db"))
+    assert theirs.read_bytes() == before
+    assert not list(tmp_path.glob("new.db*")), "a search that was refused leaves no study"
+
+
+def test_the_picture_of_a_dataset_and_a_tokenizer_replace_nothing_foreign(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set.png").write_bytes(b"mine")
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "nowhere")
+    before = tree(tmp_path)
+    with pytest.raises(UsageError, match="does not look like a file that flatout wrote"):
+        data.data(["inspect", "set"])
+    with pytest.raises(UsageError, match="is a link"):
+        data.tokenizer(["train", "--vocab", "300"])
+    assert tree(tmp_path) == before

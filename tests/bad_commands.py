@@ -1,4 +1,4 @@
-"""Command lines that must all be refused (typos, wrong values, bad files, noise), and mutated ones that may be valid."""
+"""Command lines that must be refused (typos, wrong values, bad files, noise), and mutated ones that may be valid."""
 
 import random
 import string
@@ -84,7 +84,27 @@ def mutated_commands(seed: int, count: int, folder: Path) -> Iterator[list[str]]
 
 
 _VALUES = ["1", "0", "-1", "0.5", "1e-3", "true", "null", "auto", "none", "[]", "[a, b]", "{}", "text", "'5'", "~", ""]
-_PIECES = ["\n", "\t", ":", "- ", "#", "'", '"', "[", "]", "{", "}", "&a ", "*a", "!!int ", "<<: ", "---\n", "..", "=", "\\"]
+_PIECES = [
+    "\n",
+    "\t",
+    ":",
+    "- ",
+    "#",
+    "'",
+    '"',
+    "[",
+    "]",
+    "{",
+    "}",
+    "&a ",
+    "*a",
+    "!!int ",
+    "<<: ",
+    "---\n",
+    "..",
+    "=",
+    "\\",
+]
 _STRANGE = ["\x00", "\x1b[31m", "\u2028", "\ufeff", "\ud800", "é", "☃", "9" * 30, "-", "--", " ", "%s", "{0}", "$HOME"]
 
 

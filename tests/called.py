@@ -55,7 +55,7 @@ def call(words: Sequence[str], *, seconds: float = SECONDS, memory: int | None =
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             try:
                 code = cli.main(list(words))
-            except (Exception, SystemExit, KeyboardInterrupt, TookTooLong):
+            except BaseException:  # noqa: BLE001  # whatever escapes is what is looked for
                 trouble = traceback.format_exc()
     said = [stream.buffer.getvalue().decode("utf-8") for stream in (output, errors)]  # pyright: ignore
     return Outcome(tuple(words), code, said[0], said[1], trouble)

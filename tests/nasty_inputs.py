@@ -1,4 +1,4 @@
-"""Files, folders and names that are wrong, hostile or merely strange, for the campaign in tests/end_to_end/test_fuzz.py.
+"""Files, folders and names that are wrong, hostile or merely strange, for tests/end_to_end/test_fuzz.py.
 
 Each kind draws one nasty thing, writes it into the folder that the command runs in, and gives the words that read it.
 The kinds take turns and the same seed gives the same inputs. Some inputs turn out to be valid; the campaign counts
@@ -69,7 +69,8 @@ class Maker:
     chance: random.Random
 
     def write(self, path: str, content: bytes | str | Any) -> str:
-        raw = content if isinstance(content, bytes) else (content if isinstance(content, str) else json.dumps(content)).encode("utf-8", "surrogatepass")
+        text = content if isinstance(content, str | bytes) else json.dumps(content)
+        raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_bytes(raw)
         return path
@@ -97,8 +98,9 @@ class Maker:
 
 
 VALUES: list[Any] = [
-    None, True, 0, -1, 1.5, 10**12, 10**400, -(2**63), float("nan"), float("inf"), 1e308, "", "x", "8", "\x00", "\ud800", "é" * 300,
-    "../../../etc/passwd", "a\nb\x1b[31m", [], [[]], {}, {"": 1}, [None], ["x"] * 1000, {"a": {"b": {}}},
+    None, True, 0, -1, 1.5, 10**12, 10**400, -(2**63), float("nan"), float("inf"), 1e308, "", "x", "8", "\x00",
+    "\ud800", "é" * 300, "../../../etc/passwd", "a\nb\x1b[31m", [], [[]], {}, {"": 1}, [None], ["x"] * 1000,
+    {"a": {"b": {}}},
 ]  # fmt: skip
 
 
@@ -117,31 +119,43 @@ def _odd_file(make: Maker) -> list[str]:
     name, raw = make.chance.choice(list(ODD_FILES))
     make.write(name, raw)
     source = f"data.source={make.chance.choice([name, '.'])}" if make.chance.random() < 0.2 else f"data.source={name}"
-    verbs = [["tokenizer", "report", "--tokenizer", "bytes"], ["prepare", "--workers", "0", "data.tokenizer=bytes"], TRAIN]
+    verbs = [
+        ["tokenizer", "report", "--tokenizer", "bytes"],
+        ["prepare", "--workers", "0", "data.tokenizer=bytes"],
+        TRAIN,
+    ]
     more = make.chance.choice([[], [], ["data.format=text"], ["data.format=jsonl"], ["data.format=csv"]])
     return [*make.chance.choice(verbs), source, *more, "data.folder=data"]
 
 
 ODD_FILES: list[tuple[str, bytes]] = [
-    ("a.txt", b""), ("a.txt", b"\x00" * 5000), ("a.txt", b"\xff\xfe" * 99), ("a.txt", "text".encode("utf-16")), ("a.txt", b"\xef\xbb\xbf"),
-    ("a.txt", b" \n\t\r\n" * 99), ("a.txt", b"x"), ("a.txt", b"x" * 5_000_000), ("a.txt", b"\x1b]0;title\x07" * 99), ("a.txt", b"\r" * 999),
-    ("a.json", b"["), ("a.json", b"[" * DEEP), ("a.json", b'{"text": ' * DEEP), ("a.json", b'"just text"'), ("a.json", b"7"), ("a.json", b"null"),
-    ("a.json", b"[1, 2, 3]"), ("a.json", b'[{"text": 7}]'), ("a.json", b'[{"text": NaN}]'), ("a.json", b'[{"text": "a"},' * 9),
-    ("a.json", b'{"text": "\\ud800"}'), ("a.json", b"9" * 100_000), ("a.json", b'[{"text": "a"}]]'), ("a.json", b'{"a": 1, "a": 2}'),
-    ("a.jsonl", b"[" * DEEP + b"\n"), ("a.jsonl", b'{"text": "\\ud800"}\n' * 9), ("a.jsonl", b'{"txt": "a"}\n' * 9), ("a.jsonl", b"\n" * 999),
-    ("a.jsonl", b"1e999999\n" * 9), ("a.jsonl", b"-" * 9999), ("a.jsonl", b'{"text": ["a"]}\n' * 9), ("a.jsonl", b'{"text": {"a": "b"}}\n'),
-    ("a.jsonl", b'{"text": "' + b"a" * 3_000_000), ("a.jsonl", b"9" * 6000 + b"\n"), ("a.jsonl", b'{"text": "a\x00b"}\n'),
-    ("a.csv", b""), ("a.csv", b"text\n"), ("a.csv", b'text\n"open\n' + b"x\n" * 99), ("a.csv", b"a,b\n" * 9), ("a.csv", b"text\rone\rtwo\r"),
-    ("a.csv", b"," * DEEP + b"\n" + b"," * 9), ("a.csv", b"text\n\x00\x00\n"), ("a.csv", b"text,text\na,b\n"), ("a.csv", b'"text"x\na\n'),
-    ("a.tsv", b"\t\t\t\n" * 9), ("a.parquet", b""), ("a.parquet", b"PAR1"), ("a.parquet", b"PAR1" + b"\xff" * 99 + b"PAR1"),
-    ("a.parquet", b"PAR1" + b"\x00" * 99 + b"\xff\xff\xff\x7fPAR1"), ("a.arrow", b"ARROW1\x00\x00" + b"\xff" * 99), ("a.txt.gz", b"\x1f\x8b"),
-    ("a.txt.gz", b"not gzip"), ("a.txt.gz", gzip.compress(b"a" * 999)[:-9]), ("a.txt.gz", gzip.compress(bytes(30_000_000))),
-    ("a.jsonl.gz", gzip.compress(gzip.compress(b'{"text": "a"}\n'))), ("a.txt.zst", b"\x28\xb5\x2f\xfd"), ("a.txt.zst", b"\x28\xb5\x2f\xfd\xff\xff\xff\xff"),
-    ("a.txt.xz", b"\xfd7zXZ\x00"), ("a.txt.bz2", b"BZh9"), ("a.warc", b""), ("a.warc", b"WARC/1.0\r\n"), ("a.warc", b"WARC/1.0\r\nContent-Length: -5\r\n\r\n"),
-    ("a.warc", b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: 99999999999999999999\r\n\r\n"), ("a.warc", b"WARC/1.0\r\n" + b"A: b\r\n" * DEEP),
-    ("a.warc.gz", gzip.compress(b"WARC/1.0\r\nContent-Length: x\r\n\r\n")), ("a.wet", b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 5\r\n\r\nab"),
-    ("a.bin", b"\x00"), ("a.bin", b"\xff" * 9), ("a.smi", b"\x00\n" * 9), ("a.png", b"\x89PNG\r\n\x1a\n"), ("a", b"no suffix"), ("a.docx", b"PK\x03\x04"),
-    ("a.pkl", b"\x80\x04."), ("a.pt", b"PK\x03\x04"), ("a.txt\n", b"name with a newline"), ("-a.txt", b"name with a dash"), ("a.", b"x"),
+    ("a.txt", b""), ("a.txt", b"\x00" * 5000), ("a.txt", b"\xff\xfe" * 99), ("a.txt", "text".encode("utf-16")),
+    ("a.txt", b"\xef\xbb\xbf"), ("a.txt", b" \n\t\r\n" * 99), ("a.txt", b"x"), ("a.txt", b"x" * 5_000_000),
+    ("a.txt", b"\x1b]0;title\x07" * 99), ("a.txt", b"\r" * 999), ("a.json", b"["), ("a.json", b"[" * DEEP),
+    ("a.json", b'{"text": ' * DEEP), ("a.json", b'"just text"'), ("a.json", b"7"), ("a.json", b"null"),
+    ("a.json", b"[1, 2, 3]"), ("a.json", b'[{"text": 7}]'), ("a.json", b'[{"text": NaN}]'),
+    ("a.json", b'[{"text": "a"},' * 9), ("a.json", b'{"text": "\\ud800"}'), ("a.json", b"9" * 100_000),
+    ("a.json", b'[{"text": "a"}]]'), ("a.json", b'{"a": 1, "a": 2}'), ("a.jsonl", b"[" * DEEP + b"\n"),
+    ("a.jsonl", b'{"text": "\\ud800"}\n' * 9), ("a.jsonl", b'{"txt": "a"}\n' * 9), ("a.jsonl", b"\n" * 999),
+    ("a.jsonl", b"1e999999\n" * 9), ("a.jsonl", b"-" * 9999), ("a.jsonl", b'{"text": ["a"]}\n' * 9),
+    ("a.jsonl", b'{"text": {"a": "b"}}\n'), ("a.jsonl", b'{"text": "' + b"a" * 3_000_000),
+    ("a.jsonl", b"9" * 6000 + b"\n"), ("a.jsonl", b'{"text": "a\x00b"}\n'), ("a.csv", b""), ("a.csv", b"text\n"),
+    ("a.csv", b'text\n"open\n' + b"x\n" * 99), ("a.csv", b"a,b\n" * 9), ("a.csv", b"text\rone\rtwo\r"),
+    ("a.csv", b"," * DEEP + b"\n" + b"," * 9), ("a.csv", b"text\n\x00\x00\n"), ("a.csv", b"text,text\na,b\n"),
+    ("a.csv", b'"text"x\na\n'), ("a.tsv", b"\t\t\t\n" * 9), ("a.parquet", b""), ("a.parquet", b"PAR1"),
+    ("a.parquet", b"PAR1" + b"\xff" * 99 + b"PAR1"), ("a.parquet", b"PAR1" + b"\x00" * 99 + b"\xff\xff\xff\x7fPAR1"),
+    ("a.arrow", b"ARROW1\x00\x00" + b"\xff" * 99), ("a.txt.gz", b"\x1f\x8b"), ("a.txt.gz", b"not gzip"),
+    ("a.txt.gz", gzip.compress(b"a" * 999)[:-9]), ("a.txt.gz", gzip.compress(bytes(30_000_000))),
+    ("a.jsonl.gz", gzip.compress(gzip.compress(b'{"text": "a"}\n'))), ("a.txt.zst", b"\x28\xb5\x2f\xfd"),
+    ("a.txt.zst", b"\x28\xb5\x2f\xfd\xff\xff\xff\xff"), ("a.txt.xz", b"\xfd7zXZ\x00"), ("a.txt.bz2", b"BZh9"),
+    ("a.warc", b""), ("a.warc", b"WARC/1.0\r\n"), ("a.warc", b"WARC/1.0\r\nContent-Length: -5\r\n\r\n"),
+    ("a.warc", b"WARC/1.0\r\nWARC-Type: response\r\nContent-Length: 99999999999999999999\r\n\r\n"),
+    ("a.warc", b"WARC/1.0\r\n" + b"A: b\r\n" * DEEP),
+    ("a.warc.gz", gzip.compress(b"WARC/1.0\r\nContent-Length: x\r\n\r\n")),
+    ("a.wet", b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 5\r\n\r\nab"), ("a.bin", b"\x00"),
+    ("a.bin", b"\xff" * 9), ("a.smi", b"\x00\n" * 9), ("a.png", b"\x89PNG\r\n\x1a\n"), ("a", b"no suffix"),
+    ("a.docx", b"PK\x03\x04"), ("a.pkl", b"\x80\x04."), ("a.pt", b"PK\x03\x04"), ("a.txt\n", b"name with a newline"),
+    ("-a.txt", b"name with a dash"), ("a.", b"x"),
 ]  # fmt: skip
 
 
@@ -178,7 +192,17 @@ def _source_that_is_no_file(make: Maker) -> list[str]:
         os.symlink(make.kit.text, "in/a.txt")
         return "in"
 
-    places = [links, nowhere, folder_as_file, pipe_in_a_folder, folders_only, circle, out_of_the_folder, lambda: "hf:", lambda: "-"]
+    places = [
+        links,
+        nowhere,
+        folder_as_file,
+        pipe_in_a_folder,
+        folders_only,
+        circle,
+        out_of_the_folder,
+        lambda: "hf:",
+        lambda: "-",
+    ]
     verbs = [["tokenizer", "report", "--tokenizer", "bytes"], ["prepare", "--workers", "0"], TRAIN]
     source = make.chance.choice(places)()
     return [*make.chance.choice(verbs), f"data.source={source}", "data.folder=data"]
@@ -204,15 +228,20 @@ def _messages(*messages: Any) -> dict[str, Any]:
 
 _USER = {"role": "user", "content": "Hello"}
 ROWS: list[Any] = [
-    None, 7, "text", [], {}, [[]], {"": ""}, {"instruction": None, "output": None}, {"instruction": "a", "output": ["b"]},
-    {"instruction": "a" * 200_000, "output": "b"}, {"instruction": "\ud800", "output": "\udfff"}, {"instruction": "a\x00", "output": "\x1b[31m"},
-    {"instruction": "<|im_end|>", "output": "<|im_start|>system"}, {"messages": None}, {"messages": "text"}, {"messages": {}}, _messages(),
-    _messages(None), _messages([]), _messages("text"), _messages(_USER), _messages(_USER, {"role": "assistant"}), _messages({"role": 7, "content": "x"}),
-    _messages(_USER, {"role": "assistant", "content": None}), _messages(_USER, {"role": "assistant", "content": {"a": 1}}),
-    _messages(_USER, {"role": "assistant", "content": [{"type": "image"}]}), _messages(_USER, {"role": "assistant", "content": "x", "tool_calls": 7}),
-    _messages(_USER, {"role": "assistant", "content": "x", "tool_calls": [None]}), _messages(_USER, {"role": "\x1b[31m", "content": "x"}),
-    _messages({"role": "assistant", "content": "first"}), _messages(*[_USER] * 500), {"conversations": [{"from": "human"}]},
-    {"conversations": [{"from": [], "value": {}}]}, {"prompt": 1, "completion": 2}, {"prompt": [], "completion": []}, {"chosen": [], "rejected": []},
+    None, 7, "text", [], {}, [[]], {"": ""}, {"instruction": None, "output": None},
+    {"instruction": "a", "output": ["b"]}, {"instruction": "a" * 200_000, "output": "b"},
+    {"instruction": "\ud800", "output": "\udfff"}, {"instruction": "a\x00", "output": "\x1b[31m"},
+    {"instruction": "<|im_end|>", "output": "<|im_start|>system"}, {"messages": None}, {"messages": "text"},
+    {"messages": {}}, _messages(), _messages(None), _messages([]), _messages("text"), _messages(_USER),
+    _messages(_USER, {"role": "assistant"}), _messages({"role": 7, "content": "x"}),
+    _messages(_USER, {"role": "assistant", "content": None}),
+    _messages(_USER, {"role": "assistant", "content": {"a": 1}}),
+    _messages(_USER, {"role": "assistant", "content": [{"type": "image"}]}),
+    _messages(_USER, {"role": "assistant", "content": "x", "tool_calls": 7}),
+    _messages(_USER, {"role": "assistant", "content": "x", "tool_calls": [None]}),
+    _messages(_USER, {"role": "\x1b[31m", "content": "x"}), _messages({"role": "assistant", "content": "first"}),
+    _messages(*[_USER] * 500), {"conversations": [{"from": "human"}]}, {"conversations": [{"from": [], "value": {}}]},
+    {"prompt": 1, "completion": 2}, {"prompt": [], "completion": []}, {"chosen": [], "rejected": []},
 ]  # fmt: skip
 
 
@@ -220,7 +249,13 @@ def _template(make: Maker) -> list[str]:
     text = make.chance.choice(TEMPLATES)
     if make.chance.random() < 0.5:
         name = make.write("mine.jinja", text)
-        return [*TUNE, f"model.init_from={make.kit.base}", f"chat.source={make.kit.rows}", f"chat.template={name}", "data.folder=samples"]
+        return [
+            *TUNE,
+            f"model.init_from={make.kit.base}",
+            f"chat.source={make.kit.rows}",
+            f"chat.template={name}",
+            "data.folder=samples",
+        ]
     base = make.copy(make.kit.base, "base")
     settings = json.loads((base / "tokenizer_config.json").read_text(encoding="utf-8"))
     make.write("base/tokenizer_config.json", {**settings, "chat_template": text})
@@ -228,16 +263,21 @@ def _template(make: Maker) -> list[str]:
 
 
 TEMPLATES = [
-    "", " ", "{{", "{% for %}", "{{ messages }}", "{{ messages[9] }}", "{{ nothing.at.all }}", "{{ 1 / 0 }}", "{{ [] | first }}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}",
-    "{{ 'a' * 10000000000 }}", "{% set a = 'aaaaaaaa' %}{% for i in range(60) %}{% set a = a ~ a %}{% endfor %}{{ a }}",
+    "", " ", "{{", "{% for %}", "{{ messages }}", "{{ messages[9] }}", "{{ nothing.at.all }}", "{{ 1 / 0 }}",
+    "{{ [] | first }}",
+    "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(99) %}{% endfor %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10000000000 }}",
+    "{% set a = 'aaaaaaaa' %}{% for i in range(60) %}{% set a = a ~ a %}{% endfor %}{{ a }}",
     "{% set n = namespace(a='aaaaaaaa') %}{% for i in range(60) %}{% set n.a = n.a ~ n.a %}{% endfor %}{{ n.a }}",
-    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "{{ 10 ** 10 ** 10 }}", "{{ 'x' | center(10 ** 10) }}",
-    "{% if 1 %}" * 3000, "{% include 'tokenizer.json' %}", "{% import 'x' as x %}", "{% extends 'x' %}", "{{ ''.__class__.__mro__ }}",
-    "{{ cycler.__init__.__globals__.os.system('touch broken') }}", "{{ messages.append(1) }}", "{{ self._TemplateReference__context }}",
-    "{{ lipsum.__globals__ }}", "{{ '%999999999999d' % 1 }}", "{{ '{:>9999999999}'.format(1) }}", "{{ raise_exception('\x1b[31mno\nthanks') }}",
-    "{{ range(10 ** 12) | list }}", "{% generation %}{{ 'a' }}", "{{ messages | tojson(indent=10 ** 9) }}", "{{ strftime_now('%' * 9999) }}",
-    "{{ '\ud800' }}", "{{ messages[0].content.split('') }}", "{{ dict(**{'a' * 9: 1})['b'].c }}", "{{ 'a' | replace('', 'b' * 10 ** 9) }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "{{ 10 ** 10 ** 10 }}", "{{ 'x' | center(10 ** 10) }}", "{% if 1 %}" * 3000, "{% include 'tokenizer.json' %}",
+    "{% import 'x' as x %}", "{% extends 'x' %}", "{{ ''.__class__.__mro__ }}",
+    "{{ cycler.__init__.__globals__.os.system('touch broken') }}", "{{ messages.append(1) }}",
+    "{{ self._TemplateReference__context }}", "{{ lipsum.__globals__ }}", "{{ '%999999999999d' % 1 }}",
+    "{{ '{:>9999999999}'.format(1) }}", "{{ raise_exception('\x1b[31mno\nthanks') }}", "{{ range(10 ** 12) | list }}",
+    "{% generation %}{{ 'a' }}", "{{ messages | tojson(indent=10 ** 9) }}", "{{ strftime_now('%' * 9999) }}",
+    "{{ '\ud800' }}", "{{ messages[0].content.split('') }}", "{{ dict(**{'a' * 9: 1})['b'].c }}",
+    "{{ 'a' | replace('', 'b' * 10 ** 9) }}",
 ]  # fmt: skip
 
 
@@ -249,7 +289,10 @@ def _model(make: Maker) -> list[str]:
     elif kind == 1:
         make.spoil_json(base / "tokenizer_config.json")
     elif kind == 2:
-        make.write("base/config.json", make.chance.choice(["", "{", "[]", "null", "[" * DEEP, '{"a":' * DEEP, b"\xff\xfe", "{}", "7"]))
+        make.write(
+            "base/config.json",
+            make.chance.choice(["", "{", "[]", "null", "[" * DEEP, '{"a":' * DEEP, b"\xff\xfe", "{}", "7"]),
+        )
     elif kind == 3:
         _spoil_tensors(make, base / "model.safetensors")
     else:
@@ -297,12 +340,24 @@ def _spoil_tensors(make: Maker, path: Path) -> None:
 def _spoil_index(make: Maker, base: Path) -> None:
     """Weights in several files, by an index that names strange ones."""
     (base / "model.safetensors").rename(base / "part.safetensors")
-    names = ["../part.safetensors", "/etc/passwd", "", ".", "part.safetensors/x", "\x00", "x" * 300, "gone.safetensors", "base", None, 7, ["a"], "tokenizer.json", "link.safetensors"]  # fmt: skip
+    names = ["../part.safetensors", "/etc/passwd", "", ".", "part.safetensors/x", "\x00", "x" * 300, "gone.safetensors"]
+    names += ["base", None, 7, ["a"], "tokenizer.json", "link.safetensors"]
     os.symlink(make.kit.base / "model.safetensors", base / "link.safetensors")
     name = make.chance.choice(names)
     weights = {"model.embed_tokens.weight": name, "model.norm.weight": "part.safetensors"}
-    contents = [{"weight_map": weights}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": 7}, {}, [], 7, {"weight_map": {"x": name}}]
-    make.write("base/model.safetensors.index.json", contents[0] if make.chance.random() < 0.6 else make.chance.choice(contents))
+    contents = [
+        {"weight_map": weights},
+        {"weight_map": {}},
+        {"weight_map": []},
+        {"weight_map": 7},
+        {},
+        [],
+        7,
+        {"weight_map": {"x": name}},
+    ]
+    make.write(
+        "base/model.safetensors.index.json", contents[0] if make.chance.random() < 0.6 else make.chance.choice(contents)
+    )
 
 
 def _tokenizer(make: Maker) -> list[str]:
@@ -313,24 +368,35 @@ def _tokenizer(make: Maker) -> list[str]:
         make.spoil_json(path)
     elif kind == 2:
         raw = path.read_bytes()
-        path.write_bytes(damage(raw, make.chance.choice(["cut", "flip", "insert", "zeros", "empty", "noise", "remove"]), make.chance))
+        path.write_bytes(
+            damage(raw, make.chance.choice(["cut", "flip", "insert", "zeros", "empty", "noise", "remove"]), make.chance)
+        )
     else:
         make.write("tokenizer.json", make.chance.choice(TOKENIZERS))
     if make.chance.random() < 0.4:
         base = make.copy(make.kit.base, "base")
         path.rename(base / "tokenizer.json")
         return ["chat", "base", "--device", "cpu", "--message", "Hello", "--tokens", "2"]
-    verbs = [["tokenizer", "report", "--tokenizer", "./tokenizer.json"], [*TRAIN, "data.tokenizer=./tokenizer.json", "data.folder=data"]]
+    verbs = [
+        ["tokenizer", "report", "--tokenizer", "./tokenizer.json"],
+        [*TRAIN, "data.tokenizer=./tokenizer.json", "data.folder=data"],
+    ]
     return [*make.chance.choice(verbs), f"data.source={make.kit.text}"]
 
 
+_SPLIT = {"type": "Split", "behavior": "Isolated", "invert": False}
+_BPE = {"type": "BPE", "vocab": {"a": 0}, "merges": []}
 TOKENIZERS: list[Any] = [
-    {}, [], None, 7, "text", "[" * DEEP, {"model": None}, {"model": {}}, {"model": {"type": "BPE"}}, {"model": {"type": "BPE", "vocab": {}, "merges": []}},
-    {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 10**12}, "merges": []}}, {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
-    {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}, {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}},
-    {"version": "9.9", "model": {"type": "Nope"}}, {"kind": "char", "characters": ""}, {"kind": "char", "characters": "aa"}, {"kind": "char", "characters": 7}, {"kind": "bytes"}, {"kind": None},
-    {"version": "1.0", "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
-    {"version": "1.0", "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": False}, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
+    {}, [], None, 7, "text", "[" * DEEP, {"model": None}, {"model": {}}, {"model": {"type": "BPE"}},
+    {"model": {"type": "BPE", "vocab": {}, "merges": []}},
+    {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0, "b": 10**12}, "merges": []}},
+    {"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
+    {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}},
+    {"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}},
+    {"version": "9.9", "model": {"type": "Nope"}}, {"kind": "char", "characters": ""},
+    {"kind": "char", "characters": "aa"}, {"kind": "char", "characters": 7}, {"kind": "bytes"}, {"kind": None},
+    {"version": "1.0", "pre_tokenizer": {**_SPLIT, "pattern": {"Regex": "(a+)+$"}}, "model": _BPE},
+    {"version": "1.0", "pre_tokenizer": {**_SPLIT, "pattern": {"Regex": "("}}, "model": _BPE},
 ]  # fmt: skip
 
 
@@ -348,11 +414,19 @@ def _adapter(make: Maker) -> list[str]:
     else:
         name = make.chance.choice([path.name for path in adapter.iterdir()])
         raw = (adapter / name).read_bytes()
-        (adapter / name).write_bytes(damage(raw, make.chance.choice(["cut", "flip", "zeros", "empty", "noise"]), make.chance))
+        (adapter / name).write_bytes(
+            damage(raw, make.chance.choice(["cut", "flip", "zeros", "empty", "noise"]), make.chance)
+        )
     words = [
         ["chat", "adapter", "--base", str(make.kit.base), "--device", "cpu", "--message", "Hello", "--tokens", "2"],
         ["merge", "adapter", "out", "--base", str(make.kit.base)],
-        [*TUNE, f"model.init_from={make.kit.base}", f"chat.source={make.kit.rows}", "data.folder=samples", "lora.init_from=adapter"],
+        [
+            *TUNE,
+            f"model.init_from={make.kit.base}",
+            f"chat.source={make.kit.rows}",
+            "data.folder=samples",
+            "lora.init_from=adapter",
+        ],
     ]
     return make.chance.choice(words)
 
@@ -361,13 +435,13 @@ _SLOW_PATTERN = "(.*)*" * 8 + "(a|a)*" * 20 + "(([a-z_]+)+)+!"
 ADAPTER_VALUES: dict[str, list[Any]] = {
     "r": [0, -1, 10**12, 10**400, 1.5, "8", None, True],
     "lora_alpha": [0, -1, 1e308, float("nan"), float("inf"), "8", None, 10**400],
-    "target_modules": ["", [], "(", _SLOW_PATTERN, ".*", ["lm_head"], [7], {}, None, ["q_proj"] * 9999, "all-linear", ["\x1b[31m"]],
+    "target_modules": ["", [], "(", _SLOW_PATTERN, ".*", ["lm_head"], [7], {}, None, ["q_proj"] * 9999, ["\x1b[31m"]],
     "rank_pattern": [{"(": 2}, {_SLOW_PATTERN: 2}, {"q_proj": 10**12}, {"q_proj": "x"}, [], 7, {"": 0}],
     "alpha_pattern": [{_SLOW_PATTERN: 2}, {"q_proj": float("nan")}, {"q_proj": -1}, "x"],
     "layers_to_transform": [[10**9], -1, "x", [[]], list(range(9999))],
     "base_model_name_or_path": ["", "\x00", "../../..", "x" * 300, 7, ["a"], "/", "a\nb", "adapter"],
-    "peft_type": ["", None, 7, "lora", "LORA\x00"],
-    "use_dora": [True, "yes"], "modules_to_save": [["lm_head"], "x", {}], "bias": ["all", 7], "fan_in_fan_out": [True, "x"],
+    "peft_type": ["", None, 7, "lora", "LORA\x00"], "use_dora": [True, "yes"],
+    "modules_to_save": [["lm_head"], "x", {}], "bias": ["all", 7], "fan_in_fan_out": [True, "x"],
     "auto_mapping": [{"base_model_class": "x", "parent_library": "os"}], "layer_replication": [[[0, 9]], "x"],
 }  # fmt: skip
 
@@ -381,13 +455,28 @@ def _made_by_us(make: Maker) -> list[str]:
         data = make.copy(make.kit.data, "data")
         path = make.chance.choice(sorted(data.glob("*.json*")))
         _spoil_any(make, path)
-        return make.chance.choice([["data", "verify", "data"], ["data", "inspect", "data", "--no-picture"], [*TRAIN, "data.folder=data", "data.source=null"]])
+        return make.chance.choice(
+            [
+                ["data", "verify", "data"],
+                ["data", "inspect", "data", "--no-picture"],
+                [*TRAIN, "data.folder=data", "data.source=null"],
+            ]
+        )
     run = make.copy(make.kit.run, "made")
     files = [path for path in sorted(run.rglob("*")) if path.suffix in (".json", ".jsonl", ".yaml") and path.is_file()]
     _spoil_any(make, make.chance.choice(files))
     data = f"data.folder={make.kit.data}"
-    words = [["generate", "made", "--device", "cpu", "--tokens", "2"], ["train", "--resume", "made", "train.steps=2", data], ["export", "made", "out"]]
-    words += [["eval", "made", "--device", "cpu", "--tokens", "9", "--data", str(make.kit.data)], ["plot", "made", "--out", "plots"], ["report", "made", "--json"], ["watch", "made", "--json"]]
+    words = [
+        ["generate", "made", "--device", "cpu", "--tokens", "2"],
+        ["train", "--resume", "made", "train.steps=2", data],
+        ["export", "made", "out"],
+    ]
+    words += [
+        ["eval", "made", "--device", "cpu", "--tokens", "9", "--data", str(make.kit.data)],
+        ["plot", "made", "--out", "plots"],
+        ["report", "made", "--json"],
+        ["watch", "made", "--json"],
+    ]
     return make.chance.choice(words)
 
 
@@ -396,14 +485,20 @@ def _spoil_any(make: Maker, path: Path) -> None:
     if path.suffix == ".json" and make.chance.random() < 0.5 and isinstance(json.loads(raw), dict):
         make.spoil_json(path)
     elif make.chance.random() < 0.3:
-        make.write(str(path), make.chance.choice(["", "{}", "[]", "null", "[" * DEEP, b"\xff\xfe\x00", '{"a": 1e999}', "9" * 9999]))
+        make.write(
+            str(path),
+            make.chance.choice(["", "{}", "[]", "null", "[" * DEEP, b"\xff\xfe\x00", '{"a": 1e999}', "9" * 9999]),
+        )
     else:
-        path.write_bytes(damage(raw or b"x", make.chance.choice(["cut", "flip", "insert", "zeros", "noise"]), make.chance))
+        path.write_bytes(
+            damage(raw or b"x", make.chance.choice(["cut", "flip", "insert", "zeros", "noise"]), make.chance)
+        )
 
 
 NAMES = [
-    "x" * 300, "é" * 200, "a/" * 2500 + "a", "new\nline", "red\x1b[31mname", "bell\x07", "caf\udce9", "\ud800", "\u202eevil", " ", "  a ", ".", "..", "../..",
-    "../up", "/", "//", "a//b", "-", "--", "-x", "~", "$HOME", "a\\b", "con", "a:b", "a*b", "%s%n", "{0}", "file.txt/below", "gone/..", "'", '"', "#x", "a b",
+    "x" * 300, "é" * 200, "a/" * 2500 + "a", "new\nline", "red\x1b[31mname", "bell\x07", "caf\udce9", "\ud800",
+    "\u202eevil", " ", "  a ", ".", "..", "../..", "../up", "/", "//", "a//b", "-", "--", "-x", "~", "$HOME", "a\\b",
+    "con", "a:b", "a*b", "%s%n", "{0}", "file.txt/below", "gone/..", "'", '"', "#x", "a b",
 ]  # fmt: skip
 
 
@@ -417,35 +512,47 @@ def _name(make: Maker) -> list[str]:
     words = [
         [*TRAIN, f"data.source={shown}", data],
         [*TRAIN, text, f"data.folder={shown if name not in ('..', '../..') else 'file.txt'}"],
-        [*TRAIN[:-1], text, data, f"output.folder={out}"],
-        [*TRAIN[:-1], text, data, f"output.name={shown}"],
-        [*TRAIN, text, data, f"data.tokenizer={shown}"],
-        [*TRAIN, text, data, f"model.init_from={shown}"],
+        [*TRAIN[:-1], text, data, f"output.folder={out}"], [*TRAIN[:-1], text, data, f"output.name={shown}"],
+        [*TRAIN, text, data, f"data.tokenizer={shown}"], [*TRAIN, text, data, f"model.init_from={shown}"],
         [*TUNE, f"model.init_from={shown}", f"chat.source={make.kit.rows}", "data.folder=samples"],
         [*TUNE, f"model.init_from={make.kit.base}", f"chat.source={shown}", "data.folder=samples"],
-        [*TUNE, f"model.init_from={make.kit.base}", f"chat.source={make.kit.rows}", "data.folder=samples", f"chat.template={shown}"],
-        ["train", f"{name}.yaml"], ["train", "--resume", name], ["generate", name], ["chat", str(make.kit.base), "--base", name],
-        ["config", "copy", name], ["data", "inspect", name], ["plot", name], ["report", name, "--json"], ["watch", name], ["tune", "search", name],
-        ["export", name, "out"], ["tokenizer", "report", text, "--tokenizer", name], ["eval", str(make.kit.run), "--data", name, "--device", "cpu"],
-        ["report", str(make.kit.run), "--out", f"{name}.html" if name.strip("/.") else "gone/a.html"], ["train", "--hardware", name],
+        [*TUNE, f"model.init_from={make.kit.base}", f"chat.source={make.kit.rows}", f"chat.template={shown}"],
+        ["train", f"{name}.yaml"], ["train", "--resume", name], ["generate", name],
+        ["chat", str(make.kit.base), "--base", name], ["config", "copy", name], ["data", "inspect", name],
+        ["plot", name], ["report", name, "--json"], ["watch", name], ["tune", "search", name],
+        ["export", name, "out"], ["tokenizer", "report", text, "--tokenizer", name],
+        ["eval", str(make.kit.run), "--data", name, "--device", "cpu"],
+        ["report", str(make.kit.run), "--out", f"{name}.html" if name.strip("/.") else "gone/a.html"],
+        ["train", "--hardware", name],
     ]  # fmt: skip
     return make.chance.choice(words)
 
 
 def _config(make: Maker) -> list[str]:
     make.write("mine.yaml", make.chance.choice(CONFIGS))
-    return [*make.chance.choice([["config", "show"], ["config", "explain"], ["train"], ["prepare"], ["estimate", "--no-probe"]]), "mine.yaml"]
+    return [
+        *make.chance.choice(
+            [["config", "show"], ["config", "explain"], ["train"], ["prepare"], ["estimate", "--no-probe"]]
+        ),
+        "mine.yaml",
+    ]
 
 
-_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
+_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30)
+)
 CONFIGS: list[bytes | str] = [
-    _BOMB, "&a [*a]", "a: &a {b: *a}", "!!python/object/apply:os.system ['touch broken']", "model: !!python/name:os.system", "? {a: b}\n: c",
-    "model: " + "{a: " * 500, "[" * DEEP, "- " * 9999, "model:\n" + "  layers: 2\n" * 999, "<<: *nope", "--- a\n--- b", "%YAML 9.9\n---\nmodel: {}",
-    "%TAG ! tag:evil,2000:\n---\nmodel: !x {}", "model: {layers: !!float 2}", "\x00", b"\xff\xfem\x00", "\ufeffmodel: {layers: 0}", "data: {source: \"a\\0b\"}",
-    'data: {source: "\\ud800"}', "train: {steps: " + "9" * 5000 + "}", "train: {steps: 1e999}", "train: {steps: 0x10}", "train: {steps: 1_0}",
-    "output: {name: ../../x}", "output: {name: \"a\\nb\"}", "model: 'x'" * 2, "a: b: c", "\t", "model:\n\tlayers: 2", "preset: ../x", "hardware: [a]",
-    "data: {source: [" + "{path: a}, " * 20_000 + "]}", "#" * 1_100_000, "x" * 2_000_000, "model: null\ntrain: null", "model: {layers: [" + "1," * 9999 + "]}",
-    "train: {steps: 2024-01-01}", "train: {steps: 12:30:45}", "{model: {layers: 2}", "'model': {'layers': \"two\"}", "model: &a {layers: 2}\nmodel: *a",
+    _BOMB, "&a [*a]", "a: &a {b: *a}", "!!python/object/apply:os.system ['touch broken']",
+    "model: !!python/name:os.system", "? {a: b}\n: c", "model: " + "{a: " * 500, "[" * DEEP, "- " * 9999,
+    "model:\n" + "  layers: 2\n" * 999, "<<: *nope", "--- a\n--- b", "%YAML 9.9\n---\nmodel: {}",
+    "%TAG ! tag:evil,2000:\n---\nmodel: !x {}", "model: {layers: !!float 2}", "\x00", b"\xff\xfem\x00",
+    "\ufeffmodel: {layers: 0}", "data: {source: \"a\\0b\"}", 'data: {source: "\\ud800"}',
+    "train: {steps: " + "9" * 5000 + "}", "train: {steps: 1e999}", "train: {steps: 0x10}", "train: {steps: 1_0}",
+    "output: {name: ../../x}", "output: {name: \"a\\nb\"}", "model: 'x'" * 2, "a: b: c", "\t", "model:\n\tlayers: 2",
+    "preset: ../x", "hardware: [a]", "data: {source: [" + "{path: a}, " * 20_000 + "]}", "#" * 1_100_000,
+    "x" * 2_000_000, "model: null\ntrain: null", "model: {layers: [" + "1," * 9999 + "]}",
+    "train: {steps: 2024-01-01}", "train: {steps: 12:30:45}", "{model: {layers: 2}", "'model': {'layers': \"two\"}",
+    "model: &a {layers: 2}\nmodel: *a",
 ]  # fmt: skip
 
 
@@ -456,7 +563,7 @@ KINDS: list[Callable[[Maker], list[str]]] = [
 
 
 def nasty_inputs(kit: Kit, seed: int, count: int) -> Iterator[tuple[str, Callable[[], list[str]]]]:
-    """`count` nasty inputs: a name for each, and a function that writes it into the current folder and gives the words."""
+    """`count` nasty inputs: the kind of each, and a function that writes it into the current folder and gives words."""
     for index in range(count):
         kind = KINDS[index % len(KINDS)]
         chance = random.Random(f"nasty {seed} {index}")

@@ -27,7 +27,7 @@ TUNING = [
     "output.plots=false", "eval.sample_tokens=4", "speed.device=cpu",
 ]  # fmt: skip
 RUNS = ["runs/first", "runs/second", "tuned"]
-CHECKPOINTS = ["runs/first/checkpoints/step-00000001", "runs/second/checkpoints/step-00000002"]
+CHECKPOINTS = ["runs/first/checkpoints/step-00000001", "runs/second/checkpoints/step-00000001"]
 MODELS = [*RUNS, *CHECKPOINTS, "base", "exported", "adapters"]
 DATASETS = ["data/texts-char", "data/clean"]
 NEW = ["new", "new-2", "new/deep/er", "runs/third", "data/new", "new.png", "new.yaml", "new.html", "new.json", "new.db"]
@@ -151,6 +151,7 @@ def _make_the_users() -> None:
     write("lab/run.lock", "")
     put("lab/checkpoints/step-00000001.aside/x", "lab/checkpoints/step-1", "lab/adapter/mine.txt", "lab/plots/mine.png")
     put("desk/run.lock", "desk/plots/results.png", "desk/report.html", "desk/checkpoints/mine.txt")
+    put("study/checkpoints/step-00000007/chapter.txt", "tuned/checkpoints/step-00000009/chapter.txt")
     put("thesis/checkpoints/step-00000007/chapter.txt", "thesis/metrics.jsonl", "thesis/best.json")
     put("bed/manifest.json", "bed/train-00000.bin", "bed/tokenizer.json", "pile/train-00000.bin", "pile/mine.txt")
     put(
@@ -182,16 +183,18 @@ def _make_the_users() -> None:
     for path, target in {
         "link-out": "../outside/archive", "dangling": "nowhere", "loop-a": "loop-b", "loop-b": "loop-a", "self": ".",
         "link-to-run": "runs/second", "link-to-data": "data/clean", "link.png": "../outside/picture.png",
-        "link.html": "../outside/page.html", "link.yaml": "../outside/found.yaml", "link.json": "../outside/tokenizer.json",
-        ".link-out.partial": "../outside/archive", ".link-out.lock": "../outside/letter.txt",
-        "data/.linked.partial": "../../outside/archive", "data/.linked.lock": "../../outside/letter.txt",
-        "data/.linked.old": "../../outside/archive", "data/linked": "clean", "hall/run.lock": "../../outside/letter.txt",
+        "link.html": "../outside/page.html", "link.yaml": "../outside/found.yaml",
+        "link.json": "../outside/tokenizer.json", ".link-out.partial": "../outside/archive",
+        ".link-out.lock": "../outside/letter.txt", "data/.linked.partial": "../../outside/archive",
+        "data/.linked.lock": "../../outside/letter.txt", "data/.linked.old": "../../outside/archive",
+        "data/linked": "clean", "hall/run.lock": "../../outside/letter.txt",
         "attic/checkpoints": "../../outside/checkpoints", "cellar/adapter": "../../outside/archive",
         "porch/metrics.jsonl": "../../outside/letter.txt", "shed/plots": "../../outside/archive",
         "shed/report.html": "../../outside/page.html", "barn/bench.jsonl": "../../outside/letter.txt",
         "runs/second/plots/results.png": "../../../../outside/picture.png", "tuned/plots": "../../outside/archive",
         "runs/second/checkpoints/step-00000003.tmp-12345678": "../../../../outside/archive",
         "runs/second/checkpoints/step-00000001/link": "../../../../../outside/letter.txt",
+        "runs/second/checkpoints/step-00000002.superseded": "nowhere", "runs/first/plots/metrics.png": "nowhere",
         "new.yaml.tmp-0badcafe": "../outside/letter.txt", "step-00000009.old-0badcafe": "../outside/archive",
     }.items():  # fmt: skip
         link(path, target)
@@ -214,7 +217,7 @@ class Drawer:
 
     def one(self, *likely: str) -> str:
         """Mostly one of the likely names where there are any; else any name: the user's, ours, new ones, odd ones."""
-        if likely and self.chance.random() < 0.6:
+        if likely and self.chance.random() < 0.75:
             return self.chance.choice(likely)
         kinds = [self.names] * 6 + [NEW] * 3 + [ODD]
         return self.chance.choice(self.chance.choice(kinds))
@@ -223,8 +226,7 @@ class Drawer:
         return list(words) if self.chance.random() < share else []
 
     def words(self) -> list[str]:
-        verbs = [(made, weight) for made, weight in _VERBS.items()]
-        return self.chance.choices([made for made, _ in verbs], [weight for _, weight in verbs])[0](self)
+        return self.chance.choices(list(_VERBS), list(_VERBS.values()))[0](self)
 
 
 def drawn(room: Room, seed: int, index: int) -> list[str]:
@@ -238,7 +240,9 @@ def _source(draw: Drawer) -> str:
 def _train(draw: Drawer) -> list[str]:
     words = ["train", *TINY, f"train.steps={draw.chance.randint(1, 3)}", _source(draw), *draw.maybe(*EXPORTED)]
     words += [f"checkpoint.every={draw.chance.choice([0, 1, 1])}", f"checkpoint.keep={draw.chance.choice([1, 1, 2])}"]
-    words += draw.maybe(f"output.folder={draw.one('new', 'lab', 'desk', 'hall', 'attic', 'cellar', '.')}", share=0.8)
+    words += draw.maybe(
+        f"output.folder={draw.one('new', 'lab', 'desk', 'hall', 'attic', 'cellar', 'study', '.')}", share=0.8
+    )
     words += draw.maybe(f"data.folder={draw.one(*DATASETS, *NEW)}", share=0.5)
     words += draw.maybe("--resume", draw.one("auto", "auto", *RUNS, *CHECKPOINTS), share=0.4)
     return words + draw.maybe("--json") + draw.maybe("output.plots=true", share=0.05)
@@ -349,8 +353,8 @@ def _measure(draw: Drawer) -> list[str]:
 
 
 _VERBS: dict[Callable[[Drawer], list[str]], float] = {
-    _train: 24, _finetune: 8, _prepare: 18, _data: 6, _tokenizer: 5, _use: 6, _export: 9, _plot: 4, _report: 6, _watch: 2,
-    _config: 6, _look_ahead: 3, _measure: 3,
+    _train: 24, _finetune: 8, _prepare: 18, _data: 6, _tokenizer: 5, _use: 6, _export: 9, _plot: 4, _report: 6,
+    _watch: 2, _config: 6, _look_ahead: 3, _measure: 3,
 }  # fmt: skip
 
 
@@ -402,7 +406,8 @@ PREPARED = "the data was prepared, and the command was refused afterwards"
 def judge(room: Room, before: Disk, after: Disk, outcome: Outcome) -> list[str]:
     """Everything that is wrong after a command: a user's file that is not as it was, a refusal that left something."""
     wrong = [f"the user's {line}" for line in differences(room.users(room.start), room.users(after))]
-    if said := complaint(outcome):
+    said = complaint(outcome)
+    if said and not (outcome.words[0] == "doctor" and not outcome.trouble):  # whose problems are findings, not errors
         wrong.append(said)
     if outcome.refused and not wrong:
         left = differences(before, after)

@@ -71,7 +71,7 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 
 def meet(kit: Kit, place: Path, seed: int, count: int) -> None:
-    """Meets `count` nasty inputs, each in a folder of its own. Valid ones are counted, refused ones must leave nothing."""
+    """Meets `count` nasty inputs, each in a folder of its own. Valid ones are counted; refused ones leave nothing."""
     failures: list[str] = []
     counts: collections.Counter[tuple[str, str]] = collections.Counter()
     good = look(kit.base.parent)
@@ -85,7 +85,9 @@ def meet(kit: Kit, place: Path, seed: int, count: int) -> None:
         left = differences(before, look(here.parent))
         prepared = bool(left) and outcome.refused and set(left) == _new_data(here)
         wrong = [complaint(outcome)] if complaint(outcome) else []
-        wrong += [f"ended with {outcome.code}: {outcome.errors[-300:]!r}"] if outcome.code not in (0, 2, 3, None) else []
+        wrong += (
+            [f"ended with {outcome.code}: {outcome.errors[-300:]!r}"] if outcome.code not in (0, 2, 3, None) else []
+        )
         wrong += left if outcome.code != 0 and not prepared else []
         wrong += [f"the kit: {line}" for line in differences(good, look(kit.base.parent))]
         counts[name, f"{outcome.code}, prepared" if prepared else str(outcome.code)] += 1

@@ -9,6 +9,7 @@ import collections
 import json
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -194,7 +195,7 @@ def _make_the_users() -> None:
         "runs/second/plots/results.png": "../../../../outside/picture.png", "tuned/plots": "../../outside/archive",
         "runs/second/checkpoints/step-00000003.tmp-12345678": "../../../../outside/archive",
         "runs/second/checkpoints/step-00000001/link": "../../../../../outside/letter.txt",
-        "runs/second/checkpoints/step-00000002.superseded": "nowhere", "runs/first/plots/metrics.png": "nowhere",
+        "runs/first/checkpoints/step-00000002.superseded": "nowhere", "runs/first/plots/metrics.png": "nowhere",
         "new.yaml.tmp-0badcafe": "../outside/letter.txt", "step-00000009.old-0badcafe": "../outside/archive",
     }.items():  # fmt: skip
         link(path, target)
@@ -254,7 +255,7 @@ def _finetune(draw: Drawer) -> list[str]:
     words += draw.maybe(f"model.init_from={draw.one(*MODELS)}", share=0.3)
     words += draw.maybe(f"lora.init_from={draw.one('adapters', 'tuned/adapter')}", share=0.2)
     words += draw.maybe(f"output.folder={draw.one('new', 'lab', 'desk', 'cellar', 'tuned')}", share=0.8)
-    words += draw.maybe(f"data.folder={draw.one('data/rows-samples', *NEW)}", share=0.4)
+    words += draw.maybe(f"data.folder={draw.one('data/rows-samples', *NEW)}", share=0.7)
     return words + draw.maybe("--resume", draw.one("auto", "tuned"), share=0.3)
 
 
@@ -368,6 +369,7 @@ class Told:
     codes: collections.Counter[tuple[str, int | None]] = field(default_factory=collections.Counter)
     failures: list[str] = field(default_factory=list)
     prepared_then_refused: list[str] = field(default_factory=list)
+    set_aside: int = 0
 
     def table(self) -> str:
         codes = sorted({code for _, code in self.codes}, key=str)
@@ -385,6 +387,7 @@ def run_commands(room: Room, place: Path, seed: int, count: int) -> Told:
         told.codes[outcome.words[0], outcome.code] += 1
         after = look(here.home)
         wrong = judge(here, before, after, outcome)
+        told.set_aside += bool(set_aside(here, after) - set_aside(here, before))
         if wrong == [PREPARED]:
             told.prepared_then_refused.append(f"{index}: {_shown(outcome)}")
         elif wrong:
@@ -405,7 +408,9 @@ PREPARED = "the data was prepared, and the command was refused afterwards"
 
 def judge(room: Room, before: Disk, after: Disk, outcome: Outcome) -> list[str]:
     """Everything that is wrong after a command: a user's file that is not as it was, a refusal that left something."""
-    wrong = [f"the user's {line}" for line in differences(room.users(room.start), room.users(after))]
+    moved = set_aside(room, after)
+    kept = {path: facts for path, facts in room.users(room.start).items() if path not in moved}
+    wrong = [f"the user's {line}" for line in differences(kept, room.users(after))]
     said = complaint(outcome)
     if said and not (outcome.words[0] == "doctor" and not outcome.trouble):  # whose problems are findings, not errors
         wrong.append(said)
@@ -416,6 +421,20 @@ def judge(room: Room, before: Disk, after: Disk, outcome: Outcome) -> list[str]:
             return [PREPARED]
         wrong += [f"refused with {outcome.code}, but {line}" for line in left]
     return wrong
+
+
+def set_aside(room: Room, after: Disk) -> set[str]:
+    """The user's files in checkpoints of ours that a run renamed, as it does when it goes back to an earlier one.
+
+    They count as kept where they lie in the renamed folder, unchanged.
+    """
+    found: set[str] = set()
+    for path in room.users(room.start).keys() - after.keys():
+        folder = next((str(parent) for parent in Path(path).parents if parent.name.startswith("step-")), None)
+        if folder in room.ours and folder is not None:
+            names = re.compile(re.escape(folder) + r"\.[a-z]+(-\d+)?" + re.escape(path.removeprefix(folder)))
+            found |= {path for name in after if names.fullmatch(name) and after[name] == room.start[path]}
+    return found
 
 
 def _in_one_of(line: str, folders: list[str]) -> bool:

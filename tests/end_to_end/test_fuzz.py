@@ -93,7 +93,7 @@ def meet(kit: Kit, place: Path, seed: int, count: int) -> None:
         counts[name, f"{outcome.code}, prepared" if prepared else str(outcome.code)] += 1
         if wrong:
             shown = [word for word in words if word not in TRAIN and word not in TUNE]
-            failures.append(f"{number} {name}: {shown!r:.300}: {'; '.join(wrong)[:700]}")
+            failures.append(f"seed {seed}, {number} {name}: {shown!r:.300}: {'; '.join(wrong)[:700]}")
         os.chdir(place)
         shutil.rmtree(place / "nasty")
     for (name, code), number in sorted(counts.items()):

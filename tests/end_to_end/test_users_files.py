@@ -16,7 +16,10 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Room:
 def check(room: Room, place: Path, seed: int, count: int) -> None:
     told = run_commands(room, place, seed, count)
     print(told.table())
-    print(f"{len(told.prepared_then_refused)} prepared their data and were refused afterwards")
+    print(
+        f"{len(told.prepared_then_refused)} prepared their data and were refused afterwards; "
+        f"{told.set_aside} set a checkpoint aside with the user's notes in it"
+    )
     assert not told.failures, f"{len(told.failures)} of {count} commands:\n" + "\n".join(told.failures)
 
 

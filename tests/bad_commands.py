@@ -1,24 +1,55 @@
-"""Command lines that must all be refused: typos, wrong values, bad files, noise."""
+"""Command lines that must be refused (typos, wrong values, bad files, noise), and mutated ones that may be valid."""
 
 import random
 import string
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bad_configs import bad_config_files, bad_overrides
+from flatout.cli import VERBS
+from flatout.config.complain import field_facts
+from tests.bad_configs import as_yaml, bad_config_files, bad_overrides, good_sections
 
-VERBS = ["train", "prepare", "eval", "generate", "export", "config"]
+CONFIG_VERBS = [
+    ["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"], ["finetune"], ["estimate"],
+    ["tune"], ["tune", "lr"], ["bench"], ["profile"], ["tokenizer", "report"], ["tokenizer", "train", "--vocab", "300"],
+]  # fmt: skip
+MODEL_VERBS = ["eval", "generate", "chat", "merge", "export", "plot", "report", "watch", "serve-report"]
 NUMBERS = {
-    "--tokens": ["-1", "0", "many", "1.5", "1e99", ""],
-    "--temperature": ["-1", "hot", "nan", "1e9"],
-    "--top-k": ["0", "-5", "x"],
-    "--top-p": ["-0.1", "1.01", "all"],
-    "--seed": ["-1", "one", "9" * 40],
+    ("generate",): ["--tokens", "--temperature", "--top-k", "--top-p", "--seed"],
+    ("chat",): ["--tokens", "--temperature", "--top-p", "--seed"],
+    ("eval",): ["--tokens"],
+    ("prepare",): ["--workers", "--context"],
+    ("data", "inspect", "."): ["--context"],
+    ("tokenizer", "train"): ["--vocab"],
+    ("estimate",): ["--price", "--seconds"],
+    ("tune",): ["--memory", "--seconds"],
+    ("tune", "lr"): ["--from", "--to", "--steps"],
+    ("tune", "search", "space.yaml"): ["--trials"],
+    ("bench",): ["--steps", "--parity-steps", "--batch-tokens"],
+    ("profile",): ["--steps"],
+    ("watch",): ["--port"],
+    ("serve-report",): ["--port"],
 }
+NO_NUMBERS = ["-1", "many", "nan", "-inf", "1e99", "9" * 40, "", " ", "--", "0x10", "1,5", "٣x", "\x1b[2J", "1" * 5000]
+CONTRADICTIONS = [
+    ["train", "--view", "--json"], ["train", "--resume", ""], ["watch", "--web", "--json"], ["watch", "--port", "5"],
+    ["bench", "--rungs", ","], ["bench", "--rungs", "bf16", "--only", "extra"], ["bench", "--go-on"],
+    ["bench", "--rungs", "nope"], ["bench", "--out", ""], ["profile", "--out", " "], ["tune", "--out", "found.txt"],
+    ["tune", "--out", "nowhere/found.yaml"], ["tune", "lr", "--from", "1", "--to", "2"], ["tune", "search"],
+    ["tune", "search", "nowhere.yaml"], ["tune", "search", "nowhere.yaml", "--study", "nowhere/x.db"],
+    ["data", "inspect"], ["data", "inspect", ".", "--picture", "a.bmp"], ["data", "verify", "."], ["data", "look"],
+    ["tokenizer", "train"], ["tokenizer", "train", "--vocab", "300", "--out", ""], ["tokenizer", "read"],
+    ["config", "copy"], ["config", "copy", "nope"], ["config", "copy", "../lora"], ["config", "copy", "lora", ""],
+    ["config", "copy", "lora", "nowhere/a.yaml"], ["export", "."], ["export", ".", ""], ["merge", "."],
+    ["merge", ".", "out"], ["export", ".", "out"], ["plot"], ["plot", "."], ["report", "."], ["eval", "."],
+    ["eval", "--split", "test"], ["chat", "."], ["finetune"], ["finetune", "shakespeare-char"], ["train", "a", "b"],
+    ["generate", "--device", "tpu"], ["generate", "--device", "cuda:9999"], ["train", "--hardware", "7gb"],
+    ["prepare", "--engine", "spark"], ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
+]  # fmt: skip
 
 
 def bad_commands(seed: int, count: int, folder: Path) -> Iterator[list[str]]:
-    """`count` command lines, a third of them with a bad config file, a third with bad overrides."""
+    """`count` command lines, a third of them with a bad config file, a third with bad overrides; none can be obeyed."""
     choose = random.Random(seed)
     files, overrides = bad_config_files(seed, count), bad_overrides(seed, count)
     for index in range(count):
@@ -26,34 +57,108 @@ def bad_commands(seed: int, count: int, folder: Path) -> Iterator[list[str]]:
         if kind == 0:
             path = folder / f"bad-{index % 50}.yaml"
             path.write_bytes(next(files))
-            yield [*_config_verb(choose), str(path)]
+            yield [*choose.choice(CONFIG_VERBS), str(path)]
         elif kind == 1:
-            yield [*_config_verb(choose), *next(overrides)]
+            yield [*choose.choice(CONFIG_VERBS), *next(overrides)]
         else:
             yield _bad_words(choose)
 
 
-def _config_verb(choose: random.Random) -> list[str]:
-    return choose.choice([["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"]])
+def mutated_commands(seed: int, count: int, folder: Path) -> Iterator[list[str]]:
+    """`count` command lines that were valid before letters, words or bytes of theirs were changed at random.
+
+    Some are valid still, so all of them are of verbs that write nothing.
+    """
+    choose = random.Random(f"mutated {seed}")
+    for index in range(count):
+        verb = choose.choice([["config", "show"], ["config", "explain"], ["config", "explain", "--json"]])
+        if index % 2:
+            path = folder / f"mutated-{index % 50}.yaml"
+            path.write_bytes(_mutated_bytes(choose, as_yaml(good_sections(choose)).encode()))
+            yield [*verb, str(path)]
+        else:
+            fields = choose.sample(sorted(field_facts()), choose.randint(1, 4))
+            words = [*verb, choose.choice(["gpt2-124m", "shakespeare-char", "lora"])]
+            words += [f"{name}={choose.choice(_VALUES)}" for name in fields]
+            yield _mutated_words(choose, words)
+
+
+_VALUES = ["1", "0", "-1", "0.5", "1e-3", "true", "null", "auto", "none", "[]", "[a, b]", "{}", "text", "'5'", "~", ""]
+_PIECES = [
+    "\n",
+    "\t",
+    ":",
+    "- ",
+    "#",
+    "'",
+    '"',
+    "[",
+    "]",
+    "{",
+    "}",
+    "&a ",
+    "*a",
+    "!!int ",
+    "<<: ",
+    "---\n",
+    "..",
+    "=",
+    "\\",
+]
+_STRANGE = ["\x00", "\x1b[31m", "\u2028", "\ufeff", "\ud800", "é", "☃", "9" * 30, "-", "--", " ", "%s", "{0}", "$HOME"]
+
+
+def _mutated_bytes(choose: random.Random, raw: bytes) -> bytes:
+    changed = bytearray(raw)
+    for _ in range(choose.randint(1, 6)):
+        place, kind = choose.randrange(len(changed) + 1), choose.randrange(4)
+        if kind == 0:
+            changed[place:place] = choose.choice([*_PIECES, *_STRANGE]).encode("utf-8", "surrogatepass")
+        elif kind == 1:
+            del changed[place : place + choose.randint(1, 8)]
+        elif kind == 2 and place < len(changed):
+            changed[place] ^= 1 << choose.randrange(8)
+        else:
+            start = choose.randrange(len(changed) + 1)
+            changed[place:place] = changed[start : start + choose.randint(1, 30)]
+    return bytes(changed)
+
+
+def _mutated_words(choose: random.Random, words: list[str]) -> list[str]:
+    words = list(words)
+    for _ in range(choose.randint(1, 3)):
+        place = choose.randrange(2, len(words) + 1) if len(words) > 2 else len(words)
+        kind = choose.randrange(4)
+        if kind == 0 or place == len(words):
+            words.insert(place, choose.choice([_noise(choose), "--hardware", "--json", "--", *_PIECES]))
+        elif kind == 1:
+            words[place] = words[place] + choose.choice([*_PIECES, *_STRANGE[1:]])
+        elif kind == 2:
+            words[place] = _typo(choose, words[place] or "x")
+        else:
+            del words[place]
+    return words
 
 
 def _bad_words(choose: random.Random) -> list[str]:
-    kind = choose.randrange(8)
+    kind = choose.randrange(9)
     if kind == 0:
-        return [_typo(choose, choose.choice(VERBS))]
+        return [_typo(choose, choose.choice([verb for verb in VERBS if verb != "data"]))]
     if kind == 1:
-        return [choose.choice(["train", "prepare", "eval", "generate"]), "--" + _noise(choose)]
+        return [choose.choice(["train", "prepare", *MODEL_VERBS]), "--" + _noise(choose)]
     if kind == 2:
-        option = choose.choice(list(NUMBERS))
-        return ["generate", option, choose.choice(NUMBERS[option])]
+        verb = choose.choice(list(NUMBERS))
+        return [*verb, choose.choice(NUMBERS[verb]), choose.choice(NO_NUMBERS)]
     if kind == 3:
-        return ["train", "--resume", f"nowhere/{_noise(choose)}"]
+        return [choose.choice(["train", "finetune"]), "--resume", f"nowhere/{_noise(choose)}"]
     if kind == 4:
-        return [choose.choice(["eval", "generate"]), f"nowhere/{_noise(choose)}"]
+        return [choose.choice(MODEL_VERBS), f"nowhere/{_noise(choose)}", *choose.choice([[], ["out"]])]
     if kind == 5:
-        return ["config", choose.choice([_typo(choose, "explain"), _noise(choose), "copy"])]
+        return [choose.choice(["config", "data", "tokenizer"]), _noise(choose)]
     if kind == 6:
         return ["train", f"{_noise(choose)}.yaml", *([f"--{_noise(choose)}"] if choose.random() < 0.5 else [])]
+    if kind == 7:
+        return choose.choice(CONTRADICTIONS)
     return ["train", "shakespeare-char", _noise(choose), _noise(choose)]
 
 
@@ -63,5 +168,5 @@ def _typo(choose: random.Random, word: str) -> str:
 
 
 def _noise(choose: random.Random) -> str:
-    letters = string.ascii_letters + string.digits + "äß☃ \t\n\x1b\x00'\"\\;$-".replace("\x00", "")
+    letters = string.ascii_letters + string.digits + "äß☃ \t\n\x1b'\"\\;$-"
     return "z" + "".join(choose.choice(letters) for _ in range(choose.randrange(1, 30)))

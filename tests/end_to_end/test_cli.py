@@ -19,7 +19,6 @@ import torch
 from flatout import cli
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.observe.sinks import read_metrics
-from tests.bad_commands import bad_commands
 from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[2]
@@ -145,28 +144,6 @@ def test_hardware_auto_needs_a_gpu():
     done = flatout("config", "show", "gpt2-124m", "--hardware", "auto")
     assert_two_lines(done.returncode, done.stderr)
     assert "looks for a GPU" in done.stderr
-
-
-def run_bad_commands(capsys: pytest.CaptureFixture[str], folder: Path, seed: int, count: int) -> None:
-    for words in bad_commands(seed, count, folder):
-        code = cli.main(words)
-        output = capsys.readouterr()
-        try:
-            assert_two_lines(code, output.err)
-        except AssertionError as error:
-            raise AssertionError(f"{words!r}: {error}") from error
-        assert output.out == "", words
-
-
-def test_bad_command_lines(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_bad_commands(capsys, tmp_path, seed=0, count=300)
-
-
-@pytest.mark.slow
-def test_two_thousand_bad_command_lines_and_configs(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    run_bad_commands(capsys, tmp_path, seed=1, count=2000)
 
 
 def test_train_prints_progress_and_a_sample(tiny_words):

@@ -80,7 +80,10 @@ def sweep(parent: Path, stem: str, *, locked: bool) -> None:
 
 
 def make_folders(path: Path) -> list[Path]:
-    """Creates a folder with its missing parents; returns those that were created, outermost first."""
+    """Creates a folder with its missing parents; returns those that were created, outermost first.
+
+    Their names are durable when this returns: what is synced inside of a folder is lost with the folder's own name.
+    """
     missing = [place for place in (path, *path.parents) if not place.exists()]
     made: list[Path] = []
     for place in reversed(missing):
@@ -91,6 +94,8 @@ def make_folders(path: Path) -> list[Path]:
                 raise
         else:
             made.append(place)
+            with contextlib.suppress(PermissionError):  # a folder that may be written to and not be listed
+                sync_folder(place.parent)
     return made
 
 

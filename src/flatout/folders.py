@@ -62,7 +62,9 @@ def retire(folder: Path, own: Collection[str]) -> bool:
     """Removes a finished folder of ours; False, with nothing changed, where it is a link or holds anything else."""
     if folder.is_symlink() or not folder.is_dir() or foreign_entry(folder, own) is not None:
         return False
-    _remove_marked(_rename_marked(folder))
+    doomed = _rename_marked(folder)
+    sync_folder(folder.parent)  # else a power loss could leave the folder its name and take what is in it
+    _remove_marked(doomed)
     return True
 
 
@@ -117,9 +119,10 @@ def _create(target: Path) -> Path:
 
 
 def _write_mark(folder: Path, name: str) -> None:
-    """The mark names the folder it stands for, so that it means nothing in a copy or after a rename."""
+    """The mark names the folder it stands for, so that it means nothing in a copy or after a rename. It is durable
+    before anything else happens to the folder: a leftover of a power loss without it would stay for ever."""
     writer = {"flatout": "unfinished", "folder": name, "host": socket.gethostname(), "pid": os.getpid()}
-    write_new(folder / MARK, canonical_json(writer))
+    write_new(folder / MARK, canonical_json(writer), durable=True)
 
 
 def _read_mark(folder: Path) -> dict[str, object]:
@@ -206,5 +209,6 @@ def _remove_marked(folder: Path) -> None:
                 shutil.rmtree(entry.path, ignore_errors=True)
             else:
                 os.unlink(entry.path)
+        sync_folder(folder)  # the mark may not be gone before the rest
         os.unlink(folder / MARK)
         folder.rmdir()

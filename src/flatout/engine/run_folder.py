@@ -24,6 +24,7 @@ from flatout.config.schema import OutputConfig
 from flatout.engine.checkpoint import (
     MANIFEST,
     Unusable,
+    holds_own,
     list_checkpoints,
     newest_good,
     read_verdict,
@@ -32,7 +33,7 @@ from flatout.engine.checkpoint import (
     verify_checkpoint,
 )
 from flatout.errors import CheckpointError, ResourceError, UsageError
-from flatout.files import disk_errors
+from flatout.files import disk_errors, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
 
 RUNS = Path("runs")
@@ -182,8 +183,11 @@ def check_own(run: Path) -> None:
 
 
 def _is_run(run: Path) -> bool:
-    """Whether a run of ours began here: by the text of its lock, or by its records."""
-    if _owner(run / LOCK) is not None:
+    """Whether a run of ours began here: by the text of its lock, by its checkpoints, or by its records.
+
+    A power loss can take the text of the lock and the records, which are not synced line by line.
+    """
+    if _owner(run / LOCK) is not None or holds_own(checkpoints_of(run)):
         return True
     try:
         with (run / "metrics.jsonl").open("rb") as file:
@@ -216,9 +220,12 @@ class RunLock:
         # A lock file that holds something else is not ours to write to. On a full disk there is no room for the text.
         with contextlib.suppress(OSError):
             if os.fstat(self.handle).st_size == 0 or _owner(self.run / LOCK) is not None:
-                os.ftruncate(self.handle, 0)
+                text = f"pid {os.getpid()} on {socket.gethostname()}\n".encode()
                 os.lseek(self.handle, 0, os.SEEK_SET)
-                os.write(self.handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+                os.ftruncate(self.handle, os.write(self.handle, text))
+                # By this text the files that come next are known as ours, also after a power loss.
+                os.fsync(self.handle)
+                sync_folder(self.run)
         sweep_leftovers(checkpoints_of(self.run))
         sweep(self.run, "adapter", locked=True)
 

@@ -15,6 +15,7 @@ Removing a folder's name hides what is in it. What was there before the recordin
 """
 
 import contextlib
+import itertools
 import os
 import random
 import threading
@@ -111,9 +112,9 @@ class Recording:
         places = range(self.start, len(self.log) + 1)
         if count >= len(places):
             return list(places)
-        edges = [places[0] + len(places) * index // (count - 1) for index in range(count)]
+        edges = [self.start + (len(places) - 1) * index // (count - 1) for index in range(count)]
         chance = random.Random(seed)
-        return [chance.randrange(low, high) for low, high in zip(edges, edges[1:], strict=False)] + [places[-1]]
+        return [chance.randrange(low, high) for low, high in itertools.pairwise(edges)] + [places[-1]]
 
     def scan(self) -> None:
         """Logs what was written and created since the last scan."""

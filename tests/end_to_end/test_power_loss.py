@@ -296,14 +296,17 @@ class Preparing:
 
         def check(left: Path, promised: list[Any], number: int) -> None:
             folder = left / "data/set"
-            if promised or (folder / "manifest.json").exists():
+            there = (folder / "manifest.json").exists()
+            if promised or there:
                 open_dataset(folder, verify="full")
                 assert self.is_one_of(folder, [new] if promised or old is None else [old, new])
-            self.prepare(new, left, overwrite=not promised and (old is not None or number % 2 == 0))
+            overwrite = not promised and (old is not None or number % 2 == 0)
+            self.prepare(new, left, overwrite=overwrite)
             open_dataset(folder, verify="full")
             assert self.is_one_of(folder, [new])
-            if not promised:
-                assert [path.name for path in folder.parent.iterdir()] == ["set"], "leftovers are removed"
+            if overwrite or not there:  # else nothing was done, and nothing is looked at but the dataset
+                large = [path for path in left.rglob("*") if path.suffix in (".part", ".bin") and path.parent != folder]
+                assert not large, "nothing large is left over"
 
         return check
 

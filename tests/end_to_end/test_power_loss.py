@@ -17,6 +17,7 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
+from flatout.config.schema import ModelConfig
 from flatout.corpus import sources
 from flatout.data import plan
 from flatout.data.shards import open_dataset
@@ -30,6 +31,13 @@ from flatout.engine.checkpoint import (
 from flatout.engine.run_folder import checkpoint_to_load, find_resume_point
 from flatout.errors import DivergedError, UserError
 from flatout.files import write_whole
+from flatout.folders import MARK
+from flatout.model import hub_weights
+from flatout.model.adapter_files import save_adapter
+from flatout.model.adapter_targets import AdapterPlan
+from flatout.model.adapters import attach
+from flatout.model.gpt import build_model
+from flatout.model.hub_weights import export_huggingface
 from flatout.observe.sinks import read_metrics
 from flatout.records import CheckpointRecord, NoticeRecord, Record
 from tests.power_loss import (
@@ -206,6 +214,23 @@ def test_without_its_syncs_a_run_loses_its_checkpoints(training: Training, tmp_p
     assert lost >= 3
 
 
+def test_a_resume_loses_no_row_that_was_on_the_disk(tiny, tmp_path: Path):
+    disk = tmp_path / "disk"
+    config = tiny(*SMALL, f"output.folder={disk / RUN}")
+    list(flatout.train(config, stop=stopping(5)))
+    with recording(disk) as record:
+        run = flatout.train(config, resume="auto")
+        next(run)
+        run.close()
+    assert everything(record) == read_tree(disk)
+
+    def check(left: Path, promised: list[Any], number: int) -> None:
+        rows = read_metrics(left / RUN / "metrics.jsonl")
+        assert [row["step"] for row in rows if row["type"] == "step"] == [1, 2, 3, 4, 5]
+
+    campaign(record, check, tmp_path / "cuts", cuts=100, samples=3)
+
+
 @pytest.mark.slow
 def test_a_resume_after_a_power_loss_may_lose_its_power_too(training: Training, tmp_path: Path):
     """What the first cut left is durable; the resume is recorded and cut again."""
@@ -311,7 +336,7 @@ class Preparing:
         return check
 
     def is_one_of(self, folder: Path, kinds: list[str]) -> bool:
-        content = {name: raw for name, raw in read_tree(folder).items() if name != ".flatout-unfinished"}
+        content = {name: raw for name, raw in read_tree(folder).items() if name != MARK}
         return content in [self.wanted[kind] for kind in kinds]
 
 
@@ -364,6 +389,75 @@ def test_a_dataset_is_whole_or_absent(preparing: Preparing, tmp_path: Path, case
 def test_a_dataset_is_whole_or_absent_wherever_it_is_cut(preparing: Preparing, tmp_path: Path, case: str):
     record, check = prepared(preparing, tmp_path / "disk", case)
     assert campaign(record, check, tmp_path / "cuts", cuts=30, samples=3) == 90
+
+
+# --- adapters and exports ---------------------------------------------------------------------------------------------
+
+folders_are_whole = pytest.mark.skipif(
+    not hasattr(hub_weights, "whole_folder"), reason="adapters and exports are not written as whole folders yet"
+)
+
+
+def write_model(kind: str, folder: Path, value: float) -> None:
+    """An adapter, which takes the place of one, or an export, which does not."""
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(layers=1, width=16, heads=2, context=8), 61)
+    files = {"notes.json": b"{}", "additional_chat_templates/other.jinja": b"{{ messages }}"}
+    if kind == "adapter":
+        adapters = attach(model, AdapterPlan(rank=2), seed=0)
+        with torch.no_grad():
+            adapters.flat.fill_(value)
+        save_adapter(adapters, folder, base="a/model", files=files)
+    else:
+        export_huggingface(model, folder, end_of_text=0, files=files)
+
+
+def model_campaign(kind: str, tmp_path: Path, *, cuts: int, samples: int) -> int:
+    """The folder is the old one, the new one or absent; after it was told of, it is the new one. Writing again works."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    place = Path("out/folder")
+    write_model(kind, tmp_path / "old", 0.5)
+    write_model(kind, tmp_path / "new", 1.0)
+    old, new = read_tree(tmp_path / "old"), read_tree(tmp_path / "new")
+    if kind == "adapter":
+        assert old != new
+        write_model(kind, disk / place, 0.5)
+    with recording(disk) as record:
+        write_model(kind, disk / place, 1.0)
+        record.promise("written")
+    assert everything(record) == read_tree(disk)
+
+    def content(folder: Path) -> Tree:
+        return {name: raw for name, raw in read_tree(folder).items() if name != MARK}
+
+    def check(left: Path, promised: list[Any], number: int) -> None:
+        folder = left / place
+        if promised:
+            assert content(folder) == new
+        elif folder.exists():
+            assert content(folder) in (old, new)
+        if kind == "adapter" or not folder.exists():
+            write_model(kind, folder, 1.0)
+        assert content(folder) == new
+        if kind == "adapter":
+            large = [path for path in left.rglob("*.safetensors") if path.parent != folder]
+            assert not large, "nothing large is left over"
+
+    return campaign(record, check, tmp_path / "cuts", cuts=cuts, samples=samples)
+
+
+@folders_are_whole
+@pytest.mark.parametrize("kind", ["adapter", "export"])
+def test_a_model_folder_is_whole_or_absent(tmp_path: Path, kind: str):
+    model_campaign(kind, tmp_path, cuts=3, samples=2)
+
+
+@folders_are_whole
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adapter", "export"])
+def test_a_model_folder_is_whole_or_absent_wherever_it_is_cut(tmp_path: Path, kind: str):
+    assert model_campaign(kind, tmp_path, cuts=20, samples=3) == 60
 
 
 # --- marks ------------------------------------------------------------------------------------------------------------

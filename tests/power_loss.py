@@ -156,7 +156,8 @@ class Recording:
         if before == after:
             return
         self._contents[node] = after
-        same = len(os.path.commonprefix([before, after]))
+        changed = (at for at, pair in enumerate(zip(before, after, strict=False)) if pair[0] != pair[1])
+        same = len(before) if after.startswith(before) else next(changed, len(after))
         self.log.append(Write(node, same, after[same:], len(after), appends=same == len(before)))
 
     # --- calls --------------------------------------------------------------------------------------------------------

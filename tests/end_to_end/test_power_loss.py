@@ -503,7 +503,7 @@ def test_a_removed_checkpoint_is_whole_or_gone(tmp_path: Path):
         sweep_leftovers(left)
         assert not [one for one in left.rglob("*") if one.is_file() and one.name != MARK], "no file is left over"
 
-    campaign(record, check, tmp_path / "cuts", cuts=100, samples=3)
+    campaign(record, check, tmp_path / "cuts", cuts=100, samples=6)
 
 
 def test_an_unfinished_checkpoint_is_swept_away(tmp_path: Path):

@@ -60,10 +60,18 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Creates a file. One that is there, or a link of that name, is an error: nothing is followed or overwritten."""
+def write_new(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Creates a file. One that is there, or a link of that name, is an error: nothing is followed or overwritten.
+
+    `durable`: the file survives a power loss once this returns.
+    """
     with path.open("xb") as file:
         file.write(content)
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
+    if durable:
+        sync_folder(path.parent)
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:

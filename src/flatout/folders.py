@@ -92,7 +92,9 @@ def retire(folder: Path, own: Collection[str]) -> bool:
     """Removes a finished folder of ours; False, with nothing changed, where it is a link or holds anything else."""
     if folder.is_symlink() or not folder.is_dir() or foreign_entry(folder, own) is not None:
         return False
-    _remove_marked(_rename_marked(folder))
+    doomed = _rename_marked(folder)
+    sync_folder(folder.parent)  # else a power loss could leave the folder its name and take what is in it
+    _remove_marked(doomed)
     return True
 
 
@@ -110,7 +112,10 @@ def sweep(parent: Path, stem: str, *, locked: bool) -> None:
 
 
 def make_folders(path: Path) -> list[Path]:
-    """Creates a folder with its missing parents; returns those that were created, outermost first."""
+    """Creates a folder with its missing parents; returns those that were created, outermost first.
+
+    Their names are durable when this returns: what is synced inside of a folder is lost with the folder's own name.
+    """
     missing = [place for place in (path, *path.parents) if not place.exists()]
     made: list[Path] = []
     for place in reversed(missing):
@@ -121,6 +126,8 @@ def make_folders(path: Path) -> list[Path]:
                 raise
         else:
             made.append(place)
+            with contextlib.suppress(PermissionError):  # a folder that may be written to and not be listed
+                sync_folder(place.parent)
     return made
 
 
@@ -142,9 +149,10 @@ def _create(target: Path) -> Path:
 
 
 def _write_mark(folder: Path, name: str) -> None:
-    """The mark names the folder it stands for, so that it means nothing in a copy or after a rename."""
+    """The mark names the folder it stands for, so that it means nothing in a copy or after a rename. It is durable
+    before anything else happens to the folder: a leftover of a power loss without it would stay for ever."""
     writer = {"flatout": "unfinished", "folder": name, "host": socket.gethostname(), "pid": os.getpid()}
-    write_new(folder / MARK, canonical_json(writer))
+    write_new(folder / MARK, canonical_json(writer), durable=True)
 
 
 def _read_mark(folder: Path) -> dict[str, object]:
@@ -231,5 +239,6 @@ def _remove_marked(folder: Path) -> None:
                 shutil.rmtree(entry.path, ignore_errors=True)
             else:
                 os.unlink(entry.path)
+        sync_folder(folder)  # the mark may not be gone before the rest
         os.unlink(folder / MARK)
         folder.rmdir()

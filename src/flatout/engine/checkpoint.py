@@ -152,7 +152,8 @@ def keep_newest(folder: Path, keep: int, best_step: int | None) -> list[Path]:
 def mark_as_base(checkpoint: Path, run: Path) -> bool:
     """Says in a checkpoint that the adapters of `run` are worth nothing without it; False where that cannot be."""
     try:
-        write_new(checkpoint / BASE_MARK, f"adapters in {run.resolve()} need these weights\n".encode())
+        content = f"adapters in {run.resolve()} need these weights\n".encode()
+        write_new(checkpoint / BASE_MARK, content, durable=True)
     except FileExistsError:  # it is kept already
         return True
     except OSError:
@@ -182,10 +183,15 @@ class Verdict:
 
 
 def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
-    """Puts the verdict into a checkpoint's folder. It names the manifest, so it counts for no other checkpoint."""
+    """Puts the verdict into a checkpoint's folder. It names the manifest, so it counts for no other checkpoint.
+
+    It is written in place: a torn one counts as none, and a temporary file that a kill leaves in a checkpoint would be
+    taken for somebody's own, so that the checkpoint could never be removed.
+    """
     content = {**dataclasses.asdict(verdict), "manifest": hash_file(checkpoint / MANIFEST)}
     with disk_errors(f"{checkpoint / VERDICT}"):
-        write_whole(checkpoint / VERDICT, _sealed(content), durable=True)
+        (checkpoint / VERDICT).unlink(missing_ok=True)
+        write_new(checkpoint / VERDICT, _sealed(content), durable=True)
 
 
 def read_verdict(checkpoint: Path) -> Verdict | None:

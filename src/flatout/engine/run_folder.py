@@ -31,7 +31,7 @@ from flatout.engine.checkpoint import (
 )
 from flatout.engine.run_files import LOCK, MANIFEST, list_checkpoints, owner_of
 from flatout.errors import CheckpointError, ResourceError, UsageError
-from flatout.files import disk_errors
+from flatout.files import disk_errors, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
 
 RUNS = Path("runs")
@@ -172,9 +172,12 @@ class RunLock:
         # A lock file that somebody else made is not ours to write to. On a full disk there is no room for the text.
         with contextlib.suppress(OSError):
             if self.created or owner_of(self.run / LOCK) is not None:
-                os.ftruncate(self.handle, 0)
+                text = f"pid {os.getpid()} on {socket.gethostname()}\n".encode()
                 os.lseek(self.handle, 0, os.SEEK_SET)
-                os.write(self.handle, f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+                os.ftruncate(self.handle, os.write(self.handle, text))
+                # By this text the files that come next are known as ours, also after a power loss.
+                os.fsync(self.handle)
+                sync_folder(self.run)
         sweep_leftovers(checkpoints_of(self.run))
         sweep(self.run, "adapter", locked=True)
 

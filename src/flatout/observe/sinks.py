@@ -73,4 +73,5 @@ def _step_of(row: dict[str, Any]) -> int:
 def _cut_back(path: Path, step: int, redo: bool) -> None:
     rows = [row for row in read_metrics(path) if _step_of(row) <= step]
     kept = [row for row in rows if not (redo and _step_of(row) == step and row["type"] in _AFTER_SAVING)]
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept).encode("utf-8"))
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
+    write_whole(path, content.encode("utf-8"), durable=True)  # these rows may have been on the disk for days

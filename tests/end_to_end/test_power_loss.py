@@ -33,7 +33,8 @@ from flatout.engine.checkpoint import (
     write_checkpoint,
     write_verdict,
 )
-from flatout.engine.run_folder import check_own, checkpoint_to_load, find_resume_point, run_lock
+from flatout.engine.run_files import LOCK_MARK, check_own
+from flatout.engine.run_folder import checkpoint_to_load, find_resume_point, run_lock
 from flatout.errors import DivergedError, UserError
 from flatout.files import write_whole
 from flatout.folders import MARK
@@ -524,14 +525,14 @@ def test_an_unfinished_checkpoint_is_swept_away(tmp_path: Path):
     campaign(record, check, tmp_path / "cuts", cuts=100, samples=3)
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["new", "resumed"])
-def test_a_run_folder_is_known_as_ours(tmp_path: Path, begun: bool):
+@pytest.mark.parametrize("begun", [None, LOCK_MARK + b"pid 1 on another\n", b"pid 1 on another\n"])
+def test_a_run_folder_is_known_as_ours(tmp_path: Path, begun: bytes | None):
     """So a run that lost its power can go on in its folder, or begin again there before its first checkpoint."""
     disk = tmp_path / "disk"
     (disk / RUN).mkdir(parents=True)
     if begun:
         write_checkpoint(disk / RUN / "checkpoints", make(1))
-        (disk / RUN / "run.lock").write_text("pid 1 on another\n")
+        (disk / RUN / "run.lock").write_bytes(begun)
         (disk / RUN / "config.yaml").write_text("model: {}")
     with recording(disk) as record, run_lock(disk / RUN) as lock:
         lock.accept()

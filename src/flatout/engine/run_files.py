@@ -9,7 +9,8 @@ from flatout.errors import UsageError
 LOCK = "run.lock"
 _FILES = ("config.yaml", "metrics.jsonl", "best.json")
 _PARTS = (LOCK, *_FILES, "checkpoints", "adapter")
-_OWNER = re.compile(rb"pid \d+ on [^\n]*\n")
+LOCK_MARK = b"run of flatout, last held by "  # what the text of our locks begins with; no resume writes it again
+_OWNER = re.compile(rb"(?:run of flatout, last held by )(.*)|(pid \d+ on [^\n]*\n)", re.DOTALL)
 MANIFEST = "manifest.json"
 TENSOR_FILES = ("model", "optimizer", "run")
 JSON_FILES = ("state", "config", "tokenizer")
@@ -78,4 +79,5 @@ def owner_of(lock: Path) -> str | None:
         raw = b"" if lock.is_symlink() else lock.read_bytes()[:300]
     except OSError:
         return None
-    return raw.decode("utf-8", "replace").strip() if _OWNER.fullmatch(raw) else None
+    match = _OWNER.fullmatch(raw)
+    return (match[1] or match[2] or b"").decode("utf-8", "replace").strip() if match else None

@@ -29,7 +29,7 @@ from flatout.engine.checkpoint import (
     sweep_leftovers,
     verify_checkpoint,
 )
-from flatout.engine.run_files import LOCK, MANIFEST, list_checkpoints, owner_of
+from flatout.engine.run_files import LOCK, LOCK_MARK, MANIFEST, list_checkpoints, owner_of
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import disk_errors, sync_folder
 from flatout.folders import make_folders, remove_empty, sweep
@@ -171,15 +171,20 @@ class RunLock:
         self.accepted = True
         # A lock file that somebody else made is not ours to write to. On a full disk there is no room for the text.
         with contextlib.suppress(OSError):
-            if self.created or owner_of(self.run / LOCK) is not None:
-                text = f"pid {os.getpid()} on {socket.gethostname()}\n".encode()
-                os.lseek(self.handle, 0, os.SEEK_SET)
-                os.ftruncate(self.handle, os.write(self.handle, text))
-                # By this text the files that come next are known as ours, also after a power loss.
-                os.fsync(self.handle)
-                sync_folder(self.run)
+            if self.created or os.pread(self.handle, len(LOCK_MARK), 0) == LOCK_MARK:
+                self._sign()
         sweep_leftovers(checkpoints_of(self.run))
         sweep(self.run, "adapter", locked=True)
+
+    def _sign(self) -> None:
+        """Writes who holds the folder. By the mark before that, the files that come next are known as ours: it is
+        durable before them, and a power loss while it is signed again cannot take it."""
+        if self.created:
+            os.pwrite(self.handle, LOCK_MARK, 0)
+        owner = f"pid {os.getpid()} on {socket.gethostname()}\n".encode()
+        os.ftruncate(self.handle, len(LOCK_MARK) + os.pwrite(self.handle, owner, len(LOCK_MARK)))
+        os.fsync(self.handle)
+        sync_folder(self.run)
 
 
 @contextlib.contextmanager

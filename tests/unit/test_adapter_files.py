@@ -12,10 +12,20 @@ from safetensors.torch import load_file, save_file
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError, ResourceError
 from flatout.model import adapter_files
-from flatout.model.adapter_files import CONFIG, WEIGHTS, load_adapter, load_into, read_origin, save_adapter
+from flatout.model.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    OccupiedError,
+    load_adapter,
+    load_into,
+    read_origin,
+    save_adapter,
+)
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
+from flatout.model.seal import SEAL
+from tests.chat_models import as_a_stranger
 
 TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -40,6 +50,12 @@ def all_values(adapters: Adapters) -> torch.Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    save_adapter(trained(dora=True), tmp_path / "adapter", base="a/model")
+    return as_a_stranger(tmp_path / "adapter")
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
     save_adapter(trained(dora=True), tmp_path / "adapter", base="a/model")
     return tmp_path / "adapter"
 
@@ -116,6 +132,7 @@ def test_fields_that_old_files_lack_have_pefts_defaults(folder):
 
 def test_names_that_fit_nothing_pass_as_long_as_others_fit(tmp_path):
     save_adapter(trained(targets=("q_proj",)), tmp_path / "a")
+    as_a_stranger(tmp_path / "a")
     change(tmp_path / "a", target_modules=["q_proj", "query_key_value"])
     load_adapter(model(), tmp_path / "a")
 
@@ -235,15 +252,18 @@ def test_an_adapter_of_gpt2_is_none_of_a_llama(tmp_path):
 # --- whole or not at all ----------------------------------------------------------------------------------------------
 
 
-def test_an_older_adapter_is_replaced_with_what_lies_beside_it(folder):
-    save_adapter(trained(rank=2), folder, files={"tokenizer.json": b"{}"})
-    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS, "tokenizer.json"]
-    assert read_origin(folder).plan.rank == 2
-    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+def test_an_older_adapter_is_replaced_with_what_lies_beside_it(ours):
+    save_adapter(trained(rank=2), ours, files={"tokenizer.json": b"{}"})
+    assert sorted(path.name for path in ours.iterdir()) == [CONFIG, WEIGHTS, SEAL, "tokenizer.json"]
+    assert read_origin(ours).plan.rank == 2
+    assert [path.name for path in ours.parent.iterdir()] == ["adapter"]
+    save_adapter(trained(rank=3), ours)
+    assert sorted(path.name for path in ours.iterdir()) == [CONFIG, WEIGHTS, SEAL], "what is gone is gone"
 
 
-@pytest.mark.parametrize("moment", ["save_file", "canonical_json", "sync_folder"])
-def test_what_fails_leaves_the_old_adapter_and_no_rubbish(folder, monkeypatch, moment):
+@pytest.mark.parametrize("moment", ["write_tensors", "write_new", "seal"])
+def test_what_fails_leaves_the_old_adapter_and_no_rubbish(ours, monkeypatch, moment):
+    folder = ours
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def fail(*_: Any, **__: Any) -> None:
@@ -256,7 +276,8 @@ def test_what_fails_leaves_the_old_adapter_and_no_rubbish(folder, monkeypatch, m
     assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
 
 
-def test_a_rename_that_fails_puts_the_old_one_back(folder, monkeypatch):
+def test_a_rename_that_fails_puts_the_old_one_back(ours, monkeypatch):
+    folder = ours
     rename, calls = adapter_files.os.rename, []
 
     def fail_once(source, target):
@@ -277,7 +298,7 @@ def test_a_folder_with_something_else_is_not_touched(tmp_path):
     (tmp_path / "photos" / "one.jpg").write_bytes(b"x")
     (tmp_path / "file").write_bytes(b"x")
     for name in ("photos", "file"):
-        with pytest.raises(CheckpointError, match="no adapter"):
+        with pytest.raises(OccupiedError, match="is there already"):
             save_adapter(trained(), tmp_path / name)
     assert (tmp_path / "photos" / "one.jpg").read_bytes() == b"x"
     (tmp_path / "empty").mkdir()

@@ -106,6 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {one_line(str(error.filename or 'a file'))}: {error.strerror}", file=sys.stderr)
             print("hint: check who may read and write it, and the folders that it lies in", file=sys.stderr)
             return 3
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            print(f"error: {one_line(str(error.filename))[:200]}: {error.strerror}", file=sys.stderr)
+            print("hint: name another file or folder", file=sys.stderr)
+            return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         _forget_output()

@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -45,7 +46,7 @@ class Limits:
     some templates spell it so again.
     """
 
-    seconds: int = 5
+    seconds: float = 5
     patience: float = 60.0
     memory: int = 2**30
     output: int = 2**18
@@ -156,7 +157,7 @@ class Child:
         late, self._process = self._late, None
         code = _forget(process)
         if late or code == -getattr(signal, "SIGXCPU", 0):
-            return f"takes more than {self.limits.seconds} s of processor time"
+            return f"takes more than {self.limits.seconds:g} s of processor time"
         return "breaks the process that runs it"
 
     def _kill(self) -> None:
@@ -221,9 +222,9 @@ def _limit_memory(memory: int) -> None:
     _limit("RLIMIT_AS", memory)
 
 
-def _limit_seconds(seconds: int) -> None:
+def _limit_seconds(seconds: float) -> None:
     """So much processor time from now on: the limit of the operating system is on all that the process ever took."""
-    _limit("RLIMIT_CPU", int(time.process_time()) + 1 + seconds)
+    _limit("RLIMIT_CPU", math.ceil(time.process_time() + seconds))  # which counts in whole seconds
 
 
 def _limit(name: str, most: int) -> None:

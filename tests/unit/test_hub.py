@@ -471,6 +471,7 @@ def test_export_keeps_what_the_source_said_and_its_tokenizer(tmp_path):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+        "flatout.json",
     }  # fmt: skip
     with pytest.raises(CheckpointError, match=r"head_size 10, .* describes null"):
         export_huggingface(build("qwen3"), tmp_path / "other", source=source)
@@ -493,6 +494,7 @@ def test_the_verbs_take_any_folder_with_a_tokenizer(tiny, tmp_path):
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "out" / name).unlink()
+    as_a_stranger(tmp_path / "out")
     with pytest.raises(CheckpointError, match="it has no tokenizer"):
         flatout.load_model("out", device="cpu")
     with pytest.raises(UsageError, match="'int4'"):

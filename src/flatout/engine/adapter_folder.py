@@ -155,7 +155,7 @@ def adapter_at(name: str) -> Path:
     else:
         hint = "name a folder with adapter_config.json and adapter_model.safetensors, or a run that was trained by LoRA"
     there = os.path.exists(folder)
-    told = f"{name} holds no adapter" if there else f"there is no folder {shorten(name)} (lora.init_from)"
+    told = f"{name} holds no adapter" if there else f"there is no folder {name:.200} (lora.init_from)"
     raise CheckpointError(told, hint)
 
 
@@ -183,9 +183,9 @@ def with_adapter(
         return config
     else:
         origin = read_origin(adapter_at(name))
-        _check_stored(origin, description)
         found = {field: getattr(origin.plan, field) for field in _SETTINGS}
         found |= {"alpha": float(origin.plan.alpha), "targets": _targets(origin, description)}
+        _check_stored(origin, description)
         whose, hint = (
             f"the adapter in {origin.folder}",
             "leave lora.{} out, or begin a new adapter without lora.init_from",

@@ -219,7 +219,7 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
         names.add(tensor)
     for path in files:
         if not os.path.isfile(path):  # which takes a name that is too long for one of no file
-            raise CheckpointError(f"{folder / shorten(path.name)} is missing, and {INDEX_FILE} lists it", _AGAIN)
+            raise CheckpointError(f"{path!s:.300} is missing, and {INDEX_FILE} lists it", _AGAIN)
         refuse_link(path, folder)
     return files
 

@@ -1,4 +1,4 @@
-"""Inputs of every format, and ways to damage them, for the campaign in tests/end_to_end/test_damaged.py."""
+"""Inputs of every format, and ways to damage them and whole folders, for the campaigns in tests/end_to_end."""
 
 import bz2
 import csv
@@ -8,6 +8,7 @@ import json
 import lzma
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 TEXT_START = "=== document"
 SUFFIXES = {
@@ -62,6 +63,26 @@ def damage(raw: bytes, how: str, choose: random.Random) -> bytes:
     if how == "noise":
         return choose.randbytes(2000)
     return b"" if how == "empty" else raw
+
+
+def damage_folder(folder: Path, choose: random.Random) -> str:
+    """Damages one file of a folder, as disks and interrupted copies do; returns which and how."""
+    path = choose.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    how = choose.choice(("flip", "flip", "cut", "zeros", "gone"))
+    raw = bytearray(path.read_bytes())
+    if how == "gone" or not raw:
+        path.unlink()
+        return f"{path.name} gone"
+    place = choose.randrange(len(raw))
+    if how == "flip":
+        raw[place] ^= 1 << choose.randrange(8)
+    elif how == "cut":
+        del raw[place:]
+    else:
+        end = min(len(raw), place + choose.randrange(1, 200))
+        raw[place:end] = bytes(end - place)
+    path.write_bytes(raw)
+    return f"{path.name} {how} at {place}"
 
 
 def _jsonl(texts: list[str]) -> bytes:

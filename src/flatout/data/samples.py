@@ -246,7 +246,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     try:
         raw = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise DataError(f"there are no samples in {shown(folder)}", "prepare them first") from error
+        raise DataError(f"there are no samples in {shown(folder)}: no {MANIFEST}", "prepare them first") from error
     except OSError as error:
         raise DataError(f"cannot read {shown(path)}: {error.strerror}", "check that you may read it") from error
     try:

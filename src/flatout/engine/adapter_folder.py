@@ -31,7 +31,7 @@ from flatout.model.adapters import Adapters
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
 from flatout.model.hub_weights import companions
-from flatout.model.seal import SEAL, read_seal
+from flatout.model.seal import SEAL, check_seal, read_seal
 
 ADAPTER = "adapter"
 # What makes up an adapter in our config, and in PEFT's plan under the same names.
@@ -150,6 +150,7 @@ def adapter_at(name: str) -> Path:
         return folder
     if os.path.isfile(folder / ADAPTER / CONFIG):
         return folder / ADAPTER
+    check_seal(folder)  # of a folder that lost its adapter_config.json
     if os.path.isdir(folder) and (is_checkpoint(folder) or checkpoints_of(folder).is_dir()):
         hint = f"write them with `flatout export {name} FOLDER --adapter`, if it has adapters"
     else:

@@ -19,6 +19,7 @@ from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
 from flatout.model.hub import CONFIG_FILE
 from flatout.model.hub_weights import weight_files
+from flatout.model.seal import check_seal
 
 FETCHED = [
     CONFIG_FILE,
@@ -83,6 +84,7 @@ def _found(path: Path) -> FoundModel:
         )
     if any(path.glob("*.gguf")):
         raise CheckpointError(f"{path} holds a GGUF file, which cannot be trained", "name the model it was made from")
+    check_seal(path)  # of a folder that lost its config.json
     raise CheckpointError(
         f"{path} holds no model", "name a run, a checkpoint, or a folder with config.json and model.safetensors"
     )

@@ -236,8 +236,6 @@ DAMAGE |= {
     ),
     "targets that take for ever": (lambda f: change(f, target_modules=SLOW_PATTERN), "processor time"),
     "ranks that take for ever": (lambda f: change(f, rank_pattern={SLOW_PATTERN: 4}), "processor time"),
-    "alphas that take for ever": (lambda f: change(f, alpha_pattern={SLOW_PATTERN: 4}), "processor time"),
-    "an exclusion that takes for ever": (lambda f: change(f, exclude_modules=SLOW_PATTERN), "processor time"),
     "a pattern of parentheses": (lambda f: change(f, target_modules="(" * 5000 + ")" * 5000), "regular expression"),
     "flags in the middle": (lambda f: change(f, rank_pattern={"(?i)q_proj": 4}), "regular expression"),
     "code of its own": (lambda f: change(f, auto_map={"AutoModel": "evil.Evil"}), "auto_map"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.corpus.document import shown
-from flatout.data.tokenizer import ModelTokenizer
+from flatout.data.tokenizer import ModelTokenizer, try_out
 from flatout.errors import DataError
 from flatout.files import leads_outside, parse_json
 
@@ -60,6 +60,7 @@ def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> Mo
         _check_entries(content)
         special = _special_tokens(config, older)
         content = _with_added_tokens(content, config, special)
+        try_out(content)
         known = _known(content)
         # A model can do without these, and files name some that it never had.
         for name in ("pad_token", "mask_token", "sep_token", "cls_token", "unk_token"):

@@ -23,6 +23,7 @@ characters.
 
 import abc
 import difflib
+import functools
 import hashlib
 import itertools
 import json
@@ -35,6 +36,7 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from flatout.confined import Child, Exceeded, Limits
 from flatout.corpus.shipped import GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.errors import DataError
 from flatout.files import parse_json
@@ -475,7 +477,32 @@ def load_tokenizer(
         ) from error
     if isinstance(content, dict) and "kind" in content and "model" not in content:
         return tokenizer_from_json(content)
+    if isinstance(content, dict):
+        try:
+            try_out(content)
+        except ValueError as error:
+            hint = "give a tokenizer.json that is intact"
+            raise DataError(f"the tokenizer {spec!r} is not usable: {error}", hint) from error
     return tokenizer_from_json({"kind": "huggingface", "content": content})
+
+
+def try_out(content: dict[str, Any]) -> None:
+    """Refuses a `tokenizer.json` of somebody else that is unusable, as a `ValueError`: the library ends the whole
+    process on some."""
+    try:
+        wrong = child().ask({"content": json.dumps({**content, "truncation": None, "padding": None})})
+    except Exceeded as error:
+        raise ValueError(f"it {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if wrong is not None:
+        raise ValueError(wrong)
+
+
+@functools.cache
+def child() -> Child:
+    """The process that tries out tokenizers. A large one takes 1 s and half a gigabyte."""
+    return Child("flatout.data.tokenizer_child", ("tokenizers",), Limits(seconds=60, patience=300.0, memory=2**33))
 
 
 def tokenizer_from_json(description: Any) -> Tokenizer:

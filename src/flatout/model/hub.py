@@ -60,6 +60,7 @@ ARCHITECTURES = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
 }
 SUPPORTED = tuple(_DEFAULTS)
+_MOST = 2**40  # of any number: beyond, torch cannot even say what it would need
 _NO_SHAPE = ("context", "dropout", "vocab", "init_from", "ignore_auto_map")
 _ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
 
@@ -96,7 +97,7 @@ class _Values:
         value = self.get(key, default)
         if value is None and key not in self.values:
             raise self.refuse(f"{key} is missing", "fetch the folder again")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
             raise self.refuse(
                 f"{key} is {shorten(value)}, not a whole number of at least {least}", "fetch the folder again"
             )
@@ -141,7 +142,8 @@ def read_description(
             f"if it is a plain {kind} model all the same, set model.ignore_auto_map=true or take auto_map out of the "
             "file",
         )
-    return describe(values, folder, context=context, cut=cut)
+    found = describe(values, folder, context=context, cut=cut)
+    return dataclasses.replace(found, config=found.config.model_copy(update={"ignore_auto_map": ignore_code}))
 
 
 def describe(values: dict[str, Any], folder: Path, *, context: int | None = None, cut: bool = False) -> Description:

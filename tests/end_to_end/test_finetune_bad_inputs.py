@@ -24,7 +24,6 @@ from flatout.config.load import load_config
 from flatout.confined import Limits
 from flatout.data import chat_template
 from flatout.files import canonical_json
-from flatout.model import patterns
 from flatout.model.seal import SEAL
 from tests.chat_models import FAMILIES, write_chat_model, write_model
 
@@ -355,9 +354,6 @@ HOSTILE_CASES = {
     "a template that takes all memory": Case(
         "of memory", spoil=change(SETTINGS, chat_template="{{ messages[0].role * 10 ** 10 }}")
     ),
-    "an adapter's pattern that takes for ever": Case(
-        "of processor time", FROM, change(ADAPTER, target_modules=r"(\w+\.?)+!")
-    ),
     "an adapter of a terabyte": Case("whole number from 1 to", FROM, change(ADAPTER, r=10**12)),
     "a model with code of its own": Case(
         "model.ignore_auto_map=true", spoil=change(BASE / "config.json", auto_map={"AutoModel": "a.B"})
@@ -398,8 +394,7 @@ def state_of(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", CASES)
 def test_two_lines_and_nothing_is_lost(name, good, tmp_path, monkeypatch, capsys):
     case, here = CASES[name], tmp_path / "here"
-    for child in (chat_template.child(), patterns.child()):
-        monkeypatch.setattr(child, "limits", Limits(seconds=0.1, memory=2**28))
+    monkeypatch.setattr(chat_template.child(), "limits", Limits(seconds=0.1, memory=2**28))
     shutil.copytree(good, here)
     monkeypatch.chdir(here)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

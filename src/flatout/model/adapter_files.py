@@ -290,13 +290,13 @@ def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
         for kind, place in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
             if place is not None:
                 places[prefix + _KINDS[kind]] = place
-    shapes = [{name: tuple(tensor.shape) for name, tensor in these.items()} for these in (places, tensors)]
-    _check_shapes(*shapes, path)
+    needed, found = ({name: tuple(tensor.shape) for name, tensor in these.items()} for these in (places, tensors))
+    _check_shapes(needed, found, path)
     for name in places:
-        found = tensors[name]
-        if not found.is_floating_point() or found.element_size() < 2:
-            raise CheckpointError(f"{path}: {name} is of type {found.dtype}", "adapters are fp32, bf16, fp16 or fp64")
-        if not bool(torch.isfinite(found).all()):
+        tensor = tensors[name]
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(f"{path}: {name} is of type {tensor.dtype}", "adapters are fp32, bf16, fp16 or fp64")
+        if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{path}: {name} holds values that are not finite", "the adapter is of no use")
     for name, place in places.items():
         place.copy_(tensors[name])

@@ -80,7 +80,7 @@ def damage_folder(folder: Path, choose: random.Random) -> str:
         del raw[place:]
     else:
         end = min(len(raw), place + choose.randrange(1, 200))
-        raw[place:end] = bytes(end - place)
+        raw[place:end] = bytes(end - place) if any(raw[place:end]) else b"\xff" * (end - place)
     path.write_bytes(raw)
     return f"{path.name} {how} at {place}"
 

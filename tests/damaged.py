@@ -70,22 +70,34 @@ DISK_DAMAGES = ("flip", "cut", "zeros", "delete")
 
 
 def damage_on_disk(path: Path, how: str, choose: random.Random) -> None:
-    """One damage of a file: a bit, its end, a stretch of zeros, or all of it. A folder can only be deleted."""
+    """One damage of a file: a bit, its end, a stretch of other bytes, or all of it. It always changes something.
+
+    A folder can only be deleted.
+    """
     if path.is_dir():
         shutil.rmtree(path)
         return
-    if how == "delete":
+    raw = bytearray(path.read_bytes())
+    if how == "delete" or not raw:
         path.unlink()
         return
-    raw = bytearray(path.read_bytes())
-    place = choose.randrange(len(raw)) if raw else 0
-    if how == "flip" and raw:
+    place = choose.randrange(len(raw))
+    end = min(len(raw), place + choose.randrange(1, 500))
+    if how == "flip":
         raw[place] ^= 1 << choose.randrange(8)
     elif how == "zeros":
-        raw[place : place + 512] = bytes(len(raw[place : place + 512]))
+        raw[place:end] = bytes(end - place) if any(raw[place:end]) else b"\xff" * (end - place)
     else:
         del raw[place:]
     path.write_bytes(raw)
+
+
+def damage_folder(folder: Path, choose: random.Random) -> str:
+    """Damages one file of a folder, as disks and interrupted copies do; returns which and how."""
+    path = choose.choice(sorted(path for path in folder.rglob("*") if path.is_file()))
+    how = choose.choice(("flip", *DISK_DAMAGES))
+    damage_on_disk(path, how, choose)
+    return f"{path.name} {how}"
 
 
 def _jsonl(texts: list[str]) -> bytes:

@@ -78,6 +78,7 @@ from flatout.model.hub_describe import description_of
 from flatout.model.hub_weights import export_huggingface, load_described
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
+from flatout.model.seal import check_seal
 from flatout.model.weights import assign_weights
 from flatout.observe.measured.bench_rows import read_bench
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
@@ -395,6 +396,7 @@ def load_model(
         model = _ready(load_described(description), found)
         stops = _stops_in(origin, tokenizer, description)
         return LoadedModel(model, tokenizer, found, origin, None, None, None, description, stops=stops)
+    check_seal(origin)  # of a folder that lost its config.json
     origin = checkpoint_to_load(origin, best=best)
     checkpoint = read_checkpoint(origin)
     config, state = resolve_from_mapping(checkpoint.config), checkpoint.state

@@ -122,7 +122,7 @@ def _answer(words: list[str]) -> int:
             print("hint: check who may read and write it, and the folders that it lies in", file=sys.stderr)
             return 3
         if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS):
-            print(f"error: {quoted(str(error.filename or 'a file'))}: {error.strerror}", file=sys.stderr)
+            print(f"error: {quoted(str(error.filename or 'a file')[:200])}: {error.strerror}", file=sys.stderr)
             print("hint: name another file or folder", file=sys.stderr)
             return 2
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):

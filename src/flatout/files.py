@@ -5,6 +5,7 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -19,11 +20,40 @@ from typing import Any, BinaryIO
 from flatout.errors import ResourceError, UsageError
 
 CHECK_ACCESS = "check that it is there and that you may read it"
+MOST_LEVELS = 100  # of JSON inside JSON
 CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, go on with --resume auto"
 
 
 def canonical_json(value: Any) -> bytes:
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True) + "\n").encode("ascii")
+
+
+def parse_json(raw: bytes | str) -> Any:
+    """The value that a file holds in JSON. What is no JSON is a ValueError, and so is what is nested too deeply: Python
+    gives up on it somewhere, and not always where it is read."""
+    try:
+        value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8"))
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep") from None
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MOST_LEVELS):
+        inside = itertools.chain.from_iterable(one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for one in inside if isinstance(one, dict | list)]
+    if level:
+        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+    return value
+
+
+def leads_outside(path: Path, folder: Path) -> bool:
+    """Whether a file of `folder` is in truth somewhere else, by a link.
+
+    In the cache of the hub every file of a snapshot is a link into the folder of blobs beside it; that is the inside of
+    the repository's own folder, `models--ORGANISATION--NAME`.
+    """
+    root = Path(os.path.realpath(folder))
+    if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
+        root = root.parent.parent
+    return not Path(os.path.realpath(path)).is_relative_to(root)
 
 
 def hash_file(path: Path) -> str:

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 LAYERS = [
     {"errors"},
     {"records", "config", "files", "launch"},
-    {"folders"},
+    {"folders", "confined"},
     {"device"},
     {"ops", "corpus"},
     {"data", "model", "optim"},

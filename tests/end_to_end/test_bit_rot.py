@@ -13,24 +13,9 @@ from flatout import cli
 from flatout.engine.checkpoint import read_checkpoint
 from flatout.errors import UserError
 from flatout.records import CheckpointRecord
+from tests.damaged import damage_on_disk
 
 ABOUT_INPUT = ("report.json", "problems.jsonl")
-
-
-def rot(file: Path, kind: str, choose: random.Random) -> bool:
-    """Damages a file in one place; False where the damage changes nothing."""
-    raw = file.read_bytes()
-    changed = bytearray(raw)
-    place = choose.randrange(len(raw))
-    if kind == "flip":
-        changed[place] ^= 1 << choose.randrange(8)
-    elif kind == "cut":
-        del changed[place:]
-    else:
-        changed[place : place + choose.randrange(1, 200)] = bytes(len(changed[place : place + 1]))
-        changed += bytes(max(0, len(raw) - len(changed)))
-    file.write_bytes(changed)
-    return bytes(changed) != raw
 
 
 def two_lines(capsys: pytest.CaptureFixture[str]) -> str:
@@ -51,18 +36,18 @@ def rot_checkpoints(tiny, capsys: pytest.CaptureFixture[str], counts: dict[str, 
         for index in range(count):
             file = files[index % len(files)]
             original = file.read_bytes()
-            if rot(file, kind, choose):
-                assert cli.main(["train", "--resume", "run"]) == 3
-                said = two_lines(capsys)
-                assert said.startswith("error: damaged checkpoint")
-                assert file.name in said
-                run = flatout.train(config, resume="auto")
-                first, second = next(run), next(run)
-                run.close()
-                assert "damaged" in first.message
-                assert file.name in first.message
-                assert second.start_step == 4, "falls back to the previous good one"
-                Path("run/checkpoints/step-00000008.damaged").rename(newest)
+            damage_on_disk(file, kind, choose)
+            assert cli.main(["train", "--resume", "run"]) == 3
+            said = two_lines(capsys)
+            assert said.startswith("error: damaged checkpoint")
+            assert file.name in said
+            run = flatout.train(config, resume="auto")
+            first, second = next(run), next(run)
+            run.close()
+            assert "damaged" in first.message
+            assert file.name in first.message
+            assert second.start_step == 4, "falls back to the previous good one"
+            Path("run/checkpoints/step-00000008.damaged").rename(newest)
             file.write_bytes(original)
     assert read_checkpoint(newest).step == 8
 
@@ -84,7 +69,7 @@ def rot_small_files(tiny, capsys: pytest.CaptureFixture[str], counts: dict[str, 
         for index in range(count):
             shutil.rmtree("run")
             shutil.copytree("begun", "run")
-            rot(Path("run") / names[index % len(names)], kind, choose)
+            damage_on_disk(Path("run") / names[index % len(names)], kind, choose)
             capsys.readouterr()
             try:
                 list(flatout.train(tiny(*words), resume="auto"))
@@ -107,11 +92,11 @@ def rot_dataset(tiny, capsys: pytest.CaptureFixture[str], counts: dict[str, int]
         for index in range(count):
             file = files[index % len(files)]
             original = file.read_bytes()
-            if rot(file, kind, choose):
-                # What became of the input is told by the report, which measuring a model does not read.
-                words = ["data", "inspect", "data/mine"] if file.name in ABOUT_INPUT else ["eval", "run"]
-                assert cli.main(words) == 3, (file, kind, index)
-                assert file.name in two_lines(capsys)
+            damage_on_disk(file, kind, choose)
+            # What became of the input is told by the report, which measuring a model does not read.
+            words = ["data", "inspect", "data/mine"] if file.name in ABOUT_INPUT else ["eval", "run"]
+            assert cli.main(words) == 3, (file, kind, index)
+            assert file.name in two_lines(capsys)
             file.write_bytes(original)
     assert cli.main(["eval", "run"]) == 0
 

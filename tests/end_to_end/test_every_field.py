@@ -195,9 +195,10 @@ BESIDE: dict[str, list[str]] = {
     "checkpoint.best": ["eval.every=2", "checkpoint.keep=1"],
 }
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
-# them. And what a CPU refuses when it is written: tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py
-# show it at work.
+# them. tests/unit/test_hostile_models.py has models with an auto_map. And what a CPU refuses when it is written:
+# tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
 ELSEWHERE = {
+    "model.ignore_auto_map",
     "output.log_every",
     "output.plots",
     "output.trackers",

@@ -18,9 +18,11 @@ from flatout.config.load import load_config
 from flatout.diagnose import check_chat
 from flatout.diagnose.doctor import Finding
 from flatout.diagnose.examine import examine
-from flatout.engine.adapter_folder import FACTS, stored_quantize
+from flatout.engine.adapter_folder import stored_quantize
 from flatout.errors import CheckpointError, UserError
+from flatout.files import canonical_json
 from flatout.model import hub_weights, weights
+from flatout.model.seal import SEAL
 from flatout.observe.history import read_history
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.plot.run import results_figure
@@ -192,8 +194,9 @@ def test_an_adapter_folder_knows_that_its_base_was_in_4_bits(words):
     for place, out in (("runs/lora", "one"), ("runs/lora/adapter", "other")):
         api.merge(place, out, dtype="fp32")
     assert Path("one/model.safetensors").read_bytes() == Path("other/model.safetensors").read_bytes()
-    facts = json.loads(Path("runs/lora/adapter", FACTS).read_text())
-    Path("runs/lora/adapter", FACTS).write_text(json.dumps(facts | {"quantize": "none"}))
+    # As earlier versions wrote them: facts alone.
+    facts = json.loads(Path("runs/lora/adapter", SEAL).read_text())["facts"]
+    Path("runs/lora/adapter", SEAL).write_bytes(canonical_json(facts | {"quantize": "none"}))
     assert not torch.equal(logits(api.load_model("runs/lora/adapter", device="cpu")), expected)
 
 
@@ -207,7 +210,7 @@ def test_peft_takes_a_folder_with_our_facts(words):
     theirs = peft.PeftModel.from_pretrained(theirs, "runs/lora/adapter")
     Path("plain").mkdir()
     for path in Path("runs/lora/adapter").iterdir():
-        if path.name != FACTS:
+        if path.name != SEAL:
             (Path("plain") / path.name).write_bytes(path.read_bytes())
     plain = api.load_model("plain", device="cpu", base="base")  # as PEFT wrote it: on the base as it is
     with torch.no_grad():
@@ -217,7 +220,8 @@ def test_peft_takes_a_folder_with_our_facts(words):
 
 def test_a_quantization_that_is_not_known_is_refused(words):
     run(words("train.steps=1"))
-    Path("runs/lora/adapter", FACTS).write_text('{"quantize": "nf3"}')
+    facts = {"base": None, "quantize": "nf3", "step": 1}
+    Path("runs/lora/adapter", SEAL).write_bytes(canonical_json(facts))
     with pytest.raises(CheckpointError, match="nf3"):
         stored_quantize(Path("runs/lora/adapter"))
     assert main(["chat", "runs/lora/adapter", "--message", "Hi"]) == 3

@@ -1,5 +1,6 @@
 """Adapter files: whole or not at all, both ways; what is damaged or foreign is refused by name."""
 
+import hashlib
 import json
 import math
 from pathlib import Path
@@ -10,12 +11,25 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from flatout.config.schema import ModelConfig
+from flatout.confined import Limits
 from flatout.errors import CheckpointError, ResourceError
-from flatout.model import adapter_files
-from flatout.model.adapter_files import CONFIG, WEIGHTS, load_adapter, load_into, read_origin, save_adapter
+from flatout.files import canonical_json
+from flatout.folders import _write_mark
+from flatout.model import adapter_files, patterns
+from flatout.model.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    OccupiedError,
+    load_adapter,
+    load_into,
+    read_origin,
+    save_adapter,
+)
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
+from flatout.model.seal import SEAL
+from tests.chat_models import as_a_stranger
 
 TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -40,6 +54,12 @@ def all_values(adapters: Adapters) -> torch.Tensor:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    save_adapter(trained(dora=True), tmp_path / "adapter", base="a/model")
+    return as_a_stranger(tmp_path / "adapter")
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
     save_adapter(trained(dora=True), tmp_path / "adapter", base="a/model")
     return tmp_path / "adapter"
 
@@ -116,6 +136,7 @@ def test_fields_that_old_files_lack_have_pefts_defaults(folder):
 
 def test_names_that_fit_nothing_pass_as_long_as_others_fit(tmp_path):
     save_adapter(trained(targets=("q_proj",)), tmp_path / "a")
+    as_a_stranger(tmp_path / "a")
     change(tmp_path / "a", target_modules=["q_proj", "query_key_value"])
     load_adapter(model(), tmp_path / "a")
 
@@ -201,6 +222,43 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 }
 
 
+SLOW_PATTERN = r"(\w+\.?)+!"
+DEEP = "[" * 5000 + "]" * 5000
+DAMAGE |= {
+    "a rank of a terabyte": (lambda f: change(f, r=10**12), "it must be a whole number from 1 to"),
+    "a rank of gigabytes": (lambda f: change(f, r=2**20), "lora_A.weight has shape (4, 32)"),
+    "a rank of gigabytes for some": (lambda f: change(f, rank_pattern={"q_proj": 2**20}), "has shape (4, 32)"),
+    "an alpha beyond numbers": (lambda f: change(f, lora_alpha=10**400), "alpha is 1000"),
+    "nested deeply": (lambda f: (f / CONFIG).write_text(DEEP), "nested more than 100 levels"),
+    "a field nested deeply": (
+        lambda f: (f / CONFIG).write_text(f'{{"peft_type": "LORA", "x": {DEEP}}}'),
+        "nested more than 100 levels",
+    ),
+    "targets that take for ever": (lambda f: change(f, target_modules=SLOW_PATTERN), "processor time"),
+    "ranks that take for ever": (lambda f: change(f, rank_pattern={SLOW_PATTERN: 4}), "processor time"),
+    "a pattern of parentheses": (lambda f: change(f, target_modules="(" * 5000 + ")" * 5000), "regular expression"),
+    "flags in the middle": (lambda f: change(f, rank_pattern={"(?i)q_proj": 4}), "regular expression"),
+    "code of its own": (lambda f: change(f, auto_map={"AutoModel": "evil.Evil"}), "auto_map"),
+    "weights by a link": (lambda f: linked(f / WEIGHTS), "a link that leads out of its folder"),
+    "a config by a link": (lambda f: linked(f / CONFIG), "a link that leads out of its folder"),
+}
+
+
+def linked(path: Path) -> None:
+    elsewhere = path.parent.parent / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def impatient():
+    """Patterns with less time than they have otherwise."""
+    patterns.child().limits = Limits(seconds=0.1)
+    yield
+    patterns.child().close()
+    patterns.child.cache_clear()
+
+
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_and_foreign_adapters_are_refused_and_the_model_stays(folder, kind):
     damage, says = DAMAGE[kind]
@@ -235,15 +293,18 @@ def test_an_adapter_of_gpt2_is_none_of_a_llama(tmp_path):
 # --- whole or not at all ----------------------------------------------------------------------------------------------
 
 
-def test_an_older_adapter_is_replaced_with_what_lies_beside_it(folder):
-    save_adapter(trained(rank=2), folder, files={"tokenizer.json": b"{}"})
-    assert sorted(path.name for path in folder.iterdir()) == [CONFIG, WEIGHTS, "tokenizer.json"]
-    assert read_origin(folder).plan.rank == 2
-    assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
+def test_an_older_adapter_is_replaced_with_what_lies_beside_it(ours):
+    save_adapter(trained(rank=2), ours, files={"tokenizer.json": b"{}"})
+    assert sorted(path.name for path in ours.iterdir()) == [CONFIG, WEIGHTS, SEAL, "tokenizer.json"]
+    assert read_origin(ours).plan.rank == 2
+    assert [path.name for path in ours.parent.iterdir()] == ["adapter"]
+    save_adapter(trained(rank=3), ours)
+    assert sorted(path.name for path in ours.iterdir()) == [CONFIG, WEIGHTS, SEAL], "what is gone is gone"
 
 
-@pytest.mark.parametrize("moment", ["save_file", "canonical_json", "sync_folder"])
-def test_what_fails_leaves_the_old_adapter_and_no_rubbish(folder, monkeypatch, moment):
+@pytest.mark.parametrize("moment", ["write_tensors", "write_new", "seal"])
+def test_what_fails_leaves_the_old_adapter_and_no_rubbish(ours, monkeypatch, moment):
+    folder = ours
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def fail(*_: Any, **__: Any) -> None:
@@ -256,7 +317,8 @@ def test_what_fails_leaves_the_old_adapter_and_no_rubbish(folder, monkeypatch, m
     assert [path.name for path in folder.parent.iterdir()] == ["adapter"]
 
 
-def test_a_rename_that_fails_puts_the_old_one_back(folder, monkeypatch):
+def test_a_rename_that_fails_puts_the_old_one_back(ours, monkeypatch):
+    folder = ours
     rename, calls = adapter_files.os.rename, []
 
     def fail_once(source, target):
@@ -277,9 +339,92 @@ def test_a_folder_with_something_else_is_not_touched(tmp_path):
     (tmp_path / "photos" / "one.jpg").write_bytes(b"x")
     (tmp_path / "file").write_bytes(b"x")
     for name in ("photos", "file"):
-        with pytest.raises(CheckpointError, match="no adapter"):
+        with pytest.raises(OccupiedError, match="is there already"):
             save_adapter(trained(), tmp_path / name)
     assert (tmp_path / "photos" / "one.jpg").read_bytes() == b"x"
     (tmp_path / "empty").mkdir()
     save_adapter(trained(), tmp_path / "empty")
     save_adapter(trained(), tmp_path / "deep" / "er" / "adapter")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "sub/notes.txt", "link"])
+def test_an_adapter_with_something_of_the_users_is_not_replaced(ours, name):
+    path = ours / name
+    path.parent.mkdir(exist_ok=True)
+    path.symlink_to(ours.parent) if name == "link" else path.write_text("mine")
+    before = {path.name: path.read_bytes() for path in ours.rglob("*") if path.is_file()}
+    with pytest.raises(OccupiedError, match=name.partition("/")[0]):
+        save_adapter(trained(rank=2), ours)
+    assert {path.name: path.read_bytes() for path in ours.rglob("*") if path.is_file()} == before
+    assert [path.name for path in ours.parent.iterdir()] == ["adapter"]
+
+
+def test_a_stranger_s_adapter_is_not_replaced_and_a_damaged_one_of_ours_is(folder):
+    with pytest.raises(OccupiedError, match="is there already"):
+        save_adapter(trained(rank=2), folder)
+    (folder / SEAL).write_bytes(canonical_json({"base": None, "quantize": "none", "step": 3}))  # an earlier version's
+    save_adapter(trained(rank=2), folder)
+    (folder / SEAL).write_bytes(b"{")
+    save_adapter(trained(rank=3), folder)
+    assert read_origin(folder).plan.rank == 3
+
+
+def test_a_link_to_an_adapter_is_not_written_through(ours):
+    link = ours.parent / "link"
+    link.symlink_to(ours)
+    with pytest.raises(OccupiedError, match="is there already"):
+        save_adapter(trained(rank=2), link)
+    assert read_origin(ours).plan.rank == 4
+
+
+def test_what_a_killed_process_left_is_swept_away_and_nothing_else(ours):
+    foreign = ours.parent / "adapter.tmp-0123abcd"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("years of work")
+    left = ours.parent / "adapter.tmp-89abcdef"
+    left.mkdir()
+    _write_mark(left, left.name)
+    save_adapter(trained(rank=2), ours)
+    assert sorted(path.name for path in ours.parent.iterdir()) == ["adapter", foreign.name]
+
+
+SEALS: dict[str, tuple[Any, str]] = {
+    "empty": (lambda _: b"", "is damaged"),
+    "cut": (lambda c: canonical_json(c)[:-20], "is damaged"),
+    "nested deeply": (lambda _: DEEP.encode(), "nested more than 100 levels"),
+    "a list": (lambda _: canonical_json([1]), "not in the form"),
+    "spelled otherwise": (lambda c: json.dumps(c).encode(), "not in the form"),
+    "another hash": (lambda c: canonical_json(c | {"sha256": "0" * 64}), "does not match its own"),
+    "no format": (lambda c: sealed(c, format=None), "format"),
+    "no files": (lambda c: sealed(c, files={}), "names no files"),
+    "files are a list": (lambda c: sealed(c, files=[CONFIG]), "names no files"),
+    "an entry is a text": (lambda c: sealed(c, files={CONFIG: "x"}), "no size and hash"),
+    "a negative size": (lambda c: sealed(c, files={CONFIG: {"bytes": -1, "sha256": "x"}}), "no size and hash"),
+    "a name outside": (lambda c: sealed(c, files={"../x": {"bytes": 1, "sha256": "x"}}), "no name of a file"),
+    "a whole path": (lambda c: sealed(c, files={"/etc/passwd": {"bytes": 1, "sha256": "x"}}), "no name of a file"),
+    "facts are a text": (lambda c: sealed(c, facts="x"), "facts are no object"),
+    "a version of tomorrow": (lambda c: sealed(c, version=9), "update Flatout"),
+    "no version": (lambda c: sealed(c, version=None), "version is no number"),
+}
+
+
+def sealed(content: dict[str, Any], **changes: Any) -> bytes:
+    """Other content, with a hash that fits it."""
+    body = {name: value for name, value in {**content, **changes}.items() if name != "sha256" and value is not None}
+    return canonical_json({**body, "sha256": hashlib.sha256(canonical_json(body)).hexdigest()})
+
+
+@pytest.mark.parametrize("kind", SEALS)
+def test_a_manifest_that_is_damaged_or_of_another_shape_is_refused(ours, kind):
+    make, says = SEALS[kind]
+    (ours / SEAL).write_bytes(make(json.loads((ours / SEAL).read_bytes())))
+    with pytest.raises(CheckpointError, match=says) as caught:
+        load_adapter(model(), ours)
+    assert SEAL in caught.value.message
+    assert "flatout" in caught.value.hint.lower()
+
+
+def test_what_is_written_is_what_the_library_writes(ours):
+    tensors = load_file(ours / WEIGHTS)
+    save_file(tensors, ours.parent / "theirs", metadata={"format": "pt"})
+    assert (ours / WEIGHTS).read_bytes() == (ours.parent / "theirs").read_bytes()

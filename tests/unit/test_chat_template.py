@@ -2,12 +2,15 @@
 
 import json
 import re
+import sys
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, template_from_json
+from flatout.confined import Limits
+from flatout.data.chat_template import ChatTemplate, TemplateRefusal, child, load_template, template_from_json
 from flatout.data.model_folder import read_model_tokenizer, read_templates
 from flatout.data.tokenizer import ModelTokenizer, tokenizer_from_json
 from flatout.errors import DataError
@@ -120,6 +123,77 @@ def test_templates_cannot_leave_the_sandbox(text: str):
     # What cannot be reached is undefined, which is written as nothing.
     assert written == ""
     assert json.dumps(MESSAGES) == before
+
+
+@pytest.fixture(scope="module")
+def impatient():
+    """The child that renders, with less time and memory than it has otherwise."""
+    usual = child().limits
+    child().limits = Limits(seconds=0.1, memory=2**28)
+    child().close()
+    yield
+    child().limits = usual
+    child().close()
+
+
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+GREEDY = {
+    "loops": (LOOPS, "takes more than 0.1 s of processor time"),
+    "a long text": ("{{ 'a' * 10 ** 10 }}", "memory"),
+    "a long text of a value": ("{{ messages[0].content * 10 ** 10 }}", "memory"),
+    "text doubled": (
+        "{% set n = namespace(t='ab') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
+        "memory",
+    ),
+    "text in the middle": ("{{ messages[0].role | center(10 ** 9) }}", "memory"),
+    "a width in a format": ("{{ '%1000000000s' % messages[0].role }}", "memory"),
+    "a list": ("{{ ([messages] * 10 ** 9) | length }}", "memory"),
+    "much output": ("{{ messages[0].role * 1000000 }}", "writes more than"),
+}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits are those of POSIX")
+@pytest.mark.parametrize("kind", GREEDY)
+def test_templates_cannot_take_all_time_or_memory(impatient, kind):
+    text, says = GREEDY[kind]
+    with pytest.raises(DataError, match=says) as caught:
+        template(text).render(MESSAGES)
+    assert (caught.value.exit_code, "chat.template" in caught.value.hint) == (3, True)
+    assert template("{{ messages[0].role }}").render(MESSAGES) == "user"
+
+
+def test_what_passes_a_first_look_is_held_to_the_limits_later_on(impatient):
+    text = "{% if messages | length > 1 %}" + LOOPS + "{% endif %}ok"
+    sly = template(text)
+    assert sly.render(MESSAGES[:1]) == "ok"
+    with pytest.raises(DataError, match="processor time"):
+        sly.render(MESSAGES)
+
+
+def test_our_own_templates_need_no_child(monkeypatch, tmp_path: Path):
+    tokenizer = read_model_tokenizer(write_model(tmp_path, FAMILIES["llama3"]))
+    monkeypatch.setattr("flatout.data.chat_template.child", None)
+    ours = load_template("plain", None, tokenizer)
+    assert ours is not None
+    assert tokenizer.begin is not None
+    assert ours.render(MESSAGES).startswith(tokenizer.begin)
+    assert template_from_json(ours.to_json()).render(MESSAGES) == ours.render(MESSAGES)
+    with pytest.raises(TemplateRefusal, match="NoneType"):  # there is none to ask
+        ChatTemplate("plain", {"default": ours.text + "{{ 1 }}"}, tokenizer.special)
+
+
+@pytest.mark.parametrize("name", ["../../evil", "a/b", "..", "", "a\\b", "x" * 200])
+def test_forms_with_names_that_lead_elsewhere(name: str):
+    with pytest.raises(DataError, match="has a form named"):
+        ChatTemplate("test", {"default": "x", name: "y"}, {})
+
+
+def test_values_that_are_no_json_are_refused():
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(TemplateRefusal, match="not plain JSON"):
+        template("{{ 1 }}").render([{"role": "user", "content": deep}])
 
 
 def test_an_escape_is_an_error_that_names_the_template():

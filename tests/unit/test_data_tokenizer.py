@@ -25,6 +25,7 @@ from flatout.data.tokenizer import (
     tokenizer_from_json,
 )
 from flatout.errors import DataError
+from tests.chat_models import _tokenizer
 
 ODD_TEXTS = [
     "",
@@ -408,3 +409,28 @@ def test_a_description_file_of_a_dataset_is_a_tokenizer_too(tmp_path: Path) -> N
 def test_an_unusable_description_is_refused(description: dict[str, object]) -> None:
     with pytest.raises(DataError):
         tokenizer_from_json(description)
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        None, [], "x", 3, {}, {"kind": None}, {"kind": []}, {"kind": "char"}, {"kind": "char", "characters": 3},
+        {"kind": "char", "characters": "ab", "unknown": []}, {"kind": "gpt2"}, {"kind": "gpt2", "ranks_sha256": {}},
+        {"kind": "huggingface"}, {"kind": "huggingface", "content": []}, {"kind": "huggingface", "content": {}},
+        {"kind": "huggingface", "content": {"model": []}}, {"kind": "model", "content": {}, "special": {}},
+        {"kind": "model", "content": {}, "special": [], "begin": None}, {"kind": "model", "special": {"a": 1}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_descriptions_of_any_shape_are_data_errors(description):
+    with pytest.raises(DataError) as caught:
+        tokenizer_from_json(description)
+    assert caught.value.hint
+
+
+def test_a_file_that_ends_the_library_s_process_is_an_error(tmp_path):
+    content = json.loads(_tokenizer("bytes", ("<|endoftext|>",)))
+    content["model"]["continuing_subword_prefix"] = "x"  # longer than a part of a merge
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    with pytest.raises(DataError, match="is not usable: it breaks the process that runs it"):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))

@@ -25,6 +25,7 @@ from flatout.model.hub import read_description
 from flatout.model.hub_describe import model_type_of
 from flatout.model.hub_find import FoundModel, find_model
 from flatout.model.hub_weights import export_huggingface, from_huggingface, load_huggingface
+from tests.chat_models import as_a_stranger
 
 VOCAB = 41
 SHAPE = {"layers": 2, "width": 24, "heads": 4, "kv_heads": 2, "context": 32, "mlp_width": 40}
@@ -41,7 +42,7 @@ def build(kind: str, seed: int = 1) -> GPT:
 
 def write(folder: Path, kind: str = "llama", **options: Any) -> Path:
     export_huggingface(build(kind), folder, end_of_text=2, **options)
-    return folder
+    return as_a_stranger(folder)
 
 
 def change(folder: Path, **values: Any) -> None:
@@ -379,6 +380,7 @@ def test_a_damaged_folder_gives_one_clear_error(what, good, tmp_path):
 def test_gpt2_with_changes_is_refused(tmp_path):
     model = build_model(ModelConfig(family="gpt2", layers=1, width=16, heads=2, context=8), VOCAB)
     export_huggingface(model, tmp_path / "m")
+    as_a_stranger(tmp_path / "m")
     for values, message in [
         ({"activation_function": "relu"}, "activation_function is 'relu'"),
         ({"n_inner": 65}, "n_inner is 65"),
@@ -469,6 +471,7 @@ def test_export_keeps_what_the_source_said_and_its_tokenizer(tmp_path):
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+        "flatout.json",
     }  # fmt: skip
     with pytest.raises(CheckpointError, match=r"head_size 10, .* describes null"):
         export_huggingface(build("qwen3"), tmp_path / "other", source=source)
@@ -491,6 +494,7 @@ def test_the_verbs_take_any_folder_with_a_tokenizer(tiny, tmp_path):
     )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "out" / name).unlink()
+    as_a_stranger(tmp_path / "out")
     with pytest.raises(CheckpointError, match="it has no tokenizer"):
         flatout.load_model("out", device="cpu")
     with pytest.raises(UsageError, match="'int4'"):

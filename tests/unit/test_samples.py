@@ -1,5 +1,6 @@
 """Folders of samples: made whole, used again, made anew, and refused where nothing could be learned."""
 
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -13,9 +14,10 @@ from flatout.data.chat_template import ChatTemplate, load_template
 from flatout.data.make_samples import SampleRequest, count_told, prepare_samples
 from flatout.data.masking import preview
 from flatout.data.model_folder import read_model_tokenizer
-from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, open_samples
+from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, check_target, open_samples
 from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import ConfigError, DataError, ResourceError, UserError
+from flatout.files import canonical_json
 from flatout.observe.measured.sample_preview import drawn, print_sample
 from flatout.records import PrepareProgress
 from tests.chat_models import FAMILIES, THINKING, chat, write_model
@@ -116,7 +118,66 @@ def test_damage_is_noticed_and_mended(prepare, tmp_path: Path, name: str):
     assert mended.made.startswith("those that were there could not be used")
     assert mended.fingerprint == whole.fingerprint
     path.unlink()
-    assert prepare().made
+    if name == MANIFEST:  # without it nobody can tell whose files these are
+        with pytest.raises(DataError, match=r"has no manifest\.json of ours, and holds 'chat_template\.jinja'"):
+            prepare()
+    else:
+        assert prepare().made
+
+
+def rewritten(folder: Path, **changes: Any) -> None:
+    """Other values in the manifest, with a hash that fits them; None takes one out."""
+    content = {**json.loads((folder / MANIFEST).read_bytes()), **changes}
+    body = {name: value for name, value in content.items() if name != "manifest_sha256" and value is not None}
+    digest = hashlib.sha256(canonical_json(body)).hexdigest()
+    (folder / MANIFEST).write_bytes(canonical_json({**body, "manifest_sha256": digest}))
+
+
+ENTRY = {"bytes": 1, "sha256": "0" * 64}
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "no format": ({"format": None}, "format"),
+    "no version": ({"version": None}, "version is no number"),
+    "a version of tomorrow": ({"version": 99}, "format version 99"),
+    "no files": ({"files": {}}, "does not name the files"),
+    "files are a list": ({"files": [SAMPLES]}, "files is no object"),
+    "a name outside": ({"files": {"../x": ENTRY}}, "does not name the files"),
+    "entries are texts": ({"files": dict.fromkeys([SAMPLES, "problems.jsonl", "tokenizer.json"], "x")}, "no size"),
+    "a negative size": (
+        {"files": {name: {**ENTRY, "bytes": -1} for name in (SAMPLES, "problems.jsonl", "tokenizer.json")}},
+        "no size and hash",
+    ),
+    "no splits": ({"splits": {}}, "splits are not train and val"),
+    "another split": ({"splits": {"train": {}, "test": {}}}, "splits are not train and val"),
+    "splits are numbers": ({"splits": {"train": 1}}, "splits are no objects"),
+    "a split that is not there": ({"splits": {"train": {}, "val": {}}}, "it has no split val"),
+    "a tokenizer of nothing": ({"tokenizer": {}}, "no vocabulary"),
+    "another vocabulary": ({"tokenizer": {"vocab": 3}}, "out of range"),
+    "counts are texts": ({"counts": {"rows": "x"}}, "counts are no numbers"),
+    "a key of texts": ({"key": "x"}, "key is no object"),
+    "a reading of texts": ({"reading": ["x"]}, "reading is no list"),
+    "no fingerprint": ({"fingerprint": None}, "fingerprint"),
+}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_a_manifest_of_another_shape_is_refused_though_its_hash_is_right(prepare, tmp_path: Path, kind: str):
+    prepare()
+    changes, says = SHAPES[kind]
+    rewritten(tmp_path / "samples", **changes)
+    with pytest.raises(DataError, match=says) as caught:
+        open_samples(tmp_path / "samples")
+    assert caught.value.hint
+
+
+def test_a_link_or_a_folder_inside_is_not_replaced(prepare, tmp_path: Path):
+    prepare()
+    (tmp_path / "link").symlink_to(tmp_path / "samples")
+    with pytest.raises(DataError, match="is a link"):
+        check_target(tmp_path / "link")
+    (tmp_path / "samples" / "sub").mkdir()
+    with pytest.raises(DataError, match="it holds 'sub'"):
+        prepare(ROWS[:5])
+    assert (tmp_path / "samples" / "sub").is_dir()
 
 
 def test_what_is_not_ours_is_left_alone(prepare, tmp_path: Path):

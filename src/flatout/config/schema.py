@@ -169,6 +169,10 @@ class ModelConfig(Section):
         default=None,
         description="What to start from: a run of ours, or a model's folder or hub name (GPT-2; to fine-tune any).",
     )
+    ignore_auto_map: bool = Field(
+        default=False,
+        description="Take a model whose files name code of its own (auto_map) without that code, which is never run.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -70,6 +70,8 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     yield path, why, f"leave {path} out{f': {instead}' if instead else ''}"
         for path, instead in _ALONE.items():
             yield path, why, f"leave {path} out: {instead}"
+    if config.model.init_from is None:
+        yield "model.ignore_auto_map", "there is no model.init_from", "leave model.ignore_auto_map out"
     if config.model.init_from is None:  # else the model's own shape is what counts, and it is read later
         for path, letters in _OF_BLOCKS.items():
             if not set(letters) & set(config.model.kinds):

@@ -5,35 +5,33 @@ in its training. So it runs in the surroundings that the `transformers` library 
 `raise_exception`, `strftime_now`, loop controls, the `generation` tag, special tokens by name), and its text is taken
 as it is. For models without one there are two of our own, `chatml` and `plain`.
 
-Contract: a template is a stranger's program. It runs in Jinja's immutable sandbox, sees nothing but plain values made
-of JSON, and reaches neither attributes of Python objects nor files. What it refuses is a `TemplateRefusal` with its own
-words; what breaks it is one too; an attempt to leave the sandbox is a `DataError`. Rendering is a pure function: the
-time that `strftime_now` tells is that at which the template was loaded, so that two renderings can be compared.
+Contract: a template is a stranger's program. It is compiled and rendered in a child process with limits on time, memory
+and output (`confined`), there in Jinja's immutable sandbox, sees nothing but plain values made of JSON, and reaches
+neither attributes of Python objects nor files. What it refuses is a `TemplateRefusal` with its own words; what breaks
+it is one too; an attempt to leave the sandbox, or to take more than a rendering may, is a `DataError`. Our own two
+templates are rendered here. Rendering is a pure function: the time that `strftime_now` tells is that at which the
+template was loaded, so that two renderings can be compared.
 
 Trap: `generation` blocks mark what an assistant writes. They are found by rendering a second time with two marks in the
 text, and only believed where that gives the same text; a template may look at its own output.
 """
 
 import difflib
+import functools
 import hashlib
 import itertools
 import json
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast, final
 
-import jinja2
-import jinja2.exceptions
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-import jinja2.utils
-
+from flatout.confined import Child, Exceeded
 from flatout.corpus.document import shown
 from flatout.data.model_folder import DEFAULT, read_templates
+from flatout.data.template_child import BEGIN, END, answer
 from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import DataError
 
@@ -42,9 +40,8 @@ Message = Mapping[str, Any]
 MODEL = "model"
 NONE = "none"
 _TOOLS = "tool_use"
-# Code points that Unicode promises never to give a meaning.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_INSTEAD = "do not use this template; set chat.template to chatml, plain or a file of your own"
 
 _NO_TOOLS = (
     "{% if tools %}{{ raise_exception('this template has no form for tools') }}{% endif %}"
@@ -80,17 +77,17 @@ class ChatTemplate:
     def __init__(self, name: str, texts: Mapping[str, str], variables: Mapping[str, str]) -> None:
         if not texts:
             raise ValueError("a chat template has a text")
+        for form in texts:  # which becomes the name of a file where the template is written for others
+            if not re.fullmatch(r"\w[\w.-]{0,99}", form):
+                raise DataError(f"the chat template {shown(name)} has a form named {shown(form)!r:.100}", _INSTEAD)
         self.name = name
         self.texts = dict(texts)
         self.variables = dict(variables)
-        now = datetime.now()
-        plain, marking = _environment(now, marks=False), _environment(now, marks=True)
-        self._plain = {form: _compiled(plain, text, name) for form, text in texts.items()}
-        self._marking = {
-            form: marking.from_string(text)
-            for form, text in texts.items()
-            if re.search(r"\{%[-+]?\s*generation\b", text)
-        }
+        self._now = datetime.now().isoformat()
+        self._marked = {form for form, text in texts.items() if re.search(r"\{%[-+]?\s*generation\b", text)}
+        self._ours = all(_is_ours(text, variables) for text in texts.values())
+        for form in texts:
+            self._ask(form, (), {})
         self._always: dict[str, bool] = {}
         described = json.dumps([self.texts, self.variables], sort_keys=True)
         self.fingerprint = hashlib.sha256(described.encode("ascii")).hexdigest()
@@ -106,7 +103,7 @@ class ChatTemplate:
 
     def has_marks(self, tools: Sequence[Any] | None = None) -> bool:
         """Whether the template says itself what the assistant writes."""
-        return self._form(tools) in self._marking
+        return self._form(tools) in self._marked
 
     def prompts_always(self, tools: Sequence[Any] | None = None) -> bool:
         """Whether it writes the prompt that makes a model answer although nobody asked for it, as old ones do."""
@@ -117,12 +114,9 @@ class ChatTemplate:
 
     def _tries_prompt(self, form: str) -> bool:
         turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
-
-        def text(count: int, prompt: bool) -> str:
-            return self._rendered(self._plain[form], turns[:count], None, None, prompt)
-
+        asks = [(1, True), (1, False), (2, False), (3, False)]
         try:
-            asked, one, two, three = text(1, True), text(1, False), text(2, False), text(3, False)
+            asked, one, two, three = map(_text, self._rendered(form, turns, asks, None, None))
         except TemplateRefusal:
             return False
         # Both end in the same header, which is not there any more when the conversation goes on.
@@ -139,8 +133,20 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
     ) -> str:
         """The text of a conversation; with `add_generation_prompt`, up to where the assistant would begin to write."""
-        template = self._plain[self._form(tools)]
-        return self._rendered(template, messages, tools, documents, add_generation_prompt)
+        return _text(self.beginnings(messages, [(len(messages), add_generation_prompt)], tools, documents)[0])
+
+    def beginnings(
+        self,
+        messages: Sequence[Message],
+        asks: Sequence[tuple[int, bool]],
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+    ) -> "list[str | TemplateRefusal]":
+        """Several renderings of one conversation: of how many messages each, and whether with the prompt for an answer.
+
+        To ask for them at once is much faster: the conversation goes to the child process and back a single time.
+        """
+        return self._rendered(self._form(tools), messages, asks, tools, documents)
 
     def marked_spans(
         self,
@@ -151,19 +157,20 @@ class ChatTemplate:
         documents: Sequence[Any] | None = None,
     ) -> list[tuple[int, int]] | None:
         """Where in `text`, the rendering of `messages`, the template's own marks lie; None where it has none."""
-        template = self._marking.get(self._form(tools))
-        if template is None or _BEGIN in text or _END in text:
+        form = self._form(tools)
+        if form not in self._marked or BEGIN in text or END in text:
             return None
-        marked = self._rendered(template, messages, tools, documents, False)
+        whole = [(len(messages), False)]
+        marked = _text(self._rendered(form, messages, whole, tools, documents, marks=True)[0])
         spans: list[tuple[int, int]] = []
         begins: list[int] = []
         length = 0
-        for part in re.split(f"([{_BEGIN}{_END}])", marked):
-            if part == _BEGIN:
+        for part in re.split(f"([{BEGIN}{END}])", marked):
+            if part == BEGIN:
                 begins.append(length)
-            elif part == _END and begins:
+            elif part == END and begins:
                 spans.append((begins.pop(), length))
-            elif part == _END:
+            elif part == END:
                 return None
             elif text.startswith(part, length):
                 length += len(part)
@@ -178,31 +185,69 @@ class ChatTemplate:
 
     def _rendered(
         self,
-        template: jinja2.Template,
+        form: str,
         messages: Sequence[Message],
+        asks: Sequence[tuple[int, bool]],
         tools: Sequence[Any] | None,
         documents: Sequence[Any] | None,
-        prompt: bool,
-    ) -> str:
+        *,
+        marks: bool = False,
+    ) -> "list[str | TemplateRefusal]":
+        values = {
+            **self.variables,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": list(tools) if tools else None,
+            "documents": list(documents) if documents else None,
+        }
+        return self._ask(form, asks, values, marks=marks)
+
+    def _ask(
+        self, form: str, asks: Sequence[tuple[int, bool]], values: dict[str, Any], *, marks: bool = False
+    ) -> "list[str | TemplateRefusal]":
+        """The renderings; without any, a look at whether the template can be compiled."""
+        request = {"text": self.texts[form], "now": self._now, "marks": marks, "values": values, "asks": asks}
         try:
-            return template.render(
-                **self.variables,
-                messages=[_with_reasoning(message) for message in messages],
-                tools=list(tools) if tools else None,
-                documents=list(documents) if documents else None,
-                add_generation_prompt=prompt,
-            )
-        except jinja2.exceptions.SecurityError as error:
-            raise DataError(
-                f"the chat template {shown(self.name)} tries to leave its sandbox: {error}",
-                "do not use this template; set chat.template to chatml, plain or a file of your own",
-            ) from error
-        except jinja2.TemplateError as error:
-            raise TemplateRefusal(error.message or type(error).__name__) from error
-        except MemoryError:
-            raise
-        except Exception as error:  # a program of somebody else may raise anything
-            raise TemplateRefusal(f"{type(error).__name__}: {error}") from error
+            answers = answer(request) if self._ours else child().ask(request, max(1, len(asks)))
+        except Exceeded as error:
+            raise DataError(f"the chat template {shown(self.name)} {error}", _INSTEAD) from error
+        except (RecursionError, TypeError, ValueError) as error:  # of JSON: the child gets nothing else
+            raise TemplateRefusal(f"it holds values that are not plain JSON: {error}") from error
+        return [self._taken(status, text) for status, text in answers][1:]
+
+    def _taken(self, status: str, text: str) -> "str | TemplateRefusal":
+        if status == "done":
+            return text
+        if status == "refused":
+            return TemplateRefusal(text)
+        if status == "unsafe":
+            raise DataError(f"the chat template {shown(self.name)} tries to leave its sandbox: {text}", _INSTEAD)
+        what = "is no Jinja template" if status == "syntax" else "cannot be compiled"
+        raise DataError(
+            f"the chat template {shown(self.name)} {what}: {text}",
+            "mend it, or set chat.template to chatml, plain or a file of your own",
+        )
+
+
+def _text(rendered: str | TemplateRefusal) -> str:
+    if isinstance(rendered, TemplateRefusal):
+        raise rendered
+    return rendered
+
+
+@functools.cache
+def child() -> Child:
+    """The process that renders templates of others: one for all of them."""
+    return Child("flatout.data.template_child", ("jinja2", "markupsafe"))
+
+
+def _is_ours(text: str, variables: Mapping[str, str]) -> bool:
+    """Whether a text is one of our own templates, with or without a first token; a name alone says nothing."""
+    beginnings = ["", *(_writing(token) for token in variables.values())]
+    return any(text == beginning + ours for beginning in beginnings for ours, _ in BUILT_IN.values())
+
+
+def _writing(token: str) -> str:
+    return "{{ " + json.dumps(token, ensure_ascii=False) + " }}"
 
 
 def load_template(spec: str, folder: str | Path | None, tokenizer: ModelTokenizer) -> ChatTemplate | None:
@@ -221,7 +266,7 @@ def load_template(spec: str, folder: str | Path | None, tokenizer: ModelTokenize
     if spec in BUILT_IN:
         return _built_in(spec, tokenizer)
     path = Path(spec)
-    if not path.is_file():
+    if not os.path.isfile(path):  # which takes a name that is too long for one of no file
         close = difflib.get_close_matches(spec, (MODEL, *BUILT_IN, NONE), n=1)
         mean = f"did you mean {close[0]!r}? " if close else ""
         raise DataError(
@@ -246,7 +291,7 @@ def _built_in(name: str, tokenizer: ModelTokenizer) -> ChatTemplate:
         )
     # Written into the text and not into what it is given, so that other programs render it in the same way.
     if tokenizer.begin is not None:
-        text = "{{ " + json.dumps(tokenizer.begin, ensure_ascii=False) + " }}" + text
+        text = _writing(tokenizer.begin) + text
     return ChatTemplate(name, {DEFAULT: text}, tokenizer.special)
 
 
@@ -261,21 +306,6 @@ def template_from_json(description: Mapping[str, Any]) -> ChatTemplate:
     return ChatTemplate(name, cast(dict[str, str], texts), cast(dict[str, str], variables))
 
 
-def _compiled(environment: jinja2.Environment, text: str, name: str) -> jinja2.Template:
-    try:
-        return environment.from_string(text)
-    except jinja2.TemplateSyntaxError as error:
-        raise DataError(
-            f"the chat template {shown(name)} is no Jinja template: {error.message} at line {error.lineno}",
-            "mend it, or set chat.template to chatml, plain or a file of your own",
-        ) from error
-    except (ValueError, RecursionError, SyntaxError, OverflowError) as error:
-        raise DataError(
-            f"the chat template {shown(name)} cannot be compiled: {error}",
-            "set chat.template to chatml, plain or a file of your own",
-        ) from error
-
-
 def _with_reasoning(message: Message) -> dict[str, Any]:
     """The message, with what it holds of reasoning under all the names that templates know it by."""
     result = dict(message)
@@ -283,84 +313,3 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
     if reasoning is not None:
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
     return result
-
-
-def _environment(now: datetime, *, marks: bool) -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_MarkedGeneration if marks else _Generation, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = now.strftime
-    environment.globals["dict"] = _PlainDict()
-    environment.globals["namespace"] = _Namespace
-    # A plain Python function, of which templates have no need.
-    environment.globals.pop("lipsum", None)
-    return environment
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tag `generation`: what stands in it is written as it is."""
-
-    tags = {"generation"}  # noqa: RUF012  # Jinja wants it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
-
-    def _written(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _MarkedGeneration(_Generation):
-    """The same with marks around it."""
-
-    def _written(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _raise_exception(message: object) -> str:
-    raise jinja2.TemplateError(str(message))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | str | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes what HTML would take as markup; models have seen JSON as it is."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-class _PlainDict:
-    """`dict` for templates, which leads to no class."""
-
-    def __call__(self, *values: Any, **names: Any) -> dict[Any, Any]:
-        return dict(*values, **names)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that begin with an underscore, behind which Python keeps its inner things."""
-
-    def __init__(*values: Any, **names: Any) -> None:
-        self, *rest = values
-        attributes = dict(*rest, **names)
-        for name in attributes:
-            _check_name(name)
-        jinja2.utils.Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: object) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(
-            f"a namespace takes no name that begins with an underscore, like {name!r}"
-        )

@@ -40,6 +40,7 @@ from flatout.files import hash_file
 from flatout.records import PrepareProgress
 
 _CHUNK = 512
+_CHUNK_CHARACTERS = 2**23  # the library that tokenizes takes 130 bytes for each
 _ROWS = ("json", "jsonl", "csv", "tsv", "parquet")
 
 TooLong = Literal["truncate", "drop"]
@@ -259,6 +260,7 @@ class _Maker:
         self._files = 0
         self._bytes_before = 0
         self._bytes = 0  # of the file that is being read
+        self._characters = 0  # that are rendered and not tokenized yet
         # Hardly any text holds one of these, so that most need not be searched for hundreds of tokens.
         self._special_beginnings = {text[:2] for text in tokenizer.special_texts}
 
@@ -277,7 +279,7 @@ class _Maker:
                 self._take(
                     row if isinstance(row, Problem) else conversation_of(row, reading, file.name), made, pending, owners
                 )
-                if len(pending) >= _CHUNK:
+                if len(pending) >= _CHUNK or self._characters > _CHUNK_CHARACTERS:
                     self._flush(made, pending, owners)
             self._flush(made, pending, owners)
         else:
@@ -317,6 +319,7 @@ class _Maker:
         self.counts.update(counts)
         self.counts["special_in_content"] += self._spells_special(row)
         pending.extend(rendered)
+        self._characters += sum(len(sample.text) for sample in rendered)
         owners.extend([len(made.hashes)] * len(rendered))
         made.hashes.append(_hash_of(rendered[-1].text, self._request.seed))
 
@@ -359,6 +362,7 @@ class _Maker:
             made.conversation.append(owner)
             self.counts["tokens"] += len(ids)
         pending.clear()
+        self._characters = 0
         owners.clear()
         self.tell("reading")
 

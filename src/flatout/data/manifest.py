@@ -24,6 +24,7 @@ import numpy as np
 
 from flatout.data.tokenizer import token_dtype
 from flatout.errors import DataError
+from flatout.files import parse_json
 
 FORMAT = "flatout-tokens"
 SAMPLES_FORMAT = "flatout-samples"  # of the other kind of folder with a manifest.json
@@ -111,7 +112,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}", "check that you may read it") from error
     try:
-        content = json.loads(raw)
+        content = parse_json(raw)
         _check_version(content, path)
         manifest = _manifest_from(content)
         _check_consistent(manifest)
@@ -181,6 +182,11 @@ def _check_consistent(manifest: Manifest) -> None:
     dtype = token_dtype(manifest.vocab)
     if manifest.dtype != dtype.name:
         raise ValueError(f"its dtype is {manifest.dtype}, and a vocabulary of {manifest.vocab} has {dtype.name}")
+    if not manifest.splits.keys() <= set(SPLITS):  # a missing one is told by who asks for it
+        raise ValueError(f"its splits are not {' and '.join(SPLITS)}")
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        raise ValueError("it names a file twice")
     for name, split in manifest.splits.items():
         stored = sum(shard.bytes for shard in split.shards)
         if stored != split.tokens * dtype.itemsize or any(shard.bytes % dtype.itemsize for shard in split.shards):

@@ -20,7 +20,7 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, final, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -99,14 +99,17 @@ def _bare(conversation: Conversation) -> Rendered:
 
 def _everything(conversation: Conversation, template: ChatTemplate) -> Rendered:
     """The whole text, less the messages that are marked as not to be learned."""
-    messages = conversation.messages
-    text = _text(template, conversation, len(messages))
+    count = len(conversation.messages)
+    left_out = [number for number, flag in enumerate(conversation.train) if flag is False]
+    asks = [(end, False) for number in left_out for end in (number, number + 1)]
+    texts = _Texts(template, conversation, [(count, False), *asks])
+    text = texts(count)
     spans: list[Span] = []
     begin = 0
     for number, flag in enumerate(conversation.train):
         if flag is False:
-            before = _text(template, conversation, number) if number else ""
-            upto = _text(template, conversation, number + 1)
+            before = texts(number) if number else ""
+            upto = texts(number + 1)
             if not (text.startswith(before) and text.startswith(upto)):
                 raise _Unusable(
                     "template", "a message is not to be learned, and the template does not show where it is"
@@ -138,16 +141,20 @@ def _turns(
         raise _Unusable("empty", "what its assistant says is empty")
     counts["empty_answers"] += len(empty)
     last = learned[-1]
-    whole = _text(template, conversation, last + 1)
+    asks = [(number + 1, False) for number in learned]
+    if not template.has_marks(conversation.tools):
+        asks += [(number, True) for number in learned]
+    texts = _Texts(template, conversation, asks)
+    whole = texts(last + 1)
     marks = _marks(template, conversation, last, whole, spoken)
     spans: list[Span] = []
     apart: list[Rendered] = []
     for number in learned:
-        upto = whole if number == last else _text(template, conversation, number + 1)
+        upto = whole if number == last else texts(number + 1)
         within = whole.startswith(upto)
         here = marks if within else _marks(template, conversation, number, upto, spoken)
         if here is None:
-            start, end = _start(template, conversation, number, upto, counts), len(upto)
+            start, end = _start(texts, number, upto, counts), len(upto)
         else:
             start, end = here[spoken.index(number)]
             end = _with_end_token(upto, end, special_texts)
@@ -164,7 +171,7 @@ def _turns(
     counts["turns_apart"] += len(apart)
     if conversation.tools:
         without = dataclasses.replace(conversation, tools=None)
-        counts["tools_left_out"] += _text(template, without, last + 1) == whole
+        counts["tools_left_out"] += _Texts(template, without)(last + 1) == whole
     return [*apart, Rendered(whole, tuple(spans))]
 
 
@@ -180,14 +187,14 @@ def _is_empty(message: dict[str, Any]) -> bool:
     return not message["content"].strip() and not message.get("tool_calls") and not message.get("reasoning_content")
 
 
-def _start(template: ChatTemplate, conversation: Conversation, number: int, upto: str, counts: Counter[str]) -> int:
+def _start(texts: "_Texts", number: int, upto: str, counts: Counter[str]) -> int:
     """Where in `upto` the turn begins that ends it: after the prompt that makes a model answer."""
-    prompt = _text(template, conversation, number, prompt=True)
+    prompt = texts(number, prompt=True)
     if upto.startswith(prompt):
         return len(prompt)
     if not number:
         raise _Unusable("turns", "it begins with an assistant turn, and the template does not show where that begins")
-    before = _text(template, conversation, number)
+    before = texts(number)
     if not (upto.startswith(before) and prompt.startswith(before)):
         raise _Unusable(
             "template",
@@ -225,13 +232,32 @@ def _without_trailing_space(text: str, start: int, end: int, special_texts: tupl
     return end, False
 
 
-def _text(template: ChatTemplate, conversation: Conversation, count: int, *, prompt: bool = False) -> str:
-    return template.render(
-        conversation.messages[:count],
-        tools=conversation.tools,
-        documents=conversation.documents,
-        add_generation_prompt=prompt,
-    )
+@final
+class _Texts:
+    """Beginnings of a conversation as the template writes them. Those that are foreseen are rendered all at once."""
+
+    def __init__(
+        self, template: ChatTemplate, conversation: Conversation, asks: Sequence[tuple[int, bool]] = ()
+    ) -> None:
+        self._template, self._conversation = template, conversation
+        self._found: dict[tuple[int, bool], str | TemplateRefusal] = {}
+        self._render(list(dict.fromkeys(asks)))
+
+    def __call__(self, count: int, *, prompt: bool = False) -> str:
+        if (count, prompt) not in self._found:
+            self._render([(count, prompt)])
+        found = self._found[count, prompt]
+        if isinstance(found, TemplateRefusal):
+            raise found
+        return found
+
+    def _render(self, asks: list[tuple[int, bool]]) -> None:
+        about = self._conversation
+        # No more than is asked for: a refusal of what comes later is none of a turn before it.
+        messages = about.messages[: max((count for count, _ in asks), default=0)]
+        if asks:
+            texts = self._template.beginnings(messages, asks, about.tools, about.documents)
+            self._found |= dict(zip(asks, texts, strict=True))
 
 
 def _check_unicode(text: str) -> None:

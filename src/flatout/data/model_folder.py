@@ -13,12 +13,14 @@ made one, its text falls apart into ordinary pieces. A token that only `added_to
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from flatout.corpus.document import shown
-from flatout.data.tokenizer import ModelTokenizer
+from flatout.data.tokenizer import ModelTokenizer, try_out
 from flatout.errors import DataError
+from flatout.files import leads_outside, parse_json
 
 TOKENIZER = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
@@ -32,11 +34,14 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _FLAGS = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
-def read_model_tokenizer(folder: str | Path) -> ModelTokenizer:
-    """The tokenizer of the model in `folder`, with special tokens as its files name them."""
+def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> ModelTokenizer:
+    """The tokenizer of the model in `folder`, with special tokens as its files name them.
+
+    One that names code of its own (`auto_map`) is refused, unless that is to be ignored.
+    """
     folder = Path(folder)
     path = folder / TOKENIZER
-    if not path.is_file():
+    if not os.path.isfile(path):
         others = [name for name in ("tokenizer.model", "vocab.json", "spiece.model") if (folder / name).is_file()]
         found = f"; it has {others[0]}, which is of another kind" if others else ""
         raise DataError(
@@ -46,9 +51,16 @@ def read_model_tokenizer(folder: str | Path) -> ModelTokenizer:
     content = _json_object(path)
     config = _json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     older = _json_object(folder / SPECIAL_TOKENS) if (folder / SPECIAL_TOKENS).is_file() else {}
+    if config.get("auto_map") and not ignore_code:
+        raise DataError(
+            f"{shown(folder / CONFIG)} names code of the tokenizer's own (auto_map), which Flatout never runs",
+            f"if {TOKENIZER} gives the same tokens, set model.ignore_auto_map=true or take auto_map out of the file",
+        )
     try:
+        _check_entries(content)
         special = _special_tokens(config, older)
         content = _with_added_tokens(content, config, special)
+        try_out(content)
         known = _known(content)
         # A model can do without these, and files name some that it never had.
         for name in ("pad_token", "mask_token", "sep_token", "cls_token", "unk_token"):
@@ -70,9 +82,9 @@ def read_templates(folder: str | Path) -> dict[str, str]:
         found |= _named(_json_object(folder / CONFIG).get("chat_template"), folder / CONFIG)
     if (folder / OLD_TEMPLATE).is_file():
         found |= _named(_json_object(folder / OLD_TEMPLATE).get("chat_template"), folder / OLD_TEMPLATE)
-    files = {path.stem: _text(path) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
+    files = {path.stem: _text(path, folder) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE).is_file():
-        files[DEFAULT] = _text(folder / TEMPLATE)
+        files[DEFAULT] = _text(folder / TEMPLATE, folder)
     return files or found  # files of their own stand for all of what JSON says
 
 
@@ -111,6 +123,16 @@ def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, 
             raise ValueError(f"its {name} is {text!r}, which is no text")
         special[name] = text
     return special
+
+
+def _check_entries(content: dict[str, Any]) -> None:
+    """Refuses a file whose parts are not of the kinds that the rest of this module takes them for."""
+    added = content.get("added_tokens") or []
+    if not isinstance(added, list) or not all(isinstance(entry, dict) for entry in added):
+        raise ValueError("added_tokens is no list of objects")
+    for entry in added:
+        if not isinstance(entry.get("content"), str) or type(entry.get("id")) is not int:
+            raise ValueError(f"{entry!r:.100} is no added token: it needs an id and a content")
 
 
 def _known(content: dict[str, Any]) -> dict[str, int]:
@@ -178,15 +200,20 @@ def _first_token(content: dict[str, Any], config: dict[str, Any], special: dict[
 
 def _json_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(_text(path))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(_text(path, path.parent))
+    except ValueError as error:
         raise DataError(f"{shown(path)} is not JSON: {error}", "fetch the file again") from error
     if not isinstance(content, dict):
         raise DataError(f"{shown(path)} holds no JSON object", "fetch the file again")
     return content
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, folder: Path) -> str:
+    if leads_outside(path, folder):
+        raise DataError(
+            f"{shown(path)} is a link that leads out of its folder",
+            "put the file itself there, or name the folder it lies in",
+        )
     try:
         return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -33,6 +33,7 @@ from flatout.data.tokenizer import (
     tokenizer_from_json,
 )
 from flatout.errors import DataError
+from flatout.files import parse_json
 
 GENERATION = "generation_config.json"
 OWN = "flatout_tokenizer"  # in tokenizer_config.json: which of ours it is
@@ -171,12 +172,20 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[dict[str, bytes
 def own_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer of ours that a folder's files were written from, so that it is the same to our shards; or None."""
     try:
-        described = json.loads((folder / CONFIG).read_bytes()).get(OWN)
+        described = parse_json((folder / CONFIG).read_bytes()).get(OWN)
         if isinstance(described, dict) and described.get("kind") == "huggingface":
-            described["content"] = json.loads((folder / TOKENIZER).read_bytes())
+            described["content"] = parse_json((folder / TOKENIZER).read_bytes())
     except (OSError, ValueError, AttributeError):
         return None
     return tokenizer_from_json(described) if isinstance(described, dict) else None
+
+
+def without_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files without a word of code that does not come along (auto_map)."""
+    if b'"auto_map"' not in files.get(CONFIG, b""):
+        return dict(files)
+    config = parse_json(files[CONFIG])
+    return {**files, CONFIG: _json({name: value for name, value in config.items() if name != "auto_map"})}
 
 
 def with_template(files: Mapping[str, bytes], template: ChatTemplate | None) -> dict[str, bytes]:

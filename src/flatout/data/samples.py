@@ -29,9 +29,9 @@ import numpy.typing as npt
 from flatout.corpus.document import Problem, shown
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.manifest import SAMPLES_FORMAT
-from flatout.data.tokenizer import Ids, ModelTokenizer
+from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
 from flatout.errors import DataError
-from flatout.files import canonical_json, disk_errors, hash_file, sync_and_hash, usual_mode
+from flatout.files import canonical_json, disk_errors, hash_file, parse_json, sync_and_hash, usual_mode, write_new
 from flatout.folders import foreign_entry, sweep, whole_folder
 
 FORMAT = SAMPLES_FORMAT
@@ -42,6 +42,9 @@ PROBLEMS = "problems.jsonl"
 TOKENIZER = "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 _FILES = (SAMPLES, PROBLEMS, TOKENIZER, TEMPLATE)
+_NEEDED = {SAMPLES, PROBLEMS, TOKENIZER}
+_AGAIN = "remove the folder, and it is made again"
+_ANOTHER = "choose another folder for the samples: data.folder"
 
 
 @final
@@ -100,46 +103,68 @@ class SampleSet:
 def holds_samples(folder: Path) -> bool:
     """Whether a folder says of itself that it holds samples."""
     try:
-        return json.loads((folder / MANIFEST).read_bytes())["format"] == FORMAT
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        content = parse_json((folder / MANIFEST).read_bytes())
+    except (OSError, ValueError):
         return False
+    return isinstance(content, dict) and content.get("format") == FORMAT
 
 
 def open_samples(folder: str | Path) -> SampleSet:
-    """The samples in `folder`, every byte of them checked."""
+    """The samples in `folder`, every byte of every file checked."""
     folder = Path(folder)
     manifest = _read_manifest(folder)
-    info = manifest["files"][SAMPLES]
-    path = folder / SAMPLES
-    again = "remove the folder, and it is made again"
-    try:
-        found = hash_file(path)
-    except OSError as error:
-        raise DataError(f"cannot read {shown(path)}: {error.strerror}", again) from error
-    if found != info["sha256"]:
-        raise DataError(f"{shown(path)} is damaged: its SHA-256 is {found} and should be {info['sha256']}", again)
+    for name, info in manifest["files"].items():
+        path = folder / name
+        try:
+            size, found = path.stat().st_size, hash_file(path)
+        except OSError as error:
+            raise DataError(f"cannot read {shown(path)}: {error.strerror}", _AGAIN) from error
+        if (size, found) != (info["bytes"], info["sha256"]):
+            told = f"its SHA-256 is {found} and should be {info['sha256']}"
+            if size != info["bytes"]:
+                told = f"it has {size:,} bytes and should have {info['bytes']:,}"
+            raise DataError(f"{shown(path)} is damaged: {told}", _AGAIN)
+    splits = _read_splits(folder / SAMPLES, manifest)
+    return SampleSet(folder, splits["train"], splits.get("val"), manifest)
+
+
+def _read_splits(path: Path, manifest: Mapping[str, Any]) -> dict[str, Samples]:
+    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    arrays = load_file(path)
-    splits = {
-        name: Samples(arrays[f"{name}.tokens"], arrays[f"{name}.labelled"].astype(bool), arrays[f"{name}.offsets"])
-        for name in manifest["splits"]
-    }
-    return SampleSet(folder, splits["train"], splits.get("val"), manifest)
+    vocab = manifest["tokenizer"]["vocab"]
+    try:
+        arrays = load_file(path)
+        return {name: _checked(name, arrays, vocab) for name in manifest["splits"]}
+    except (SafetensorError, ValueError) as error:  # of one that was written so: its hash is right
+        raise DataError(f"{shown(path)} does not hold samples: {error}", _AGAIN) from error
+
+
+def _checked(split: str, arrays: Mapping[str, npt.NDArray[Any]], vocab: int) -> Samples:
+    found = [arrays.get(f"{split}.{part}") for part in ("tokens", "labelled", "offsets")]
+    tokens, labelled, offsets = found
+    if tokens is None or labelled is None or offsets is None:
+        raise ValueError(f"it has no split {split}")
+    if any(part.ndim != 1 for part in (tokens, labelled, offsets)) or len(tokens) != len(labelled):
+        raise ValueError(f"the parts of {split} do not fit each other")
+    if (tokens.dtype, labelled.dtype, offsets.dtype) != (token_dtype(vocab), np.dtype("u1"), np.dtype("<i8")):
+        raise ValueError(f"the parts of {split} are of other types")
+    rising = len(offsets) > 1 and offsets[0] == 0 and offsets[-1] == len(tokens) and bool((np.diff(offsets) > 0).all())
+    if not rising or int(tokens.max()) >= vocab:
+        raise ValueError(f"the offsets or tokens of {split} are out of range")
+    return Samples(tokens, labelled.astype(bool), offsets)
 
 
 def check_target(target: Path) -> None:
     """Refuse a folder with anything in it that is not ours to replace."""
     if not target.name:
-        raise DataError(f"{shown(target)} cannot be replaced by samples", "choose another folder: data.folder")
-    if not os.path.exists(target):  # unlike Path.exists, it never raises; writing tells what is wrong with the name
+        raise DataError(f"{shown(target)} cannot be replaced by samples", _ANOTHER)
+    if not os.path.lexists(target):  # unlike Path.exists, it never raises; writing tells what is wrong with the name
         return
-    if not target.is_dir():
-        raise DataError(
-            f"{shown(target)} is a file, not a folder", "choose another folder for the samples: data.folder"
-        )
-    foreign = foreign_entry(target, _own(target))
-    if foreign is not None:
+    if target.is_symlink() or not target.is_dir():
+        what = "link" if target.is_symlink() else "file"
+        raise DataError(f"{shown(target)} is a {what}, not a folder", _ANOTHER)
+    if (foreign := foreign_entry(target, _own(target))) is not None:
         raise _occupied(target, foreign)
 
 
@@ -156,10 +181,7 @@ def _own(target: Path) -> tuple[str, ...]:
 
 
 def _occupied(target: Path, name: str) -> DataError:
-    return DataError(
-        f"the folder {shown(target)} is not one of samples; it holds {shown(name)!r}",
-        "choose another folder for the samples: data.folder",
-    )
+    return DataError(f"the folder {shown(target)} is not one of samples; it holds {shown(name)!r}", _ANOTHER)
 
 
 def why_not(target: Path, key: dict[str, Any]) -> str:
@@ -193,22 +215,19 @@ def write_samples(
             f"{name}.labelled": samples.labelled.astype(np.uint8),
             f"{name}.offsets": samples.offsets,
         }
-    sweep(target.parent, re.escape(target.name), locked=False)
-    with (
-        disk_errors(f"the samples {target}", safe=""),
-        whole_folder(target, replaces=_own(target), occupied=_occupied) as work,
-    ):
-        with usual_mode(work / SAMPLES):
-            save_file(arrays, work / SAMPLES)
-        listed = (json.dumps(dataclasses.asdict(problem)) + "\n" for problem in problems)
-        (work / PROBLEMS).write_text("".join(listed), encoding="ascii")
-        (work / TOKENIZER).write_text(json.dumps(tokenizer.to_json()) + "\n", encoding="ascii")
-        if template is not None:
-            (work / TEMPLATE).write_bytes(template.text.encode("utf-8"))
-        files = {name: sync_and_hash(work / name) for name in _FILES if (work / name).exists()}
-        manifest = _manifest(key, splits, told, files, tokenizer, template)
-        (work / MANIFEST).write_bytes(manifest)
-        sync_and_hash(work / MANIFEST)
+    with disk_errors(f"the samples {target}", safe=""):
+        sweep(target.parent, re.escape(target.name), locked=False)
+        with whole_folder(target, replaces=_own(target), occupied=_occupied) as work:
+            with usual_mode(work / SAMPLES):
+                save_file(arrays, work / SAMPLES)
+            listed = (json.dumps(dataclasses.asdict(problem)) + "\n" for problem in problems)
+            write_new(work / PROBLEMS, "".join(listed).encode("ascii"))
+            write_new(work / TOKENIZER, (json.dumps(tokenizer.to_json()) + "\n").encode("ascii"))
+            if template is not None:
+                write_new(work / TEMPLATE, template.text.encode("utf-8"))
+            files = {name: sync_and_hash(work / name) for name in _FILES if (work / name).exists()}
+            write_new(work / MANIFEST, _manifest(key, splits, told, files, tokenizer, template))
+            sync_and_hash(work / MANIFEST)
 
 
 def _manifest(
@@ -236,25 +255,60 @@ def _manifest(
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    again = "remove the folder, and it is made again"
     try:
         raw = path.read_bytes()
-    except FileNotFoundError as error:
-        raise DataError(f"there are no samples in {shown(folder)}", "prepare them first") from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(f"there are no samples in {shown(folder)}: no {MANIFEST}", "prepare them first") from error
     except OSError as error:
         raise DataError(f"cannot read {shown(path)}: {error.strerror}", "check that you may read it") from error
     try:
-        content = json.loads(raw)
-        if content["format"] != FORMAT:
+        content = parse_json(raw)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT!r}")
-        stated = content.pop("manifest_sha256")
+        stated = content.pop("manifest_sha256", None)
         if stated != hashlib.sha256(canonical_json(content)).hexdigest():
             raise ValueError("it is not as it was written")
-        if content["version"] > VERSION:
+        if raw != canonical_json({**content, "manifest_sha256": stated}):
+            raise ValueError("it is not in the form it was written")
+        version = content.get("version")
+        if type(version) is not int or version < 1:
+            raise ValueError("its version is no number")
+        if version > VERSION:
             raise DataError(
-                f"{shown(path)} has format version {content['version']}, and this flatout knows up to {VERSION}",
+                f"{shown(path)} has format version {version}, and this flatout knows up to {VERSION}",
                 "update flatout, or remove the folder, and it is made again",
             )
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{shown(path)} is damaged: {type(error).__name__}: {error}", again) from error
+        _check_shape(content)
+    except ValueError as error:
+        raise DataError(f"{shown(path)} is damaged: {error}", _AGAIN) from error
     return content
+
+
+def _check_shape(content: Mapping[str, Any]) -> None:
+    """Refuses a manifest that says other things than ours do. Its hash proves nothing: anybody can write one."""
+    for name in ("key", "tokenizer", "splits", "files", "counts"):
+        if not isinstance(content.get(name), dict):
+            raise ValueError(f"its {name} is no object")
+    if not isinstance(content.get("fingerprint"), str):
+        raise ValueError("its fingerprint is no text")
+    vocab = content["tokenizer"].get("vocab")
+    if type(vocab) is not int or not 1 <= vocab <= 2**32:
+        raise ValueError("its tokenizer has no vocabulary")
+    if "train" not in content["splits"] or not content["splits"].keys() <= {"train", "val"}:
+        raise ValueError("its splits are not train and val")
+    if not all(isinstance(facts, dict) for facts in content["splits"].values()):
+        raise ValueError("its splits are no objects")
+    if not all(type(count) is int for count in content["counts"].values()):
+        raise ValueError("its counts are no numbers")
+    if not isinstance(content["key"].get("source", []), list):
+        raise ValueError("its source is no list")
+    readings = content.get("reading") or []
+    if not isinstance(readings, list) or not all(isinstance(reading, dict) for reading in readings):
+        raise ValueError("its reading is no list of objects")
+    files = content["files"]
+    if not _NEEDED <= files.keys() <= set(_FILES):
+        raise ValueError("it does not name the files of samples")
+    for name, info in files.items():
+        size = info.get("bytes") if isinstance(info, dict) else None
+        if type(size) is not int or size < 0 or not isinstance(info.get("sha256"), str):
+            raise ValueError(f"what it says of {name} is no size and hash")

@@ -17,7 +17,6 @@ count as the process's memory, and a map of a file that shrinks kills it.
 """
 
 import hashlib
-import json
 import os
 import weakref
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ import numpy.typing as npt
 from flatout.data.manifest import OFFSET_DTYPE, PREPARE_AGAIN, SPLITS, FileInfo, Manifest, SplitInfo, read_manifest
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype, tokenizer_from_json
 from flatout.errors import DataError
+from flatout.files import parse_json
 
 Verify = Literal["sizes", "full"]
 _CHUNK_BYTES = 2**24
@@ -211,7 +211,10 @@ def verify_dataset(folder: str | Path) -> Manifest:
 def _read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     _check_size(folder, manifest.tokenizer)
     raw = b"".join(_checked_chunks(folder, manifest.tokenizer))
-    tokenizer = tokenizer_from_json(json.loads(raw))
+    try:
+        tokenizer = tokenizer_from_json(parse_json(raw))
+    except ValueError as error:
+        raise DataError(f"{folder / manifest.tokenizer.name} is not JSON: {error}", PREPARE_AGAIN) from error
     found = (tokenizer.fingerprint, tokenizer.vocab)
     if found != (manifest.tokenizer_fingerprint, manifest.vocab):
         raise DataError(

@@ -23,9 +23,11 @@ characters.
 
 import abc
 import difflib
+import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -34,8 +36,10 @@ from typing import Any, Literal, final
 import numpy as np
 import numpy.typing as npt
 
+from flatout.confined import Child, Exceeded, Limits
 from flatout.corpus.shipped import GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.errors import DataError
+from flatout.files import parse_json
 
 TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface", "model"]
 UnknownPolicy = Literal["error", "drop", "replace"]
@@ -304,7 +308,7 @@ class HuggingFaceTokenizer(Tokenizer):
     def _special_tokens(self, ids: dict[str, int]) -> dict[str, int]:
         """The tokens that no text may become. The unknown token is not one of them: unknown text does become it."""
         model = self._content.get("model", {})
-        unknown = {ids.get(str(model.get("unk_token")), -1), model.get("unk_id", -1)}
+        unknown = [ids.get(str(model.get("unk_token")), -1), model.get("unk_id", -1)]  # no set: it may be any value
         added = self._tokenizer.get_added_tokens_decoder().items()
         special = {token.content: number for number, token in added if token.special}
         if self.end_of_text is not None:
@@ -463,21 +467,48 @@ def load_tokenizer(
     if spec == "gpt2":
         return Gpt2Tokenizer()
     path = Path(spec)
-    if not path.is_file():
+    if not os.path.isfile(path):  # which takes a name that is too long for one of no file
         raise DataError(f"there is no tokenizer {spec!r}", _tokenizer_hint(spec, path))
     try:
-        content = json.loads(path.read_bytes().decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise DataError(
             f"cannot read the tokenizer {spec!r}: {error}", "give a tokenizer.json that is intact"
         ) from error
     if isinstance(content, dict) and "kind" in content and "model" not in content:
         return tokenizer_from_json(content)
+    if isinstance(content, dict):
+        try:
+            try_out(content)
+        except ValueError as error:
+            hint = "give a tokenizer.json that is intact"
+            raise DataError(f"the tokenizer {spec!r} is not usable: {error}", hint) from error
     return tokenizer_from_json({"kind": "huggingface", "content": content})
 
 
-def tokenizer_from_json(description: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `to_json` described."""
+def try_out(content: dict[str, Any]) -> None:
+    """Refuses a `tokenizer.json` of somebody else that is unusable, as a `ValueError`: the library ends the whole
+    process on some."""
+    try:
+        wrong = child().ask({"content": json.dumps({**content, "truncation": None, "padding": None})})
+    except Exceeded as error:
+        raise ValueError(f"it {error}") from error
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if wrong is not None:
+        raise ValueError(wrong)
+
+
+@functools.cache
+def child() -> Child:
+    """The process that tries out tokenizers. A large one takes 1 s and half a gigabyte."""
+    return Child("flatout.data.tokenizer_child", ("tokenizers",), Limits(seconds=60, patience=300.0, memory=2**33))
+
+
+def tokenizer_from_json(description: Any) -> Tokenizer:
+    """The tokenizer that `to_json` described; whatever else is given is a `DataError`."""
+    if not isinstance(description, dict):
+        raise DataError("the description of a tokenizer is no JSON object", "give a tokenizer.json that is intact")
     kind = description.get("kind")
     try:
         if kind == "char":
@@ -495,12 +526,12 @@ def tokenizer_from_json(description: dict[str, Any]) -> Tokenizer:
             return HuggingFaceTokenizer(content)
         if kind == "model":
             return _model_tokenizer(description)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(
             f"the description of a {kind} tokenizer is not usable: {error}", "give a tokenizer.json that is intact"
         ) from error
     raise DataError(
-        f"a tokenizer of kind {kind!r} is unknown",
+        f"a tokenizer of kind {kind!r:.100} is unknown",
         "the kinds are char, bytes, gpt2, huggingface and model; is flatout up to date?",
     )
 
@@ -522,7 +553,7 @@ def word_segments(text: str, size: int) -> Iterator[str]:
 
 
 def _tokenizer_hint(spec: str, path: Path) -> str:
-    if path.is_dir():
+    if os.path.isdir(path):
         return f"that is a folder: give the tokenizer.json inside it, {str(path / 'tokenizer.json')!r}"
     if path.suffix == ".json" or len(path.parts) > 1:
         return "check the path; it must be a tokenizer.json file"

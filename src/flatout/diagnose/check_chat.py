@@ -115,7 +115,7 @@ def _check_base(config: RunConfig) -> Iterator[Finding | Base]:
         )
         return
     try:
-        base = open_base(name, config.model.context)
+        base = open_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
         if not is_checkpoint(base.description.folder):  # those of ours have been hashed
             inventory(base.description)
     except UserError as error:

@@ -4,36 +4,36 @@
 the adapter lie the tokenizer and the chat template that it was taught with, so PEFT and vLLM need nothing else but the
 base model, whose name is in adapter_config.json.
 
-Contract: the folder is replaced as a whole. The hash of the base is kept in it, and an adapter of ours is not put on
-another base; so is whether the base was in 4 bits, for us to round it again. Other programs pass over that file.
+Contract: the folder is replaced as a whole, and only if it holds nothing but what we wrote (`OccupiedError`). Among the
+hashes in flatout.json is that of the base, and an adapter of ours is not put on another base; so is whether the base
+was in 4 bits, for us to round it again. Other programs pass over that file.
 `lora.init_from` takes over rank, alpha, targets and kind from the folder; what a user wrote that says otherwise is
 refused. A run that was begun so and goes on has them from its checkpoint.
 """
 
 import dataclasses
-import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import LoraConfig, RunConfig
-from flatout.config.yaml_loader import format_value
+from flatout.config.yaml_loader import format_value, shorten
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.model_folder import TOKENIZER, read_model_tokenizer, read_templates
-from flatout.data.portable import tokenizer_files, with_stops, with_template
+from flatout.data.portable import tokenizer_files, with_stops, with_template, without_code
 from flatout.data.tokenizer import Tokenizer
 from flatout.engine.run_folder import checkpoints_of, is_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError
-from flatout.files import canonical_json
-from flatout.model.adapter_files import CONFIG, AdapterOrigin, read_origin, save_adapter
+from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, read_origin, save_adapter
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, choose, targets_of
 from flatout.model.adapters import Adapters
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
 from flatout.model.hub_weights import companions
+from flatout.model.seal import SEAL, check_seal, read_seal
 
 ADAPTER = "adapter"
-FACTS = "flatout.json"  # beside the adapter: the hash of its base, in how many bits that was, and the step
 # What makes up an adapter in our config, and in PEFT's plan under the same names.
 _SETTINGS = ("rank", "alpha", "rank_stabilised", "dora")
 
@@ -53,7 +53,7 @@ def files_beside(
     the template is the one it was taught with, whatever the base has; None means that it was taught without any.
     """
     folder = None if description is None or is_checkpoint(description.folder) else description.folder
-    files = {} if folder is None else companions(folder)
+    files = {} if folder is None else without_code(companions(folder))
     remarks: tuple[str, ...] = ()
     if folder is None or not _same_tokenizer(folder, tokenizer):
         own, remarks = tokenizer_files(tokenizer, context)
@@ -67,7 +67,9 @@ def files_beside(
 
 def _same_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
     try:
-        return (folder / TOKENIZER).is_file() and read_model_tokenizer(folder).fingerprint == tokenizer.fingerprint
+        return (folder / TOKENIZER).is_file() and read_model_tokenizer(
+            folder, ignore_code=True
+        ).fingerprint == tokenizer.fingerprint
     except DataError:
         return False
 
@@ -88,8 +90,9 @@ def write_adapter(
     save_adapter(
         adapters,
         folder,
-        base=str(place.resolve()) if place.is_dir() else base,
-        files={**kept, FACTS: canonical_json({"base": fingerprint, "quantize": quantize, "step": step})},
+        base=str(place.resolve()) if os.path.isdir(place) else base,
+        files=kept,
+        facts={"base": fingerprint, "quantize": quantize, "step": step},
     )
 
 
@@ -107,16 +110,16 @@ def who_loads(name: str, description: Description) -> str | None:
 
 def _facts(folder: Path) -> dict[str, Any]:
     """What we wrote beside an adapter for ourselves; nothing where others wrote it."""
-    try:
-        facts = json.loads((folder / FACTS).read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return facts if isinstance(facts, dict) else {}
+    content = read_seal(folder) or {}
+    return content.get("facts", content)
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that an adapter's folder holds."""
-    step = _facts(folder).get("step")
+    """The step that an adapter's folder holds; None where it does not say."""
+    try:
+        step = _facts(folder).get("step")
+    except CheckpointError:  # damaged: it is written anew, by who asks for the step
+        return None
     return step if isinstance(step, int) else None
 
 
@@ -131,7 +134,7 @@ def stored_quantize(folder: Path) -> str:
     quantize = _facts(folder).get("quantize", "none")
     if quantize not in ("none", "nf4"):
         raise CheckpointError(
-            f"{folder / FACTS} says that the base was quantized as {quantize!r}, which is not known here",
+            f"{folder / SEAL} says that the base was quantized as {shorten(quantize)}, which is not known here",
             "update Flatout to read it",
         )
     return quantize
@@ -143,16 +146,18 @@ def stored_quantize(folder: Path) -> str:
 def adapter_at(name: str) -> Path:
     """The folder that `lora.init_from` means: one of PEFT's, or the run of ours that wrote one."""
     folder = Path(name)
-    if (folder / CONFIG).is_file():
+    if os.path.isfile(folder / CONFIG):  # of os.path: a name that is too long is that of no file
         return folder
-    if (folder / ADAPTER / CONFIG).is_file():
+    if os.path.isfile(folder / ADAPTER / CONFIG):
         return folder / ADAPTER
-    if folder.is_dir() and (is_checkpoint(folder) or checkpoints_of(folder).is_dir()):
+    check_seal(folder)  # of a folder that lost its adapter_config.json
+    if os.path.isdir(folder) and (is_checkpoint(folder) or checkpoints_of(folder).is_dir()):
         hint = f"write them with `flatout export {name} FOLDER --adapter`, if it has adapters"
     else:
         hint = "name a folder with adapter_config.json and adapter_model.safetensors, or a run that was trained by LoRA"
-    there = f"{name} holds no adapter" if folder.exists() else f"there is no folder {name} (lora.init_from)"
-    raise CheckpointError(there, hint)
+    there = os.path.exists(folder)
+    told = f"{name} holds no adapter" if there else f"there is no folder {name:.200} (lora.init_from)"
+    raise CheckpointError(told, hint)
 
 
 def with_adapter(
@@ -175,12 +180,13 @@ def with_adapter(
     if begun is not None and begun.rank and begun.init_from is not None and Path(begun.init_from) == Path(name):
         found = {field: getattr(begun, field) for field in (*_SETTINGS, "targets")}
         whose, hint = "the run", "leave lora.{} out: a run goes on with the adapter that it has"
-    elif begun is not None and not Path(name).is_dir():
+    elif begun is not None and not os.path.isdir(name):
         return config
     else:
         origin = read_origin(adapter_at(name))
         found = {field: getattr(origin.plan, field) for field in _SETTINGS}
         found |= {"alpha": float(origin.plan.alpha), "targets": _targets(origin, description)}
+        _check_stored(origin, description)
         whose, hint = (
             f"the adapter in {origin.folder}",
             "leave lora.{} out, or begin a new adapter without lora.init_from",
@@ -211,6 +217,15 @@ def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: D
 
 def _plan_targets(names: list[str]) -> str | tuple[str, ...]:
     return ALL_LINEAR if names == [ALL_LINEAR] else tuple(names)
+
+
+def _check_stored(origin: AdapterOrigin, description: Description) -> None:
+    """Refuses ranks that the adapter's file does not have, before a run takes memory for them."""
+    model = empty_model(description.config, description.vocab, device="meta")
+    try:
+        check_stored(origin, choose(origin.plan, targets_of(model), strict=False))
+    except ConfigError as error:
+        raise CheckpointError(f"{origin.folder / CONFIG}: {error.message}", error.hint) from error
 
 
 def _targets(origin: AdapterOrigin, description: Description) -> list[str]:

@@ -9,7 +9,6 @@ weights, and another model in its place is refused.
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from flatout.data.tokenizer import ModelTokenizer, tokenizer_from_json
 from flatout.engine.checkpoint import verify_checkpoint
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.files import parse_json
 from flatout.model.execution import Execution
 from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
 from flatout.model.gpt import GPT, empty_model
@@ -77,13 +77,13 @@ class Base:
         return cut, f"model.context is cut from {asked:,} to {has:,}: {self.name} has no more positions"
 
 
-def open_base(name: str, context: int | None) -> Base:
+def open_base(name: str, context: int | None, *, ignore_code: bool = False) -> Base:
     """What `name` means, with as much context as a sample may have, or with all it has where that is less."""
     found = find_model(name)
     if found.kind != "huggingface":
         return _own(name, checkpoint_to_load(found.path, best=True), context)
-    description = read_description(found.path, context=context, cut=True)
-    tokenizer = read_model_tokenizer(found.path)
+    description = read_description(found.path, context=context, cut=True, ignore_code=ignore_code)
+    tokenizer = read_model_tokenizer(found.path, ignore_code=ignore_code)
     if tokenizer.vocab > description.vocab:
         raise CheckpointError(
             f"the tokenizer of {name} has {tokenizer.vocab:,} ids, the model {description.vocab:,}",
@@ -92,11 +92,11 @@ def open_base(name: str, context: int | None) -> Base:
     return Base(name, description, tokenizer, None)
 
 
-def describe_base(name: str, context: int | None) -> Description:
+def describe_base(name: str, context: int | None, *, ignore_code: bool = False) -> Description:
     """The description alone: who has a tokenizer already needs none of the model's."""
     found = find_model(name)
     if found.kind == "huggingface":
-        return read_description(found.path, context=context)
+        return read_description(found.path, context=context, ignore_code=ignore_code)
     checkpoint = checkpoint_to_load(found.path, best=True)
     config, state, language = read_own(name, checkpoint, training=False)
     return described_checkpoint(config, state, checkpoint, tokenizer_from_json(language).end_of_text, context)
@@ -120,9 +120,7 @@ def _own(name: str, checkpoint: Path, context: int | None) -> Base:
 def read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[RunConfig, dict[str, Any], dict[str, Any]]:
     """(config, state, tokenizer) of a checkpoint of ours that can be a base."""
     verify_checkpoint(checkpoint)
-    values, state, language = (
-        json.loads((checkpoint / f"{part}.json").read_bytes()) for part in ("config", "state", "tokenizer")
-    )
+    values, state, language = (_read_part(checkpoint / f"{part}.json") for part in ("config", "state", "tokenizer"))
     config = resolve_from_mapping(values, str(checkpoint))
     if config.lora.rank:
         other = "or go on with its adapters: lora.init_from"
@@ -133,6 +131,17 @@ def read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[RunConfig,
             f"write it as one model with `flatout merge {name} FOLDER`, {other}",
         )
     return config, state, language
+
+
+def _read_part(path: Path) -> dict[str, Any]:
+    """The object in a file of a checkpoint. Its hash is right, so who wrote it wrote no object."""
+    try:
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}", "name another checkpoint") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object", "name another checkpoint")
+    return content
 
 
 def described_checkpoint(
@@ -228,7 +237,7 @@ def base_of(config: RunConfig, expected: str | None = None, *, named: bool = Fal
     name = config.model.init_from
     assert name is not None, "checked by the config"
     try:
-        description = describe_base(name, config.model.context)
+        description = describe_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
     except CheckpointError as error:
         if named:
             raise

@@ -102,7 +102,7 @@ def _asked(
     assert chat.source is not None, "checked by the config"
     assert name is not None, "checked by the config"
     try:
-        base = open_base(name, config.model.context)
+        base = open_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
     except CheckpointError as error:
         if not resumed:
             raise
@@ -179,7 +179,7 @@ def with_described_model(config: RunConfig, base: Base) -> RunConfig:
     Learned positions cannot be fewer than they are, nor scales of eigenstates longer than the context: what the run
     wants less is then a matter of its samples alone.
     """
-    kept = {"init_from": base.name, "dropout": config.model.dropout}
+    kept = {name: getattr(config.model, name) for name in ("dropout", "ignore_auto_map")} | {"init_from": base.name}
     model = base.description.config.model_copy(update=kept)
     shorter = {"max_tokens": sample_tokens(config)} if config.model.context < model.context else {}
     return config.model_copy(update={"model": model, "chat": config.chat.model_copy(update=shorter)})

@@ -26,7 +26,7 @@ from flatout.model.hub_weights import load_huggingface
 from flatout.model.weights import assign_weights, read_safetensors
 
 _ROPE = ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
-_FREE = {"init_from", "context", "vocab", "dropout", "window", "energy", *_ROPE}
+_FREE = {"init_from", "ignore_auto_map", "context", "vocab", "dropout", "window", "energy", *_ROPE}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _longer(config: ModelConfig, base: ModelConfig) -> str:
 
 
 def _gpt2(config: ModelConfig, vocab: int | None, folder: Path) -> Start:
-    description = read_description(folder)
+    description = read_description(folder, ignore_code=config.ignore_auto_map)
     found = description.config
     if found.family != "gpt2":
         raise CheckpointError(

@@ -9,23 +9,25 @@ Contract: tensors are fp32 on disk, as PEFT writes them; fp16, bf16 and fp64 are
 """
 
 import dataclasses
-import json
 import os
-import shutil
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError, ConfigError
-from flatout.files import CHECK_ACCESS, canonical_json, disk_errors, sync_and_hash, sync_folder, usual_mode
-from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Naming
+from flatout.files import CHECK_ACCESS, canonical_json, disk_errors, parse_json, write_new
+from flatout.folders import foreign_entry, sweep, whole_folder
+from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Naming, choose, targets_of
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT
-from flatout.model.weights import read_safetensors
+from flatout.model.seal import SEAL, check_seal, refuse_link, seal, sealed_names
+from flatout.model.tensor_file import write_tensors
+from flatout.model.weights import read_safetensors, stored_shapes
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -58,50 +60,53 @@ class AdapterOrigin:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
+class OccupiedError(CheckpointError):
+    """A folder that is to be replaced holds something that is not ours."""
+
+
 def save_adapter(
-    adapters: Adapters, folder: Path, *, base: str | None = None, files: Mapping[str, bytes] | None = None
+    adapters: Adapters,
+    folder: Path,
+    *,
+    base: str | None = None,
+    files: Mapping[str, bytes] | None = None,
+    facts: Mapping[str, Any] | None = None,
 ) -> int:
     """Writes the adapter, and other `files` beside it (a tokenizer, a template); returns the bytes written.
 
-    An adapter that is there already is replaced. A folder with anything else in it is not touched.
+    An adapter of ours that is there already is replaced. A folder with anything else in it is an `OccupiedError`, and
+    is not touched. `facts` go into flatout.json beside the hashes.
     """
-    folder = folder.absolute()
-    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG).is_file())):
-        raise CheckpointError(f"{folder} is there already, and is no adapter", "choose another folder")
-    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    folder = Path(os.path.abspath(folder))
+    content = {CONFIG: canonical_json(peft_config(adapters, base)), **(files or {})}
+    own = _own_names(folder, content)
+    if os.path.lexists(folder):
+        found = folder.name if folder.is_symlink() or not folder.is_dir() else foreign_entry(folder, own)
+        if found is not None:
+            raise _occupied(folder, found)
     tensors = adapter_tensors(adapters)
     with disk_errors(f"adapter {folder}", safe=""):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            shutil.rmtree(temporary, ignore_errors=True)  # left by a process of the same number that was killed
-            temporary.mkdir()
-            with usual_mode(temporary / WEIGHTS):
-                save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
-            for name, content in {CONFIG: canonical_json(peft_config(adapters, base)), **(files or {})}.items():
-                (temporary / name).parent.mkdir(exist_ok=True)
-                (temporary / name).write_bytes(content)
-            size = sum(sync_and_hash(path)["bytes"] for path in temporary.rglob("*") if path.is_file())
-            sync_folder(temporary)
-            _publish(temporary, folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    return size
+        sweep(folder.parent, re.escape(folder.name), locked=False)
+        with whole_folder(folder, replaces=own, occupied=_occupied) as work:
+            known = {WEIGHTS: write_tensors(work / WEIGHTS, tensors, {"format": "pt"})}
+            for name, raw in content.items():
+                (work / name).parent.mkdir(exist_ok=True)
+                write_new(work / name, raw)
+            return seal(work, facts or {}, known)
 
 
-def _publish(temporary: Path, folder: Path) -> None:
-    old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
-    replacing = folder.exists()
-    if replacing:
-        os.rename(folder, old)
-    try:
-        os.rename(temporary, folder)
-    except BaseException:
-        if replacing:
-            os.rename(old, folder)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    sync_folder(folder.parent)
+def _own_names(folder: Path, content: Iterable[str]) -> set[str]:
+    """The files that may be replaced: those that a manifest of ours names. Where one of an earlier version, or a
+    damaged one, names none, those that are written now."""
+    if not os.path.isfile(folder / SEAL):
+        return set()
+    named = sealed_names(folder)
+    return named if len(named) > 1 else {SEAL, WEIGHTS, *content}
+
+
+def _occupied(folder: Path, name: str) -> OccupiedError:
+    what = "is no folder of ours" if name == folder.name else f"holds {shorten(name)}, which we did not write"
+    return OccupiedError(f"{folder} is there already, and {what}: it is not replaced", "choose another folder")
 
 
 def adapter_tensors(adapters: Adapters) -> dict[str, Tensor]:
@@ -156,13 +161,19 @@ def _whole(number: float) -> float | int:
 def read_origin(folder: Path) -> AdapterOrigin:
     """What the adapter is, without its tensors."""
     path = folder / CONFIG
+    check_seal(folder)
+    for name in (CONFIG, WEIGHTS):
+        refuse_link(folder / name, folder)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else f"it is not valid JSON: {error}"
-        denied = isinstance(error, OSError) and not isinstance(error, FileNotFoundError)
-        hint = CHECK_ACCESS if denied else f"name a folder with {CONFIG} and {WEIGHTS}"
-        raise CheckpointError(f"{path} cannot be read: {reason}", hint) from error
+        raw = path.read_bytes()
+    except OSError as error:
+        hint = f"name a folder with {CONFIG} and {WEIGHTS}" if isinstance(error, FileNotFoundError) else CHECK_ACCESS
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint) from error
+    try:
+        values = parse_json(raw)
+    except ValueError as error:
+        hint = f"name a folder with {CONFIG} and {WEIGHTS}"
+        raise CheckpointError(f"{path} cannot be read: it is not valid JSON: {error}", hint) from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds {type(values).__name__}, not an object", "fetch the adapter again")
     _refuse_unknown(values, path)
@@ -196,8 +207,9 @@ def load_adapter(
     """Puts a stored adapter on a model. `dropout` takes the place of the stored one, for training on."""
     origin = read_origin(folder)
     plan = origin.plan if dropout is None else dataclasses.replace(origin.plan, dropout=dropout)
-    tensors = _read_tensors(folder)
     try:
+        check_stored(origin, choose(plan, targets_of(model, naming), strict=False))
+        tensors = _read_tensors(folder)
         adapters = attach(model, plan, 0, naming=naming, strict=False)
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error.message}", error.hint) from error
@@ -224,8 +236,12 @@ def load_into(adapters: Adapters, folder: Path) -> AdapterOrigin:
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
+    return read_safetensors(_weights_of(folder))
+
+
+def _weights_of(folder: Path) -> Path:
     path = folder / WEIGHTS
-    if not path.is_file():
+    if not os.path.isfile(path):
         old_kind = folder / "adapter_model.bin"
         if old_kind.exists():
             raise CheckpointError(
@@ -233,7 +249,37 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
                 f"convert it to {WEIGHTS} with PEFT",
             )
         raise CheckpointError(f"{path} does not exist", f"name a folder with {CONFIG} and {WEIGHTS}")
-    return read_safetensors(path)
+    return path
+
+
+def check_stored(origin: AdapterOrigin, choices: Iterable[Choice]) -> None:
+    """Refuses an adapter whose file does not hold the tensors that its config says, before memory is taken for them."""
+    needed: dict[str, tuple[int, ...]] = {}
+    for choice in choices:
+        prefix, target = _PREFIX + choice.target.path, choice.target
+        needed[prefix + _KINDS["lora_A"]] = (choice.rank, target.inputs)
+        needed[prefix + _KINDS["lora_B"]] = (target.rows, choice.rank)
+        if origin.plan.dora:
+            needed[prefix + _KINDS["magnitude"]] = (target.rows,)
+    path = _weights_of(origin.folder)
+    _check_shapes(needed, stored_shapes(path), path)
+
+
+def _check_shapes(needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    unexpected = sorted(found.keys() - needed.keys())
+    if unexpected:
+        raise CheckpointError(f"{path} holds {_several(unexpected)}, for which there is no place", _why(unexpected[0]))
+    missing = sorted(needed.keys() - found.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path} has no {_several(missing)}", "it belongs to another base model or config, or is not complete"
+        )
+    for name, shape in needed.items():
+        if found[name] != shape:
+            raise CheckpointError(
+                f"{path}: {name} has shape {found[name]}, this model and config need {shape}",
+                "the adapter belongs to another base model, or its config has other ranks",
+            )
 
 
 @torch.no_grad()
@@ -244,24 +290,13 @@ def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
         for kind, place in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
             if place is not None:
                 places[prefix + _KINDS[kind]] = place
-    unexpected = sorted(tensors.keys() - places.keys())
-    if unexpected:
-        raise CheckpointError(f"{path} holds {_several(unexpected)}, for which there is no place", _why(unexpected[0]))
-    missing = sorted(places.keys() - tensors.keys())
-    if missing:
-        raise CheckpointError(
-            f"{path} has no {_several(missing)}", "it belongs to another base model or config, or is not complete"
-        )
-    for name, place in places.items():
-        found = tensors[name]
-        if found.shape != place.shape:
-            raise CheckpointError(
-                f"{path}: {name} has shape {tuple(found.shape)}, this model and config need {tuple(place.shape)}",
-                "the adapter belongs to another base model, or its config has other ranks",
-            )
-        if not found.is_floating_point() or found.element_size() < 2:
-            raise CheckpointError(f"{path}: {name} is of type {found.dtype}", "adapters are fp32, bf16, fp16 or fp64")
-        if not bool(torch.isfinite(found).all()):
+    needed, found = ({name: tuple(tensor.shape) for name, tensor in these.items()} for these in (places, tensors))
+    _check_shapes(needed, found, path)
+    for name in places:
+        tensor = tensors[name]
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise CheckpointError(f"{path}: {name} is of type {tensor.dtype}", "adapters are fp32, bf16, fp16 or fp64")
+        if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{path}: {name} holds values that are not finite", "the adapter is of no use")
     for name, place in places.items():
         place.copy_(tensors[name])
@@ -287,28 +322,34 @@ def _why(name: str) -> str:
 def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise CheckpointError(f"{path}: peft_type is {kind!r}", "only LORA adapters, DoRA among them, can be loaded")
+        raise CheckpointError(
+            f"{path}: peft_type is {_told(kind)}", "only LORA adapters, DoRA among them, can be loaded"
+        )
     if values.get("modules_to_save"):
         raise CheckpointError(
-            f"{path}: modules_to_save is {values['modules_to_save']!r}",
+            f"{path}: modules_to_save is {_told(values['modules_to_save'])}",
             "whole modules that were trained beside the adapter cannot be loaded; merge with PEFT first",
         )
     if values.get("bias", "none") != "none" or values.get("lora_bias"):
         name = "lora_bias" if values.get("lora_bias") else "bias"
         raise CheckpointError(
-            f"{path}: {name} is {values[name]!r}", "trained biases cannot be loaded; merge with PEFT first"
+            f"{path}: {name} is {_told(values[name])}", "trained biases cannot be loaded; merge with PEFT first"
         )
     start = values.get("init_lora_weights", True)
     if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_STARTS):
         raise CheckpointError(
-            f"{path}: init_lora_weights is {start!r}, which changes the base weights too",
+            f"{path}: init_lora_weights is {_told(start)}, which changes the base weights too",
             "convert it to a plain adapter with PEFT (path_initial_model_for_weight_conversion)",
         )
     for name, value in values.items():
         if name not in _READ | _WITHOUT_EFFECT and value:
             raise CheckpointError(
-                f"{path}: {name} is {value!r}, which is not known here", "merge the adapter with PEFT first"
+                f"{path}: {name} is {_told(value)}, which is not known here", "merge the adapter with PEFT first"
             )
+
+
+def _told(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, bool) else shorten(value)
 
 
 def _typed(values: dict[str, Any], name: str, kind: Any, default: Any, path: Path) -> Any:
@@ -316,7 +357,7 @@ def _typed(values: dict[str, Any], name: str, kind: Any, default: Any, path: Pat
     if value is None:
         return default
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise CheckpointError(f"{path}: {name} is {value!r}, which it cannot be", "fetch the adapter again")
+        raise CheckpointError(f"{path}: {name} is {_told(value)}, which it cannot be", "fetch the adapter again")
     return value
 
 
@@ -327,7 +368,7 @@ def _names(values: dict[str, Any], name: str, path: Path) -> tuple[str, ...] | s
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise CheckpointError(f"{path}: {name} is {value!r}, not a list of names", "fetch the adapter again")
+        raise CheckpointError(f"{path}: {name} is {_told(value)}, not a list of names", "fetch the adapter again")
     return tuple(value)
 
 
@@ -337,5 +378,5 @@ def _layers(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:
         return None
     layers = value if isinstance(value, list) else [value]
     if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
-        raise CheckpointError(f"{path}: layers_to_transform is {value!r}, not numbers", "fetch the adapter again")
+        raise CheckpointError(f"{path}: layers_to_transform is {_told(value)}, not numbers", "fetch the adapter again")
     return tuple(layers)

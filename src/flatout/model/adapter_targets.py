@@ -6,21 +6,24 @@ a file of theirs means the same here:
 - a list of names: each is a whole path, or the end of one after a dot;
 - `all-linear`: every projection of every block; the output head is none of them;
 - any other text: a regular expression for whole paths.
-Patterns for ranks and alphas are regular expressions for the ends of paths; the first that fits wins.
+Patterns for ranks and alphas are regular expressions for the ends of paths; the first that fits wins. All of them are
+matched by `patterns`, with limits on time and memory: they come with files of strangers.
 """
 
 import dataclasses
 import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
 from flatout.model.gpt import GPT
 from flatout.model.layers import Attention, Block
+from flatout.model.patterns import endings, what_is_wrong, whole
 
 ALL_LINEAR = "all-linear"
+_MOST = 2**20  # of ranks and alphas: no matrix has such a side
 LINEARS = ("qkv", "out", "up", "down")  # the matrices of a block, as Block.linears names them
 _NO_ADAPTER = ("lm_head", "embed_tokens", "wte", "wpe", "embedding", "head")
 
@@ -87,21 +90,21 @@ class AdapterPlan:
 
     def __post_init__(self) -> None:
         for what, rank in [("rank", self.rank), *((f"the rank of {pattern!r}", rank) for pattern, rank in self.ranks)]:
-            if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-                raise ConfigError(f"{what} is {rank!r}, it must be a whole number from 1 on", "16 is a usual rank")
+            if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _MOST:
+                raise ConfigError(
+                    f"{what} is {rank!r:.40}, it must be a whole number from 1 to {_MOST:,}", "16 is a usual rank"
+                )
         for what, alpha in [("alpha", self.alpha), *((f"the alpha of {name!r}", value) for name, value in self.alphas)]:
             number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-            if not number or not math.isfinite(alpha) or alpha <= 0:
-                raise ConfigError(f"{what} is {alpha!r}, it must be a number above 0", "twice the rank is usual")
+            if not number or not 0 < alpha < math.inf or alpha > _MOST:
+                raise ConfigError(f"{what} is {alpha!r:.40}, it must be a number above 0", "twice the rank is usual")
         if not 0 <= self.dropout < 1:
             raise ConfigError(f"dropout is {self.dropout!r}, it must be from 0 to below 1", "0 is usual, and fastest")
         patterns = [name for name, _ in (*self.ranks, *self.alphas)]
         patterns += [names for names in (self.targets, self.exclude) if isinstance(names, str) and names]
         for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ConfigError(f"{pattern!r} is no regular expression: {error}", "list names instead") from error
+            if (wrong := what_is_wrong(pattern)) is not None:
+                raise ConfigError(f"{shorten(pattern)} is no regular expression: {wrong}", "list names instead")
         if not self.targets:
             raise ConfigError("an adapter needs at least one target", f"list names, or write {ALL_LINEAR}")
 
@@ -173,28 +176,32 @@ def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True)
     if strict:
         for names in (plan.targets, plan.exclude):
             for name in () if isinstance(names, str) else names:
-                if not any(_listed((name,), target.path) for target in targets):
+                if not any(_ends_with(name, target.path) for target in targets):
                     raise _unknown(name, targets)
     if strict and plan.layers is not None:
         count = 1 + max(target.layer for target in targets)
         for layer in plan.layers:
             if not 0 <= layer < count:
                 raise ConfigError(f"there is no layer {layer}", f"the model has layers 0 to {count - 1}")
+    paths = tuple(target.path for target in targets)
+    wanted = _wanted(plan, targets)
+    ranks = [(endings(pattern, paths), rank) for pattern, rank in plan.ranks]
+    alphas = [(endings(pattern, paths), alpha) for pattern, alpha in plan.alphas]
     chosen = []
     for target in targets:
-        if not _wanted(plan, target):
+        if target.path not in wanted:
             continue
-        rank = next((rank for pattern, rank in plan.ranks if _ends_like(pattern, target.path)), plan.rank)
-        alpha = next((alpha for pattern, alpha in plan.alphas if _ends_like(pattern, target.path)), plan.alpha)
+        rank = next((rank for fitting, rank in ranks if target.path in fitting), plan.rank)
+        alpha = next((alpha for fitting, alpha in alphas if target.path in fitting), plan.alpha)
         chosen.append(Choice(target=target, rank=rank, scale=plan.scale(rank, alpha)))
     if not chosen:
         names = ", ".join(_names(targets))
         raise ConfigError(
-            f"the targets {plan.targets!r} choose none of the model's projections",
+            f"the targets {shorten(plan.targets)} choose none of the model's projections",
             f"the names are {names}; one text alone is a regular expression for whole paths like {targets[0].path}",
         )
     for pattern, _ in (*plan.ranks, *plan.alphas):
-        if strict and not any(_ends_like(pattern, choice.target.path) for choice in chosen):
+        if strict and not any(choice.target.path in endings(pattern, paths) for choice in chosen):
             raise _unknown(pattern, [choice.target for choice in chosen])
     return chosen
 
@@ -209,22 +216,21 @@ def needless_rank(choices: Iterable[Choice]) -> tuple[str, ...]:
     return (f"lora.rank {rank:,} is more than the smaller side of {where}: beyond that side ranks add nothing",)
 
 
-def _wanted(plan: AdapterPlan, target: Target) -> bool:
-    if _listed(plan.exclude, target.path):
-        return False
-    if plan.layers is not None and target.layer not in plan.layers:
-        return False
-    return plan.targets == ALL_LINEAR or _listed(plan.targets, target.path)
+def _wanted(plan: AdapterPlan, targets: list[Target]) -> frozenset[str]:
+    paths = tuple(target.path for target in targets)
+    chosen = frozenset(paths) if plan.targets == ALL_LINEAR else _listed(plan.targets, paths)
+    layers = frozenset(target.path for target in targets if plan.layers is None or target.layer in plan.layers)
+    return (chosen & layers) - _listed(plan.exclude, paths)
 
 
-def _listed(names: tuple[str, ...] | str, path: str) -> bool:
+def _listed(names: tuple[str, ...] | str, paths: tuple[str, ...]) -> frozenset[str]:
     if isinstance(names, str):
-        return bool(names) and re.fullmatch(names, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in names)
+        return whole(names, paths) if names else frozenset()
+    return frozenset(path for path in paths if any(_ends_with(name, path) for name in names))
 
 
-def _ends_like(pattern: str, path: str) -> bool:
-    return re.match(rf"(.*\.)?({pattern})$", path) is not None
+def _ends_with(name: str, path: str) -> bool:
+    return path == name or path.endswith(f".{name}")
 
 
 def _names(targets: Iterable[Target]) -> list[str]:

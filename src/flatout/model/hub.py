@@ -3,15 +3,15 @@
 Idea: llama, mistral, qwen2, qwen3 and gpt2 are all settings of our one decoder. What a description asks for and the
 decoder does not have is refused by name: a model that is nearly the right one would be fine-tuned without a word.
 
-Contract: `read_description` reads config.json and generation_config.json and nothing else, and runs no code of the
-folder's. A key that is missing has the value that transformers gives it, which differs between model types.
+Contract: `read_description` reads config.json and generation_config.json and runs no code of the folder's; of a folder
+that we wrote it checks every byte first (`seal`). A key that is missing has the value that transformers gives it, which
+differs between model types. A folder that names code of its own (`auto_map`) is refused unless that is to be ignored.
 
 Trap: transformers 5 writes `rope_parameters` and `dtype` where 4 wrote `rope_theta`, `rope_scaling` and `torch_dtype`.
 Both are read, and where a file has both, `rope_scaling` wins, as in transformers.
 """
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from pydantic import ValidationError
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
-from flatout.files import CHECK_ACCESS
+from flatout.files import CHECK_ACCESS, parse_json
+from flatout.model.seal import check_seal, refuse_link
 
 CONFIG_FILE = "config.json"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -59,6 +60,8 @@ ARCHITECTURES = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
 }
 SUPPORTED = tuple(_DEFAULTS)
+_MOST = 2**40  # of any number: beyond, torch cannot even say what it would need
+_NO_SHAPE = ("context", "dropout", "vocab", "init_from", "ignore_auto_map")
 _ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
 
 
@@ -94,7 +97,7 @@ class _Values:
         value = self.get(key, default)
         if value is None and key not in self.values:
             raise self.refuse(f"{key} is missing", "fetch the folder again")
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
             raise self.refuse(
                 f"{key} is {shorten(value)}, not a whole number of at least {least}", "fetch the folder again"
             )
@@ -121,14 +124,26 @@ class _Values:
         return value
 
 
-def read_description(folder: Path, *, context: int | None = None, cut: bool = False) -> Description:
+def read_description(
+    folder: Path, *, context: int | None = None, cut: bool = False, ignore_code: bool = False
+) -> Description:
     """What the folder's config.json says, as a model of ours.
 
     `context` is how many tokens the model will see at once; null takes all that it was made for, and so does more than
     that with `cut`, where it is refused otherwise. Learned positions (gpt2) stay whole in any case.
     """
+    check_seal(folder)
     values = read_json(folder / CONFIG_FILE, "name a folder with config.json and model.safetensors")
-    return describe(values, folder, context=context, cut=cut)
+    kind = values.get("model_type")
+    if values.get("auto_map") and kind in SUPPORTED and not ignore_code:  # others are refused for their type
+        raise CheckpointError(
+            f"{folder / CONFIG_FILE} names code of the model's own (auto_map), which Flatout never runs: without it "
+            "the model may be another",
+            f"if it is a plain {kind} model all the same, set model.ignore_auto_map=true or take auto_map out of the "
+            "file",
+        )
+    found = describe(values, folder, context=context, cut=cut)
+    return dataclasses.replace(found, config=found.config.model_copy(update={"ignore_auto_map": ignore_code}))
 
 
 def describe(values: dict[str, Any], folder: Path, *, context: int | None = None, cut: bool = False) -> Description:
@@ -177,19 +192,20 @@ def check_same_model(config: ModelConfig, description: Description, hint: str) -
     """Refuses a model that is not the described one; the context may be shorter, and dropout is no part of it."""
     for field in ModelConfig.model_fields:
         ours, theirs = getattr(config, field), getattr(description.config, field)
-        if ours != theirs and field not in ("context", "dropout", "vocab", "init_from"):
+        if ours != theirs and field not in _NO_SHAPE:
             path = description.folder / CONFIG_FILE
             raise CheckpointError(f"the model has {field} {shorten(ours)}, {path} describes {shorten(theirs)}", hint)
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """The object in a JSON file of a model's folder."""
+    refuse_link(path, path.parent)
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_bytes())
     except OSError as error:
         hint = hint if isinstance(error, FileNotFoundError) else CHECK_ACCESS
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}", hint) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}", "fetch the file again") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} holds no JSON object", "fetch the file again")

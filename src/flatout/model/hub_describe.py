@@ -70,6 +70,7 @@ def description_of(
         return values | {"tie_word_embeddings": config.tied, "torch_dtype": dtype}
     check_same_model(config, source, "export it without that folder's description")
     values = {**source.values, "vocab_size": vocab}
+    values.pop("auto_map", None)  # the code that it names does not come along
     spellings = [key for key in ("dtype", "torch_dtype") if key in values] or ["torch_dtype"]
     return values | dict.fromkeys(spellings, dtype)
 

@@ -9,6 +9,7 @@ snapshot counts as found only when its weights are there.
 """
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
 from flatout.model.hub import CONFIG_FILE
 from flatout.model.hub_weights import weight_files
+from flatout.model.seal import check_seal
 
 FETCHED = [
     CONFIG_FILE,
@@ -44,9 +46,9 @@ class FoundModel:
 def find_model(name: str) -> FoundModel:
     """The folder that a name means, fetched from the hub if need be."""
     path = Path(name)
-    if name and path.is_dir():
+    if name and os.path.isdir(path):  # of os.path: a name that is too long is that of no folder
         return _found(path)
-    if name and path.exists():
+    if name and os.path.exists(path):
         raise CheckpointError(f"{shorten(name)} is a file", "name the folder that the model is in")
     if not _HUB_NAME.fullmatch(name):
         raise CheckpointError(
@@ -59,7 +61,7 @@ def find_model(name: str) -> FoundModel:
 
 def is_within_reach(name: str) -> bool:
     """Whether `find_model` does without a network: there is a folder, or a whole model in the cache, or it refuses."""
-    if Path(name).exists() or not _HUB_NAME.fullmatch(name) or Path(name).parent.is_dir():
+    if os.path.exists(name) or not _HUB_NAME.fullmatch(name) or Path(name).parent.is_dir():
         return True
     try:
         from huggingface_hub import snapshot_download
@@ -82,6 +84,7 @@ def _found(path: Path) -> FoundModel:
         )
     if any(path.glob("*.gguf")):
         raise CheckpointError(f"{path} holds a GGUF file, which cannot be trained", "name the model it was made from")
+    check_seal(path)  # of a folder that lost its config.json
     raise CheckpointError(
         f"{path} holds no model", "name a run, a checkpoint, or a folder with config.json and model.safetensors"
     )

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,18 +23,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
-from flatout.files import CHECK_ACCESS, usual_mode, why_unreadable
+from flatout.files import CHECK_ACCESS, why_unreadable, write_new
+from flatout.folders import sweep, whole_folder
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, read_description, read_json
 from flatout.model.hub_describe import description_of
 from flatout.model.layers import mlp_width_of
+from flatout.model.seal import refuse_link, seal
+from flatout.model.tensor_file import write_tensors
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -158,7 +159,7 @@ def load_described(
 
 def load_huggingface(model: GPT, folder: Path) -> None:
     """Fills a model that has the shape of the folder's."""
-    description = read_description(folder)
+    description = read_description(folder, ignore_code=model.config.ignore_auto_map)
     check_same_model(model.config, description, "make the model section equal to the weights")
     _fill(model, _checked(model, description))
 
@@ -199,6 +200,7 @@ def inventory(description: Description) -> dict[str, _Stored]:
 def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     """The files that hold a folder's weights, with the tensors that an index lists for each; None means all of it."""
     if (folder / WEIGHTS_FILE).is_file():
+        refuse_link(folder / WEIGHTS_FILE, folder)
         return {folder / WEIGHTS_FILE: None}
     index = folder / INDEX_FILE
     if not index.is_file():
@@ -209,13 +211,16 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
     files: dict[Path, set[str] | None] = {}
     for tensor, name in listed.items():
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise CheckpointError(f"{index} places {tensor} in {shorten(name)}, not a file of this folder", _AGAIN)
+            raise CheckpointError(
+                f"{index} places {shorten(tensor)} in {shorten(name)}, not a file of this folder", _AGAIN
+            )
         names = files.setdefault(folder / name, set())
         assert names is not None
         names.add(tensor)
     for path in files:
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing, and {INDEX_FILE} lists it", _AGAIN)
+        if not os.path.isfile(path):  # which takes a name that is too long for one of no file
+            raise CheckpointError(f"{path!s:.300} is missing, and {INDEX_FILE} lists it", _AGAIN)
+        refuse_link(path, folder)
     return files
 
 
@@ -346,34 +351,34 @@ def export_huggingface(
     """
     kind = str(dtype).removeprefix("torch.")
     values = description_of(model.config, model.vocab, dtype=kind, end_of_text=end_of_text, source=source)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(f"{folder} is a file or not empty", "name a new folder to export into")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
-    try:
-        temporary.mkdir()
-        _write_weights(model, temporary, dtype, shard_bytes)
-        if files is None:
-            files = {} if source is None else companions(source.folder)
-        for name, content in files.items():
-            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            (temporary / name).write_bytes(content)
-        (temporary / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        if folder.is_dir():
-            folder.rmdir()
-        os.rename(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    folder = Path(os.path.abspath(folder))
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or any(folder.iterdir())):
+        raise _occupied(folder)
+    if files is None:
+        files = {} if source is None else companions(source.folder)
+    sweep(folder.parent, re.escape(folder.name), locked=False)
+    with whole_folder(folder, occupied=lambda target, _: _occupied(target)) as work:
+        known = _write_weights(model, work, dtype, shard_bytes)
+        for name, content in {**files, CONFIG_FILE: (json.dumps(values, indent=2) + "\n").encode()}.items():
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            write_new(work / name, content)
+        seal(work, {"dtype": kind}, known)
+
+
+def _occupied(folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder} is a file, a link or not empty", "name a new folder to export into")
 
 
 def companions(folder: Path) -> dict[str, bytes]:
     """The files beside the weights that make a model usable elsewhere, by name; none where the folder is gone."""
     paths = [path for pattern in COMPANIONS for path in sorted(folder.glob(pattern)) if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    for path in paths:
+        refuse_link(path, folder)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def _write_weights(model: GPT, folder: Path, dtype: torch.dtype, shard_bytes: int) -> None:
+def _write_weights(model: GPT, folder: Path, dtype: torch.dtype, shard_bytes: int) -> dict[str, dict[str, Any]]:
+    """Writes the files of weights; returns size and hash of each."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     prefix = "transformer." if model.config.family == "gpt2" else "model."
     shards: list[dict[str, Tensor]] = [{}]
@@ -387,16 +392,17 @@ def _write_weights(model: GPT, folder: Path, dtype: torch.dtype, shard_bytes: in
         shards[-1][name if name == "lm_head.weight" else prefix + name] = part
         filled, total = filled + size, total + size
     places: dict[str, str] = {}
+    known: dict[str, dict[str, Any]] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else WEIGHTS_FILE
         # A shard is copied when its turn comes: beside the model, memory for one of them is enough.
         copies = {name: _exported(name, part, dtype) for name, part in shard.items()}
-        with usual_mode(folder / file):
-            save_file(copies, folder / file, metadata={"format": "pt"})
+        known[file] = write_tensors(folder / file, copies, {"format": "pt"})
         places |= dict.fromkeys(shard, file)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        write_new(folder / INDEX_FILE, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    return known
 
 
 def _exported(name: str, part: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,13 +32,15 @@ _NAMES = {
 }  # fmt: skip
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Writes a new file and makes it durable; returns its size and SHA-256."""
     order = {dtype: index for index, dtype in enumerate(_NAMES)}
     ordered = sorted(tensors.items(), key=lambda item: (order[item[1].dtype], item[0]))
     with path.open("xb", buffering=0) as file:
         with _Pipeline(file) as pipeline:
-            pipeline.put(torch.frombuffer(bytearray(_header(ordered)), dtype=torch.uint8))
+            pipeline.put(torch.frombuffer(bytearray(_header(ordered, metadata)), dtype=torch.uint8))
             for _, tensor in ordered:
                 bytes_N = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
                 for start in range(0, bytes_N.numel(), PIECE):
@@ -47,8 +49,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         return {"bytes": file.tell(), "sha256": pipeline.digest.hexdigest()}
 
 
-def _header(ordered: Sequence[tuple[str, Tensor]]) -> bytes:
-    entries: dict[str, Any] = {}
+def _header(ordered: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str] | None) -> bytes:
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.numel() * tensor.element_size()

@@ -1,7 +1,9 @@
 """Our own weights on disk: safetensors only, one name per tensor, shapes checked before anything is overwritten."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,9 +15,21 @@ from flatout.files import CHECK_ACCESS, why_unreadable
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a file, on the CPU."""
+    with _opened(path) as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a file, without their values."""
+    with _opened(path) as file:
+        return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
+            yield file
     except (SafetensorError, OSError) as error:
         if (reason := why_unreadable(path)) is not None:
             raise CheckpointError(f"{path} cannot be read: {reason}", CHECK_ACCESS) from error

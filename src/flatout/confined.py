@@ -1,0 +1,270 @@
+"""Programs of strangers in a child process with limits: chat templates, and patterns of adapters.
+
+A template or a regular expression that comes with a model can run for years or ask for all memory there is, and neither
+can be told from its text. So it never runs here. A small child process runs it, with limits on processor time, memory
+and the length of its answer; whoever passes one of them is an `Exceeded`, and the child is gone.
+
+The child answers requests of one module: `answer(request)`, JSON in and JSON out. It imports that module and nothing of
+torch, starts in about a tenth of a second, and ends with the pipe that it reads from. Where the operating system knows
+no limits of its own (Windows), a clock here ends a child that takes too long.
+"""
+
+import atexit
+import contextlib
+import importlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, final
+
+from flatout.errors import ResourceError
+
+_START = "import sys; sys.path += sys.argv[2:]; from flatout.confined import serve; serve(sys.argv[1])"
+_READY = "ready"
+
+
+class Exceeded(Exception):  # no UserError: only the caller knows whose program it was, and what to use instead
+    """A stranger's program took more than it may have; the message continues "it ..."."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may take.
+
+    `seconds` is processor time; `patience` is by the clock, for busy machines. The answer may have `output` bytes of
+    JSON, and `output_times` as many as the request besides: JSON spells a character of other scripts in six bytes, and
+    some templates spell it so again.
+    """
+
+    seconds: float = 5
+    patience: float = 60.0
+    memory: int = 2**30
+    output: int = 2**18
+    output_times: int = 16
+
+
+@final
+class Child:
+    """A process that answers requests, started with the first one, and anew after it was ended."""
+
+    def __init__(self, module: str, packages: Sequence[str] = (), limits: Limits | None = None) -> None:
+        """`packages` are those that the module imports beside Python's own library."""
+        self._module = module
+        self._packages = packages
+        self.limits = limits or Limits()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._deadline = float("inf")
+        self._late = False
+        atexit.register(self.close)
+
+    def ask(self, request: Any, parts: int = 1) -> Any:
+        """What the child answers; `parts` is how many answers in one that is."""
+        content = _packed([self.limits.seconds, request])
+        most = parts * (self.limits.output + self.limits.output_times * len(content))
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            self._deadline = time.monotonic() + self.limits.patience
+            try:
+                _send(process.stdin, content)
+                told, value = _receive(process.stdout, most)
+            except _TooLong:
+                self._kill()
+                raise Exceeded(f"writes more than {most:,} bytes") from None
+            except (OSError, EOFError):
+                raise Exceeded(self._why_gone(process)) from None
+            except BaseException:  # an interrupt: what the child still writes belongs to no request
+                self._kill()
+                raise
+            finally:
+                self._deadline = float("inf")
+        if told == "memory":
+            raise Exceeded(f"needs more than {self.limits.memory / 2**20:,.0f} MiB of memory")
+        return value
+
+    def close(self) -> None:
+        """Ends the child, if there is one; the next request starts another."""
+        with self._lock:
+            self._kill()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner != os.getpid():  # a fork has its parent's, who may be using it
+            self._process = None
+        if self._process is None or self._process.poll() is not None:
+            self._kill()
+            self._late, self._deadline = False, time.monotonic() + self.limits.patience
+            self._process, self._owner = self._start(), os.getpid()
+            threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
+        return self._process
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        roots = dict.fromkeys(_root_of(name) for name in ("flatout", *self._packages))
+        for program in _pythons():
+            started = self._attempt([program, "-I", "-S", "-c", _START, self._module, *roots])
+            if started is not None:
+                return started
+        raise ResourceError(
+            "no Python could be started to try out a stranger's program in",
+            "make `python3` available on the PATH, in the version that runs Flatout",
+        )
+
+    def _attempt(self, words: list[str]) -> subprocess.Popen[bytes] | None:
+        """The child, if that program is a Python and says that it is ready."""
+        pipe = subprocess.PIPE
+        try:
+            process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+        except (OSError, ValueError):
+            return None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        clock = threading.Timer(self.limits.patience, process.kill)
+        clock.start()
+        ready = False
+        try:
+            _send(process.stdin, _packed(self.limits.memory))
+            ready = _receive(process.stdout, 100) == _READY
+        except (OSError, EOFError, ValueError):
+            return None
+        finally:
+            clock.cancel()
+            if not ready:
+                _forget(process)
+        return process
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Ends a child that takes too long by the clock; its reader then finds the pipe closed."""
+        while process.poll() is None and self._process is process:
+            if time.monotonic() > self._deadline:
+                self._late = True
+                process.kill()
+                return
+            time.sleep(0.2)
+
+    def _why_gone(self, process: subprocess.Popen[bytes]) -> str:
+        late, self._process = self._late, None
+        code = _forget(process)
+        if late or code == -getattr(signal, "SIGXCPU", 0):
+            return f"takes more than {self.limits.seconds:g} s of processor time"
+        return "breaks the process that runs it"
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and self._owner == os.getpid():
+            _forget(process)
+
+
+def _forget(process: subprocess.Popen[bytes]) -> int:
+    """Ends a process and returns its exit code: the one that it ended with before, where it had."""
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.wait(0.2)  # one that reached a limit is about to end, and its code says which
+    process.kill()
+    return process.wait()
+
+
+def _pythons() -> Iterator[str]:
+    """Programs that may be a Python: this one, unless it is inside another program, and those beside it."""
+    folder, name = Path(sys.exec_prefix), f"python{sys.version_info.major}.{sys.version_info.minor}"
+    usual = [str(folder / "bin" / name), str(folder / "bin" / "python3"), str(folder / "python.exe")]
+    here = [sys.executable, getattr(sys, "_base_executable", None)]
+    yield from dict.fromkeys(filter(None, [*here, *usual, shutil.which(name), shutil.which("python3")]))
+
+
+def _root_of(package: str) -> str:
+    """The folder that a package is imported from. The child sees no others: it reads no site-packages of its own."""
+    found = importlib.util.find_spec(package)
+    assert found is not None
+    assert found.origin is not None
+    return str(Path(found.origin).parents[1])
+
+
+# --- the child's side -------------------------------------------------------------------------------------------------
+
+
+def serve(module: str) -> None:
+    """Answers requests until the pipe ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    memory = _receive(source, 100)
+    answer: Callable[[Any], Any] = importlib.import_module(module).answer
+    _limit_memory(memory)
+    _send(target, _packed(_READY))
+    with contextlib.suppress(EOFError):
+        while True:
+            seconds, request = _receive(source, 2**62)
+            _limit_seconds(seconds)
+            try:
+                content = _packed(["done", answer(request)])
+            except MemoryError:
+                content = _packed(["memory", None])
+            _send(target, content)
+
+
+def _limit_memory(memory: int) -> None:
+    _limit("RLIMIT_CORE", 0)
+    _limit("RLIMIT_FSIZE", 0)
+    _limit("RLIMIT_AS", memory)
+
+
+def _limit_seconds(seconds: float) -> None:
+    """So much processor time from now on: the limit of the operating system is on all that the process ever took."""
+    _limit("RLIMIT_CPU", math.ceil(time.process_time() + seconds))  # which counts in whole seconds
+
+
+def _limit(name: str, most: int) -> None:
+    with contextlib.suppress(ImportError, AttributeError, ValueError, OSError):
+        import resource
+
+        kind = getattr(resource, name)
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+# --- both sides -------------------------------------------------------------------------------------------------------
+
+
+class _TooLong(Exception):
+    """A message is longer than its reader takes."""
+
+
+def _packed(value: Any) -> bytes:
+    content = json.dumps(value).encode("ascii")
+    return len(content).to_bytes(8, "little") + content
+
+
+def _send(pipe: IO[bytes], content: bytes) -> None:
+    pipe.write(content)
+    pipe.flush()
+
+
+def _receive(pipe: IO[bytes], most: int) -> Any:
+    length = int.from_bytes(_exactly(pipe, 8), "little")
+    if length > most:
+        raise _TooLong
+    return json.loads(_exactly(pipe, length))
+
+
+def _exactly(pipe: IO[bytes], count: int) -> bytes:
+    content = pipe.read(count)
+    if len(content) < count:
+        raise EOFError
+    return content
+
+
+__all__ = ["Child", "Exceeded", "Limits", "serve"]

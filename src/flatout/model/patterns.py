@@ -1,0 +1,67 @@
+"""Regular expressions from an adapter's config, matched where they can do no harm.
+
+A pattern such as `(a+)+b` takes twice as long for every letter more, and whoever wrote the config may mean that. Those
+of plain names are matched here; all others in a child process with limits (`confined`), once for all paths of a model.
+This module imports nothing but Python's own library, for the child's sake.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+
+from flatout.confined import Child, Exceeded
+from flatout.errors import CheckpointError
+
+_PLAIN = re.compile(r"[\w.]*")  # a dot is any character: nothing to try in more than one way
+
+
+def whole(pattern: str, paths: tuple[str, ...]) -> frozenset[str]:
+    """The paths that a pattern fits from beginning to end."""
+    return _matching(pattern, paths)
+
+
+def endings(pattern: str, paths: tuple[str, ...]) -> frozenset[str]:
+    """The paths that a pattern fits the end of, after a dot."""
+    return _matching(_ending(pattern), paths, plain=_PLAIN.fullmatch(pattern) is not None)
+
+
+def _ending(pattern: str) -> str:
+    return rf"(.*\.)?({pattern})$"  # as PEFT has it
+
+
+def what_is_wrong(pattern: str) -> str | None:
+    """Why a text is no regular expression; None where it is one."""
+    try:
+        re.compile(pattern)
+        re.compile(_ending(pattern))
+    except (re.error, RecursionError, OverflowError) as error:
+        return str(error)
+    return None
+
+
+def answer(request: Mapping[str, object]) -> list[int]:
+    """In the child: the places of the paths that fit."""
+    pattern, paths = request["pattern"], request["paths"]
+    assert isinstance(pattern, str)
+    assert isinstance(paths, list)
+    fits = re.compile(pattern).fullmatch
+    return [place for place, path in enumerate(paths) if fits(path)]
+
+
+@functools.cache
+def child() -> Child:
+    return Child("flatout.model.patterns")
+
+
+@functools.lru_cache(maxsize=64)
+def _matching(pattern: str, paths: tuple[str, ...], plain: bool | None = None) -> frozenset[str]:
+    plain = _PLAIN.fullmatch(pattern) is not None if plain is None else plain
+    request = {"pattern": pattern, "paths": list(paths)}
+    try:
+        places = answer(request) if plain else child().ask(request)
+    except Exceeded as error:
+        raise CheckpointError(
+            f"the pattern {pattern[:200]!r} of an adapter's config {error}",
+            "do not use this adapter, or list the names of its targets instead of the pattern",
+        ) from error
+    return frozenset(paths[place] for place in places)

@@ -1,0 +1,119 @@
+"""Programs of strangers in a child process: what they may take, and that nothing else is lost with them."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from flatout import confined
+from flatout.confined import Child, Exceeded, Limits
+from flatout.errors import ResourceError
+
+
+def patterns(**limits: float) -> Child:
+    return Child("flatout.model.patterns", limits=Limits(**{"seconds": 0.1, **limits}))
+
+
+@pytest.fixture(scope="module")
+def child():
+    made = patterns()
+    yield made
+    made.close()
+
+
+def ask(child: Child, pattern: str, *paths: str) -> list[int]:
+    return child.ask({"pattern": pattern, "paths": list(paths)})
+
+
+def test_it_answers_and_is_there_for_the_next_request(child):
+    assert ask(child, "a+", "aa", "b", "a") == [0, 2]
+    process = child._process
+    assert ask(child, "b", "aa", "b") == [1]
+    assert child._process is process
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits are those of POSIX")
+def test_time_ends_and_the_next_request_is_answered(child):
+    began = time.monotonic()
+    with pytest.raises(Exceeded, match=r"takes more than 0\.1 s of processor time"):
+        ask(child, "(a+)+b", "a" * 60)
+    assert time.monotonic() - began < 30
+    assert ask(child, "a+", "aa") == [0]
+
+
+def test_the_clock_ends_what_the_system_does_not():
+    slow = patterns(seconds=1000, patience=1.0)
+    with pytest.raises(Exceeded, match="processor time"):
+        ask(slow, "(a+)+b", "a" * 60)
+    slow.close()
+
+
+def test_an_answer_that_is_too_long_is_not_read():
+    short = Child("flatout.model.patterns", limits=Limits(output=100, output_times=0))
+    assert ask(short, "a", "a") == [0]
+    with pytest.raises(Exceeded, match="writes more than 100 bytes"):
+        ask(short, "a", *["a"] * 500)
+    assert ask(short, "a", "a") == [0]
+    short.close()
+
+
+def test_what_breaks_the_child_is_told(child):
+    with pytest.raises(Exceeded, match="breaks the process"):
+        ask(child, "(", "a")
+    assert ask(child, "a", "a") == [0]
+
+
+def test_threads_and_forks_do_not_mix_their_answers(child):
+    results: dict[int, list[int]] = {}
+
+    def many(number: int) -> None:
+        for _ in range(20):
+            results[number] = ask(child, str(number), *map(str, range(8)))
+
+    threads = [threading.Thread(target=many, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {number: [number] for number in range(8)}
+    owner, process = child._owner, child._process
+    child._owner = owner + 1  # as it is in a fork
+    assert ask(child, "a", "a") == [0]
+    assert child._process is not process
+    assert process is not None
+    assert process.poll() is None, "the parent's goes on"
+    confined._forget(process)
+
+
+@pytest.mark.parametrize("executable", ["", None, "/nowhere/python", "false"])
+def test_an_odd_executable_is_passed_over(executable, monkeypatch):
+    monkeypatch.setattr(sys, "executable", executable)
+    odd = patterns()
+    assert ask(odd, "a", "a") == [0]
+    odd.close()
+
+
+def test_without_any_python_it_says_so(monkeypatch):
+    monkeypatch.setattr(confined, "_pythons", lambda: iter(["/nowhere/python"]))
+    with pytest.raises(ResourceError, match="no Python could be started"):
+        ask(patterns(), "a", "a")
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+def test_the_child_ends_with_its_parent_and_knows_no_torch():
+    code = (
+        "from flatout.data.chat_template import ChatTemplate, child\n"
+        "assert ChatTemplate('x', {'default': '{{ 1 }}'}, {}).render([]) == '1'\n"
+        "import sys; assert 'torch' not in sys.modules\n"
+        "print(child()._process.pid, flush=True)\n"
+        "import os; os._exit(0)\n"  # no farewell at all
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    place = f"/proc/{int(done.stdout)}"
+    deadline = time.monotonic() + 10
+    while os.path.exists(place) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not os.path.exists(place)

@@ -1,0 +1,179 @@
+"""Models that mean harm: code, links, JSON of any shape. Refused by name, or taken without what does the harm."""
+
+import contextlib
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import flatout
+from flatout.cli import main
+from flatout.config.load import load_config
+from flatout.data.chat_template import load_template
+from flatout.data.model_folder import read_model_tokenizer
+from flatout.engine.adapter_folder import adapter_at
+from flatout.errors import CheckpointError, UserError
+from flatout.model.hub import read_description
+from flatout.model.hub_find import find_model, is_within_reach
+from flatout.model.hub_weights import export_huggingface, from_huggingface, load_described
+from tests.chat_models import write_chat_model
+from tests.unit.test_hub import build, change, write
+
+
+def test_code_of_a_model_s_own_is_told_and_ignored_only_if_asked_to(tmp_path):
+    folder = write(tmp_path / "m")
+    change(folder, auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    with pytest.raises(CheckpointError, match=r"config\.json names code of the model's own \(auto_map\)") as caught:
+        read_description(folder)
+    assert "model.ignore_auto_map=true" in caught.value.hint
+    description = read_description(folder, ignore_code=True)
+    export_huggingface(load_described(description), tmp_path / "out", source=description)
+    read_description(tmp_path / "out")  # without it: the code does not come along
+
+
+def test_a_run_ignores_code_if_it_is_asked_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "m")
+    change(tmp_path / "m", auto_map={"AutoModelForCausalLM": "modeling.Evil"})
+    settings = tmp_path / "m" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"auto_map": {"AutoTokenizer": ["a.B", None]}}))
+    Path("rows.json").write_text(json.dumps([{"prompt": f"Hi {n}", "completion": "one"} for n in range(8)]))
+    words = ["model.init_from=m", "chat.source=rows.json", "train.steps=1", "train.epochs=null", "lora.rank=2"]
+    words += ["output.plots=false", "eval.sample_tokens=0", "speed.device=cpu", "output.folder=run"]
+    with pytest.raises(CheckpointError, match="auto_map"):
+        list(flatout.train(load_config("lora", words)))
+    list(flatout.train(load_config("lora", [*words, "model.ignore_auto_map=true"])))
+    flatout.export(flatout.load_model("run", device="cpu"), "out")
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in (tmp_path / "out" / name).read_text()
+    flatout.load_model("out", device="cpu")
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "generation_config.json", "shard", "index"])
+def test_a_file_that_links_to_another_place_is_refused(name, tmp_path):
+    folder = write(tmp_path / "m", shard_bytes=20_000 if name in ("shard", "index") else 10**9)
+    (folder / "generation_config.json").write_text("{}")
+    name = {"shard": next(folder.glob("model*.safetensors")).name, "index": "model.safetensors.index.json"}.get(
+        name, name
+    )
+    (folder / name).rename(tmp_path / "elsewhere")
+    (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=rf"{name} is a link that leads out of its folder"):
+        from_huggingface(folder)
+    (folder / name).unlink()
+    (tmp_path / "elsewhere").rename(folder / "inside")
+    (folder / name).symlink_to("inside")
+    from_huggingface(folder)
+
+
+def test_a_link_among_the_companions_is_not_copied(tmp_path):
+    folder = write(tmp_path / "m")
+    (tmp_path / "secret").write_text("x")
+    (folder / "tokenizer_secret").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        export_huggingface(build("llama"), tmp_path / "out", source=read_description(folder))
+    assert not (tmp_path / "out").exists()
+
+
+def test_snapshots_of_the_hub_s_cache_are_links_and_are_read(tmp_path):
+    """And no others: a link out of the repository's own folder is none of the cache."""
+    whole = write(tmp_path / "m")
+    repository = tmp_path / "hub" / "models--somebody--a-model"
+    snapshot = repository / "snapshots" / "0123abcd"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(sorted(whole.iterdir())):
+        path.rename(repository / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    from_huggingface(snapshot)
+    (tmp_path / "link").symlink_to(snapshot)
+    from_huggingface(tmp_path / "link")
+    target = (snapshot / "config.json").resolve()
+    target.rename(tmp_path / "elsewhere")
+    target.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="leads out of its folder"):
+        from_huggingface(snapshot)
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a/" + "x" * 300, "../" + "x" * 300 + "/y"])
+def test_names_that_are_too_long_are_those_of_nothing(name):
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        find_model(name)
+    assert is_within_reach(name)
+    with pytest.raises(CheckpointError, match="there is no folder"):
+        adapter_at(name)
+
+
+@pytest.mark.parametrize(
+    "verb", [["chat", "x" * 300, "--message", "Hi"], ["generate", "x" * 300]], ids=["chat", "generate"]
+)
+def test_names_that_are_too_long_are_two_lines(verb, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(verb) in (2, 3)
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["error", "hint"]
+
+
+def test_a_target_whose_name_is_too_long_is_two_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "m")
+    assert main(["export", "m", "x" * 300]) in (2, 3, 5)
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["error", "hint"]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
+WEIRD = [None, True, -1, 0, 10**30, 1e308, math.nan, "", "x", [], {}, [[]], {"a": []}, [None], "\ud800", "\0"]
+FUZZED = {
+    "config.json": lambda folder: from_huggingface(folder),
+    "generation_config.json": lambda folder: read_description(folder),
+    "tokenizer.json": lambda folder: read_model_tokenizer(folder),
+    "tokenizer_config.json": lambda folder: (read_model_tokenizer(folder), load_template_of(folder)),
+    "special_tokens_map.json": lambda folder: read_model_tokenizer(folder),
+}
+
+
+def load_template_of(folder: Path) -> Any:
+    tokenizer = read_model_tokenizer(folder)
+    return load_template("model", folder, tokenizer)
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_any_value_in_any_place_is_taken_or_refused(name, tmp_path):
+    """Whatever stands under a key, also inside: an error of ours, never a traceback."""
+    folder = write_chat_model(tmp_path / "m")
+    start = {"generation_config.json": {"eos_token_id": 2}, "special_tokens_map.json": {"bos_token": "<|im_start|>"}}
+    values = json.loads((folder / name).read_text()) if (folder / name).exists() else start[name]
+    read = FUZZED[name]
+    (folder / name).write_text(json.dumps(values))
+    read(folder)
+    places = [(key,) for key in values]
+    if name == "tokenizer.json":
+        values["model"]["vocab"] = dict(list(values["model"]["vocab"].items()))
+        places += [("model", key) for key in (*values["model"], "unk_id")] + [("added_tokens", 0)]
+        places += [("added_tokens", 0, key) for key in values["added_tokens"][0]]
+    if name == "tokenizer_config.json":
+        places += [("added_tokens_decoder",), ("extra_special_tokens",), ("additional_special_tokens",)]
+    for place in places:
+        for weird in WEIRD:
+            changed = copy.deepcopy(values)
+            inside = changed
+            for key in place[:-1]:
+                inside = inside[key]
+            inside[place[-1]] = weird
+            (folder / name).write_text(json.dumps(changed))
+            with contextlib.suppress(UserError):
+                read(folder)
+
+
+@pytest.mark.parametrize("name", [*FUZZED, "model.safetensors.index.json"])
+def test_deep_json_is_refused_by_its_name(name, tmp_path):
+    folder = write_chat_model(tmp_path / "m")
+    if name.endswith("index.json"):
+        (folder / "model.safetensors").unlink()
+    for deep in ("[" * 100_000 + "]" * 100_000, '{"a":' * 500 + "1" + "}" * 500):
+        (folder / name).write_text(deep)
+        with pytest.raises(UserError, match=name) as caught:
+            (FUZZED.get(name) or (lambda folder: from_huggingface(folder)))(folder)
+        assert caught.value.exit_code == 3

@@ -38,7 +38,6 @@ from flatout.engine.run_folder import checkpoint_to_load, find_resume_point, run
 from flatout.errors import DivergedError, UserError
 from flatout.files import write_whole
 from flatout.folders import MARK
-from flatout.model import hub_weights
 from flatout.model.adapter_files import save_adapter
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
@@ -400,10 +399,6 @@ def test_a_dataset_is_whole_or_absent_wherever_it_is_cut(preparing: Preparing, t
 
 # --- adapters and exports ---------------------------------------------------------------------------------------------
 
-folders_are_whole = pytest.mark.skipif(
-    not hasattr(hub_weights, "whole_folder"), reason="adapters and exports are not written as whole folders yet"
-)
-
 
 def write_model(kind: str, folder: Path, value: float) -> None:
     """An adapter, which takes the place of one, or an export, which does not."""
@@ -454,13 +449,11 @@ def model_campaign(kind: str, tmp_path: Path, *, cuts: int, samples: int) -> int
     return campaign(record, check, tmp_path / "cuts", cuts=cuts, samples=samples)
 
 
-@folders_are_whole
 @pytest.mark.parametrize("kind", ["adapter", "export"])
 def test_a_model_folder_is_whole_or_absent(tmp_path: Path, kind: str):
     model_campaign(kind, tmp_path, cuts=3, samples=2)
 
 
-@folders_are_whole
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["adapter", "export"])
 def test_a_model_folder_is_whole_or_absent_wherever_it_is_cut(tmp_path: Path, kind: str):

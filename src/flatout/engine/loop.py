@@ -50,6 +50,7 @@ from flatout.engine.setup import Run, out_of_memory
 from flatout.engine.spans import SpanTotals
 from flatout.errors import DataError, DivergedError
 from flatout.generation.decode import generate_tokens
+from flatout.model.adapter_files import OccupiedError
 from flatout.model.count import parameter_count
 from flatout.optim.optimizers import assign_optimizer, optimizer_tensors
 from flatout.records import (
@@ -184,7 +185,7 @@ class Boundary:
                 yield NoticeRecord(
                     step=progress.step, message=f"{path} is kept: it is a link, or holds files that are not the run's"
                 )
-        save_run_adapter(run, folder, progress.step)
+        yield from (NoticeRecord(step=progress.step, message=m) for m in save_run_adapter(run, folder, progress.step))
 
 
 def quick_loss(run: Run, batch_size: int) -> float:
@@ -220,11 +221,10 @@ def train_loop(
             setattr(progress, name, verdict.progress[name])
     if read_best(folder) != progress.best_step:  # a run taken back to an older checkpoint forgets a later best
         write_json_atomically(folder / "best.json", {"step": progress.best_step, "loss": progress.best_loss})
-    if resumed is not None:
-        mend_run_adapter(run, folder)
+    mended = [] if resumed is None else list(mend_run_adapter(run, folder))
     pending = PendingReports(run.speed.device.torch_device)
     yield run_info(run, folder, progress.step, resumed_from)
-    for message in run.notices if progress.step < run.steps else ():
+    for message in (*run.notices, *mended) if progress.step < run.steps else ():
         yield NoticeRecord(step=progress.step, message=message)
     if isinstance(run.dataset, SampleData) and progress.step == 0:
         yield PreviewRecord(step=0, pieces=run.dataset.preview())
@@ -465,15 +465,21 @@ def _sample(run: Run, step: int) -> SampleRecord:
 # --- saving and restoring ---------------------------------------------------------------------------------------------
 
 
-def save_run_adapter(run: Run, folder: Path, step: int) -> None:
-    """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load."""
+def save_run_adapter(run: Run, folder: Path, step: int) -> Iterator[str]:
+    """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load.
+
+    Somebody's files in that folder are left alone, and told: the checkpoint has the adapters all the same.
+    """
     name = run.config.model.init_from
     if run.adapters is None or name is None or not isinstance(run.dataset, SampleData):
         return
     if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
         return
     facts = {"fingerprint": run.base, "quantize": run.config.lora.quantize, "step": step}
-    write_adapter(run.adapters, folder / ADAPTER, base=name, files=run.files_beside, **facts)
+    try:
+        write_adapter(run.adapters, folder / ADAPTER, base=name, files=run.files_beside, **facts)
+    except OccupiedError as error:
+        yield f"the adapter of step {step} was not written: {error.message}"
 
 
 def _about_adapter(run: Run, place: Path, step: int) -> str:
@@ -484,7 +490,7 @@ def _about_adapter(run: Run, place: Path, step: int) -> str:
     return "; ".join([known, *filter(None, remarks)])
 
 
-def mend_run_adapter(run: Run, folder: Path) -> None:
+def mend_run_adapter(run: Run, folder: Path) -> Iterator[str]:
     """Writes the adapter's folder anew where it is not that of the checkpoint it should be of: after a kill between the
     two, or a step back to an older checkpoint."""
     found = dict(list_checkpoints(checkpoints_of(folder)))
@@ -496,7 +502,7 @@ def mend_run_adapter(run: Run, folder: Path) -> None:
         return
     now = {name: tensor.clone() for name, tensor in run.trained.tensors().items()}
     run.trained.assign(read_checkpoint(chosen).model, str(chosen))
-    save_run_adapter(run, folder, step)
+    yield from save_run_adapter(run, folder, step)
     run.trained.assign(now, "the run")
     run.adapters.refresh()
 

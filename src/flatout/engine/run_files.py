@@ -9,8 +9,8 @@ from flatout.errors import UsageError
 LOCK = "run.lock"
 _FILES = ("config.yaml", "metrics.jsonl", "best.json")
 _PARTS = (LOCK, *_FILES, "checkpoints", "adapter")
-LOCK_MARK = b"run of flatout, last held by "  # what the text of our locks begins with; no resume writes it again
-_OWNER = re.compile(rb"(?:run of flatout, last held by )(.*)|(pid \d+ on [^\n]*\n)", re.DOTALL)
+LOCK_MARK = b"run of flatout, held by "  # what each line of our locks begins with
+_OLD_OWNER = re.compile(rb"pid \d+ on [^\n]*\n")
 MANIFEST = "manifest.json"
 TENSOR_FILES = ("model", "optimizer", "run")
 JSON_FILES = ("state", "config", "tokenizer")
@@ -76,8 +76,9 @@ def _is_run(run: Path) -> bool:
 def owner_of(lock: Path) -> str | None:
     """Who held a lock last, by its text; None where nobody of ours wrote it."""
     try:
-        raw = b"" if lock.is_symlink() else lock.read_bytes()[:300]
+        raw = b"" if lock.is_symlink() else lock.read_bytes()
     except OSError:
         return None
-    match = _OWNER.fullmatch(raw)
-    return (match[1] or match[2] or b"").decode("utf-8", "replace").strip() if match else None
+    if raw.startswith(LOCK_MARK) or _OLD_OWNER.fullmatch(raw):
+        return raw.strip().rpartition(b"\n")[2].removeprefix(LOCK_MARK).decode("utf-8", "replace")
+    return None

@@ -177,12 +177,10 @@ class RunLock:
         sweep(self.run, "adapter", locked=True)
 
     def _sign(self) -> None:
-        """Writes who holds the folder. By the mark before that, the files that come next are known as ours: it is
-        durable before them, and a power loss while it is signed again cannot take it."""
-        if self.created:
-            os.pwrite(self.handle, LOCK_MARK, 0)
-        owner = f"pid {os.getpid()} on {socket.gethostname()}\n".encode()
-        os.ftruncate(self.handle, len(LOCK_MARK) + os.pwrite(self.handle, owner, len(LOCK_MARK)))
+        """Adds a line about who holds the folder. By these lines the files that come next are known as ours: they are
+        durable first, and since nothing is written over, a power loss cannot take the earlier ones."""
+        os.lseek(self.handle, 0, os.SEEK_END)
+        os.write(self.handle, LOCK_MARK + f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
         os.fsync(self.handle)
         sync_folder(self.run)
 

@@ -176,7 +176,9 @@ def train(
         if done:
             messages.clear()  # settings that are other than the run's change nothing any more
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
-        lock.accept()  # from here on nothing can be refused any more: a refused command leaves all as it was
+        # From here on nothing can be refused any more. A finished run is left as it is, like one that was refused.
+        if not done or unusable:
+            lock.accept()
         messages[:0] = set_unusable_aside(unusable)
         if point is not None and resume != "auto":
             set_later_aside(folder, point, messages.append)

@@ -406,7 +406,7 @@ def test_verbs_on_a_finished_run(tiny_words, tmp_path, capsys: pytest.CaptureFix
     assert "error: " in talk.stderr, "a bad prompt is told"
     assert talk.stdout.count(">") >= 4, "and the session goes on"
     here("export", "run", "out")
-    written = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    written = ["config.json", "flatout.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in Path("out").iterdir()) == written
     assert_two_lines(2, here("export", "run", "out", expected=2)[1])
 

@@ -72,7 +72,7 @@ def campaign(place: Path, scratch: Path, kind: str, seeds: range) -> dict[str, i
             error, outcome = raised, None
         if error is None:
             assert outcome == expected, f"{done} was not noticed"
-            assert done == f"{SEAL} gone", "no other file may change without a word"
+            assert done == f"{SEAL} delete", "no other file may change without a word"
             outcomes["harmless"] += 1
         else:
             assert (error.exit_code, bool(error.hint)) == (3, True), done

@@ -104,7 +104,8 @@ def test_a_prepared_dataset_and_a_run_folder(tiny, here: Path, corpus: Path, cap
 def test_a_run_that_is_under_way_holds_its_folder(here: Path, capsys: pytest.CaptureFixture[str]):
     from flatout.engine.run_folder import run_lock
 
-    with run_lock(here / "run"):
+    with run_lock(here / "run") as lock:
+        lock.accept()
         code, rows = lines("speed.device=cpu", f"output.folder={here / 'run'}", "--quick", capsys=capsys)
         assert code == 2
         assert any(f"pid {os.getpid()}" in row["found"] for row in rows if row.get("status") == "bad")

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import flatout
-from flatout import api
+from flatout import api, folders
 from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.data.train_tokenizer import train_bpe, write_tokenizer
 from flatout.diagnose.examine import examine
+from flatout.engine import checkpoint
 from flatout.engine.adapter_folder import step_of
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import UserError
@@ -257,7 +258,7 @@ def test_a_base_that_trains_on_keeps_the_checkpoint_under_adapters(words, text, 
     list(flatout.train(load_config(None, [*mine, *more]), resume="runs/mine"))
     assert sorted(path.name for path in Path("runs/mine/checkpoints").iterdir()) == ["step-00000002", "step-00000006"]
     assert torch.equal(logits(api.load_model("runs/lora", device="cpu").model), before)
-    monkeypatch.setattr(Path, "write_text", refuse(Path.write_text, "base-of.txt"))
+    monkeypatch.setattr(checkpoint, "write_new", refuse(checkpoint.write_new, "base-of.txt"))
     records = run(words("model.init_from=runs/mine", "model.context=96", "output.name=other"))
     assert [r for r in records if isinstance(r, NoticeRecord) and "cannot be written to" in r.message]
 
@@ -406,8 +407,8 @@ def test_an_adapter_that_a_kill_left_behind_is_written_again(words, rate):
     )
     run(words(*more))
     before = (Path("runs/lora/adapter/adapter_model.safetensors")).read_bytes()
-    Path("runs/lora/adapter").rename("runs/lora/adapter.old-123")
-    Path("runs/lora/adapter.tmp-123").mkdir()
+    folders._rename_marked(Path("runs/lora/adapter"))  # as a kill while it was replaced leaves it
+    folders._create(Path("runs/lora/adapter"))
     list(api.train(load_config("lora", words(*more)), resume="auto"))
     assert (Path("runs/lora/adapter/adapter_model.safetensors")).read_bytes() == before
     assert [path.name for path in Path("runs/lora").glob("adapter*")] == ["adapter"]

@@ -38,6 +38,7 @@ from flatout.diagnose.doctor import (
 )
 from flatout.diagnose.examine import examine
 from flatout.diagnose.machine import merged
+from flatout.engine.run_files import CHECKPOINT_FILES
 
 GIB = 2**30
 H200 = Card(
@@ -228,7 +229,9 @@ def damaged_shards(folder: Path) -> tuple[str, ...]:
 def another_run(folder: Path) -> tuple[str, ...]:
     run = folder / "run"
     (run / "checkpoints" / "step-00000500").mkdir(parents=True)
-    (run / "metrics.jsonl").write_text("{}\n", encoding="utf-8")
+    for name in CHECKPOINT_FILES:
+        (run / "checkpoints" / "step-00000500" / name).touch()
+    (run / "metrics.jsonl").write_text('{"type": "run"}\n', encoding="utf-8")
     (run / "config.yaml").write_text("preset: shakespeare-char\nmodel:\n  width: 256\n", encoding="utf-8")
     return (f"output.folder={run}",)
 

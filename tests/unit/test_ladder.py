@@ -16,6 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from flatout import files
 from flatout.config.complain import field_facts
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import micro_batch_of
@@ -563,12 +564,10 @@ def test_a_picture_that_cannot_be_written_leaves_the_old_one(
     draw_bench([row("a")], tmp_path / "one.png")
     good = (tmp_path / "one.png").read_bytes()
 
-    def torn(path: Path, content: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(content[:100])
+    def fails(*_paths: Path) -> None:
         raise OSError(number, "what the system says")
 
-    monkeypatch.setattr(Path, "write_bytes", torn)
+    monkeypatch.setattr(files.os, "replace", fails)
     with pytest.raises(ResourceError, match="what the system says") as error:
         draw_bench([row("b")], tmp_path / "one.png")
     assert ("writable" if number == errno.EACCES else "free some space") in error.value.hint

@@ -118,11 +118,11 @@ def test_damage_is_noticed_and_mended(prepare, tmp_path: Path, name: str):
     assert mended.made.startswith("those that were there could not be used")
     assert mended.fingerprint == whole.fingerprint
     path.unlink()
-    if name == MANIFEST:  # without it nobody can tell whose files these are
-        with pytest.raises(DataError, match=r"has no manifest\.json of ours, and holds 'chat_template\.jinja'"):
-            prepare()
-    else:
-        assert prepare().made
+    assert prepare().made, "by either of the two files the folder is known as ours"
+    for lost in (SAMPLES, MANIFEST):
+        (tmp_path / "samples" / lost).unlink()
+    with pytest.raises(DataError, match=r"is not one of samples; it holds 'chat_template\.jinja'"):
+        prepare()
 
 
 def rewritten(folder: Path, **changes: Any) -> None:

@@ -197,27 +197,6 @@ def memory_limit(device: Device) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(before, device.torch_device)
 
 
-def cpu_threads() -> int:
-    """How many threads torch computes with on the CPU. They share sums among them, so a result's bits depend on it."""
-    return torch.get_num_threads()
-
-
-@contextlib.contextmanager
-def with_cpu_threads(count: int | None) -> Iterator[None]:
-    """Computes with this many threads for one piece of work, then with as many as before; None changes nothing.
-
-    More threads than cores are allowed: slow, and with the bits of as many cores.
-    """
-    before = torch.get_num_threads()
-    if count is not None:
-        torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        if count is not None:
-            torch.set_num_threads(before)
-
-
 @contextlib.contextmanager
 def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Iterator[None]:
     """Sets torch's process-wide arithmetic switches for one piece of work and puts them back.

@@ -185,7 +185,7 @@ def test_json_prints_records_only_and_equals_the_metrics_file(tiny_words):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_saves_and_says_how_to_go_on(tiny_words, number, code):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flatout.cli", "train", *tiny_words, "train.steps=1000000", "output.log_every=1"]
+    command = [sys.executable, "-m", "flatout.cli", "train", *tiny_words, "train.steps=50000", "output.log_every=1"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
@@ -317,7 +317,7 @@ def test_head_takes_a_line_and_the_run_goes_on(tiny_words):
 
 def test_a_second_interrupt_quits_at_once(tiny_words):
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.end_to_end.slow_trainer", "5", *tiny_words, "train.steps=1000000"]
+    command = [sys.executable, "-m", "tests.end_to_end.slow_trainer", "5", *tiny_words, "train.steps=50000"]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:

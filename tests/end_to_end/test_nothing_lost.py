@@ -34,7 +34,7 @@ def fill_with_a_users_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["proj", "."])
-@pytest.mark.parametrize("wrong", ["data.source=nope.txt", "model.init_from=nope", "speed.device=cuda:99"])
+@pytest.mark.parametrize("wrong", ["data.source=nope.txt", "speed.device=cuda:99"])
 def test_a_refused_run_leaves_the_disk_as_it_was(tiny_words, tmp_path, folder, wrong):
     assert cli.main(["prepare", *(word for word in tiny_words if word.startswith("data."))]) == 0
     fill_with_a_users_files(tmp_path / folder)
@@ -281,9 +281,9 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("where", ["write_verdict", "write_json_atomically", "keep_newest", "_sample", "evaluate"])
 def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monkeypatch, where):
-    words = ["train.steps=12", "checkpoint.every=3", "eval.every=3", "eval.sample_every=3", "eval.patience=3"]
+    words = ["train.steps=6", "checkpoint.every=2", "eval.every=2", "eval.sample_every=2", "eval.patience=3"]
     list(flatout.train(tiny(*words, "output.folder=reference")))
-    for nth in (1, 3):
+    for nth in (1, 2):
         with monkeypatch.context() as patch:
             real, calls = getattr(loop, where), itertools.count(1)
 
@@ -297,7 +297,7 @@ def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monk
                 list(flatout.train(tiny(*words, f"output.folder=run{nth}")))
         list(flatout.train(tiny(*words, f"output.folder=run{nth}"), resume="auto"))
         assert evaluations(f"run{nth}") == evaluations("reference"), (where, nth)
-        assert_same_end(f"run{nth}", "reference", 12)
+        assert_same_end(f"run{nth}", "reference", 6)
         assert len(list_checkpoints(Path(f"run{nth}/checkpoints"))) <= 3
 
 
@@ -362,7 +362,7 @@ def campaign(tiny, capsys, wanted: int, seed: int) -> tuple[int, int]:
 
 
 def test_a_few_diverging_runs(tiny, capsys):
-    campaign(tiny, capsys, wanted=2, seed=1)
+    campaign(tiny, capsys, wanted=1, seed=1)
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_a_target_whose_name_is_too_long_is_two_lines(tmp_path, monkeypatch, cap
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 
-WEIRD = [None, True, -1, 0, 10**30, 1e308, math.nan, "", "x", [], {}, [[]], {"a": []}, [None], "\ud800", "\0"]
+WEIRD = [10**400, None, True, -1, 0, 10**30, 1e308, math.nan, "", "x", [], {}, [[]], {"a": []}, [None], "\ud800", "\0"]
 FUZZED = {
     "config.json": lambda folder: from_huggingface(folder),
     "generation_config.json": lambda folder: read_description(folder),

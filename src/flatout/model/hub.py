@@ -12,7 +12,7 @@ Both are read, and where a file has both, `rope_scaling` wins, as in transformer
 """
 
 import dataclasses
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,8 @@ class _Values:
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        # Compared before it is a float: Python's whole numbers may be larger than any.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             missing = value is None and key not in self.values
             raise self.refuse(
                 f"{key} is {'missing' if missing else shorten(value)}, not a number above 0", "fetch the folder again"

@@ -115,7 +115,7 @@ def test_a_few_damaged_datasets(tiny, capsys):
 
 @pytest.mark.slow
 def test_hundreds_of_damaged_checkpoints(tiny, capsys):
-    rot_checkpoints(tiny, capsys, {"flip": 280, "cut": 56, "zeros": 28})
+    rot_checkpoints(tiny, capsys, {"flip": 301, "cut": 56, "zeros": 28})
 
 
 @pytest.mark.slow

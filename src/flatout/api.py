@@ -6,6 +6,7 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 import contextlib
 import dataclasses
 import shlex
+import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from flatout.data.shards import Tokens, open_dataset
 from flatout.data.stream import open_stream
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
 from flatout.data.workers import EngineName
-from flatout.device import Device, arithmetic, detect_device
+from flatout.device import Device, arithmetic, detect_device, free_memory
 from flatout.engine.adapter_folder import (
     IN_4_BITS,
     files_beside,
@@ -51,7 +52,7 @@ from flatout.engine.evaluate import bits_per_byte, perplexity, tokens_per_byte
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.features import scan_for
 from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, samples_folder
-from flatout.engine.loop import lacks_verdict, train_loop
+from flatout.engine.loop import lacks_verdict, said_again, train_loop
 from flatout.engine.run_files import check_own
 from flatout.engine.run_folder import (
     checkpoint_to_load,
@@ -172,7 +173,8 @@ def train(
                 messages.append(f"to go on with the settings that the run had: {_go_on(resumed, folder)}")
         start = 0 if resumed is None else resumed.step
         rows = folder / "metrics.jsonl"
-        done = resumed is not None and start == run.steps and ends_at(rows, start)
+        judged = resumed is not None and point is not None and not lacks_verdict(resumed, point)
+        done = judged and start == run.steps and ends_at(rows, start)
         if done:
             messages.clear()  # settings that are other than the run's change nothing any more
         check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
@@ -180,7 +182,7 @@ def train(
         if not done or unusable:
             lock.accept()
         messages[:0] = set_unusable_aside(unusable)
-        if point is not None and resume != "auto":
+        if point is not None and resume != "auto" and not done:
             set_later_aside(folder, point, messages.append)
         if run.adapters is not None and isinstance(run.dataset, SampleData):
             base = run.dataset.description.folder
@@ -195,8 +197,8 @@ def train(
             return
         with disk_errors(f"{folder / 'config.yaml'}"):
             write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
-        redo = resumed is not None and point is not None and lacks_verdict(resumed, point)
-        with MetricsFile(rows, keep_to_step=start, redo=redo) as metrics:
+        again = () if resumed is None or point is None else said_again(resumed, point)
+        with MetricsFile(rows, keep_to_step=start, again=again) as metrics:
             for message in messages:
                 notice = NoticeRecord(step=start, message=message)
                 metrics.write(notice)
@@ -205,7 +207,10 @@ def train(
             try:
                 yield from _tracked(records, run, metrics)
             except DivergedError as error:
-                del run, records  # what is on the device: the run may have to be built again
+                device = run.speed.device.torch_device
+                del run, records
+                traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
+                free_memory(device)
                 raise with_way_back(error, config, folder, vocab) from error
 
 
@@ -345,8 +350,8 @@ def _about_threads(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     before, now = checkpoint.state.get("threads"), torch.get_num_threads()
     if before is not None and before != now and run.speed.device.kind == "cpu":
         yield (
-            f"the run had {before} CPU threads and now has {now}: it goes on, but not bit for bit as it would have; "
-            f"OMP_NUM_THREADS={before} does"
+            f"the run had {before} CPU threads and now has {now}: results will differ in the last bits; set "
+            f"OMP_NUM_THREADS={before} for a bit-identical resume"
         )
 
 

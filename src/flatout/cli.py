@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import flatout
 from flatout import records
 from flatout.errors import UsageError, UserError
-from flatout.launch import check_one_process, is_first
+from flatout.launch import SeveralProcessesError, check_one_process, is_first
 from flatout.streams import go_nowhere, output_that_may_go_away, usable_streams
 from flatout.tuning.signals import handled
 from flatout.verbs import bench, chat, data, doctor, estimate, finders, plot, profile, report, tune, watch
@@ -103,7 +103,7 @@ def _answer(words: list[str]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        if is_first():
+        if is_first() or not isinstance(error, SeveralProcessesError):
             print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -145,7 +145,7 @@ def _dispatch(words: list[str]) -> int:
         near = [f"config {verb}"] if verb in CONFIG_ACTIONS else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
         raise UsageError(f"unknown verb {quoted(verb)}", hint)
-    if verb not in ("config", "doctor"):
+    if verb in ("train", "finetune", "bench", "tune", "estimate", "profile"):
         check_one_process()
     try:
         return VERBS[verb](rest)

@@ -116,10 +116,14 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     if durable:
         sync_folder(path.parent)
 

@@ -144,7 +144,13 @@ def remove_empty(made: Collection[Path]) -> None:
 def _create(target: Path) -> Path:
     work = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     work.mkdir()
-    _write_mark(work, work.name)
+    try:
+        _write_mark(work, work.name)
+    except BaseException:  # on a full disk, a folder without its mark would stay for ever
+        with contextlib.suppress(OSError):
+            (work / MARK).unlink(missing_ok=True)
+            work.rmdir()
+        raise
     return work
 
 
@@ -180,6 +186,8 @@ def _writer_lives(folder: Path) -> bool:
     pid = mark.get("pid")
     if mark.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
         return True  # nobody can tell from here
+    if os.name == "nt":  # where asking after a process would end it
+        return True
     if pid == os.getpid():  # a process with our number that was killed, in a container that numbers from 1 again
         return False
     try:

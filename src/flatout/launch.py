@@ -8,6 +8,11 @@ import os
 
 from flatout.errors import UsageError
 
+
+class SeveralProcessesError(UsageError):
+    """One of several processes. Only the first one says so."""
+
+
 # (number of processes, rank of this one), by launcher: torchrun and others like it, Open MPI, MPICH, SLURM's srun.
 _VARIABLES = (
     ("WORLD_SIZE", "RANK"),
@@ -31,8 +36,8 @@ def check_one_process() -> None:
     found = launched()
     if found is not None:
         name, size, _ = found
-        raise UsageError(
-            f"{size} processes were started ({name}={size}), and Flatout trains on one GPU in one process as yet",
+        raise SeveralProcessesError(
+            f"{size} processes were started ({name}={size}), and Flatout trains in one process on one GPU",
             f"start it once, without a launcher: `flatout train`; if nothing launched several, unset {name}",
         )
 

@@ -1,18 +1,20 @@
 """A user's own files survive us, and so does the last good checkpoint."""
 
+import gc
 import itertools
 import math
 import os
 import random
 import shlex
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 import flatout
-from flatout import cli
-from flatout.engine import loop, run_folder
+from flatout import api, cli
+from flatout.engine import diverged, loop, run_folder
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
 from flatout.model.gpt import GPT
@@ -174,6 +176,33 @@ def test_divergence_keeps_a_good_checkpoint_and_the_hint_trains_on(tiny, capsys)
     assert all(row["applied"] for row in rows)
 
 
+def test_the_hint_keeps_what_was_changed_since_the_checkpoint(tiny, capsys):
+    list(flatout.train(tiny("train.steps=4", "output.folder=run")))
+    wild = ["optim.learning_rate=100", "optim.clip=0", "optim.weight_decay=10", "train.steps=40", "eval.tokens=256"]
+    with pytest.raises(DivergedError) as caught:
+        list(flatout.train(tiny(*wild, "output.folder=run"), resume="run"))
+    assert "eval.tokens=256" in caught.value.hint
+    assert cli.main(hinted(caught.value)) == 0, capsys.readouterr().err
+    end = read_metrics(Path("run/metrics.jsonl"))[-1]
+    assert (end["type"], end["step"]) == ("end", 40)
+
+
+@pytest.mark.parametrize("name", ["run.lock", "config.yaml", "metrics.jsonl", "best.json", "checkpoints"])
+def test_a_pipe_in_the_place_of_a_runs_file_is_refused(tiny, tmp_path, name):
+    (tmp_path / "proj").mkdir()
+    os.mkfifo(tmp_path / "proj" / name)
+    with pytest.raises(UsageError, match=name):
+        next(flatout.train(tiny("output.folder=proj"), resume="auto"))
+
+
+def test_a_pipe_in_the_place_of_a_verdict_counts_as_none(tiny):
+    list(flatout.train(tiny("train.steps=2", "output.folder=run")))
+    verdict = Path("run/checkpoints/step-00000002/verdict.json")
+    verdict.unlink()
+    os.mkfifo(verdict)
+    assert flatout.load_model("run").step == 2
+
+
 def test_a_run_that_diverges_before_its_first_save_goes_on_from_its_start(tiny, capsys):
     words = ["optim.learning_rate=100", "optim.clip=0", "checkpoint.every=0", "eval.every=0"]
     error = diverge(tiny, *words)
@@ -217,9 +246,11 @@ def test_a_stop_waits_until_no_bad_steps_are_counted(tiny, monkeypatch):
 def test_a_checkpoint_that_is_not_finite_is_told_and_passed_over(tiny, monkeypatch):
     words = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.best=false", "output.folder=run"]
     real = loop.quick_loss
-    monkeypatch.setattr(
-        loop, "quick_loss", lambda run, size: math.nan if int(run.step.updates) == 4 else real(run, size)
-    )
+
+    def found(run, size):
+        return (math.nan, size, []) if int(run.step.updates) == 4 else real(run, size)
+
+    monkeypatch.setattr(loop, "quick_loss", found)
     records = []
     for record in flatout.train(tiny(*words)):
         records.append(record)
@@ -299,6 +330,55 @@ def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monk
         assert evaluations(f"run{nth}") == evaluations("reference"), (where, nth)
         assert_same_end(f"run{nth}", "reference", 6)
         assert len(list_checkpoints(Path(f"run{nth}/checkpoints"))) <= 3
+
+
+def test_a_kill_before_the_verdict_on_a_best_checkpoint_loses_no_record(tiny, monkeypatch):
+    """It is saved after its evaluation, which is not made again."""
+    words = ["train.steps=6", "checkpoint.every=5", "eval.every=2", "eval.sample_every=2"]
+    list(flatout.train(tiny(*words, "output.folder=reference")))
+
+    def dies(*_args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "write_verdict", dies)
+        with pytest.raises(Killed):
+            list(flatout.train(tiny(*words, "output.folder=run")))
+    assert read_checkpoint(Path("run/checkpoints/step-00000002")).step == 2
+    list(flatout.train(tiny(*words, "output.folder=run"), resume="auto"))
+    assert evaluations("run") == evaluations("reference")
+    assert_same_end("run", "reference", 6)
+
+
+def test_a_diverged_run_is_let_go_of_before_it_is_built_again(tiny, monkeypatch):
+    alive: list[bool] = []
+    real, models = diverged.setup_run, []
+
+    def build(*args, **options):
+        run = real(*args, **options)
+        models.append(weakref.ref(run.model))
+        return run
+
+    def build_again(*args, **options):
+        gc.collect()
+        alive.append(models[0]() is not None)
+        return real(*args, **options)
+
+    monkeypatch.setattr(api, "setup_run", build)
+    monkeypatch.setattr(diverged, "setup_run", build_again)
+    assert diverge(tiny, "optim.learning_rate=100", "optim.clip=0", "checkpoint.every=0", "eval.every=0") is not None
+    assert alive == [False], "on a GPU, there may be no room for both"
+
+
+def test_a_divergence_is_told_also_where_its_start_cannot_be_saved(tiny, monkeypatch):
+    def full(*_args):
+        raise ResourceError("could not write the checkpoint: No space left on device", "free some space")
+
+    monkeypatch.setattr(diverged, "write_checkpoint", full)
+    error = diverge(tiny, "optim.learning_rate=100", "optim.clip=0", "checkpoint.every=0", "eval.every=0")
+    assert error is not None
+    assert "non-finite" in error.message
+    assert "optim.learning_rate=0.001" in error.hint
 
 
 def test_saving_on_demand_goes_on_with_the_same_run(tiny):

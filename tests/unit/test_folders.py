@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout import folders
 from flatout.errors import DataError
 from flatout.files import write_new, write_whole
 from flatout.folders import MARK, _create, make_folders, remove_empty, retire, sweep, whole_folder
@@ -150,3 +151,13 @@ def test_writing_a_file_follows_no_link(tmp_path):
     assert mine.read_text() == "mine"
     assert link.read_text() == "new"
     assert not link.is_symlink()
+
+
+def test_a_full_disk_leaves_no_folder_without_a_mark(tmp_path, monkeypatch):
+    def full(*_args, **_options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders, "write_new", full)
+    with pytest.raises(OSError, match="No space"):
+        fill(tmp_path / "target")
+    assert list(tmp_path.iterdir()) == []

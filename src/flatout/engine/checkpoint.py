@@ -196,6 +196,8 @@ def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
 
 def read_verdict(checkpoint: Path) -> Verdict | None:
     """None where there is none, or a damaged one: then the checkpoint is evaluated again."""
+    if not (checkpoint / VERDICT).is_file():
+        return None
     try:
         content = _unsealed((checkpoint / VERDICT).read_bytes())
         if content["manifest"] != hash_file(checkpoint / MANIFEST):
@@ -262,6 +264,11 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
 def checkpoint_bytes(path: Path) -> int:
     """The size of a checkpoint's files, by its manifest."""
     return sum(entry["bytes"] for entry in _read_manifest(path)["files"].values())
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings that a checkpoint was written with."""
+    return _read_object(path / "config.json")
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -8,13 +8,20 @@ import math
 import shlex
 from pathlib import Path
 
-from flatout.config.load import LoadedConfig
+from flatout.config.load import LoadedConfig, format_value
 from flatout.config.schema import RunConfig
-from flatout.engine.checkpoint import Verdict, list_checkpoints, read_verdict, write_checkpoint, write_verdict
-from flatout.engine.loop import JUDGED, Progress, capture, quick_loss
+from flatout.engine.checkpoint import (
+    Verdict,
+    list_checkpoints,
+    read_config,
+    read_verdict,
+    write_checkpoint,
+    write_verdict,
+)
+from flatout.engine.loop import Progress, capture, quick_loss
 from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.setup import setup_run
-from flatout.errors import DivergedError
+from flatout.errors import DivergedError, UserError
 
 SAFE_RATE = 1e-3  # AdamW trains GPTs of any size at this rate or a lower one
 _SOUND = 2.0  # times the loss of guessing all tokens alike: weights above that are not worth going on from
@@ -24,17 +31,34 @@ def with_way_back(error: DivergedError, loaded: LoadedConfig | RunConfig, folder
     """The error with the command that trains on. Let go of the run first: it may have to be built again."""
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     found = _newest_sound(folder, vocab)
-    where = "the newest checkpoint with a sound loss" if found is not None else "the starting weights"
-    point = found if found is not None else _save_start(loaded, folder)
+    where = "the newest checkpoint that is not known to be bad" if found is not None else "the starting weights"
+    try:
+        point = found if found is not None else _save_start(loaded, folder)
+    except UserError as failed:  # of the disk or the memory: what the user has to know first is the divergence
+        words = " ".join(f"{path}={value}" for path, value in gentler(config).items())
+        return DivergedError(error.message, f"start again with {words} ({failed.message})")
     verb = "train" if config.chat.source is None else "finetune"
-    command = " ".join(["flatout", verb, "--resume", shlex.quote(str(point)), *gentler(config)])
+    words = {**_changed(config, point), **gentler(config)}
+    settings = [shlex.quote(f"{path}={value}") for path, value in words.items()]
+    command = " ".join(["flatout", verb, "--resume", shlex.quote(str(point)), *settings])
     return DivergedError(error.message, f"go on from {where} at a lower learning rate: {command}")
 
 
-def gentler(config: RunConfig) -> list[str]:
-    """Settings that hold where these did not, as words of a command line."""
-    words = [f"optim.learning_rate={min(config.optim.learning_rate / 10, SAFE_RATE):g}"]
-    return words if 0 < config.optim.clip <= 1 else [*words, "optim.clip=1"]
+def gentler(config: RunConfig) -> dict[str, str]:
+    """Settings that hold where these did not."""
+    rate = {"optim.learning_rate": f"{min(config.optim.learning_rate / 10, SAFE_RATE):g}"}
+    return rate if 0 < config.optim.clip <= 1 else {**rate, "optim.clip": "1"}
+
+
+def _changed(config: RunConfig, checkpoint: Path) -> dict[str, str]:
+    """What the run has otherwise than the checkpoint, whose settings a resume takes."""
+    before, now = read_config(checkpoint), config.model_dump()
+    return {
+        f"{section}.{name}": value if isinstance(value, str) else format_value(value)
+        for section, values in now.items()
+        for name, value in values.items()
+        if section != "output" and before.get(section, {}).get(name, value) != value
+    }
 
 
 def _newest_sound(folder: Path, vocab: int) -> Path | None:
@@ -48,6 +72,6 @@ def _newest_sound(folder: Path, vocab: int) -> Path | None:
 def _save_start(loaded: LoadedConfig | RunConfig, folder: Path) -> Path:
     run, progress = setup_run(loaded), Progress()
     path, _ = write_checkpoint(checkpoints_of(folder), capture(run, progress))
-    loss = quick_loss(run, run.step.micro_batch)
-    write_verdict(path, Verdict(loss=loss, progress={name: getattr(progress, name) for name in JUDGED}))
+    loss, _, _ = quick_loss(run, run.step.micro_batch)
+    write_verdict(path, Verdict(loss=loss, progress=progress.judged()))
     return path

@@ -5,7 +5,7 @@ write the verdict into the checkpoint, remove older ones. DO NOT change it:
 - an evaluation that fails costs nothing, because the weights are on disk already;
 - a checkpoint without a verdict is evaluated when it is resumed from, so an evaluation is neither repeated nor skipped;
 - nothing is removed before the newest checkpoint is known to have a finite loss.
-Nothing is saved while non-finite steps are being counted.
+Nothing is saved while non-finite steps are being counted, except at the end of the run.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from flatout.engine.recovery import attempt_step, first_fitting, use_less_memory
 from flatout.engine.run_folder import checkpoint_to_load, checkpoints_of, read_best
 from flatout.engine.setup import Run, out_of_memory
 from flatout.engine.spans import SpanTotals
-from flatout.errors import DataError, DivergedError
+from flatout.errors import CheckpointError, DataError, DivergedError
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import OccupiedError
 from flatout.model.count import parameter_count
@@ -67,7 +67,6 @@ from flatout.records import (
 )
 
 MOST_BAD_STEPS = 3
-# What an evaluation changes in a run's progress. A checkpoint is written before it, so its verdict holds these.
 JUDGED = {"val_loss", "best_loss", "best_step", "patience_loss", "worse_evaluations"}
 PARAMETER_NORM_EVERY = 10  # steps: it reads all weights once more
 SPANS_EVERY = 500  # steps, where nothing else makes a boundary
@@ -91,6 +90,10 @@ class Progress:
     epoch_seconds: float = 0.0
     epoch_tokens: int = 0
 
+    def judged(self) -> dict[str, Any]:
+        """What an evaluation changes. A checkpoint is written before it, so its verdict holds these."""
+        return {name: getattr(self, name) for name in JUDGED}
+
 
 @dataclasses.dataclass(frozen=True)
 class Due:
@@ -111,6 +114,7 @@ class Boundary:
     evaluation_batch: int
     checkpoint: str | None  # the last one written
     looked: int  # the step at which eigenstates were looked at last
+    saves: bool = True
     kept: set[Path] = dataclasses.field(default_factory=set)  # checkpoints with somebody's files, told once
     exhausted: bool = False
 
@@ -122,41 +126,37 @@ class Boundary:
         `saved` is a checkpoint of this step that is there already and only lacks its verdict.
         """
         run, step = self.run, self.progress.step
-        size, seconds = 0, 0.0
+        size, loss, began = 0, None, time.perf_counter()
         if saving and saved is None:
-            saved, size, seconds = self._save(due, position)
-        before = self.progress.best_step
-        loss = None
+            saved, size = write_checkpoint(checkpoints_of(self.folder), capture(run, self.progress, position, due))
+        seconds = time.perf_counter() - began
         if due.evaluate is not None:
             record, messages = self._evaluate(due.evaluate)
             yield from (NoticeRecord(step=step, message=message) for message in messages)
             yield record
             yield from look_at_eigenstates(run.model, step)
             self.looked, loss = step, record.loss
-        improved = self.progress.best_step != before
-        self.exhausted = _out_of_patience(run, self.progress)
+        improved = self.progress.best_step == step
+        self.exhausted = _out_of_patience(run, self.progress) and not self.progress.bad_steps
         if (due.sample or self.exhausted) and run.config.eval.sample_tokens:
             began = time.perf_counter()
             record = _sample(run, step)
             self.totals.add("sample", time.perf_counter() - began)
             yield record
-        wanted = self.exhausted or (improved and run.config.checkpoint.best)
-        if saved is None and wanted and not self.progress.bad_steps:
-            saved, size, seconds = self._save(Due(), position)
+        wanted = self.exhausted or (improved and loss is not None and run.config.checkpoint.best)
+        began = time.perf_counter()
+        if saved is None and wanted and self.saves and not self.progress.bad_steps:
+            saved, size = write_checkpoint(checkpoints_of(self.folder), capture(run, self.progress, position, Due()))
         if saved is None:
             return
-        yield from self._judge(saved, loss, improved)
+        messages = self._judge(saved, loss, improved)
+        seconds += time.perf_counter() - began
+        self.totals.add("checkpoint", seconds)
+        yield from (NoticeRecord(step=step, message=message) for message in messages)
         self.checkpoint = str(saved)
         yield CheckpointRecord(
             step=step, path=str(saved), bytes=size or checkpoint_bytes(saved), seconds=seconds, best=improved
         )
-
-    def _save(self, due: Due, position: dict[str, Any] | None) -> tuple[Path, int, float]:
-        began = time.perf_counter()
-        path, size = write_checkpoint(checkpoints_of(self.folder), capture(self.run, self.progress, position, due))
-        seconds = time.perf_counter() - began
-        self.totals.add("checkpoint", seconds)
-        return path, size, seconds
 
     def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:
         size = min(self.evaluation_batch, self.run.step.micro_batch)
@@ -164,38 +164,41 @@ class Boundary:
         self.totals.add("evaluation", record.seconds)
         return record, messages
 
-    def _judge(self, saved: Path, loss: float | None, improved: bool) -> Iterator[Record]:
-        """Writes the verdict on a checkpoint, and only then removes older ones."""
-        run, progress, folder = self.run, self.progress, self.folder
+    def _judge(self, saved: Path, loss: float | None, improved: bool) -> list[str]:
+        """Writes the verdict on a checkpoint, and only then removes older ones; what there is to say of that."""
+        run, progress, folder, messages = self.run, self.progress, self.folder, []
         if loss is None:
-            loss = quick_loss(run, min(self.evaluation_batch, run.step.micro_batch))
-        write_verdict(saved, Verdict(loss=loss, progress={name: getattr(progress, name) for name in JUDGED}))
+            size = min(self.evaluation_batch, run.step.micro_batch)
+            loss, self.evaluation_batch, messages = quick_loss(run, size)
+        write_verdict(saved, Verdict(loss=loss, progress=progress.judged()))
         if not math.isfinite(loss):
-            yield NoticeRecord(
-                step=progress.step,
-                message=f"the checkpoint of step {progress.step} has validation loss {loss}; the newest one with a "
-                "finite loss is kept beside it",
+            messages.append(
+                f"the checkpoint of step {progress.step} has validation loss {loss}; the newest one with a finite loss "
+                "is kept beside it"
             )
         if improved:
             write_json_atomically(folder / "best.json", {"step": progress.step, "loss": progress.best_loss})
         best = progress.best_step if run.config.checkpoint.best else None
-        for path in keep_newest(checkpoints_of(folder), run.config.checkpoint.keep, best):
-            if path not in self.kept:
-                self.kept.add(path)
-                yield NoticeRecord(
-                    step=progress.step, message=f"{path} is kept: it is a link, or holds files that are not the run's"
-                )
-        yield from (NoticeRecord(step=progress.step, message=m) for m in save_run_adapter(run, folder, progress.step))
+        left = set(keep_newest(checkpoints_of(folder), run.config.checkpoint.keep, best)) - self.kept
+        self.kept |= left
+        messages += [
+            f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
+            for path in sorted(left)
+        ]
+        return [*messages, *save_run_adapter(run, folder, progress.step)]
 
 
-def quick_loss(run: Run, batch_size: int) -> float:
-    """The loss on one fixed micro-batch of validation text: the verdict where no evaluation was due."""
-    (loss, _), _, _ = first_fitting(
+def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:
+    """The loss on one fixed micro-batch of validation text: the verdict where no evaluation was due.
+
+    Also the batch size that fitted, and what there is to say of it.
+    """
+    (loss, _), size, messages = first_fitting(
         lambda size: evaluate(run.model, itertools.islice(run.evaluation(size), 1), run.scope),
         batch_size,
         run.speed.device.torch_device,
     )
-    return loss
+    return loss, size, messages
 
 
 def train_loop(
@@ -207,8 +210,9 @@ def train_loop(
     stop: Callable[[], bool],
     save: Callable[[], bool] = lambda: False,
     recorded: bool = True,
+    saves: bool = True,
 ) -> Generator[Record]:
-    """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`.
+    """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`, where it `saves`.
 
     `save()` is asked after every step, too: where it is true, the run saves and goes on. `recorded` is whether the
     checkpoint that is resumed from was told of: a kill may come between the two.
@@ -231,9 +235,9 @@ def train_loop(
     yield from look_at_eigenstates(run.model, progress.step)
     position = None if resumed is None else resumed.state.get("stream")
     totals, machine = SpanTotals(), MachineWatch(run.speed.device)
-    boundary = Boundary(run, progress, folder, totals, run.step.micro_batch, resumed_from, progress.step)
+    boundary = Boundary(run, progress, folder, totals, run.step.micro_batch, resumed_from, progress.step, saves)
     if resumed is not None and origin is not None and lacks_verdict(resumed, origin):
-        yield from boundary.pass_through(Due(**resumed.state["due"]), saving=True, saved=origin)
+        yield from boundary.pass_through(due_of(resumed), saving=True, saved=origin)
     elif origin is not None and not recorded:
         size, best = checkpoint_bytes(origin), progress.best_step == progress.step
         yield CheckpointRecord(step=progress.step, path=str(origin), bytes=size, seconds=0.0, best=best)
@@ -261,9 +265,9 @@ def train_loop(
                 yield totals.take(progress.step)
             if (state := machine.poll(step)) is not None:
                 yield state
-            stopping, ending = stop(), step == run.steps
+            stopping, asked, ending = stop(), save(), step == run.steps
             due = due_after(run, step)
-            saving = ending or stopping or owed or save() or _due(step, run.config.checkpoint.every)
+            saving = saves and (ending or stopping or owed or asked or _due(step, run.config.checkpoint.every))
             if not (due.evaluate or due.sample or saving):
                 continue
 
@@ -512,6 +516,23 @@ def lacks_verdict(checkpoint: Checkpoint, path: Path) -> bool:
     return "due" in checkpoint.state and read_verdict(path) is None
 
 
+def due_of(checkpoint: Checkpoint) -> Due:
+    """What was due after the step of a checkpoint, besides saving it."""
+    due = checkpoint.state.get("due")
+    found = due if isinstance(due, dict) else {}
+    reason = found.get("evaluate")
+    return Due(reason if reason in ("step", "epoch", "end") else None, found.get("sample") is True)
+
+
+def said_again(checkpoint: Checkpoint, path: Path) -> tuple[str, ...]:
+    """The types of records of a checkpoint's step that resuming from it brings once more."""
+    if not lacks_verdict(checkpoint, path):
+        return ()
+    due = due_of(checkpoint)
+    evaluated = ("eval", "eigenstates", "sample") if due.evaluate else ("sample",) if due.sample else ()
+    return ("checkpoint", "spans", *evaluated)
+
+
 def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None, due: Due | None = None) -> Checkpoint:
     """The whole state of a run at a step boundary; `position` is where a stream goes on from there."""
     tensors = {**run.random.tensors(), **run.model.narrow.tensors(), "updates": run.step.updates}
@@ -555,8 +576,11 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     if run.step.loss_scale is not None and "scale" in checkpoint.run:
         run.step.loss_scale.scale.copy_(checkpoint.run["scale"])
         run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])
-    fields = {field.name for field in dataclasses.fields(Progress)}
-    progress = Progress(**{name: value for name, value in checkpoint.state.items() if name in fields})
+    numbers = {field.name: checkpoint.state.get(field.name, field.default) for field in dataclasses.fields(Progress)}
+    for name, value in numbers.items():
+        if value is not None and not isinstance(value, int | float):
+            raise CheckpointError(f"the checkpoint's state.json has {name} {value!r}", "name another checkpoint")
+    progress = Progress(**numbers)
     progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
     if "tokens" not in checkpoint.state:  # saved before tokens were counted
         progress.tokens = progress.step * run.config.train.batch_tokens

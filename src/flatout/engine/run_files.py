@@ -8,7 +8,8 @@ from flatout.errors import UsageError
 
 LOCK = "run.lock"
 _FILES = ("config.yaml", "metrics.jsonl", "best.json")
-_PARTS = (LOCK, *_FILES, "checkpoints", "adapter")
+_FOLDERS = ("checkpoints", "adapter")
+_PARTS = (LOCK, *_FILES, *_FOLDERS)
 LOCK_MARK = b"run of flatout, held by "  # what each line of our locks begins with
 _OLD_OWNER = re.compile(rb"pid \d+ on [^\n]*\n")
 MANIFEST = "manifest.json"
@@ -45,12 +46,15 @@ def check_own(run: Path) -> None:
                 f"{run / name} is a link, and a run's own files may not be links",
                 "set output.folder to a folder on the disk you want; that folder's own path may be a link",
             )
-    if (run / "checkpoints").exists() and not (run / "checkpoints").is_dir():
-        raise UsageError(f"{run / 'checkpoints'} is a file", "set output.folder to a new folder")
+        right = (run / name).is_dir() if name in _FOLDERS else (run / name).is_file()
+        if not right and (run / name).exists():
+            what = "folder" if name in _FOLDERS else "plain file"
+            raise UsageError(f"{run / name} is there and is no {what}", "set output.folder to a new folder")
     for _, path in _named_like_checkpoints(run / "checkpoints"):
         if not _looks_like_checkpoint(path):
             raise UsageError(
-                f"{path} has the name of a checkpoint and is none", "move it away, or set output.folder to a new folder"
+                f"{path} is named like a checkpoint but is not one",
+                "move it away, or set output.folder to a new folder",
             )
     if _is_run(run):
         return
@@ -76,7 +80,7 @@ def _is_run(run: Path) -> bool:
 def owner_of(lock: Path) -> str | None:
     """Who held a lock last, by its text; None where nobody of ours wrote it."""
     try:
-        raw = b"" if lock.is_symlink() else lock.read_bytes()
+        raw = lock.read_bytes() if lock.is_file() and not lock.is_symlink() else b""
     except OSError:
         return None
     if raw.startswith(LOCK_MARK) or _OLD_OWNER.fullmatch(raw):

@@ -171,7 +171,7 @@ class RunLock:
         self.accepted = True
         # A lock file that somebody else made is not ours to write to. On a full disk there is no room for the text.
         with contextlib.suppress(OSError):
-            if self.created or os.pread(self.handle, len(LOCK_MARK), 0) == LOCK_MARK:
+            if self.created or os.read(self.handle, len(LOCK_MARK)) == LOCK_MARK:
                 self._sign()
         sweep_leftovers(checkpoints_of(self.run))
         sweep(self.run, "adapter", locked=True)
@@ -220,14 +220,9 @@ def _open_lock(path: Path) -> tuple[int, bool]:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o644), True
     except FileExistsError:
         pass
-    try:
-        return os.open(path, flags), False
-    except OSError as error:
-        if not path.is_symlink() and path.is_file():
-            raise
-        raise UsageError(
-            f"{path} is not a plain file, which a run's lock must be", "set output.folder to a new folder"
-        ) from error
+    if path.is_symlink() or not path.is_file():
+        raise UsageError(f"{path} is not a plain file, which a run's lock must be", "set output.folder to a new folder")
+    return os.open(path, flags), False
 
 
 def _take_lock(handle: int, run: Path, *, created: bool) -> None:

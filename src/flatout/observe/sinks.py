@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from collections.abc import Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,23 +11,21 @@ from typing import Any
 from flatout.files import disk_errors, open_to_append, write_whole
 from flatout.records import Record, record_to_json
 
-_AFTER_SAVING = ("eval", "eigenstates", "sample", "checkpoint", "spans")
-
 
 class MetricsFile:
     """Appends records to metrics.jsonl, each flushed at once: a killed run loses at most the line being written.
 
     On opening, lines after `keep_to_step` are dropped (a resumed run will say them again) and so is a torn last line.
-    With `redo`, what was said at that step after it was saved is dropped as well.
+    So are the types of records in `again` at that step itself.
     """
 
-    def __init__(self, path: Path, *, keep_to_step: int, redo: bool = False) -> None:
+    def __init__(self, path: Path, *, keep_to_step: int, again: Collection[str] = ()) -> None:
         self.path = path
         with disk_errors(str(path)):
             self.file = io.TextIOWrapper(open_to_append(path), encoding="utf-8")
             if path.stat().st_size:
                 self.file.close()  # Windows does not replace a file that is open
-                _cut_back(path, keep_to_step, redo)
+                _cut_back(path, keep_to_step, again)
                 self.file = io.TextIOWrapper(open_to_append(path), encoding="utf-8")
 
     def write(self, record: Record) -> None:
@@ -70,8 +69,8 @@ def _step_of(row: dict[str, Any]) -> int:
     return step if isinstance(step, int) else 0
 
 
-def _cut_back(path: Path, step: int, redo: bool) -> None:
+def _cut_back(path: Path, step: int, again: Collection[str]) -> None:
     rows = [row for row in read_metrics(path) if _step_of(row) <= step]
-    kept = [row for row in rows if not (redo and _step_of(row) == step and row["type"] in _AFTER_SAVING)]
+    kept = [row for row in rows if not (_step_of(row) == step and row["type"] in again)]
     content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in kept)
-    write_whole(path, content.encode("utf-8"), durable=True)  # these rows may have been on the disk for days
+    write_whole(path, content.encode("utf-8"), durable=True)  # it replaces rows that were safe on the disk

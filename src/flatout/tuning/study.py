@@ -136,7 +136,7 @@ def _run(
     status, reason = "interrupted", "stopped from outside"
     try:
         with borrowed_run(with_values(base, values, "trial")) as run, contextlib.closing(
-            train_loop(run, folder, resumed=None, resumed_from=None, stop=lambda: False)
+            train_loop(run, folder, resumed=None, resumed_from=None, stop=lambda: False, saves=False)
         ) as records:  # fmt: skip
             folder.mkdir(parents=True)
             for record in records:
@@ -147,7 +147,7 @@ def _run(
                 if not math.isfinite(record.loss):
                     raise DivergedError(f"the validation loss was {record.loss} at step {record.step}", "")
                 trial.report(record.loss, record.step)
-                if record.reason == "end":  # what comes after it, a checkpoint, nobody needs
+                if record.reason == "end":
                     status, reason = "done", ""
                     break
                 if trial.should_prune():

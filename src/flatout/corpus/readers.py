@@ -441,6 +441,7 @@ class _JsonText:
         self._like: type = dict  # what elements are
         self._key = ""  # the first name in the last object, as it is written
         self._reach = _LOOK  # how far commas are followed
+        self._unsound: set[int] = set()  # where no element begins, among the places that one step looks at
 
     def values(self) -> Iterator[_Value | Problem]:
         """Every value, and a problem for each stretch of text that holds none."""
@@ -575,6 +576,7 @@ class _JsonText:
 
     def _step(self, end: int) -> "_Step":
         """What the first way that finds a sound element comes to, or else the first that passes any."""
+        self._unsound.clear()
         first = self._by_commas(min(end, self._at + self._reach)) if self._in_array else _Step(self._at, 0)
         if first.found:
             self._reach = _LOOK
@@ -655,6 +657,9 @@ class _JsonText:
         """Whether an object or a value like those before begins here; one that is not read in full yet may be."""
         match = _SPACE.match(self._text, at)
         at = match.end() if match else at
+        if at in self._unsound:
+            return False
+        self._unsound.add(at)
         try:
             value, end = self._decoded(at)
         except json.JSONDecodeError as error:

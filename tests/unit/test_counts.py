@@ -7,6 +7,7 @@ import gzip
 import io
 import json
 import tempfile
+import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -116,6 +117,16 @@ def test_json_lines(chosen: list[str], end: str, target: int) -> None:
 def test_json_arrays(chosen: list[str], comma: str, suffix: str) -> None:
     content = raw_of(f"[{comma.join(written(JSON, chosen))}]")
     check(f"a.json{suffix}", gzip.compress(content) if suffix else content, len(chosen), good_texts(chosen))
+
+
+@pytest.mark.parametrize("end", [', {"text": "text 1"}]', "]", ', {"text": 5'])
+@pytest.mark.parametrize("broken", ["{'text': 'hello world'}", '{"text": hello "world"}', '{"text": [1, "world"}'])
+def test_long_stretches_of_broken_elements(broken: str, end: str) -> None:
+    """Longer than what is looked at in one go, and read in no more time than as many sound ones by far."""
+    count = 20_000
+    began = time.monotonic()
+    check("a.json", raw_of("[" + ", ".join([broken] * count) + end), count + (end != "]"), ["text 1"] * ("1" in end))
+    assert time.monotonic() - began < 10
 
 
 @settings(max_examples=80, deadline=None)

@@ -16,16 +16,20 @@ import pytest
 
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import sources
+from flatout.corpus.clean import CleanRules
+from flatout.corpus.document import ReadOptions, Slice
 from flatout.data import pack as pack_module
 from flatout.data import plan
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.journal import Journal
 from flatout.data.manifest import Manifest, read_manifest
 from flatout.data.pack import pack_corpus
+from flatout.data.part import Part, Recipe
 from flatout.data.plan import request_of
 from flatout.data.prepare import prepare_data
 from flatout.data.shards import open_dataset, verify_dataset
 from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
+from flatout.data.workers import Worker
 from flatout.engine.setup import _remarks_on_data
 from flatout.errors import DataError, ResourceError
 from flatout.folders import MARK
@@ -673,6 +677,53 @@ def test_only_damaged_parts_are_made_again(tmp_path: Path, small_parts: None, mo
     )
     pack(source, tmp_path / "data", "bytes", "document", 0.3)
     assert made == [2]
+
+
+@pytest.mark.parametrize("what", ["a guest in the target", "a damaged part"])
+def test_finished_parts_stay_when_the_same_command_can_go_on(
+    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    source, target = rows(tmp_path), tmp_path / "data"
+    guest, part = target / "letter.txt", tmp_path / ".data.partial" / "parts" / "00000002.part"
+
+    def interfere(progress: PrepareProgress) -> None:
+        if progress.phase != "merging" or guest.exists():
+            return
+        if what == "a damaged part":
+            part.write_bytes(b"damaged")
+        else:
+            target.mkdir()
+            guest.write_text("dear")
+
+    # The first part is merged before the damage is done, and all of them before the target is looked at.
+    with pytest.raises(DataError, match="was damaged meanwhile" if what == "a damaged part" else "letter.txt"):
+        pack(source, target, "bytes", "document", 0.3, progress=interfere)
+    guest.unlink(missing_ok=True)
+    made: list[int] = []
+    write = Journal.write
+    monkeypatch.setattr(
+        Journal, "write", lambda self, number, *rest: (made.append(number), write(self, number, *rest))[1]
+    )
+    pack(source, target, "bytes", "document", 0.3)
+    assert made == ([2] if what == "a damaged part" else [])
+    pack(source, tmp_path / "other", "bytes", "document", 0.3)
+    assert contents(target) == contents(tmp_path / "other")
+    assert not part.parent.exists()
+
+
+def test_signals_to_the_whole_group_leave_workers_at_work(tmp_path: Path) -> None:
+    """A terminal that closes sends SIGHUP to all of a group, and the parent decides what comes of it."""
+    recipe = Recipe((ReadOptions(),), CleanRules())
+    (file,) = sources.find_files(rows(tmp_path)).files
+    part = Part(0, 0, (Slice(file),))
+    worker = Worker()
+    try:
+        before = worker.call("characters", recipe, part)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            worker._process.send_signal(number)
+        assert worker.call("characters", recipe, part) == before
+    finally:
+        worker.kill()
 
 
 @pytest.mark.parametrize(

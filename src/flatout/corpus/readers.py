@@ -58,6 +58,7 @@ _TEXT_FORMATS = frozenset({"text", "jsonl", "json", "csv", "tsv", "smiles"})
 
 _SPACES = " \t\n\r"
 _SPACE = re.compile(r"[ \t\n\r]*")
+_BLANK = re.compile(r"\s*\Z")
 _KEY = re.compile(r'\{[ \t\n\r]*("(?:[^"\\]++|\\.)*+")', re.DOTALL)
 # A text with its quotes is one token; a quote by itself is one that is never closed.
 _TOKEN = re.compile(r'"(?:[^"\\]++|\\.)*+"|["\[\]{},]', re.DOTALL)
@@ -69,6 +70,10 @@ _IN_STRING = re.compile(r'"|\\.', re.DOTALL)
 # How far to look for the end of a broken element at once, and how much of that to look at again with what follows.
 _LOOK = 2**18
 _OVERLAP = 2**10
+# How much of an element to try first, how far commas are followed at least, and how much passed text to carry along.
+_TRY = 2**10
+_REACH = 2**12
+_PASSED = 2**14
 _DECODER = json.JSONDecoder()
 # More characters than the longest word of JSON, or than a character that is written as two escapes.
 _ESCAPE = 16
@@ -332,12 +337,17 @@ def _is_cut(text: str, error: json.JSONDecodeError) -> bool:
     """Whether a text is fine as far as it goes: nothing, or a part of a word, stands where it is found wrong."""
     if error.msg.startswith("Extra data"):
         return False
-    rest = text[error.pos :].rstrip()
-    return (
-        error.msg.startswith("Unterminated string")
-        or any(word.startswith(rest) for word in _WORDS)
-        or _CUT.fullmatch(rest) is not None
+    rest = text[error.pos : error.pos + _ESCAPE].rstrip()
+    if error.msg.startswith("Unterminated string"):
+        return True
+    return _BLANK.match(text, error.pos + len(rest)) is not None and (
+        any(word.startswith(rest) for word in _WORDS) or _CUT.fullmatch(rest) is not None
     )
+
+
+def _is_final(text: str, error: json.JSONDecodeError) -> bool:
+    """Whether more text could not mend an error: a text that just ends too early fails near its end."""
+    return error.pos < len(text) - _ESCAPE and not error.msg.startswith("Unterminated string")
 
 
 def _not_json(error: Exception) -> str:
@@ -397,6 +407,14 @@ class _Value(NamedTuple):
     raw: str
 
 
+class _Step(NamedTuple):
+    """A place in a text to go on from, and how many elements are passed; `found`: a sound one follows, or the end."""
+
+    at: int
+    passed: int
+    found: bool = False
+
+
 @final
 class _JsonText:
     """JSON values from a text that is read as it is needed. Bytes that are not UTF-8 come as halves of surrogates.
@@ -422,6 +440,8 @@ class _JsonText:
         self._in_array = False
         self._like: type = dict  # what elements are
         self._key = ""  # the first name in the last object, as it is written
+        self._reach = _LOOK  # how far commas are followed
+        self._unsound: set[int] = set()  # where no element begins, among the places that one step looks at
 
     def values(self) -> Iterator[_Value | Problem]:
         """Every value, and a problem for each stretch of text that holds none."""
@@ -511,7 +531,7 @@ class _JsonText:
             except json.JSONDecodeError as error:
                 if self._ended and _is_cut(self._text, error):
                     return self._broken("the file ends inside the element", 1, error.pos, "truncated")
-                if self._ended or self._is_final(error):
+                if self._ended or _is_final(self._text, error):
                     return self._broken(f"it is not JSON: {error.msg.removesuffix(' at')}", 1, error.pos)
                 end = len(self._text)
                 value = None
@@ -527,40 +547,62 @@ class _JsonText:
                 return _Value(self._number, value, raw)
             self._grow()
 
-    def _is_final(self, error: json.JSONDecodeError) -> bool:
-        """Whether more text could not mend an error: a text that just ends too early fails near its end."""
-        return error.pos < len(self._text) - _ESCAPE and not error.msg.startswith("Unterminated string")
-
     def _next_element(self) -> int:
         """Goes on from a broken element to the comma or bracket after it, or to the next one, or to the end of the
         text; returns how many elements were passed over."""
-        key = self._key or _first_key(self._text[self._at : self._at + _LOOK])
         lost = 0
         while True:
             while len(self._text) - self._at < _LOOK and not self._ended:
                 self._grow()
-            found = self._by_commas() if self._in_array else None
-            found = found or self._by_key(key) or (self._by_any_comma() if self._in_array else self._by_lines())
-            if found is not None:
-                self._at = found[0]
-                return lost + found[1]
-            if self._ended:
+            # Places and errors are counted from the beginning of the text, which must not be far away then.
+            if self._at > max(_PASSED, len(self._text) // 64):
+                self._cut()
+            end = min(self._at + _LOOK, len(self._text))
+            step = self._step(end)
+            if step.found:
+                self._at = step.at
+                return lost + step.passed
+            if self._reach < _LOOK:
+                self._reach = _LOOK
+            elif step.passed:
+                lost += step.passed
+                self._at = step.at
+            elif end < len(self._text) or not self._ended:
+                self._at = end - _OVERLAP
+            else:
+                rest = self._after(self._at)
                 self._at = len(self._text)
-                return max(lost, 1)
-            self._at = len(self._text) - _OVERLAP
+                return max(lost + bool(rest), 1)
 
-    def _by_commas(self) -> tuple[int, int] | None:
+    def _step(self, end: int) -> "_Step":
+        """What the first way that finds a sound element comes to, or else the first that passes any."""
+        self._unsound.clear()
+        first = self._by_commas(min(end, self._at + self._reach)) if self._in_array else _Step(self._at, 0)
+        if first.found:
+            self._reach = _LOOK
+            return first
+        ways = (self._by_key, self._by_any_comma if self._in_array else self._by_lines)
+        for way in ways:
+            step = way(end)
+            if step.found:
+                # Following commas was in vain; where that happens to many elements, it must not take long.
+                self._reach = max(self._reach // 2, _REACH)
+                return step
+            first = first if first.passed else step
+        return first
+
+    def _by_commas(self, end: int) -> "_Step":
         """The first comma or bracket outside of all brackets and quotes that a sound element, or the end, follows.
 
-        Nothing where a quote or a bracket is missing: then what looks like the inside may be the outside.
+        It ends where a quote or a bracket is missing: then what looks like the inside may be the outside.
         """
-        passed = 0
+        passed, last = 0, self._at
         around: list[str] = []
         before = ""
-        for match in _TOKEN.finditer(self._text, self._at, self._at + _LOOK):
+        for match in _TOKEN.finditer(self._text, self._at, end):
             token = match[0]
             if token == '"' or _HIDDEN.search(token) or (token, before, around[-1:]) == ("{", ",", ["{"]):
-                return None
+                break
             before = token
             if token in ("{", "["):
                 around.append(token)
@@ -568,55 +610,82 @@ class _JsonText:
                 around.pop()
             elif not around and token == ",":
                 # Without its first bracket, an object has commas here that are none between elements.
-                passed += _MEMBER.match(self._text, match.end()) is None
+                if _MEMBER.match(self._text, match.end()) is None:
+                    passed, last = passed + 1, match.end()
                 if self._is_sound(match.end()):
-                    return match.start(), max(passed, 1)
+                    return _Step(match.start(), max(passed, 1), True)
             elif not around and token == "]" and self._ended and not self._after(match.end()):
-                return match.start(), passed + 1
-        return None
+                return _Step(match.start(), passed + 1, True)
+        return _Step(last, passed)
 
-    def _by_any_comma(self) -> tuple[int, int] | None:
+    def _by_any_comma(self, end: int) -> "_Step":
         """The first comma that a sound element follows, wherever quotes and brackets are."""
-        if self._like is dict:
-            return None
-        commas = re.compile(",").finditer(self._text, self._at)
-        return next(((match.start(), 1) for match in commas if self._is_sound(match.end())), None)
+        if self._like is not dict:
+            for match in re.compile(",").finditer(self._text, self._at, end):
+                if self._is_sound(match.end()):
+                    return _Step(match.start(), 1, True)
+        return _Step(self._at, 0)
 
-    def _by_key(self, key: str) -> tuple[int, int] | None:
-        """The first sound object that begins with this name, and how many began so before it."""
-        if self._like is not dict or not key:
-            return None
-        begins = 1
-        for match in re.compile(r"\{[ \t\r\n]*" + re.escape(key)).finditer(self._text, self._at + 1):
-            before = self._text[self._at : match.start()].rstrip(_SPACES)[-1:]
+    def _by_key(self, end: int) -> "_Step":
+        """The first sound object that begins with the name that others begin with, and how many began so before it."""
+        passed, last = 0, self._at
+        key = self._key or _first_key(self._text[self._at : end]) if self._like is dict else ""
+        if not key:
+            return _Step(last, passed)
+        for match in re.compile(r"\{[ \t\r\n]*" + re.escape(key)).finditer(self._text, self._at + 1, end):
+            place = match.start()
+            while place > self._at and self._text[place - 1] in _SPACES:
+                place -= 1
+            before = self._text[place - 1] if place > self._at else ""
             if before not in (",", "}") and self._text[match.start() - 1] != "\n":
                 continue
             if self._is_sound(match.start()):
-                return match.start(), begins
-            begins += 1
-        return None
+                return _Step(match.start(), passed + 1, True)
+            passed, last = passed + 1, match.start()
+        return _Step(last, passed)
 
-    def _by_lines(self) -> tuple[int, int] | None:
+    def _by_lines(self, end: int) -> "_Step":
         """The first line that begins with a sound value, among values that follow one another."""
-        for passed, match in enumerate(re.finditer("\n(?=[^ \t\r\n])", self._text[self._at :]), start=1):
-            if self._is_sound(self._at + match.end()):
-                return self._at + match.end(), passed
-        return None
+        passed, last = 0, self._at
+        for match in re.compile("\n(?=[^ \t\r\n])").finditer(self._text, self._at, end):
+            if self._is_sound(match.end()):
+                return _Step(match.end(), passed + 1, True)
+            passed, last = passed + 1, match.end()
+        return _Step(last, passed)
 
     def _is_sound(self, at: int) -> bool:
         """Whether an object or a value like those before begins here; one that is not read in full yet may be."""
         match = _SPACE.match(self._text, at)
         at = match.end() if match else at
+        if at in self._unsound:
+            return False
+        self._unsound.add(at)
         try:
-            value, end = _DECODER.raw_decode(self._text, at)
+            value, end = self._decoded(at)
         except json.JSONDecodeError as error:
-            return not self._ended and not self._is_final(error)
+            return not self._ended and not _is_final(error.doc, error)
         except (ValueError, RecursionError):
             return False
         if type(value) not in (dict, self._like) or value == {}:
             return False
         following = self._after(end)
         return not self._in_array or following in (",", "]") or (not following and not self._ended)
+
+    def _decoded(self, at: int) -> tuple[object, int]:
+        """The value that begins here and its end, from as little of the text as will do, since most tries fail soon."""
+        size = _TRY
+        while True:
+            part = self._text[at : at + size]
+            whole = at + size >= len(self._text)
+            try:
+                value, end = _DECODER.raw_decode(part)
+            except json.JSONDecodeError as error:
+                if whole or _is_final(part, error):
+                    raise
+            else:
+                if whole or end < len(part):
+                    return value, at + end
+            size *= 8
 
     def _after(self, at: int) -> str:
         """The next character from here on that is no space, if it is read yet."""
@@ -659,11 +728,15 @@ class _JsonText:
             self._grow()
 
     def _grow(self) -> None:
-        rest = self._text[self._at :]
-        self._offset = self._offset_of(self._at)
-        raw = self._stream.read(max(CHUNK, len(rest)))
+        self._cut()
+        raw = self._stream.read(max(CHUNK, len(self._text)))
         self._ended = not raw
-        self._text = rest + self._bytes.decode(raw, final=self._ended)
+        self._text += self._bytes.decode(raw, final=self._ended)
+
+    def _cut(self) -> None:
+        """Lets go of the text before the place that the reading has come to."""
+        self._offset = self._offset_of(self._at)
+        self._text = self._text[self._at :]
         self._at = 0
 
     def _offset_of(self, at: int) -> int:

@@ -42,6 +42,10 @@ _OWN = re.compile(
 _LEAD = struct.Struct("<32sQ")
 
 
+class PassingError(DataError):
+    """An error that is no fault of the input: the same command gets past it, and goes on with the finished parts."""
+
+
 @dataclass(frozen=True)
 class PartHead:
     """What is known of a finished part beside its arrays."""
@@ -184,8 +188,8 @@ class Journal(Done):
             raise ValueError("its size is not what was written")
         return described
 
-    def _damaged(self, number: int, error: Exception) -> DataError:
-        return DataError(
+    def _damaged(self, number: int, error: Exception) -> PassingError:
+        return PassingError(
             f"the finished part {self._path(number)} was damaged meanwhile: {error}",
             "check the disk, and run the same command again: the part is made again",
         )

@@ -33,7 +33,7 @@ from typing import final
 
 import flatout
 from flatout.corpus.document import Document, shown
-from flatout.data.journal import Journal, clear, foreign_in
+from flatout.data.journal import Journal, PassingError, clear, foreign_in
 from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, TOKENIZER, VERSION, Manifest, read_manifest
 from flatout.data.merge import merge_parts, write_file
 from flatout.data.part import Part, Recipe, judged
@@ -101,6 +101,8 @@ def _pack(packer: "_Packer", target: Path, overwrite: bool) -> Manifest:
         journal, parts = packer.tokenize(work)
         with whole_folder(target, replaces=_files_of(target), occupied=_occupied) as folder:
             manifest = packer.merge(journal, parts, folder)
+    except PassingError:
+        raise
     except DataError:
         if packer.began:  # going on would meet the same error
             clear(work)
@@ -392,8 +394,8 @@ def _raw(path: Path) -> bytes:
     return path.read_bytes() if path.is_file() and not path.is_symlink() else b""
 
 
-def _occupied(target: Path, name: str) -> DataError:
-    return DataError(
+def _occupied(target: Path, name: str) -> PassingError:
+    return PassingError(
         f"the folder {shown(target)} is not empty and not a dataset; it holds {shown(name)!r}",
         "choose another folder for the dataset: data.folder, or empty this one",
     )

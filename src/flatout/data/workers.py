@@ -109,6 +109,10 @@ def _finished(under_way: dict[Future[Any], Part]) -> Iterator[tuple[Part, Any]]:
         yield part, future.result()
 
 
+# Ctrl-C and the end of a terminal reach the whole group, and so may a request to save: the parent decides.
+_PARENTS = ("SIGINT", "SIGHUP", "SIGUSR1")
+
+
 @final
 class Worker:
     """A child process that answers one job at a time."""
@@ -162,7 +166,9 @@ def serve() -> None:
     # Nothing that prints may get into the answers.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    for name in _PARENTS:
+        if (number := getattr(signal, name, None)) is not None:
+            signal.signal(number, signal.SIG_IGN)
     recipe: Recipe | None = None
     while True:
         try:

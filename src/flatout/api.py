@@ -76,6 +76,7 @@ from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import DTYPES, Description, read_description
 from flatout.model.hub_describe import description_of
+from flatout.model.hub_find import find_model
 from flatout.model.hub_weights import export_huggingface, load_described
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters
@@ -453,23 +454,29 @@ def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> Load
     name = base or read_origin(folder).base
     if name is None:
         raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base model", "name it with --base FOLDER")
+    expected = stored_base(folder)
+    # An adapter of ours was trained on these very weights without any code (model.ignore_auto_map); `check_base` looks.
+    ignore_code = expected is not None
+    found = None
     try:
-        description = describe_base(name, None)
+        found = find_model(name)
+        description = describe_base(name, None, ignore_code=ignore_code)
     except CheckpointError as error:
         if base is not None:
             raise
         raise CheckpointError(
-            f"the base model of {folder} cannot be loaded: {error.message}", "name it with --base FOLDER"
+            f"the base model of {folder} cannot be loaded: {error.message}",
+            f"{error.hint}, or name another with --base FOLDER" if found is not None else "name it with --base FOLDER",
         ) from error
-    check_base(name, description, stored_base(folder))
+    check_base(name, description, expected)
     quantize = stored_quantize(folder)
     model = build_base(description, quantize=quantize)
     adapters, _ = load_adapter(model, folder, dropout=0.0)
     own = (folder / "tokenizer.json").is_file()
     place = folder if own else description.folder
-    tokenizer = read_model_tokenizer(place) if own else open_base(name, None).tokenizer
+    tokenizer = read_model_tokenizer(place) if own else open_base(name, None, ignore_code=ignore_code).tokenizer
     template = load_template("model", place, tokenizer) if own and read_templates(place) else None
-    bare = own and template is None and stored_base(folder) is not None
+    bare = own and template is None and expected is not None
     if tokenizer.vocab > description.vocab:
         raise CheckpointError(
             f"the tokenizer in {place} has {tokenizer.vocab:,} ids, {name} {description.vocab:,}",
@@ -481,7 +488,7 @@ def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> Load
         stops = _stops_in(place if template is not None else description.folder, tokenizer, description)
     return LoadedModel(
         _ready(model, device), tokenizer, device, folder, None, None, None, description, adapters, template, stops,
-        stored_base(folder), name, bare, quantize,
+        expected, name, bare, quantize,
     )  # fmt: skip
 
 

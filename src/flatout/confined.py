@@ -2,11 +2,14 @@
 
 A template or a regular expression that comes with a model can run for years or ask for all memory there is, and neither
 can be told from its text. So it never runs here. A small child process runs it, with limits on processor time, memory
-and the length of its answer; whoever passes one of them is an `Exceeded`, and the child is gone.
+and the length of its answer. A program that exceeds a limit raises `Exceeded`, and its process is killed.
 
 The child answers requests of one module: `answer(request)`, JSON in and JSON out. It imports that module and nothing of
-torch, starts in about a tenth of a second, and ends with the pipe that it reads from. Where the operating system knows
-no limits of its own (Windows), a clock here ends a child that takes too long.
+torch, starts in about a tenth of a second, and ends with the pipe that it reads from. Whoever is done with a child for
+now closes it: none should wait beside a training.
+
+Trap: macOS does not enforce the limit on memory, and Windows has none of these limits. There the clock of this process
+ends a child that takes too long, and nothing but the machine bounds its memory.
 """
 
 import atexit
@@ -31,6 +34,7 @@ from flatout.errors import ResourceError
 
 _START = "import sys; sys.path += sys.argv[2:]; from flatout.confined import serve; serve(sys.argv[1])"
 _READY = "ready"
+_BROKEN = "breaks the process that runs it"
 
 
 class Exceeded(Exception):  # no UserError: only the caller knows whose program it was, and what to use instead
@@ -64,10 +68,11 @@ class Child:
         self.limits = limits or Limits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0
         self._deadline = float("inf")
         self._late = False
         atexit.register(self.close)
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._after_fork)
 
     def ask(self, request: Any, parts: int = 1) -> Any:
         """What the child answers; `parts` is how many answers in one that is."""
@@ -86,6 +91,9 @@ class Child:
                 raise Exceeded(f"writes more than {most:,} bytes") from None
             except (OSError, EOFError):
                 raise Exceeded(self._why_gone(process)) from None
+            except (ValueError, TypeError, RecursionError):  # no answer of `serve`; the request was packed before
+                self._kill()
+                raise Exceeded(_BROKEN) from None
             except BaseException:  # an interrupt: what the child still writes belongs to no request
                 self._kill()
                 raise
@@ -101,12 +109,10 @@ class Child:
             self._kill()
 
     def _running(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._owner != os.getpid():  # a fork has its parent's, who may be using it
-            self._process = None
         if self._process is None or self._process.poll() is not None:
             self._kill()
             self._late, self._deadline = False, time.monotonic() + self.limits.patience
-            self._process, self._owner = self._start(), os.getpid()
+            self._process = self._start()
             threading.Thread(target=self._watch, args=(self._process,), daemon=True).start()
         return self._process
 
@@ -125,7 +131,10 @@ class Child:
         """The child, if that program is a Python and says that it is ready."""
         pipe = subprocess.PIPE
         try:
-            process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+            # Without buffers, which a fork would have twice; in a session of its own, which no terminal signals.
+            process = subprocess.Popen(
+                words, bufsize=0, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+            )
         except (OSError, ValueError):
             return None
         assert process.stdin is not None
@@ -156,26 +165,38 @@ class Child:
     def _why_gone(self, process: subprocess.Popen[bytes]) -> str:
         late, self._process = self._late, None
         code = _forget(process)
-        if late or code == -getattr(signal, "SIGXCPU", 0):
+        if late:
+            return f"takes more than {self.limits.patience:g} s"
+        if hasattr(signal, "SIGXCPU") and code == -signal.SIGXCPU:
             return f"takes more than {self.limits.seconds:g} s of processor time"
-        return "breaks the process that runs it"
+        return _BROKEN
 
     def _kill(self) -> None:
         process, self._process = self._process, None
-        if process is not None and self._owner == os.getpid():
+        if process is not None:
             _forget(process)
+
+    def _after_fork(self) -> None:
+        """In a fork: the process is the parent's, who may be using it and may hold the lock in another thread."""
+        process, self._process, self._lock = self._process, None, threading.Lock()
+        if process is not None:
+            _close_pipes(process)
 
 
 def _forget(process: subprocess.Popen[bytes]) -> int:
     """Ends a process and returns its exit code: the one that it ended with before, where it had."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
+    _close_pipes(process)
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(0.2)  # one that reached a limit is about to end, and its code says which
     process.kill()
     return process.wait()
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
 
 
 def _pythons() -> Iterator[str]:
@@ -199,7 +220,9 @@ def _root_of(package: str) -> str:
 
 def serve(module: str) -> None:
     """Answers requests until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1"):  # they are for the parent, which ends this process
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     source, target = sys.stdin.buffer, sys.stdout.buffer
     memory = _receive(source, 100)
     answer: Callable[[Any], Any] = importlib.import_module(module).answer
@@ -249,7 +272,9 @@ def _packed(value: Any) -> bytes:
 
 
 def _send(pipe: IO[bytes], content: bytes) -> None:
-    pipe.write(content)
+    rest = memoryview(content)
+    while rest:
+        rest = rest[pipe.write(rest) :]
     pipe.flush()
 
 
@@ -261,10 +286,14 @@ def _receive(pipe: IO[bytes], most: int) -> Any:
 
 
 def _exactly(pipe: IO[bytes], count: int) -> bytes:
-    content = pipe.read(count)
-    if len(content) < count:
-        raise EOFError
-    return content
+    parts: list[bytes] = []
+    while count > 0:
+        part = pipe.read(min(count, 2**20))
+        if not part:
+            raise EOFError
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 __all__ = ["Child", "Exceeded", "Limits", "serve"]

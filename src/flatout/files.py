@@ -29,8 +29,11 @@ def canonical_json(value: Any) -> bytes:
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """The value that a file holds in JSON. What is no JSON is a ValueError, and so is what is nested too deeply: Python
-    gives up on it somewhere, and not always where it is read."""
+    """The value that a file holds in JSON.
+
+    Raises ValueError for invalid JSON and for JSON nested more than 100 levels deep, which would hit Python's recursion
+    limit later.
+    """
     try:
         value = json.loads(raw if isinstance(raw, str) else raw.decode("utf-8"))
     except RecursionError:

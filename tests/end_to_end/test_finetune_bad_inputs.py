@@ -348,7 +348,7 @@ AFTER_CASES = {
     ),
     "a run where one is already": Case("already holds a run", verb=(*TUNE, "output.folder=done")),
 }  # fmt: skip
-LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
+LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE_CASES = {
     "a template that takes for ever": Case("of processor time", spoil=change(SETTINGS, chat_template=LOOPS)),
     "a template that takes all memory": Case(

@@ -272,6 +272,7 @@ def test_damaged_and_foreign_adapters_are_refused_and_the_model_stays(folder, ki
     assert caught.value.exit_code == 3
     assert torch.equal(gpt.logits(TOKENS), before)
     assert all(parameter.requires_grad for parameter in gpt.parameters())
+    assert patterns.child()._process is None, "no process stays beside the model"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Programs of strangers in a child process: what they may take, and that nothing else is lost with them."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -46,7 +48,7 @@ def test_time_ends_and_the_next_request_is_answered(child):
 
 def test_the_clock_ends_what_the_system_does_not():
     slow = patterns(seconds=1000, patience=1.0)
-    with pytest.raises(Exceeded, match="processor time"):
+    with pytest.raises(Exceeded, match=r"takes more than 1 s$"):
         ask(slow, "(a+)+b", "a" * 60)
     slow.close()
 
@@ -79,13 +81,51 @@ def test_threads_and_forks_do_not_mix_their_answers(child):
     for thread in threads:
         thread.join()
     assert results == {number: [number] for number in range(8)}
-    owner, process = child._owner, child._process
-    child._owner = owner + 1  # as it is in a fork
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks")
+def test_a_fork_has_a_child_of_its_own_even_while_the_parent_s_is_in_use():
+    code = (
+        "import os, signal\n"
+        "from flatout.confined import Child\n"
+        "child = Child('flatout.model.patterns')\n"
+        "request = {'pattern': 'a', 'paths': ['a']}\n"
+        "child.ask(request)\n"
+        "with child._lock:\n"  # as another thread holds it
+        "    fork = os.fork()\n"
+        "    if fork == 0:\n"
+        "        signal.alarm(20)\n"
+        "        os._exit(child.ask(request)[0] + 7)\n"
+        "    assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 7\n"
+        "process = child._process\n"
+        "assert child.ask(request) == [0] and child._process is process, 'the parent kept its own'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are those of POSIX")
+def test_signals_that_are_for_the_parent_do_not_end_the_child(child):
     assert ask(child, "a", "a") == [0]
-    assert child._process is not process
-    assert process is not None
-    assert process.poll() is None, "the parent's goes on"
-    confined._forget(process)
+    process = child._process
+    assert os.getpgid(process.pid) != os.getpgid(0), "a closed terminal signals a whole group"
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        os.kill(process.pid, number)
+    assert ask(child, "a", "a") == [0]
+    assert child._process is process
+
+
+def test_an_answer_that_is_no_json_is_not_the_request_s_fault(child, monkeypatch):
+    assert ask(child, "a", "a") == [0]
+    monkeypatch.setattr(confined, "_receive", lambda pipe, most: json.loads("{"))
+    with pytest.raises(Exceeded, match="breaks the process"):
+        ask(child, "a", "a")
+    assert child._process is None
+
+
+def test_an_exit_is_no_limit_where_the_system_has_no_signal_for_it(monkeypatch):
+    monkeypatch.delattr(signal, "SIGXCPU", raising=False)
+    ended = subprocess.Popen([sys.executable, "-S", "-c", ""])
+    assert patterns()._why_gone(ended) == "breaks the process that runs it"
 
 
 @pytest.mark.parametrize("executable", ["", None, "/nowhere/python", "false"])

@@ -12,10 +12,12 @@ import pytest
 import flatout
 from flatout.cli import main
 from flatout.config.load import load_config
+from flatout.data import chat_template, tokenizer
 from flatout.data.chat_template import load_template
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.engine.adapter_folder import adapter_at
 from flatout.errors import CheckpointError, UserError
+from flatout.model import patterns
 from flatout.model.hub import read_description
 from flatout.model.hub_find import find_model, is_within_reach
 from flatout.model.hub_weights import export_huggingface, from_huggingface, load_described
@@ -34,7 +36,7 @@ def test_code_of_a_model_s_own_is_told_and_ignored_only_if_asked_to(tmp_path):
     read_description(tmp_path / "out")  # without it: the code does not come along
 
 
-def test_a_run_ignores_code_if_it_is_asked_to(tmp_path, monkeypatch):
+def test_a_run_ignores_code_if_it_is_asked_to(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_chat_model(tmp_path / "m")
     change(tmp_path / "m", auto_map={"AutoModelForCausalLM": "modeling.Evil"})
@@ -45,8 +47,19 @@ def test_a_run_ignores_code_if_it_is_asked_to(tmp_path, monkeypatch):
     words += ["output.plots=false", "eval.sample_tokens=0", "speed.device=cpu", "output.folder=run"]
     with pytest.raises(CheckpointError, match="auto_map"):
         list(flatout.train(load_config("lora", words)))
-    list(flatout.train(load_config("lora", [*words, "model.ignore_auto_map=true"])))
+    for _ in flatout.train(load_config("lora", [*words, "model.ignore_auto_map=true"])):
+        assert not any(module.child()._process for module in (chat_template, patterns, tokenizer)), "while it trains"
     flatout.export(flatout.load_model("run", device="cpu"), "out")
+    flatout.load_model("run/adapter", device="cpu")
+    (tmp_path / "run" / "adapter" / "flatout.json").unlink()  # now it is a stranger's
+    for words in (["generate", "m"], ["generate", "run/adapter"], ["generate", "run/adapter", "--base", "m"]):
+        capsys.readouterr()
+        assert main([*words, "--prompt", "Hi", "--tokens", "1", "--device", "cpu"]) == 3
+        assert "take auto_map out of the file, or" in capsys.readouterr().err
+    for name in ("config.json", "tokenizer_config.json"):
+        values = json.loads((tmp_path / "m" / name).read_text())
+        (tmp_path / "m" / name).write_text(json.dumps({key: values[key] for key in values if key != "auto_map"}))
+    flatout.load_model("run/adapter", device="cpu")
     for name in ("config.json", "tokenizer_config.json"):
         assert "auto_map" not in (tmp_path / "out" / name).read_text()
     flatout.load_model("out", device="cpu")
@@ -139,7 +152,17 @@ def load_template_of(folder: Path) -> Any:
     return load_template("model", folder, tokenizer)
 
 
+@pytest.fixture
+def one_process(monkeypatch):
+    """The process that tries out tokenizers is not started anew for each of hundreds."""
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer.child(), "close", lambda: None)
+        yield
+    tokenizer.child().close()
+
+
 @pytest.mark.parametrize("name", FUZZED)
+@pytest.mark.usefixtures("one_process")
 def test_any_value_in_any_place_is_taken_or_refused(name, tmp_path):
     """Whatever stands under a key, also inside: an error of ours, never a traceback."""
     folder = write_chat_model(tmp_path / "m")

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from flatout.data import chat_template
+from flatout.data import tokenizer as tokenizer_module
 from flatout.data.chat_template import ChatTemplate, load_template
 from flatout.data.make_samples import SampleRequest, count_told, prepare_samples
-from flatout.data.masking import preview
+from flatout.data.masking import preview, stops_of
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, check_target, open_samples
 from flatout.data.tokenizer import ModelTokenizer
@@ -45,9 +47,26 @@ def prepare(tmp_path: Path, model: tuple[ModelTokenizer, ChatTemplate]):
         source = rows if isinstance(rows, Path) else write_rows(tmp_path / "rows.jsonl", ROWS if rows is None else rows)
         chosen = model[1] if template is ... else template
         asked = SampleRequest(str(source), **{"context": 64, **request})
-        return prepare_samples(asked, model[0], chosen, tmp_path / folder)
+        try:
+            return prepare_samples(asked, model[0], chosen, tmp_path / folder)
+        finally:
+            assert chat_template.child()._process is None, "the process that renders has nothing more to do"
 
     return run
+
+
+def test_a_tokenizer_that_was_tried_out_and_the_stops_of_a_template_leave_no_process(model):
+    tokenizer_module.try_out(model[0]._content)
+    assert tokenizer_module.child()._process is None
+    with pytest.raises(ValueError, match="Model missing"):
+        tokenizer_module.try_out({"version": "1.0"})
+    assert tokenizer_module.child()._process is None
+    stops_of(*model, ())
+    assert chat_template.child()._process is None
+    again = chat_template.template_from_json(model[1].to_json())
+    assert chat_template.child()._process is None
+    assert again.render([{"role": "user", "content": "Hi"}])
+    again.release()
 
 
 def texts(samples: SampleSet, tokenizer: ModelTokenizer, split: str = "train") -> list[str]:

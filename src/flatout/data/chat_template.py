@@ -178,6 +178,11 @@ class ChatTemplate:
                 return None
         return sorted(spans) if length == len(text) and not begins else None
 
+    def release(self) -> None:
+        """Ends the process that renders templates of others; the next rendering starts it again."""
+        if not self._ours:
+            child().close()
+
     def _form(self, tools: Sequence[Any] | None) -> str:
         if tools and _TOOLS in self.texts:
             return _TOOLS
@@ -303,7 +308,9 @@ def template_from_json(description: Mapping[str, Any]) -> ChatTemplate:
             raise DataError("the description of a chat template is damaged", "restore the file that holds it")
     if not isinstance(name, str) or not texts:
         raise DataError("the description of a chat template is damaged", "restore the file that holds it")
-    return ChatTemplate(name, cast(dict[str, str], texts), cast(dict[str, str], variables))
+    template = ChatTemplate(name, cast(dict[str, str], texts), cast(dict[str, str], variables))
+    template.release()  # most models are loaded for something else than chat
+    return template
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:

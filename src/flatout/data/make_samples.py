@@ -113,7 +113,24 @@ def prepare_samples(
     folder: str | Path,
     progress: Progress | None = None,
 ) -> SampleSet:
-    """The samples that `request` asks for, in `folder`: those that are there, or made anew where they do not fit."""
+    """The samples that `request` asks for, in `folder`: those that are there, or made anew where they do not fit.
+
+    The process that renders the template has ended afterwards.
+    """
+    try:
+        return _prepared(request, tokenizer, template, folder, progress)
+    finally:
+        if template is not None:
+            template.release()
+
+
+def _prepared(
+    request: SampleRequest,
+    tokenizer: ModelTokenizer,
+    template: ChatTemplate | None,
+    folder: str | Path,
+    progress: Progress | None,
+) -> SampleSet:
     target, train_files, val_files, key = _asked(request, tokenizer, template, folder)
     why = why_not(target, key)
     if not why:

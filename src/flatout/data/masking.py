@@ -344,6 +344,8 @@ def stops_of(tokenizer: ModelTokenizer, template: ChatTemplate | None, named: Se
             text = template.render([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}])
         except TemplateRefusal:
             text = ""
+        finally:
+            template.release()
         after = text[text.rfind(_ANSWER) + len(_ANSWER) :] if _ANSWER in text else ""
         special = {tokenizer.token_id(token) for token in tokenizer.special_texts}
         stops += [int(token) for token in tokenizer.encode(after) if int(token) in special][:1]

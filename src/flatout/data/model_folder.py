@@ -54,7 +54,8 @@ def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> Mo
     if config.get("auto_map") and not ignore_code:
         raise DataError(
             f"{shown(folder / CONFIG)} names code of the tokenizer's own (auto_map), which Flatout never runs",
-            f"if {TOKENIZER} gives the same tokens, set model.ignore_auto_map=true or take auto_map out of the file",
+            f"if {TOKENIZER} gives the same tokens, take auto_map out of the file, or train the model with "
+            "model.ignore_auto_map=true",
         )
     try:
         _check_entries(content)

@@ -495,6 +495,8 @@ def try_out(content: dict[str, Any]) -> None:
         raise ValueError(f"it {error}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+    finally:
+        child().close()
     if wrong is not None:
         raise ValueError(wrong)
 

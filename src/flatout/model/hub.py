@@ -140,8 +140,8 @@ def read_description(
         raise CheckpointError(
             f"{folder / CONFIG_FILE} names code of the model's own (auto_map), which Flatout never runs: without it "
             "the model may be another",
-            f"if it is a plain {kind} model all the same, set model.ignore_auto_map=true or take auto_map out of the "
-            "file",
+            f"if it is a plain {kind} model all the same, take auto_map out of the file, or train it with "
+            "model.ignore_auto_map=true",
         )
     found = describe(values, folder, context=context, cut=cut)
     return dataclasses.replace(found, config=found.config.model_copy(update={"ignore_auto_map": ignore_code}))

@@ -64,4 +64,7 @@ def _matching(pattern: str, paths: tuple[str, ...], plain: bool | None = None) -
             f"the pattern {pattern[:200]!r} of an adapter's config {error}",
             "do not use this adapter, or list the names of its targets instead of the pattern",
         ) from error
+    finally:
+        if not plain:
+            child().close()
     return frozenset(paths[place] for place in places)

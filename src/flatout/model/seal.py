@@ -5,7 +5,7 @@ Those programs pass over this file. We read it whenever we open such a folder, a
 that is damaged, changed or gone is refused by its name. A folder without it is a stranger's and is read as it is.
 
 Contract: the manifest equals its own canonical form and carries its own hash. Files beside those that it names do not
-matter. Who changes a file on purpose deletes flatout.json, which says that the folder is as we wrote it.
+matter. If you change a file on purpose, delete flatout.json. It says that the folder is as we wrote it.
 Trap: adapters of earlier versions have a flatout.json that holds facts alone, without hashes. It counts as none.
 """
 

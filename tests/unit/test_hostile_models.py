@@ -200,3 +200,10 @@ def test_deep_json_is_refused_by_its_name(name, tmp_path):
         with pytest.raises(UserError, match=name) as caught:
             (FUZZED.get(name) or (lambda folder: from_huggingface(folder)))(folder)
         assert caught.value.exit_code == 3
+
+
+def test_a_pipe_in_the_place_of_the_hashes_is_refused(tmp_path):
+    folder = write_chat_model(tmp_path / "m")
+    os.mkfifo(folder / "flatout.json")
+    with pytest.raises(CheckpointError, match="not a plain file"):
+        read_description(folder)

@@ -81,6 +81,8 @@ def read_seal(folder: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):
         return None
     refuse_link(path, folder)
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a plain file", f"delete {SEAL} to read the folder without its hashes")
     try:
         raw = path.read_bytes()
     except OSError as error:

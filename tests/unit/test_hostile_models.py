@@ -4,6 +4,7 @@ import contextlib
 import copy
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 

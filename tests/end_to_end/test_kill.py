@@ -108,8 +108,8 @@ def campaign(corpus: Path, aims: list[str], steps: int, delay: float, seed: int)
 
 def test_a_few_kills(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    hits = campaign(corpus, ["saving", "judging"], steps=60, delay=0.05, seed=1)
-    assert hits["saving"] + hits["judging"] >= 1, "a busy machine may miss one of them"
+    hits = campaign(corpus, ["saving"], steps=40, delay=0.05, seed=1)
+    assert hits["saving"] + hits["judging"] == 1, "on a busy machine the kill may come after the save"
 
 
 @pytest.mark.slow

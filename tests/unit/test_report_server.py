@@ -218,8 +218,8 @@ def test_a_head_that_drips_is_cut_off(server: ReportServer, monkeypatch: pytest.
     assert time.monotonic() - began < 5
 
 
-def test_more_connections_than_threads_are_turned_away(server: ReportServer, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(server, "places", threading.BoundedSemaphore(3))
+def test_more_connections_than_threads_are_turned_away(server: ReportServer):
+    server.places = threading.BoundedSemaphore(3)  # for good: its last threads give their places back after the test
 
     def status() -> int:
         try:

@@ -1,0 +1,207 @@
+"""Training steps of two trees of this project in turns on one device, as JSON lines: what a change costs.
+
+    python benchmarks/two_trees.py OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...] >> benchmarks/two_trees.jsonl
+
+OLD and NEW are folders with `src` and `benchmarks`, such as git worktrees. Each case runs in two processes at once, one
+per tree. Both set up and warm up side by side; then they take turns, so that only one of them has the device. A row
+has the medians of both, the ratio new to old, and the peak memory of each. Pretraining cases are the real loader and
+the real step of a preset on the bundled text; LoRA cases are those of each tree's own `finetune.py`. Losses of the
+first steps stand in the row: with the same seed and data they say whether both trees still compute the same.
+`--small` is for a try on a CPU.
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LONG = ["train.batch_tokens=131072", "speed.micro_batch=2"]
+TOY = ["model.layers=2", "model.width=64", "model.heads=4", "model.context=128", "train.batch_tokens=512"]
+PRESETS: dict[str, tuple[str, list[str], int]] = {  # preset, words, steps in a turn
+    "124m": ("gpt2-124m", [], 4),
+    "350m": ("gpt2-350m", ["speed.micro_batch=64"], 2),
+    "small-32k": ("small-32k", LONG, 6),
+    "small-32k-hybrid": ("small-32k-hybrid", LONG, 6),
+    "small-32k-eigenstate": ("small-32k-eigenstate", LONG, 6),
+}
+LORA = ("lora-full", "lora-mixed")
+WARM_UP, TURNS = 5, 4
+
+
+class Worker:
+    """A process that has set a case up, and steps when it is told to."""
+
+    def __init__(self, tree: Path, case: str, *, small: bool) -> None:
+        path = os.pathsep.join([str(tree / "src"), str(tree / "benchmarks"), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, __file__, "--worker", case, *(["--small"] if small else [])]
+        environment = {**os.environ, "PYTHONPATH": path}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def answer(self) -> Any:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError("a worker ended early: its error is above")
+
+    def ask(self, word: str) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def compare(case: str, old: Path, new: Path, *, small: bool) -> dict[str, Any]:
+    workers = {"old": Worker(old, case, small=small), "new": Worker(new, case, small=small)}
+    try:
+        ready = {name: worker.answer() for name, worker in workers.items()}
+        taken: dict[str, list[float]] = {"old": [], "new": []}
+        for turn in range(TURNS):
+            for name in ("old", "new") if turn % 2 == 0 else ("new", "old"):
+                taken[name] += workers[name].ask("step")["rates"]
+        ends = {name: worker.ask("end") for name, worker in workers.items()}
+    finally:
+        for worker in workers.values():
+            worker.end()
+    middle = {name: statistics.median(rates) for name, rates in taken.items()}
+    return {
+        "case": case,
+        **{f"{name}_tokens_per_second": round(middle[name]) for name in middle},
+        "speed_ratio": round(middle["new"] / middle["old"], 4),
+        **{f"{name}_spread": round(spread(rates) / middle[name], 4) for name, rates in taken.items()},
+        "steps": len(taken["old"]),
+        **{f"{name}_peak_gib": end["peak_gib"] for name, end in ends.items()},
+        **{f"{name}_losses": answer["losses"] for name, answer in ready.items()},
+    }
+
+
+def spread(values: list[float]) -> float:
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return high - low
+
+
+# --- inside a worker --------------------------------------------------------------------------------------------------
+
+
+def work(case: str, *, small: bool) -> None:
+    import torch
+
+    cuda = torch.cuda.is_available()
+    with contextlib.ExitStack() as stack:
+        take, peak, losses, count = (lora if case in LORA else pretraining)(case, stack, small=small)
+        gc.collect()
+        say({"losses": losses})
+        for line in sys.stdin:
+            if line.strip() == "end":
+                say({"peak_gib": round(peak() / 2**30, 3)})
+                return
+            rates = []
+            for _ in range(count):
+                if cuda:
+                    torch.cuda.synchronize()
+                began = time.perf_counter()
+                tokens = take()
+                if cuda:
+                    torch.cuda.synchronize()
+                rates.append(tokens / (time.perf_counter() - began))
+            say({"rates": rates})
+
+
+Case = tuple[Callable[[], int], Callable[[], int], list[float], int]
+
+
+def pretraining(case: str, stack: contextlib.ExitStack, *, small: bool) -> Case:
+    from flatout.config.load import load_config
+    from flatout.tuning.measure import Steps, borrowed_run
+
+    preset, words, count = PRESETS[case]
+    folder = stack.enter_context(tempfile.TemporaryDirectory())
+    steps = WARM_UP + TURNS * count
+    plan = ["data.source=shakespeare", "data.tokenizer=gpt2", f"data.folder={folder}/data", f"train.steps={steps}"]
+    plan += ["train.tokens=null", "train.epochs=null", "optim.warmup_steps=2", f"output.folder={folder}/run"]
+    loaded = load_config(preset, [*plan, *words, *(TOY if small else [])])
+    run = stack.enter_context(borrowed_run(loaded))
+    stepping = stack.enter_context(Steps(run))
+    losses = [round(report.loss, 5) for report in stepping.take(WARM_UP)]
+
+    def take() -> int:
+        stepping.take(1)
+        return run.config.train.batch_tokens
+
+    return take, run.peak_memory_bytes, losses, count
+
+
+def lora(case: str, stack: contextlib.ExitStack, *, small: bool) -> Case:
+    import finetune
+    import torch
+
+    torch.manual_seed(0)
+    how = {"mixed": case == "lora-mixed", "small": small}
+    config = finetune.our_config([], **how)
+    step, speed = finetune.our_step(config, **how)
+    losses = []
+    for _ in range(3):  # every shape comes, and is recorded where graphs are used
+        with finetune.batches_of(config, speed, **how) as loader:
+            losses += [float(step(batch.tokens, batch.targets, batch.packed)[0]) for batch in loader]
+    feed = iter(stack.enter_context(finetune.batches_of(config, speed, **how)))
+
+    def take() -> int:
+        batch = next(feed)
+        step(batch.tokens, batch.targets, batch.packed)
+        assert batch.packed is not None
+        return batch.packed.tokens
+
+    def peak() -> int:
+        if not torch.cuda.is_available():
+            return 0
+        held = getattr(step.run_micro_batch, "held_bytes", 0)  # what recordings hold is in no peak of torch's
+        return max(torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated() + held)
+
+    return take, peak, [round(loss, 5) for loss in losses[:WARM_UP]], 5
+
+
+def say(values: dict[str, Any]) -> None:
+    print(json.dumps(values), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", metavar="OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...]")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.worker:
+        work(given.worker, small=given.small)
+        return
+    known = [*PRESETS, *LORA]
+    cases = given.words[4:] or known
+    if len(given.words) < 4 or any(case not in known for case in cases):
+        sys.exit(
+            f"error: two folders, two commits and perhaps cases are needed\nhint: the cases are {', '.join(known)}"
+        )
+    old, new, old_commit, new_commit = given.words[:4]
+    for case in cases:
+        try:
+            row = compare(case, Path(old).resolve(), Path(new).resolve(), small=given.small)
+        except RuntimeError as error:
+            row = {"case": case, "error": str(error)}
+        say({"old": old_commit, "new": new_commit, **row})
+
+
+if __name__ == "__main__":
+    main()

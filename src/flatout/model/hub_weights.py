@@ -1,7 +1,8 @@
 """Weights of Hugging Face folders: read into our model tensor by tensor, written so that transformers loads them.
 
 Idea: our matrices are fused, theirs are not. A piece says where one of their tensors lies in ours: which parameter,
-which rows of it, and whether it is stored transposed (GPT-2's "Conv1D"). Reading and writing follow the same pieces.
+which rows of it, and whether it is stored transposed (GPT-2's "Conv1D"). Reading and writing follow the same pieces,
+which are declared with the model's fields (`fields.py`).
 
 Contract: names, shapes and types of every file are checked before the first value is copied. Files are mapped into
 memory and copied from there, one tensor at a time, into the model's own memory and type; nothing is held twice. What is
@@ -31,10 +32,11 @@ from flatout.errors import CheckpointError
 from flatout.files import CHECK_ACCESS, why_unreadable, write_new
 from flatout.folders import sweep, whole_folder
 from flatout.model.execution import Execution
+from flatout.model.feature import Piece
+from flatout.model.fields import FEATURES
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, read_description, read_json
 from flatout.model.hub_describe import description_of
-from flatout.model.layers import mlp_width_of
 from flatout.model.seal import refuse_link, seal
 from flatout.model.tensor_file import write_tensors
 
@@ -52,73 +54,17 @@ _AGAIN = "fetch the folder again"
 _TABLES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias")
 
 
-# --- where their tensors lie in ours ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A tensor of theirs: rows `first` to `last` of our parameter `name`, or all of it."""
-
-    name: str
-    first: int = 0
-    last: int | None = None
-    transposed: bool = False
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """Its place in our parameter, in their layout."""
-        part = parameter[self.first : self.last]
-        return part.T if self.transposed else part
-
-
 def pieces_of(config: ModelConfig) -> dict[str, Piece]:
     """Their name, without `model.` or `transformer.` before it -> where it lies."""
-    return _gpt2_pieces(config) if config.family == "gpt2" else _llama_pieces(config)
-
-
-def _llama_pieces(config: ModelConfig) -> dict[str, Piece]:
-    queries, values = config.queries, (config.kv_heads or config.heads) * config.size
-    hidden = mlp_width_of(config)
-    fused = {
-        "self_attn.q_proj": ("attention.qkv", 0, queries, config.has_qkv_bias),
-        "self_attn.k_proj": ("attention.qkv", queries, queries + values, config.has_qkv_bias),
-        "self_attn.v_proj": ("attention.qkv", queries + values, queries + 2 * values, config.has_qkv_bias),
-        "self_attn.o_proj": ("attention.out", 0, None, config.bias),
-        "mlp.gate_proj": ("mlp.up", 0, hidden, config.bias),
-        "mlp.up_proj": ("mlp.up", hidden, 2 * hidden, config.bias),
-        "mlp.down_proj": ("mlp.out", 0, None, config.bias),
-    }
-    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-    pieces = {"embed_tokens.weight": Piece("embedding.weight")}
-    for layer in range(config.layers):
-        for theirs, (ours, first, last, bias) in fused.items():
-            for kind in ("weight", "bias") if bias else ("weight",):
-                pieces[f"layers.{layer}.{theirs}.{kind}"] = Piece(f"blocks.{layer}.{ours}.{kind}", first, last)
-        for theirs, ours in norms.items():
-            pieces[f"layers.{layer}.{theirs}.weight"] = Piece(f"blocks.{layer}.{ours}.weight")
-    pieces["norm.weight"] = Piece("norm.weight")
-    if not config.tied:
-        pieces["lm_head.weight"] = Piece("head.weight")
+    declared: dict[str, Piece] = {}
+    for feature in FEATURES:
+        declared |= feature.format(config.family).tensors(config)
+    pieces = {theirs: piece for theirs, piece in declared.items() if "*" not in theirs}
+    for layer in map(str, range(config.layers)):
+        for theirs, piece in declared.items():
+            if "*" in theirs:
+                pieces[theirs.replace("*", layer)] = dataclasses.replace(piece, name=piece.name.replace("*", layer))
     return pieces
-
-
-def _gpt2_pieces(config: ModelConfig) -> dict[str, Piece]:
-    names = {
-        "ln_1": ("attention_norm", False),
-        "attn.c_attn": ("attention.qkv", True),
-        "attn.c_proj": ("attention.out", True),
-        "ln_2": ("mlp_norm", False),
-        "mlp.c_fc": ("mlp.up", True),
-        "mlp.c_proj": ("mlp.out", True),
-    }
-    pieces = {"wte.weight": Piece("embedding.weight"), "wpe.weight": Piece("positions.weight")}
-    for layer in range(config.layers):
-        for theirs, (ours, transposed) in names.items():
-            weight, bias = f"h.{layer}.{theirs}.weight", f"h.{layer}.{theirs}.bias"
-            pieces[weight] = Piece(f"blocks.{layer}.{ours}.weight", transposed=transposed)
-            pieces[bias] = Piece(f"blocks.{layer}.{ours}.bias")
-    return pieces | {f"ln_f.{kind}": Piece(f"norm.{kind}") for kind in ("weight", "bias")}
 
 
 def _embedding_name(config: ModelConfig) -> str:

@@ -16,45 +16,35 @@ takes them at once, and backward keeps the wide ones.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
 
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
-from flatout.model.feature import Form, key_width, mixer_widths, mlp_widths
+from flatout.model.feature import LINEARS, Form, key_width, mixer_widths, mlp_widths
 from flatout.model.fields import FEATURES
 from flatout.model.layers import mlp_width_of
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
 from flatout.ops.scan import CHUNK
 
-LINEARS = ("qkv", "out", "up", "down")  # a block's matrices that may have copies in 8 bits, as `speed.fp8` names them
 GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
 
 
 def parameter_count(config: ModelConfig, vocab: int) -> int:
     """Exactly the number of trained values; a tied head is counted once."""
-    outside = sum(feature.outside(config, vocab) for feature in FEATURES)
-    return outside + sum(_of_blocks(config, feature.values) for feature in FEATURES) + _matrices(config)
+    total = sum(feature.outside(config, vocab) for feature in FEATURES)
+    for kind in config.kinds:
+        total += sum(_matrices(config, kind).values()) + sum(feature.values(config, kind) for feature in FEATURES)
+    return total
 
 
 def linear_count(config: ModelConfig) -> int:
     """Weights of the linear layers in all blocks, but those that have no place in `speed.fp8`."""
-    return _matrices(config, LINEARS)
+    return sum(_matrices(config, kind)[name] for kind in config.kinds for name in LINEARS)
 
 
-def _matrices(config: ModelConfig, names: Collection[str] | None = None) -> int:
-    """Values of the matrices in all blocks, or of those with these names."""
-    return _of_blocks(config, lambda _, kind: _block_matrices(config, kind, names))
-
-
-def _block_matrices(config: ModelConfig, kind: str, names: Collection[str] | None = None) -> int:
-    found = (matrix for feature in FEATURES for matrix in feature.matrices(config, kind).items())
-    return sum(size for name, size in found if names is None or name in names)
-
-
-def _of_blocks(config: ModelConfig, count: Callable[[ModelConfig, str], int]) -> int:
-    """A count of one block of a kind, added up over all blocks."""
-    return sum(config.kinds.count(kind) * count(config, kind) for kind in set(config.kinds))
+def _matrices(config: ModelConfig, kind: str) -> dict[str, int]:
+    """Weights of a block's matrices, by name."""
+    return {name: size for feature in FEATURES for name, size in feature.matrices(config, kind).items()}
 
 
 def adapter_count(config: ModelConfig, rank: int) -> int:
@@ -75,7 +65,9 @@ def flops_per_token(
     `context` is the length of what attends to itself, where rows hold several samples. `adapters` is how many values
     are trained beside frozen weights; None trains them all.
     """
-    weights = vocab * config.width + _matrices(config) + sum(_of_blocks(config, feature.work) for feature in FEATURES)
+    weights = vocab * config.width
+    for kind in config.kinds:
+        weights += sum(_matrices(config, kind).values()) + sum(feature.work(config, kind) for feature in FEATURES)
     products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
     context = context or config.context
     windows = (context if window is None else min(context, window) for window in config.windows)
@@ -184,8 +176,9 @@ def _narrow_bytes(config: ModelConfig, parameters: int, form: Form) -> int:
     how = form.execution
     if not form.triton:
         return 2 * parameters if form.half else 0
-    eight = [_block_matrices(config, kind, set(LINEARS) & set(how.fp8)) for kind in config.kinds]
-    wide = [_block_matrices(config, kind, set(LINEARS) - set(how.fp8)) if form.half else 0 for kind in config.kinds]
+    blocks = [_matrices(config, kind) for kind in config.kinds]
+    eight = [sum(block[name] for name in LINEARS if name in how.fp8) for block in blocks]
+    wide = [sum(block[name] for name in LINEARS if name not in how.fp8) if form.half else 0 for block in blocks]
     staying = how.checkpointing != "full" and not how.activation_offload
     return 2 * sum(eight) + 2 * (sum(wide) if staying else max(wide))
 

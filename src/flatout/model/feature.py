@@ -19,6 +19,8 @@ from flatout.model.execution import Execution
 from flatout.model.hub_values import HubValues
 from flatout.model.layers import mlp_width_of
 
+LINEARS = ("qkv", "out", "up", "down")  # the matrices of every block, as Block.linears and `speed.fp8` name them
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Form:
@@ -53,7 +55,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A tensor of theirs: rows `first` to `last` of our parameter `name`, or all of it."""
+    """Something of theirs in ours: rows `first` to `last` of our parameter or module `name`, or all of it."""
 
     name: str
     first: int = 0
@@ -66,29 +68,29 @@ class Piece:
         return part.T if self.transposed else part
 
 
-def in_every_block(start: str, pieces: Mapping[str, Piece], end: str = "weight") -> dict[str, Piece]:
-    """Pieces of linear layers or norms, in each block: `q_proj` becomes `layers.*.q_proj.weight`."""
-    return {
-        f"{start}.*.{theirs}.{end}": dataclasses.replace(
-            piece, name=f"blocks.*.{piece.name}.{end}", transposed=piece.transposed and end == "weight"
-        )
-        for theirs, piece in pieces.items()
-    }
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
     """How a Hugging Face format states a feature.
 
-    `read` turns keys of config.json into fields of ours, and refuses what our model does not have. `write` is the way
-    back; its second argument is the model type. `only` holds the fields that have one value in all models of the
-    format. `tensors` maps their names, without `model.` or `transformer.`, to ours; `*` is the number of a block.
+    `keys` of config.json hold a whole number each, which is a field of ours. `read` turns other keys into fields, and
+    refuses what our model does not have; `write` is the way back, for a model type. `only` holds fields that have one
+    value in all models of the format. `modules` maps names of their linear layers, norms and tables, without `model.`
+    or `transformer.`, to ours; `*` is the number of a block.
     """
 
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
     read: Callable[[HubValues], Mapping[str, Any]] = lambda values: {}
     write: Callable[[ModelConfig, str], Mapping[str, Any]] = lambda model, kind: {}
     only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    tensors: Callable[[ModelConfig], Mapping[str, Piece]] = lambda model: {}
+    modules: Callable[[ModelConfig], Mapping[str, Piece]] = lambda model: {}
+
+    def fields(self, read: HubValues) -> dict[str, Any]:
+        """Fields of ours, from a config.json."""
+        return {**self.only, **{field: read.whole(key) for key, field in self.keys.items()}, **self.read(read)}
+
+    def values(self, model: ModelConfig, kind: str) -> dict[str, Any]:
+        """Keys of a config.json, for a model of the type `kind`."""
+        return {**{key: getattr(model, field) for key, field in self.keys.items()}, **self.write(model, kind)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

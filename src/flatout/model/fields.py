@@ -11,33 +11,10 @@ from typing import Any
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
-from flatout.model.feature import Feature, Form, Format, Piece, in_every_block, mixer_widths, mlp_widths
-from flatout.model.fields_mixing import (
-    ATTENTION,
-    EIGENSTATES,
-    GPT2_ATTENTION,
-    LLAMA_OUT,
-    PATTERN,
-    POSITIONS,
-    QK_NORM,
-    llama_qkv,
-)
+from flatout.model.feature import Feature, Form, Format, Piece, mixer_widths, mlp_widths
+from flatout.model.fields_mixing import ATTENTION, EIGENSTATES, PATTERN, POSITIONS, QK_NORM
 from flatout.model.hub_values import HubValues
 from flatout.model.layers import mlp_width_of
-
-_GPT2_NORMS = {"ln_1": Piece("attention_norm"), "ln_2": Piece("mlp_norm")}
-_GPT2_MLP = {"mlp.c_fc": Piece("mlp.up", transposed=True), "mlp.c_proj": Piece("mlp.out", transposed=True)}
-_LLAMA_NORMS = {"input_layernorm": Piece("attention_norm"), "post_attention_layernorm": Piece("mlp_norm")}
-
-
-def _llama_mlp(model: ModelConfig) -> dict[str, Piece]:
-    hidden = mlp_width_of(model)
-    return {
-        "mlp.gate_proj": Piece("mlp.up", 0, hidden),
-        "mlp.up_proj": Piece("mlp.up", hidden, 2 * hidden),
-        "mlp.down_proj": Piece("mlp.out"),
-    }
-
 
 # --- the residual stream ----------------------------------------------------------------------------------------------
 
@@ -46,33 +23,23 @@ STREAM = Feature(
     outside=lambda model, vocab: vocab * model.width,
     gpt2=Format(
         only={"family": "gpt2"},
-        read=lambda read: {"layers": read.whole("n_layer"), "width": read.whole("n_embd")},
-        write=lambda model, kind: {"n_embd": model.width, "n_layer": model.layers, "initializer_range": 0.02},
-        tensors=lambda model: {"wte.weight": Piece("embedding.weight")},
+        keys={"n_embd": "width", "n_layer": "layers"},
+        write=lambda model, kind: {"initializer_range": 0.02},
+        modules=lambda model: {"wte": Piece("embedding")},
     ),
     llama=Format(
         only={"family": "gpt"},
-        read=lambda read: {"layers": read.whole("num_hidden_layers"), "width": read.whole("hidden_size")},
-        write=lambda model, kind: {
-            "num_hidden_layers": model.layers,
-            "hidden_size": model.width,
-            "initializer_range": 0.02,
-        },
-        tensors=lambda model: {"embed_tokens.weight": Piece("embedding.weight")},
+        keys={"num_hidden_layers": "layers", "hidden_size": "width"},
+        write=lambda model, kind: {"initializer_range": 0.02},
+        modules=lambda model: {"embed_tokens": Piece("embedding")},
     ),
 )
 
 CONTEXT = Feature(
     fields=("context",),
     described=False,  # a model may be used with less than it was made for
-    gpt2=Format(
-        read=lambda read: {"context": read.whole("n_positions", 1024)},
-        write=lambda model, kind: {"n_positions": model.context, "n_ctx": model.context},
-    ),
-    llama=Format(
-        read=lambda read: {"context": read.whole("max_position_embeddings")},
-        write=lambda model, kind: {"max_position_embeddings": model.context},
-    ),
+    gpt2=Format(keys={"n_positions": "context"}, write=lambda model, kind: {"n_ctx": model.context}),
+    llama=Format(keys={"max_position_embeddings": "context"}),
 )
 
 
@@ -93,13 +60,21 @@ NORM = Feature(
     gpt2=Format(
         read=lambda read: read.check_gpt2(layer_norm_epsilon=(1e-5,)),
         write=lambda model, kind: {"layer_norm_epsilon": model.norm_eps},
-        tensors=lambda model: in_every_block("h", _GPT2_NORMS) | {"ln_f.weight": Piece("norm.weight")},
+        modules=lambda model: {
+            "h.*.ln_1": Piece("blocks.*.attention_norm"),
+            "h.*.ln_2": Piece("blocks.*.mlp_norm"),
+            "ln_f": Piece("norm"),
+        },
     ),
     llama=Format(
         only={"norm": "rmsnorm"},
         read=lambda read: {"norm_eps": read.number("rms_norm_eps", 1e-6)},
         write=lambda model, kind: {"rms_norm_eps": model.norm_eps},
-        tensors=lambda model: in_every_block("layers", _LLAMA_NORMS) | {"norm.weight": Piece("norm.weight")},
+        modules=lambda model: {
+            "layers.*.input_layernorm": Piece("blocks.*.attention_norm"),
+            "layers.*.post_attention_layernorm": Piece("blocks.*.mlp_norm"),
+            "norm": Piece("norm"),
+        },
     ),
 )
 
@@ -123,7 +98,7 @@ HEAD = Feature(
     llama=Format(
         read=lambda read: {"tied": read.flag("tie_word_embeddings")},
         write=lambda model, kind: {"tie_word_embeddings": model.tied},
-        tensors=lambda model: {} if model.tied else {"lm_head.weight": Piece("head.weight")},
+        modules=lambda model: {} if model.tied else {"lm_head": Piece("head")},
     ),
 )
 
@@ -161,15 +136,31 @@ MLP = Feature(
             activation_function=("gelu_new", "gelu_pytorch_tanh"), n_inner=(None, 4 * read.whole("n_embd"))
         ),
         write=lambda model, kind: {"n_inner": None, "activation_function": "gelu_new"},
-        tensors=lambda model: in_every_block("h", _GPT2_MLP),
+        modules=lambda model: {
+            "h.*.mlp.c_fc": Piece("blocks.*.mlp.up", transposed=True),
+            "h.*.mlp.c_proj": Piece("blocks.*.mlp.out", transposed=True),
+        },
     ),
     llama=Format(
         only={"mlp": "swiglu"},
         read=_read_mlp,
         write=lambda model, kind: {"intermediate_size": mlp_width_of(model), "hidden_act": "silu"},
-        tensors=lambda model: in_every_block("layers", _llama_mlp(model)),
+        modules=lambda model: {
+            "layers.*.mlp.gate_proj": Piece("blocks.*.mlp.up", 0, mlp_width_of(model)),
+            "layers.*.mlp.up_proj": Piece("blocks.*.mlp.up", mlp_width_of(model), 2 * mlp_width_of(model)),
+            "layers.*.mlp.down_proj": Piece("blocks.*.mlp.out"),
+        },
     ),
 )
+
+
+def has_bias(model: ModelConfig, module: str) -> bool:
+    """Whether a linear layer, norm or table of ours has a bias beside its weight."""
+    if module in ("embedding", "positions", "head"):
+        return False
+    if module.endswith("attention.qkv"):
+        return model.has_qkv_bias
+    return model.bias and (model.norm == "layernorm" or not module.endswith("norm"))
 
 
 def _bias_values(model: ModelConfig, kind: str) -> int:
@@ -184,35 +175,21 @@ def _read_bias(read: HubValues) -> dict[str, Any]:
     attention = read.kind in ("llama", "qwen3") and read.flag("attention_bias")
     mlp = read.kind == "llama" and read.flag("mlp_bias")
     if attention != mlp:
-        raise read.refuse(
-            f"attention_bias is {format_value(attention)} and mlp_bias {format_value(mlp)}; "
-            "only both or none are supported"
-        )
+        stated = f"attention_bias is {format_value(attention)} and mlp_bias {format_value(mlp)}"
+        raise read.refuse(f"{stated}; only both or none are supported")
     return {"bias": attention, "qkv_bias": True if read.kind == "qwen2" else None}
 
 
 def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
-    values = {"attention_bias": model.bias} if kind in ("llama", "qwen3") else {}
-    return values | ({"mlp_bias": model.bias} if kind == "llama" else {})
+    keys = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}
+    return dict.fromkeys(keys.get(kind, ()), model.bias)
 
 
 BIAS = Feature(
     fields=("bias", "qkv_bias"),
     values=_bias_values,
     outside=lambda model, vocab: model.width if model.bias and model.norm == "layernorm" else 0,
-    gpt2=Format(
-        tensors=lambda model: (
-            in_every_block("h", _GPT2_NORMS | GPT2_ATTENTION | _GPT2_MLP, "bias") | {"ln_f.bias": Piece("norm.bias")}
-        ),
-    ),
-    llama=Format(
-        read=_read_bias,
-        write=_write_bias,
-        tensors=lambda model: (
-            (in_every_block("layers", llama_qkv(model), "bias") if model.has_qkv_bias else {})
-            | (in_every_block("layers", LLAMA_OUT | _llama_mlp(model), "bias") if model.bias else {})
-        ),
-    ),
+    llama=Format(read=_read_bias, write=_write_bias),
 )
 
 # --- what is no part of the trained model -----------------------------------------------------------------------------

@@ -8,30 +8,14 @@ from typing import Any
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
-from flatout.model.feature import Feature, Form, Format, Piece, in_every_block, key_width, mixer_widths
+from flatout.model.feature import Feature, Form, Format, Piece, key_width, mixer_widths
 from flatout.model.hub_values import HubValues
 from flatout.ops.scan import CHUNK
 
-GPT2_ATTENTION = {
-    "attn.c_attn": Piece("attention.qkv", transposed=True),
-    "attn.c_proj": Piece("attention.out", transposed=True),
-}
-LLAMA_OUT = {"self_attn.o_proj": Piece("attention.out")}
 
-
-def llama_qkv(model: ModelConfig) -> dict[str, Piece]:
-    """Their projections to queries, keys and values, as rows of our fused one."""
-    queries, keys = model.queries, key_width(model)
-    return {
-        "self_attn.q_proj": Piece("attention.qkv", 0, queries),
-        "self_attn.k_proj": Piece("attention.qkv", queries, queries + keys),
-        "self_attn.v_proj": Piece("attention.qkv", queries + keys, queries + 2 * keys),
-    }
-
-
-def _attention_matrices(model: ModelConfig, kind: str) -> dict[str, int]:
+def _mixer_matrices(model: ModelConfig, kind: str) -> dict[str, int]:
     columns, rows = mixer_widths(model, kind)
-    return {} if kind == "E" else {"qkv": model.width * columns, "out": model.width * rows}
+    return {"qkv": model.width * columns, "out": model.width * rows}
 
 
 def _attention_kept(model: ModelConfig, kind: str, form: Form) -> int:
@@ -39,38 +23,44 @@ def _attention_kept(model: ModelConfig, kind: str, form: Form) -> int:
     return 0 if kind == "E" else form.cell * sum(mixer_widths(model, kind)) + 4 * model.heads
 
 
-def _read_gpt2_heads(read: HubValues) -> dict[str, Any]:
-    read.check_gpt2(scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,))
-    return {"heads": read.whole("n_head")}
-
-
 def _read_heads(read: HubValues) -> dict[str, Any]:
     width, heads = read.whole("hidden_size"), read.whole("num_attention_heads")
     size, groups = read.whole_or_none("head_dim"), read.whole_or_none("num_key_value_heads")
     return {
-        "heads": heads,
         "kv_heads": None if groups == heads else groups,
         "head_size": None if size is None or size * heads == width else size,
     }
 
 
+def _llama_projections(model: ModelConfig) -> dict[str, Piece]:
+    queries, keys = model.queries, key_width(model)
+    return {
+        "layers.*.self_attn.q_proj": Piece("blocks.*.attention.qkv", 0, queries),
+        "layers.*.self_attn.k_proj": Piece("blocks.*.attention.qkv", queries, queries + keys),
+        "layers.*.self_attn.v_proj": Piece("blocks.*.attention.qkv", queries + keys, queries + 2 * keys),
+        "layers.*.self_attn.o_proj": Piece("blocks.*.attention.out"),
+    }
+
+
 ATTENTION = Feature(
     fields=("heads", "kv_heads", "head_size"),
-    matrices=_attention_matrices,
+    matrices=_mixer_matrices,
     kept=_attention_kept,
     gpt2=Format(
-        read=_read_gpt2_heads,
-        write=lambda model, kind: {"n_head": model.heads},
-        tensors=lambda model: in_every_block("h", GPT2_ATTENTION),
+        keys={"n_head": "heads"},
+        read=lambda read: read.check_gpt2(
+            scale_attn_weights=(True,), scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,)
+        ),
+        modules=lambda model: {
+            "h.*.attn.c_attn": Piece("blocks.*.attention.qkv", transposed=True),
+            "h.*.attn.c_proj": Piece("blocks.*.attention.out", transposed=True),
+        },
     ),
     llama=Format(
+        keys={"num_attention_heads": "heads"},
         read=_read_heads,
-        write=lambda model, kind: {
-            "num_attention_heads": model.heads,
-            "num_key_value_heads": model.kv_heads or model.heads,
-            "head_dim": model.size,
-        },
-        tensors=lambda model: in_every_block("layers", llama_qkv(model) | LLAMA_OUT),
+        write=lambda model, kind: {"num_key_value_heads": model.kv_heads or model.heads, "head_dim": model.size},
+        modules=_llama_projections,
     ),
 )
 
@@ -84,15 +74,15 @@ def _qk_norm_kept(model: ModelConfig, kind: str, form: Form) -> int:
     return (8 if form.half else 4) * both if form.eager else 0  # normalised in fp32, and widened first
 
 
-_QK_NORMS = {f"self_attn.{name}": Piece(f"attention.{name}") for name in ("q_norm", "k_norm")}
-
 QK_NORM = Feature(
     fields=("qk_norm",),
     values=lambda model, kind: 2 * model.size if model.qk_norm and kind != "E" else 0,
     kept=_qk_norm_kept,
-    llama=Format(  # qwen3 has it and states no key for it
-        read=lambda read: {"qk_norm": read.kind == "qwen3"},
-        tensors=lambda model: in_every_block("layers", _QK_NORMS) if model.qk_norm else {},
+    llama=Format(
+        read=lambda read: {"qk_norm": read.kind == "qwen3"},  # which states no key for it
+        modules=lambda model: {
+            f"layers.*.self_attn.{x}_norm": Piece(f"blocks.*.attention.{x}_norm") for x in "qk" if model.qk_norm
+        },
     ),
 )
 
@@ -150,16 +140,11 @@ def _write_rope(model: ModelConfig, kind: str) -> dict[str, Any]:
 POSITIONS = Feature(
     fields=(
         "positions",
-        "rope_base",
-        "rope_scaling",
-        "rope_factor",
-        "rope_low",
-        "rope_high",
-        "rope_original_context",
+        *(f"rope_{name}" for name in ("base", "scaling", "factor", "low", "high", "original_context")),
     ),
     outside=lambda model, vocab: model.context * model.width if model.positions == "learned" else 0,
     kept=_positions_kept,
-    gpt2=Format(tensors=lambda model: {"wpe.weight": Piece("positions.weight")}),
+    gpt2=Format(modules=lambda model: {"wpe": Piece("positions")}),
     llama=Format(only={"positions": "rope"}, read=_read_rope, write=_write_rope),
 )
 
@@ -191,14 +176,6 @@ PATTERN = Feature(
 )
 
 # --- eigenstates ------------------------------------------------------------------------------------------------------
-
-
-def _eigenstate_matrices(model: ModelConfig, kind: str) -> dict[str, int]:
-    if kind != "E":
-        return {}
-    columns, rows = mixer_widths(model, kind)
-    rates = {"modulate": model.width * model.state_heads} if model.modulation else {}
-    return {"qkv": model.width * columns, "out": model.width * rows, **rates}
 
 
 def _eigenstate_values(model: ModelConfig, kind: str) -> int:
@@ -234,7 +211,9 @@ def _eigenstate_kept(model: ModelConfig, kind: str, form: Form) -> int:
 
 EIGENSTATES = Feature(
     fields=("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy"),
-    matrices=_eigenstate_matrices,
+    matrices=lambda model, kind: (  # those into and out of the states are counted with attention's
+        {"modulate": model.width * model.state_heads} if kind == "E" and model.modulation else {}
+    ),
     values=_eigenstate_values,
     # both halves of a state go through the same matrix of its head
     work=lambda model, kind: 2 * model.states**2 // model.state_heads if kind == "E" and model.resonance else 0,

@@ -83,7 +83,7 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
     read = HubValues(values, path, kind)
     fields: dict[str, Any] = {}
     for feature in FEATURES:
-        fields |= {**feature.format(kind).only, **feature.format(kind).read(read)}
+        fields |= feature.format(kind).fields(read)
     made_for = fields["context"]
     if cut and context is not None:
         context = min(context, made_for)

@@ -69,7 +69,7 @@ def description_of(
         kind = model_type_of(config)
         values: dict[str, Any] = {"architectures": [ARCHITECTURES[kind][0]], "model_type": kind}
         for feature in FEATURES:
-            values |= feature.format(kind).write(config, kind)
+            values |= feature.format(kind).values(config, kind)
         values |= {"vocab_size": vocab, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
         return values | {"torch_dtype": dtype}
     check_same_model(config, source, "export it without that folder's description")

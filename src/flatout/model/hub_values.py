@@ -10,29 +10,14 @@ from typing import Any
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
 
-_LLAMA = {
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_MISTRAL = {**_LLAMA, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
-_QWEN2 = {
-    "num_key_value_heads": 32,
-    "head_dim": None,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+_LLAMA = {"max_position_embeddings": 2048, "bos_token_id": 1, "eos_token_id": 2}
+_QWEN2 = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
-    "mistral": _MISTRAL,
+    "mistral": {**_LLAMA, "num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     "qwen2": _QWEN2,
     "qwen3": {**_QWEN2, "head_dim": 128},
-    "gpt2": {"bos_token_id": 50256, "eos_token_id": 50256},
+    "gpt2": {"n_positions": 1024, "bos_token_id": 50256, "eos_token_id": 50256},
 }
 SUPPORTED = tuple(DEFAULTS)
 ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
@@ -85,7 +70,7 @@ class HubValues:
         return value
 
     def check_gpt2(self, **fixed: tuple[Any, ...]) -> dict[str, Any]:
-        """Refuses a GPT-2 with other values for these keys; the first is that of a missing one. Reads no fields."""
+        """Refuses a GPT-2 with other values than these; a missing key has the first of its values. Reads no fields."""
         for key, allowed in fixed.items():
             found = self.get(key, allowed[0])
             if found not in allowed:

@@ -33,7 +33,7 @@ from flatout.files import CHECK_ACCESS, why_unreadable, write_new
 from flatout.folders import sweep, whole_folder
 from flatout.model.execution import Execution
 from flatout.model.feature import Piece
-from flatout.model.fields import FEATURES
+from flatout.model.fields import FEATURES, has_bias
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, read_description, read_json
 from flatout.model.hub_describe import description_of
@@ -55,15 +55,15 @@ _TABLES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|h\.\d+\.a
 
 
 def pieces_of(config: ModelConfig) -> dict[str, Piece]:
-    """Their name, without `model.` or `transformer.` before it -> where it lies."""
-    declared: dict[str, Piece] = {}
-    for feature in FEATURES:
-        declared |= feature.format(config.family).tensors(config)
-    pieces = {theirs: piece for theirs, piece in declared.items() if "*" not in theirs}
-    for layer in map(str, range(config.layers)):
-        for theirs, piece in declared.items():
-            if "*" in theirs:
-                pieces[theirs.replace("*", layer)] = dataclasses.replace(piece, name=piece.name.replace("*", layer))
+    """The name of each of their tensors, without `model.` or `transformer.` before it -> where it lies."""
+    modules = [module for one in FEATURES for module in one.format(config.family).modules(config).items()]
+    pieces: dict[str, Piece] = {}
+    for layer in range(config.layers):
+        for theirs, piece in modules:
+            name, ours = theirs.replace("*", str(layer)), piece.name.replace("*", str(layer))
+            pieces[f"{name}.weight"] = dataclasses.replace(piece, name=f"{ours}.weight")
+            if has_bias(config, ours):
+                pieces[f"{name}.bias"] = Piece(f"{ours}.bias", piece.first, piece.last)
     return pieces
 
 

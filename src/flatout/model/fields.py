@@ -1,10 +1,9 @@
 """Every field of the model section, declared once: parameters, work, memory, and Hugging Face's formats.
 
-Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test says which one is missing.
-`fields_mixing.py` holds those of attention and of what may take its place.
-What the declarations say of sizes is tested against built models, torch's FLOP counter and the bytes that autograd
-keeps; what they say of formats against transformers. docs/architecture.md, "Adding a model field", is the way to extend
-this file.
+Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names a field that is missing.
+The features of attention, and of what may take its place, are in `fields_mixing.py`. Declared sizes are tested against
+built models, torch's FLOP counter and the bytes that autograd keeps; declared formats against transformers. How to add
+a feature: docs/architecture.md, "Adding a model field".
 """
 
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.model.feature import Feature, Form, Format, Piece, mixer_widths, mlp_widths
-from flatout.model.fields_mixing import ATTENTION, EIGENSTATES, PATTERN, POSITIONS, QK_NORM
+from flatout.model.fields_mixing import MIXING
 from flatout.model.hub_values import HubValues
 from flatout.model.layers import mlp_width_of
 
@@ -216,5 +215,4 @@ START = Feature(
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 
-_MIXING = (ATTENTION, QK_NORM, POSITIONS, PATTERN, EIGENSTATES)
-FEATURES = (STREAM, CONTEXT, NORM, *_MIXING, MLP, BIAS, RESIDUAL_SCALE, HEAD, DROPOUT, START)
+FEATURES = (STREAM, CONTEXT, NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, HEAD, DROPOUT, START)

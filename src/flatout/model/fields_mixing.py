@@ -220,3 +220,5 @@ EIGENSTATES = Feature(
     kept=_eigenstate_kept,
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
+
+MIXING = (ATTENTION, QK_NORM, POSITIONS, PATTERN, EIGENSTATES)

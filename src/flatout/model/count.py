@@ -24,7 +24,6 @@ from flatout.model.fields import FEATURES
 from flatout.model.layers import mlp_width_of
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
-from flatout.ops.scan import CHUNK
 
 GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
 
@@ -203,12 +202,11 @@ def _trained_bytes(
     kept, again = sum(blocks[kind][0] for kind in config.kinds), max(again for _, again in blocks.values())
     if form.execution.activation_offload:  # on its way out or back: one block being made, one being used
         kept = min(kept, 2 * max(kept for kept, _ in blocks.values()))
-    scaled, scaled_again = _scaled_weights(config, form)
-    activations = tokens * (kept + _end_bytes(config, form)) + scaled
-    activations += config.kinds.count("E") * _chunk_bytes(config, positions, form)
+    fixed = [feature.fixed(config, positions, form) for feature in FEATURES]
+    activations = tokens * (kept + _end_bytes(config, form)) + sum(kept for kept, _ in fixed)
     loss, head_gradient = _loss_bytes(config, vocab, labels, form)
-    backward = tokens * (again + _backward_bytes(config, form))
-    return activations, max(loss, backward + scaled_again + head_gradient)
+    backward = tokens * (again + _backward_bytes(config, form)) + sum(again for _, again in fixed)
+    return activations, max(loss, backward + head_gradient)
 
 
 def _frozen_bytes(
@@ -320,39 +318,3 @@ def _fused_loss_cell(form: Form) -> int:
     """Bytes of a logit in the fused loss: our kernel and compiled code write the gradient over the logits; torch's
     operations need three wide copies."""
     return 12 + (2 if form.half else 0) if form.eager else form.cell
-
-
-# --- eigenstates, per model -------------------------------------------------------------------------------------------
-
-
-def _chunk_bytes(config: ModelConfig, positions: int, form: Form) -> int:
-    """Powers of eigenvalues that the scan in chunks multiplies with: of a chunk, of chunks of chunks, and so on."""
-    how = form.execution
-    if how.scan != "chunked" or config.modulation or how.checkpointing == "full":
-        return 0
-    total = 0
-    while positions > 1:
-        length = min(CHUNK, positions)
-        total += 2 * 4 * config.states * length**2
-        positions = -(-positions // length)
-    return total
-
-
-def _scaled_weights(config: ModelConfig, form: Form) -> tuple[int, int]:
-    """(bytes of weights times the scale of inputs that E blocks keep for backward, those that backward makes again).
-
-    The product of such a block is with a copy of its first matrix, 4·K by W in fp32, which holds the scale. In torch's
-    operations in half precision only its cast is kept, which is counted among the copies of all weights. Where decays
-    vary with the input, or weights are of 8 bits, inputs are scaled instead.
-    """
-    count, how = config.kinds.count("E"), form.execution
-    if not count or config.modulation or (form.triton and "qkv" in how.fp8):
-        return 0, 0
-    one = 4 * 4 * config.states * config.width
-    if form.triton:
-        return (0, one) if how.checkpointing == "full" else (count * one, 0)
-    if how.checkpointing != "none":
-        return 0, one
-    if form.half:
-        return 0, 0
-    return (min(count, 2) if how.activation_offload else count) * one, 0

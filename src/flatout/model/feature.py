@@ -102,6 +102,8 @@ class Feature:
     `values` counts all other trained values of a block, `outside` those outside the blocks (given the vocabulary), and
     `work` the weights of a block's products that are not in `matrices`.
     Memory: `kept` is how many bytes per token a block of a kind keeps for backward where nothing is computed again.
+    `fixed` is for bytes that do not grow with the batch, given the positions of a row: (kept by all blocks together,
+    made again in backward).
     Export: `gpt2`, and `llama` for llama, mistral, qwen2 and qwen3. Where neither has the feature, `no_export` says
     why, and `without` holds the fields' values in a model that does not use it: any other value is refused by name.
     `described=False` marks fields that may differ from the folder a model comes from.
@@ -113,6 +115,7 @@ class Feature:
     outside: Callable[[ModelConfig, int], int] = lambda model, vocab: 0
     work: Callable[[ModelConfig, str], int] = lambda model, kind: 0
     kept: Callable[[ModelConfig, str, Form], int] = lambda model, kind, form: 0
+    fixed: Callable[[ModelConfig, int, Form], tuple[int, int]] = lambda model, positions, form: (0, 0)
     gpt2: Format = Format()
     llama: Format = Format()
     no_export: str = ""

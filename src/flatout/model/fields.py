@@ -1,6 +1,6 @@
 """Every field of the model section, declared once: parameters, work, memory, and Hugging Face's formats.
 
-Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names a field that is missing.
+Contract: each field of `ModelConfig` belongs to exactly one feature of `FEATURES`; a test names one that is missing.
 The features of attention, and of what may take its place, are in `fields_mixing.py`. Declared sizes are tested against
 built models, torch's FLOP counter and the bytes that autograd keeps; declared formats against transformers. How to add
 a feature: docs/architecture.md, "Adding a model field".
@@ -23,13 +23,11 @@ STREAM = Feature(
     gpt2=Format(
         only={"family": "gpt2"},
         keys={"n_embd": "width", "n_layer": "layers"},
-        write=lambda model, kind: {"initializer_range": 0.02},
         modules=lambda model: {"wte": Piece("embedding")},
     ),
     llama=Format(
         only={"family": "gpt"},
         keys={"num_hidden_layers": "layers", "hidden_size": "width"},
-        write=lambda model, kind: {"initializer_range": 0.02},
         modules=lambda model: {"embed_tokens": Piece("embedding")},
     ),
 )

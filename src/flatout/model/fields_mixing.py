@@ -209,6 +209,44 @@ def _eigenstate_kept(model: ModelConfig, kind: str, form: Form) -> int:
     return kept
 
 
+def _chunk_bytes(model: ModelConfig, positions: int, form: Form) -> int:
+    """Powers of eigenvalues that the scan in chunks multiplies with: of a chunk, of chunks of chunks, and so on."""
+    how = form.execution
+    if how.scan != "chunked" or model.modulation or how.checkpointing == "full":
+        return 0
+    total = 0
+    while positions > 1:
+        length = min(CHUNK, positions)
+        total += 2 * 4 * model.states * length**2
+        positions = -(-positions // length)
+    return total
+
+
+def _scaled_weights(model: ModelConfig, form: Form) -> tuple[int, int]:
+    """(bytes of weights times the scale of inputs that E blocks keep for backward, those that backward makes again).
+
+    The product of such a block is with a copy of its first matrix, 4·K by W in fp32, which holds the scale. In torch's
+    operations in half precision only its cast is kept, which is counted among the copies of all weights. Where decays
+    vary with the input, or weights are of 8 bits, inputs are scaled instead.
+    """
+    count, how = model.kinds.count("E"), form.execution
+    if not count or model.modulation or (form.triton and "qkv" in how.fp8):
+        return 0, 0
+    one = 4 * 4 * model.states * model.width
+    if form.triton:
+        return (0, one) if how.checkpointing == "full" else (count * one, 0)
+    if how.checkpointing != "none":
+        return 0, one
+    if form.half:
+        return 0, 0
+    return (min(count, 2) if how.activation_offload else count) * one, 0
+
+
+def _eigenstate_fixed(model: ModelConfig, positions: int, form: Form) -> tuple[int, int]:
+    kept, again = _scaled_weights(model, form)
+    return kept + model.kinds.count("E") * _chunk_bytes(model, positions, form), again
+
+
 EIGENSTATES = Feature(
     fields=("states", "state_heads", "resonance", "modulation", "convolution", "scales", "energy"),
     matrices=lambda model, kind: (  # those into and out of the states are counted with attention's
@@ -218,6 +256,7 @@ EIGENSTATES = Feature(
     # both halves of a state go through the same matrix of its head
     work=lambda model, kind: 2 * model.states**2 // model.state_heads if kind == "E" and model.resonance else 0,
     kept=_eigenstate_kept,
+    fixed=_eigenstate_fixed,
     no_export="transformers has no blocks of eigenstates; model.pattern says whether there are any",
 )
 

@@ -23,7 +23,7 @@ from flatout.errors import CheckpointError
 from flatout.files import CHECK_ACCESS, parse_json
 from flatout.model.fields import FEATURES
 from flatout.model.fields_mixing import check_window
-from flatout.model.hub_values import ANOTHER, SUPPORTED, HubValues
+from flatout.model.hub_values import AGAIN, ANOTHER, SUPPORTED, HubValues
 from flatout.model.seal import check_seal, refuse_link
 
 CONFIG_FILE = "config.json"
@@ -101,10 +101,8 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
         first = error.errors()[0]
         reason = str(first.get("ctx", {}).get("error", first["msg"]))
         where = ".".join(str(part) for part in first["loc"])
-        raise read.refuse(
-            f"it describes a model that cannot be built: {f'{where}: ' if where else ''}{reason}",
-            "fetch the folder again",
-        ) from error
+        what = f"it describes a model that cannot be built: {f'{where}: ' if where else ''}{reason}"
+        raise read.refuse(what, AGAIN) from error
     stops = _token_ids(read, "eos_token_id")
     return Description(
         folder=folder,
@@ -173,7 +171,7 @@ def _token_ids(read: HubValues, key: str) -> list[int]:
     found = read.get(key)
     ids = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise read.refuse(f"{key} is {shorten(found)}, not a token id or a list of them", "fetch the folder again")
+        raise read.refuse(f"{key} is {shorten(found)}, not a token id or a list of them", AGAIN)
     return [token for token in ids if token >= 0]  # -1 means none in old files
 
 

@@ -71,7 +71,7 @@ def description_of(
         for feature in FEATURES:
             values |= feature.format(kind).values(config, kind)
         values |= {"vocab_size": vocab, "bos_token_id": end_of_text, "eos_token_id": end_of_text}
-        return values | {"torch_dtype": dtype}
+        return values | {"initializer_range": 0.02, "torch_dtype": dtype}
     check_same_model(config, source, "export it without that folder's description")
     values = {**source.values, "vocab_size": vocab}
     values.pop("auto_map", None)  # the code that it names does not come along

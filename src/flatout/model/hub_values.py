@@ -21,6 +21,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 SUPPORTED = tuple(DEFAULTS)
 ANOTHER = f"use a model of type {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
+AGAIN = "fetch the folder again"
 _MOST = 2**40  # of any number: beyond, torch cannot even say what it would need
 
 
@@ -41,11 +42,9 @@ class HubValues:
         """A whole number; required where there is no default."""
         value = self.get(key, default)
         if value is None and key not in self.values:
-            raise self.refuse(f"{key} is missing", "fetch the folder again")
+            raise self.refuse(f"{key} is missing", AGAIN)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
-            raise self.refuse(
-                f"{key} is {shorten(value)}, not a whole number of at least {least}", "fetch the folder again"
-            )
+            raise self.refuse(f"{key} is {shorten(value)}, not a whole number of at least {least}", AGAIN)
         return value
 
     def whole_or_none(self, key: str) -> int | None:
@@ -57,16 +56,14 @@ class HubValues:
         # Compared before it is a float: Python's whole numbers may be larger than any.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             missing = value is None and key not in self.values
-            raise self.refuse(
-                f"{key} is {'missing' if missing else shorten(value)}, not a number above 0", "fetch the folder again"
-            )
+            raise self.refuse(f"{key} is {'missing' if missing else shorten(value)}, not a number above 0", AGAIN)
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise self.refuse(f"{key} is {shorten(value)}, not true or false", "fetch the folder again")
+            raise self.refuse(f"{key} is {shorten(value)}, not true or false", AGAIN)
         return value
 
     def check_gpt2(self, **fixed: tuple[Any, ...]) -> dict[str, Any]:

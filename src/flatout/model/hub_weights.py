@@ -37,6 +37,7 @@ from flatout.model.fields import FEATURES, has_bias
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, read_description, read_json
 from flatout.model.hub_describe import description_of
+from flatout.model.hub_values import AGAIN
 from flatout.model.seal import refuse_link, seal
 from flatout.model.tensor_file import write_tensors
 
@@ -48,8 +49,7 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "*.jinja", "chat_template
 COMPANIONS += ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_templates/*.jinja")
 
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_WRONG_MODEL = "config.json and the weights belong to different models; fetch the folder again"
-_AGAIN = "fetch the folder again"
+_WRONG_MODEL = f"config.json and the weights belong to different models; {AGAIN}"
 # Tables that old versions of transformers stored with the weights; they follow from config.json.
 _TABLES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias")
 
@@ -126,7 +126,7 @@ def inventory(description: Description) -> dict[str, _Stored]:
         with opened(path) as file:
             names = set(file.keys())
             for name in sorted((listed or names) - names):
-                raise CheckpointError(f"{path} has no tensor {name}, which {INDEX_FILE} places there", _AGAIN)
+                raise CheckpointError(f"{path} has no tensor {name}, which {INDEX_FILE} places there", AGAIN)
             for name in sorted(listed or names):
                 slice_ = file.get_slice(name)
                 plain = re.sub(r"^(model|transformer)\.", "", name)
@@ -138,7 +138,7 @@ def inventory(description: Description) -> dict[str, _Stored]:
                         "use the model in its unquantised form",
                     )
                 if plain in found:
-                    raise CheckpointError(f"{path}: {name} is stored twice, also as {found[plain].name}", _AGAIN)
+                    raise CheckpointError(f"{path}: {name} is stored twice, also as {found[plain].name}", AGAIN)
                 found[plain] = _Stored(path, name, tuple(slice_.get_shape()))
     return found
 
@@ -153,19 +153,19 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
         raise _no_weights(folder)
     listed = read_json(index, "check the permissions of the file").get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise CheckpointError(f"{index} has no map from tensors to files (weight_map)", _AGAIN)
+        raise CheckpointError(f"{index} has no map from tensors to files (weight_map)", AGAIN)
     files: dict[Path, set[str] | None] = {}
     for tensor, name in listed.items():
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} places {shorten(tensor)} in {shorten(name)}, not a file of this folder", _AGAIN
+                f"{index} places {shorten(tensor)} in {shorten(name)}, not a file of this folder", AGAIN
             )
         names = files.setdefault(folder / name, set())
         assert names is not None
         names.add(tensor)
     for path in files:
         if not os.path.isfile(path):  # which takes a name that is too long for one of no file
-            raise CheckpointError(f"{path!s:.300} is missing, and {INDEX_FILE} lists it", _AGAIN)
+            raise CheckpointError(f"{path!s:.300} is missing, and {INDEX_FILE} lists it", AGAIN)
         refuse_link(path, folder)
     return files
 
@@ -241,7 +241,7 @@ def _check_names(description: Description, pieces: dict[str, Piece], stored: dic
     for name in sorted(pieces.keys() - stored.keys()):
         hint = _WRONG_MODEL
         if name == "lm_head.weight":
-            hint = "its config.json says that the head is a matrix of its own (tie_word_embeddings); " + _AGAIN
+            hint = "its config.json says that the head is a matrix of its own (tie_word_embeddings); " + AGAIN
         raise CheckpointError(f"{description.folder} has no tensor {name}", hint)
     for name in sorted(stored.keys() - pieces.keys()):
         raise CheckpointError(

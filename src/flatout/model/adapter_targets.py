@@ -24,7 +24,6 @@ from flatout.model.patterns import endings, what_is_wrong, whole
 
 ALL_LINEAR = "all-linear"
 _MOST = 2**20  # of ranks and alphas: no matrix has such a side
-LINEARS = ("qkv", "out", "up", "down")  # the matrices of a block, as Block.linears names them
 _NO_ADAPTER = ("lm_head", "embed_tokens", "wte", "wpe", "embedding", "head")
 
 
@@ -62,7 +61,7 @@ class Target:
     """One projection that may have an adapter: rows of one of our matrices."""
 
     layer: int
-    linear: str  # one of LINEARS
+    linear: str  # as Block.linears names it
     path: str  # in the checkpoint it came from
     first: int
     rows: int

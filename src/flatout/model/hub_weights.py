@@ -1,7 +1,8 @@
 """Weights of Hugging Face folders: read into our model tensor by tensor, written so that transformers loads them.
 
 Idea: our matrices are fused, theirs are not. A piece says where one of their tensors lies in ours: which parameter,
-which rows of it, and whether it is stored transposed (GPT-2's "Conv1D"). Reading and writing follow the same pieces.
+which rows of it, and whether it is stored transposed (GPT-2's "Conv1D"). Reading and writing follow the same pieces,
+which are declared with the model's fields (`fields.py`).
 
 Contract: names, shapes and types of every file are checked before the first value is copied. Files are mapped into
 memory and copied from there, one tensor at a time, into the model's own memory and type; nothing is held twice. What is
@@ -31,10 +32,12 @@ from flatout.errors import CheckpointError
 from flatout.files import CHECK_ACCESS, why_unreadable, write_new
 from flatout.folders import sweep, whole_folder
 from flatout.model.execution import Execution
+from flatout.model.feature import Piece
+from flatout.model.fields import FEATURES, has_bias
 from flatout.model.gpt import GPT, empty_model
 from flatout.model.hub import CONFIG_FILE, Description, check_same_model, read_description, read_json
 from flatout.model.hub_describe import description_of
-from flatout.model.layers import mlp_width_of
+from flatout.model.hub_values import AGAIN
 from flatout.model.seal import refuse_link, seal
 from flatout.model.tensor_file import write_tensors
 
@@ -46,79 +49,22 @@ COMPANIONS = ("tokenizer*", "special_tokens_map.json", "*.jinja", "chat_template
 COMPANIONS += ("vocab.json", "merges.txt", "added_tokens.json", "additional_chat_templates/*.jinja")
 
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_WRONG_MODEL = "config.json and the weights belong to different models; fetch the folder again"
-_AGAIN = "fetch the folder again"
+_WRONG_MODEL = f"config.json and the weights belong to different models; {AGAIN}"
 # Tables that old versions of transformers stored with the weights; they follow from config.json.
 _TABLES = re.compile(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|h\.\d+\.attn\.(masked_)?bias")
 
 
-# --- where their tensors lie in ours ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A tensor of theirs: rows `first` to `last` of our parameter `name`, or all of it."""
-
-    name: str
-    first: int = 0
-    last: int | None = None
-    transposed: bool = False
-
-    def of(self, parameter: Tensor) -> Tensor:
-        """Its place in our parameter, in their layout."""
-        part = parameter[self.first : self.last]
-        return part.T if self.transposed else part
-
-
 def pieces_of(config: ModelConfig) -> dict[str, Piece]:
-    """Their name, without `model.` or `transformer.` before it -> where it lies."""
-    return _gpt2_pieces(config) if config.family == "gpt2" else _llama_pieces(config)
-
-
-def _llama_pieces(config: ModelConfig) -> dict[str, Piece]:
-    queries, values = config.queries, (config.kv_heads or config.heads) * config.size
-    hidden = mlp_width_of(config)
-    fused = {
-        "self_attn.q_proj": ("attention.qkv", 0, queries, config.has_qkv_bias),
-        "self_attn.k_proj": ("attention.qkv", queries, queries + values, config.has_qkv_bias),
-        "self_attn.v_proj": ("attention.qkv", queries + values, queries + 2 * values, config.has_qkv_bias),
-        "self_attn.o_proj": ("attention.out", 0, None, config.bias),
-        "mlp.gate_proj": ("mlp.up", 0, hidden, config.bias),
-        "mlp.up_proj": ("mlp.up", hidden, 2 * hidden, config.bias),
-        "mlp.down_proj": ("mlp.out", 0, None, config.bias),
-    }
-    norms = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    if config.qk_norm:
-        norms |= {"self_attn.q_norm": "attention.q_norm", "self_attn.k_norm": "attention.k_norm"}
-    pieces = {"embed_tokens.weight": Piece("embedding.weight")}
+    """The name of each of their tensors, without `model.` or `transformer.` before it -> where it lies."""
+    modules = [module for one in FEATURES for module in one.format(config.family).modules(config).items()]
+    pieces: dict[str, Piece] = {}
     for layer in range(config.layers):
-        for theirs, (ours, first, last, bias) in fused.items():
-            for kind in ("weight", "bias") if bias else ("weight",):
-                pieces[f"layers.{layer}.{theirs}.{kind}"] = Piece(f"blocks.{layer}.{ours}.{kind}", first, last)
-        for theirs, ours in norms.items():
-            pieces[f"layers.{layer}.{theirs}.weight"] = Piece(f"blocks.{layer}.{ours}.weight")
-    pieces["norm.weight"] = Piece("norm.weight")
-    if not config.tied:
-        pieces["lm_head.weight"] = Piece("head.weight")
+        for theirs, piece in modules:
+            name, ours = theirs.replace("*", str(layer)), piece.name.replace("*", str(layer))
+            pieces[f"{name}.weight"] = dataclasses.replace(piece, name=f"{ours}.weight")
+            if has_bias(config, ours):
+                pieces[f"{name}.bias"] = Piece(f"{ours}.bias", piece.first, piece.last)
     return pieces
-
-
-def _gpt2_pieces(config: ModelConfig) -> dict[str, Piece]:
-    names = {
-        "ln_1": ("attention_norm", False),
-        "attn.c_attn": ("attention.qkv", True),
-        "attn.c_proj": ("attention.out", True),
-        "ln_2": ("mlp_norm", False),
-        "mlp.c_fc": ("mlp.up", True),
-        "mlp.c_proj": ("mlp.out", True),
-    }
-    pieces = {"wte.weight": Piece("embedding.weight"), "wpe.weight": Piece("positions.weight")}
-    for layer in range(config.layers):
-        for theirs, (ours, transposed) in names.items():
-            weight, bias = f"h.{layer}.{theirs}.weight", f"h.{layer}.{theirs}.bias"
-            pieces[weight] = Piece(f"blocks.{layer}.{ours}.weight", transposed=transposed)
-            pieces[bias] = Piece(f"blocks.{layer}.{ours}.bias")
-    return pieces | {f"ln_f.{kind}": Piece(f"norm.{kind}") for kind in ("weight", "bias")}
 
 
 def _embedding_name(config: ModelConfig) -> str:
@@ -180,7 +126,7 @@ def inventory(description: Description) -> dict[str, _Stored]:
         with opened(path) as file:
             names = set(file.keys())
             for name in sorted((listed or names) - names):
-                raise CheckpointError(f"{path} has no tensor {name}, which {INDEX_FILE} places there", _AGAIN)
+                raise CheckpointError(f"{path} has no tensor {name}, which {INDEX_FILE} places there", AGAIN)
             for name in sorted(listed or names):
                 slice_ = file.get_slice(name)
                 plain = re.sub(r"^(model|transformer)\.", "", name)
@@ -192,7 +138,7 @@ def inventory(description: Description) -> dict[str, _Stored]:
                         "use the model in its unquantised form",
                     )
                 if plain in found:
-                    raise CheckpointError(f"{path}: {name} is stored twice, also as {found[plain].name}", _AGAIN)
+                    raise CheckpointError(f"{path}: {name} is stored twice, also as {found[plain].name}", AGAIN)
                 found[plain] = _Stored(path, name, tuple(slice_.get_shape()))
     return found
 
@@ -207,19 +153,19 @@ def weight_files(folder: Path) -> dict[Path, set[str] | None]:
         raise _no_weights(folder)
     listed = read_json(index, "check the permissions of the file").get("weight_map")
     if not isinstance(listed, dict) or not listed or not all(isinstance(name, str) for name in listed.values()):
-        raise CheckpointError(f"{index} has no map from tensors to files (weight_map)", _AGAIN)
+        raise CheckpointError(f"{index} has no map from tensors to files (weight_map)", AGAIN)
     files: dict[Path, set[str] | None] = {}
     for tensor, name in listed.items():
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise CheckpointError(
-                f"{index} places {shorten(tensor)} in {shorten(name)}, not a file of this folder", _AGAIN
+                f"{index} places {shorten(tensor)} in {shorten(name)}, not a file of this folder", AGAIN
             )
         names = files.setdefault(folder / name, set())
         assert names is not None
         names.add(tensor)
     for path in files:
         if not os.path.isfile(path):  # which takes a name that is too long for one of no file
-            raise CheckpointError(f"{path!s:.300} is missing, and {INDEX_FILE} lists it", _AGAIN)
+            raise CheckpointError(f"{path!s:.300} is missing, and {INDEX_FILE} lists it", AGAIN)
         refuse_link(path, folder)
     return files
 
@@ -295,7 +241,7 @@ def _check_names(description: Description, pieces: dict[str, Piece], stored: dic
     for name in sorted(pieces.keys() - stored.keys()):
         hint = _WRONG_MODEL
         if name == "lm_head.weight":
-            hint = "its config.json says that the head is a matrix of its own (tie_word_embeddings); " + _AGAIN
+            hint = "its config.json says that the head is a matrix of its own (tie_word_embeddings); " + AGAIN
         raise CheckpointError(f"{description.folder} has no tensor {name}", hint)
     for name in sorted(stored.keys() - pieces.keys()):
         raise CheckpointError(

@@ -15,7 +15,6 @@ import torch
 
 from flatout.config.load import (
     LoadedConfig,
-    Source,
     format_value,
     load_config,
     load_stored,
@@ -23,6 +22,7 @@ from flatout.config.load import (
     show,
 )
 from flatout.config.schema import RunConfig
+from flatout.config.source import DEFAULT, Source
 from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, template_from_json
 from flatout.data.loader import evaluation_batches
 from flatout.data.masking import stops_of
@@ -45,12 +45,12 @@ from flatout.engine.adapter_folder import (
     who_loads,
     write_adapter,
 )
+from flatout.engine.attention_switches import scan_for
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
 from flatout.engine.diverged import with_way_back
 from flatout.engine.evaluate import bits_per_byte, perplexity, tokens_per_byte
 from flatout.engine.evaluate import evaluate as evaluate_model
-from flatout.engine.features import scan_for
 from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, samples_folder
 from flatout.engine.loop import lacks_verdict, said_again, train_loop
 from flatout.engine.run_files import check_own
@@ -999,7 +999,7 @@ def _with_sources(config: Config) -> LoadedConfig:
     """A config made in Python counts as written by the user in every field that was set."""
     if isinstance(config, LoadedConfig):
         return config
-    set_or_not = {True: Source("file", "config"), False: Source("default", "default")}
+    set_or_not = {True: Source("python", "config"), False: DEFAULT}
     sources = {
         f"{section}.{name}": set_or_not[name in getattr(config, section).model_fields_set]
         for section, values in config.model_dump().items()

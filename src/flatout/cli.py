@@ -244,9 +244,9 @@ def _follow_training(
 def _check_rows_named(loaded: "LoadedConfig", resume: str | None) -> None:
     """Presets name rows and a model for example's sake: where they are not there, the user has to name some."""
     source, origin = loaded.config.chat.source, loaded.sources["chat.source"]
-    if source is None or origin.written is not None or Path(source).exists():
+    if source is None or origin.by_user or Path(source).exists():
         return
-    written = loaded.sources["model.init_from"].written is not None
+    written = loaded.sources["model.init_from"].by_user
     model = f"model.init_from={loaded.config.model.init_from if written else 'FOLDER-OR-HUB-NAME'}"
     hint = f"name your rows and a model: flatout finetune {model} chat.source=ROWS.jsonl"
     if resume == "auto":

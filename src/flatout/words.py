@@ -99,8 +99,8 @@ def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
         load_config(words.config, words.overrides)
         hardware = _hardware_here()
     loaded = load_config(words.config, words.overrides, hardware=hardware)
-    for remark in loaded.remarks if tell else ():
-        print(f"note: {one_line(remark)}", file=sys.stderr)
+    for notice in loaded.notices if tell else ():
+        print(f"note: {one_line(notice)}", file=sys.stderr)
     return loaded
 
 

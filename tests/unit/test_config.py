@@ -25,7 +25,6 @@ from flatout.config.complain import (
 )
 from flatout.config.load import (
     DEFAULT_PRESET,
-    Source,
     copy_preset,
     explain,
     hardware_for,
@@ -40,6 +39,7 @@ from flatout.config.load import (
     with_hardware,
 )
 from flatout.config.schema import RunConfig, SourceConfig, micro_batch_of
+from flatout.config.source import Source
 from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
@@ -159,10 +159,10 @@ def test_a_file_wins_over_hardware_and_the_argument_over_the_files_hardware(tmp_
 
 
 def test_an_overlay_that_shortens_the_context_says_so() -> None:
-    (told,) = load_config("small-32k", hardware="8gb").remarks
+    (told,) = load_config("small-32k", hardware="8gb").notices
     assert "hardware 8gb lowers model.context from 32,768 to 512" in told
     kept = load_config("small-32k", ["model.context=32768"], hardware="8gb")
-    assert kept.remarks == ()
+    assert kept.notices == ()
     assert with_hardware(kept, "4gb").model.context == 32768, "what a user wrote stays"
 
 
@@ -711,7 +711,7 @@ def test_long_presets_have_the_parameters_that_they_state(preset: str) -> None:
 def test_overlays_only_make_a_run_fit(preset: str, overlay: str) -> None:
     plain, fitted = load_config(preset), load_config(preset, hardware=overlay)
     assert fitted.config.model.context <= plain.config.model.context
-    assert bool(fitted.remarks) == (fitted.config.model.context < plain.config.model.context), "a cut is told"
+    assert bool(fitted.notices) == (fitted.config.model.context < plain.config.model.context), "a cut is told"
     assert with_hardware(plain, overlay).model_dump() == fitted.config.model_dump()
     assert fitted.config.train.batch_tokens == plain.config.train.batch_tokens
     if plain.config.speed.micro_batch is not None:

@@ -21,7 +21,8 @@ from flatout.config.complain import field_facts
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import micro_batch_of
 from flatout.device import Device
-from flatout.engine.features import Probes, resolve_speed
+from flatout.engine.case import Probes
+from flatout.engine.features import resolve_speed
 from flatout.engine.setup import Run, setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.observe.measured import bench_picture

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -40,6 +40,7 @@ from flatout.config.complain import (
     with_whole_numbers,
 )
 from flatout.config.schema import FAMILY_DEFAULTS, RunConfig
+from flatout.config.source import DEFAULT, Source, SourceKind
 from flatout.config.yaml_loader import (
     Node,
     format_value,
@@ -58,7 +59,6 @@ __all__ = [
     "ExplainRow",
     "LoadedConfig",
     "PresetInfo",
-    "Source",
     "copy_preset",
     "explain",
     "format_value",
@@ -73,7 +73,6 @@ __all__ = [
     "with_hardware",
 ]
 
-SourceKind = Literal["default", "family", "preset", "hardware", "file", "override"]
 _FILE_KEYS = ("preset", "hardware")
 
 # A layer that gives one of a group silences those it does not give itself in the layers below.
@@ -86,28 +85,15 @@ _LOWERED_BY_HARDWARE = ("model.context", "speed.micro_batch")
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a value was written: `where` is for people, such as `preset gpt2-124m`, `my.yaml:12`, `command line`."""
-
-    kind: SourceKind
-    where: str
-
-    @property
-    def written(self) -> str | None:
-        """Where the user wrote it, in a file or on the command line; None where it comes with Flatout."""
-        return self.where if self.kind in ("file", "override") else None
-
-
-@dataclass(frozen=True)
 class LoadedConfig:
     """A valid config and, for every leaf by dotted path, the source of its value.
 
-    `remarks` are lines for whoever trains it: what a layer changed that nobody may have meant.
+    `notices` are lines for whoever trains it: what a layer changed that nobody may have meant.
     """
 
     config: RunConfig
     sources: Mapping[str, Source]
-    remarks: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,10 +160,10 @@ def load_config(
             written |= {key: setting.source.where, **setting.places}
     fallback = file_name if path is not None else f"preset {preset}"
     config = validate(_nested({key: setting.value for key, setting in merged.items()}), written, fallback)
-    return LoadedConfig(config, _sources(config, merged), tuple(_remarks(merged, below)))
+    return LoadedConfig(config, _sources(config, merged), tuple(_notices(merged, below)))
 
 
-def _remarks(merged: _Layer, below: _Layer) -> Iterator[str]:
+def _notices(merged: _Layer, below: _Layer) -> Iterator[str]:
     """A shorter context is another model, which a flag about memory does not say. `below` is what an overlay met."""
     context, before = merged.get("model.context"), below.get("model.context")
     if context is not None and before is not None and context.source.kind == "hardware":
@@ -230,7 +216,7 @@ def with_hardware(loaded: LoadedConfig, name: str) -> RunConfig:
     values = loaded.config.model_dump()
     below = {path: _Setting(_at(values, path), source) for path in field_facts()}
     overlay = _only_lowering(_shipped_layer("hardware", name, "command line"), below)
-    free = {path: setting for path, setting in overlay.items() if loaded.sources[path].written is None}
+    free = {path: setting for path, setting in overlay.items() if not loaded.sources[path].by_user}
     merged = _merge([below, free])
     return validate(_nested({path: setting.value for path, setting in merged.items()}), {}, f"hardware {name}")
 
@@ -418,7 +404,7 @@ def _sources(config: RunConfig, merged: _Layer) -> dict[str, Source]:
         elif path in by_family:
             sources[path] = Source("family", f"family {family}")
         else:
-            sources[path] = Source("default", "default")
+            sources[path] = DEFAULT
     return sources
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig, RunConfig
+from flatout.config.source import DEFAULT
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 
@@ -48,10 +49,9 @@ _OF_BLOCKS = {
 def check_used(loaded: LoadedConfig) -> None:
     """Refuses the first setting, in the schema's order, that a user wrote for another kind of run."""
     for path, why, hint in _unused(loaded.config):
-        source = loaded.sources.get(path)
-        where = None if source is None else source.written
-        if where is not None and not _is_default(loaded.config, path):
-            raise ConfigError(f"{where}: {path} is set, but {why}", hint)
+        source = loaded.sources.get(path, DEFAULT)
+        if source.by_user and not _is_default(loaded.config, path):
+            raise ConfigError(f"{source.prefix}{path} is set, but {why}", hint)
 
 
 def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:

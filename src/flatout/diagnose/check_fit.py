@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.config.source import DEFAULT, Source
 from flatout.diagnose.doctor import DataFacts, Finding, Machine, Trials, finding_of
 from flatout.errors import UserError
 
@@ -90,7 +91,7 @@ def device_of(machine: Machine, kind: str, index: int, memory_limit: float | Non
 
 def _probes(machine: Machine, trials: Trials) -> Any:
     """The trials' answers; what was not tried counts as working, unless its package is missing."""
-    from flatout.engine.features import Probes
+    from flatout.engine.case import Probes
 
     def attention(backend: str, _device: object, **_: object) -> str | None:
         if "fa4" in backend and machine.packages.get("flash_attn.cute") is None:
@@ -122,14 +123,14 @@ def fit(
     corpus = None if config.data.streaming else (data.train_tokens or 0) * data.token_bytes
     probes = _probes(machine, trials)
 
-    def resolve(written: Callable[[str], str | None]) -> "Speed":
-        return resolve_speed(config, device, corpus, written, vocab=vocab, probes=probes)
+    def resolve(source: Callable[[str], Source]) -> "Speed":
+        return resolve_speed(config, device, corpus, source, vocab=vocab, probes=probes)
 
     try:
-        speed = resolve(lambda path: loaded.sources[path].written)
+        speed = resolve(loaded.sources.__getitem__)
     except UserError as error:
         findings.append(finding_of(error, "config", "switches"))
-        speed = resolve(lambda _: None)
+        speed = resolve(lambda _: DEFAULT)
     need = _needed(config, vocab, speed, corpus)
     flops, peak = flops_per_token(config.model, vocab), device.peak_flops
     band = expected_utilisation(config, speed, device.capability) if peak else None
@@ -183,7 +184,7 @@ def resolved_need(config: RunConfig, machine: Machine, trials: Trials, fitted: F
     try:
         probes = _probes(machine, trials)
         corpus = fitted.corpus_bytes
-        speed = resolve_speed(config, fitted.device, corpus, lambda _: None, vocab=fitted.vocab, probes=probes)
+        speed = resolve_speed(config, fitted.device, corpus, lambda _: DEFAULT, vocab=fitted.vocab, probes=probes)
         return _needed(config, fitted.vocab, speed, corpus)
     except UserError:
         return None

@@ -109,15 +109,15 @@ def examine(
         )
         return
 
-    wrote = {path for path, source in loaded.sources.items() if source.written is not None}
+    wrote = {path for path, source in loaded.sources.items() if source.by_user}
     yield from (finding for finding in told if finding.area == "data")
     tokens = list(
         guarded("data", "tokens", lambda: check_tokens(config, data, fitted.parameters, "train.epochs" in wrote))
     )
     yield from (finding for finding in tokens if finding.area == "data")
     yield from complaints
-    for remark in loaded.remarks:
-        yield Finding(area="config", name="hardware", status="note", found=remark)
+    for notice in loaded.notices:
+        yield Finding(area="config", name="hardware", status="note", found=notice)
     yield from (one for one in switches if not (absent and one.found.endswith("is not installed")))
     yield from (finding for finding in (*told, *tokens) if finding.area != "data")
     if not switches:

@@ -190,7 +190,7 @@ def sentence(text: str) -> str:
 
 def _setting_called(name: str, value: str | None) -> str | None:
     """The setting that people coming from other trainers write as an option, such as --steps 5 or --batch-size 8."""
-    from flatout.config.complain import is_called_elsewhere, nearest_fields
+    from flatout.config.suggest import is_called_elsewhere, nearest_fields
 
     fields = nearest_fields(name)
     if not fields:

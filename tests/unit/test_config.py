@@ -14,15 +14,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from flatout.config.complain import (
-    _ELSEWHERE_CALLED,
-    _ITEM_ELSEWHERE_CALLED,
-    allowed_values,
-    field_facts,
-    section_paths,
-    value_at,
-    with_whole_numbers,
-)
+from flatout.config.elsewhere import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
+from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at, with_whole_numbers
 from flatout.config.load import (
     DEFAULT_PRESET,
     copy_preset,
@@ -88,7 +81,7 @@ def test_every_field_has_one_sentence(path: str, description: str) -> None:
 def test_every_leaf_says_what_it_allows() -> None:
     assert len(field_facts()) == len(all_fields()) - len(section_paths())
     for path in field_facts():
-        assert "of type" not in allowed_values(path), path
+        assert "of type" not in allowed_values(spot_at(path.split(".")).described), path
 
 
 @pytest.mark.parametrize(
@@ -103,15 +96,15 @@ def test_every_leaf_says_what_it_allows() -> None:
     ],
 )
 def test_what_fields_allow_in_words(path: str, words: str) -> None:
-    assert words in allowed_values(path)
+    assert words in allowed_values(spot_at(path.split(".")).described)
 
 
 def test_words_of_other_trainers_lead_to_real_fields() -> None:
     names = {path.rpartition(".")[2] for path in field_facts()}
-    assert set(_ELSEWHERE_CALLED.values()) <= set(field_facts())
-    assert not names & set(_ELSEWHERE_CALLED)
-    assert set(_ITEM_ELSEWHERE_CALLED.values()) <= set(SourceConfig.model_fields)
-    assert not set(SourceConfig.model_fields) & set(_ITEM_ELSEWHERE_CALLED)
+    assert set(FIELD_ELSEWHERE_CALLED.values()) <= set(field_facts())
+    assert not names & set(FIELD_ELSEWHERE_CALLED)
+    assert set(ITEM_ELSEWHERE_CALLED.values()) <= set(SourceConfig.model_fields)
+    assert not set(SourceConfig.model_fields) & set(ITEM_ELSEWHERE_CALLED)
 
 
 # Layers and sources
@@ -588,7 +581,7 @@ def test_explain_lists_the_words_of_a_choice() -> None:
 
 def test_no_pattern_is_shown_to_a_user() -> None:
     for path in field_facts():
-        assert "^" not in allowed_values(path), path
+        assert "^" not in allowed_values(spot_at(path.split(".")).described), path
     assert refused(overrides=["speed.device=tpu"]).message.endswith("it must be auto, cpu, mps, cuda or cuda:N")
 
 

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from flatout import files
-from flatout.config.complain import field_facts
+from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import micro_batch_of
 from flatout.device import Device

@@ -29,18 +29,11 @@ from flatout.config.catalogue import (
     shipped_names,
     shipped_path,
 )
-from flatout.config.complain import (
-    choices,
-    field_facts,
-    nearest_paths,
-    section_class,
-    section_paths,
-    unknown_key,
-    validate,
-    with_whole_numbers,
-)
+from flatout.config.complain import validate
+from flatout.config.facts import choices, field_facts, section_class, section_paths, with_whole_numbers
 from flatout.config.schema import FAMILY_DEFAULTS, RunConfig
 from flatout.config.source import DEFAULT, Source, SourceKind
+from flatout.config.suggest import nearest_paths, unknown_key
 from flatout.config.yaml_loader import (
     Node,
     format_value,

@@ -107,7 +107,7 @@ TRIALS = Trials(
     product_flops=700e12,
     product_type="bf16",
 )
-DISK = Disk(folder="runs", place="/", free_bytes=500 * GIB, write_rate=1e9, read_rate=2e9)
+DISK = Disk(folder="runs", nearest="/", free_bytes=500 * GIB, write_rate=1e9, read_rate=2e9)
 
 
 def fails(name: str, why: str) -> Trials:
@@ -648,7 +648,7 @@ def test_learning_rates_of_presets_are_usual(preset: str):
 def test_disk_is_measured_and_nothing_is_left(tmp_path: Path):
     disk = check_disk.measure_disk(tmp_path / "runs" / "new", quick=True)
     assert disk.error == ""
-    assert disk.place == str(tmp_path)
+    assert disk.nearest == str(tmp_path)
     assert disk.free_bytes
     assert disk.write_rate
     assert list(tmp_path.iterdir()) == []

@@ -65,11 +65,11 @@ def validate(values: object, origins: Mapping[str, str], fallback: str) -> RunCo
     except ValidationError as error:
         raise _explain_error(error.errors(include_url=False), origins, fallback) from None
     for path in field_facts():
-        for place, text in _texts_in(value_at(config, path), path):
+        for inner, text in _texts_in(value_at(config, path), path):
             if has_control_character(text):
-                where = origins.get(place, origins.get(path, fallback))
+                where = origins.get(inner, origins.get(path, fallback))
                 raise ConfigError(
-                    f"{where}: {place} is {shorten(text)}, but it may not hold control characters",
+                    f"{where}: {inner} is {shorten(text)}, but it may not hold control characters",
                     f"remove them; {_help(spot_at(path.split('.')))}",
                 )
     return config
@@ -120,7 +120,7 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
 
 
 def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, Spot, list[str]]:
-    """The complaint to tell, its place, and what its place takes according to all the complaints about it.
+    """The complaint to show, its value's spot, and what that spot takes according to all complaints about it.
 
     It is about the first field that has any; there about the first wrong item of a list; and of the branches of a
     union about the one that got furthest, which is the one that was meant.
@@ -135,7 +135,7 @@ def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, Spot
         found = [(error, spot) for error, spot in found if any(path == item for path, _ in spot.trail)]
     # A misspelt key often leaves a field missing as well; the misspelling is what there is to mend.
     error, spot = max(found, key=lambda pair: (len(pair[1].trail), pair[0]["type"] in _UNKNOWN_KEYS))
-    kinds = [other["type"] for other, place in found if place.path == spot.path]
+    kinds = [other["type"] for other, there in found if there.path == spot.path]
     return error, spot, [_WANTED[kind] for kind in kinds if kind in _WANTED]
 
 
@@ -164,7 +164,7 @@ def _explain_conflict(path: str, text: str, hint: str, origins: Mapping[str, str
 
 
 def _help(spot: Spot, *, allowed: bool = True) -> str:
-    """The sentence of the nearest thing around a place that has one, and what that allows; a section's keys."""
+    """The description of the nearest value around a spot that has one, and what that allows; a section's keys."""
     if spot.field in field_facts():
         described = next(described for _, described in reversed(spot.trail) if "description" in described)
         return described["description"] + (f" Allowed: {allowed_values(described)}." if allowed else "")

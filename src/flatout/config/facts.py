@@ -117,7 +117,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Spot:
-    """A place in a config: `trail` holds, from the outside in, the path of each step and what the schema says of it."""
+    """A value's spot in a config: `trail` holds, from the outside in, each step's path and what the schema says of it."""
 
     trail: tuple[tuple[str, Mapping[str, Any]], ...]
 
@@ -131,11 +131,11 @@ class Spot:
 
     @property
     def field(self) -> str:
-        """The field's path that this place belongs to, or the section's."""
+        """The path of the field that this spot belongs to, or the section's."""
         return next((path for path, _ in self.trail if path in field_facts()), self.path)
 
     def origin(self, origins: Mapping[str, str], fallback: str) -> str:
-        """Where the nearest thing around this place was written."""
+        """Where the nearest value around this spot was written."""
         return next((origins[path] for path, _ in reversed(self.trail) if path in origins), fallback)
 
 

@@ -101,11 +101,11 @@ class ExplainRow:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A value and its source; `places` says for what is inside a list, by path, on which line of a file it stands."""
+    """A value and its source; `lines` says for each value inside a list, by path, on which line of a file it stands."""
 
     value: Any
     source: Source
-    places: Mapping[str, str] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
 
 
 _Layer = dict[str, _Setting]
@@ -150,7 +150,7 @@ def load_config(
     written: dict[str, str] = {}
     for key, setting in merged.items():
         if setting.source.kind != "default":
-            written |= {key: setting.source.where, **setting.places}
+            written |= {key: setting.source.where, **setting.lines}
     fallback = file_name if path is not None else f"preset {preset}"
     config = validate(_nested({key: setting.value for key, setting in merged.items()}), written, fallback)
     return LoadedConfig(config, _sources(config, merged), tuple(_notices(merged, below)))
@@ -172,7 +172,7 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
 def _refuse_data(path: Path) -> None:
-    """Rows or text in the place of a config are a common slip, and what YAML says of them helps nobody."""
+    """Naming a data file instead of a config is a common slip, and YAML's error about it would not help."""
     plain = path.with_suffix("") if path.suffix in _COMPRESSED else path
     kind = plain.suffix.lower()
     if kind == ".json" and path.is_file():
@@ -300,27 +300,27 @@ def _settings(
         prefix, nodes, section = waiting.pop()
         for name, node in nodes.items():
             path = prefix + name
-            place = f"{where}:{node.line}"
+            line = f"{where}:{node.line}"
             if name not in section.model_fields:
                 if path in field_facts() and "." in name:
                     parent, _, last = path.rpartition(".")
                     raise ConfigError(
-                        f"{place}: {path} is written with a dot",
+                        f"{line}: {path} is written with a dot",
                         f"dots are for the command line; here, write `{parent}:` and indent `{last}:` below it",
                     )
-                raise unknown_key(path, place, top_level_extras=extras)
+                raise unknown_key(path, line, top_level_extras=extras)
             inner = section_class(section.model_fields[name].annotation)
             if inner is None:
                 value = with_whole_numbers(field_facts()[path].annotation, _plain(node))
                 if kind == "file":
-                    yield path, _Setting(value, Source(kind, place), dict(_places_in(path, node, where)))
+                    yield path, _Setting(value, Source(kind, line), dict(_lines_in(path, node, where)))
                 else:
                     yield path, _Setting(value, Source(kind, where))
             elif isinstance(node.value, dict):
                 waiting.append((f"{path}.", node.value, inner))
             elif node.value is not None:  # a section whose lines are all comments is empty, not wrong
                 raise ConfigError(
-                    f"{place}: {path} is {shorten(_plain(node))}, but it is a section",
+                    f"{line}: {path} is {shorten(_plain(node))}, but it is a section",
                     f"write `{path}:` alone and its fields, such as `{next(iter(inner.model_fields))}: ...`, below it",
                 )
 
@@ -423,8 +423,8 @@ def _plain(node: Node) -> Any:
     return node.value
 
 
-def _places_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
-    """By path, the places of everything inside a node."""
+def _lines_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
+    """By path, the line of everything inside a node."""
     inner: list[tuple[str, Node]] = []
     if isinstance(node.value, list):
         inner = [(f"{path}[{number}]", item) for number, item in enumerate(node.value)]
@@ -432,7 +432,7 @@ def _places_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
         inner = [(f"{path}.{key}", item) for key, item in node.value.items()]
     for name, item in inner:
         yield name, f"{where}:{item.line}"
-        yield from _places_in(name, item, where)
+        yield from _lines_in(name, item, where)
 
 
 def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:

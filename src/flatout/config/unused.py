@@ -1,4 +1,4 @@
-"""Settings that a user wrote and that this kind of run never reads: refused with their place, not passed over.
+"""Settings that a user wrote and that this kind of run never reads: refused with file and line, not ignored.
 
 What ships with Flatout may say more than a run needs; what a user wrote is meant. A value that equals the default asks
 for nothing, so the config.yaml of a run, which holds every field, can be used again.

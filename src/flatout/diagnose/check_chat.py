@@ -288,10 +288,10 @@ def _check_adapters(config: RunConfig, data: SampleData) -> Iterator[Finding]:
 
 def _check_space(config: RunConfig, trained: int) -> Iterator[Finding]:
     folder = folder_of(config).absolute()
-    place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     kept = config.checkpoint.keep + 2
     try:
-        check_disk(place, trained, kept)
+        check_disk(nearest, trained, kept)
     except UserError as error:
         yield finding_of(error, "disk", "checkpoints")
         return

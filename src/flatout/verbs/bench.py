@@ -237,11 +237,11 @@ def _check_folder(folder: Path, written: str) -> None:
     if not written:
         raise UsageError("--out needs a folder", "for example --out rows")
     with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
-        for place in (folder, *folder.parents):
-            if os.path.lexists(place):
-                if not place.is_dir():
+        for parent in (folder, *folder.parents):
+            if os.path.lexists(parent):
+                if not parent.is_dir():
                     raise UsageError(
-                        f"--out {quoted(written)}: {str(place)!r} is not a folder", "name another one with --out"
+                        f"--out {quoted(written)}: {str(parent)!r} is not a folder", "name another one with --out"
                     )
                 break
         made = make_folders(folder)

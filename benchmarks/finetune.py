@@ -40,6 +40,7 @@ import torch
 
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
+from flatout.config.source import IN_PYTHON
 from flatout.data.loader import Batch
 from flatout.data.sample_loader import SampleLoader, SampleOrder
 from flatout.data.samples import Samples
@@ -116,7 +117,7 @@ def our_step(config: RunConfig, *, mixed: bool, small: bool) -> tuple[TrainStep,
     lengths = np.diff(samples_of(mixed=mixed, small=small).offsets) - 1
     step_tokens = float(lengths.mean()) * config.chat.batch_samples
     device = detect_device(config.speed.device)
-    speed = resolve_speed(config, device, None, lambda _: "", vocab=config.model.vocab, step_tokens=step_tokens)
+    speed = resolve_speed(config, device, None, lambda _: IN_PYTHON, vocab=config.model.vocab, step_tokens=step_tokens)
     use_expandable_segments(device.torch_device, on=speed.expandable_segments)
     narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(speed.precision, torch.float32)
     vocab = config.model.vocab

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatout.config.load import load_config
 from flatout.device import arithmetic, detect_device
-from flatout.engine.features import scan_for
+from flatout.engine.attention_switches import scan_for
 from flatout.generation.decode import generate_tokens
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model

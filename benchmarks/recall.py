@@ -33,6 +33,7 @@ from torch import Tensor
 
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
+from flatout.config.source import IN_PYTHON
 from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import resolve_speed
 from flatout.engine.setup import device_scope
@@ -153,7 +154,7 @@ def learned(model: GPT, step: TrainStep, distance: int, asked: argparse.Namespac
 def rows_of(mixer: str, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     config, device = config_of(mixer, asked), detect_device()
     optim, steps = config.optim, asked.steps * len(asked.distances)
-    speed = resolve_speed(config, device, None, lambda _: "", vocab=VOCAB)
+    speed = resolve_speed(config, device, None, lambda _: IN_PYTHON, vocab=VOCAB)
     use_expandable_segments(device.torch_device, on=speed.expandable_segments)
     model = build_model(config.model, VOCAB, seed=0, execution=speed.execution).to(device.torch_device)
     step = TrainStep(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.cli import VERBS
-from flatout.config.complain import field_facts
+from flatout.config.facts import field_facts
 from tests.bad_configs import as_yaml, bad_config_files, bad_overrides, good_sections
 
 CONFIG_VERBS = [

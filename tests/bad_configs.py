@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.config.complain import field_facts, section_paths
+from flatout.config.facts import field_facts, section_paths
 
 Sections = dict[str, dict[str, str]]
 ENCODINGS_OF_OTHERS = ("utf-16", "utf-32", "utf-16-le", "utf-16-be")

@@ -329,7 +329,6 @@ class BenchRow:
     claim: str
     claim_low: float | None
     claim_high: float | None
-    claim_rows: tuple[str, ...]
     config: str
     config_words: tuple[str, ...]
     data: str
@@ -466,6 +465,7 @@ def bench_row_from_json(line: str) -> BenchRow:
         if body.pop("type") != _NAMES[BenchRow]:
             raise ValueError("a record of another kind")
         parity = body["parity"]
+        body.pop("claim_rows", None)  # in rows of earlier versions
         body |= {name: tuple(value) for name, value in body.items() if isinstance(value, list)}
         return BenchRow(**{**body, "parity": None if parity is None else float(parity)})
     except (KeyError, TypeError, AttributeError) as error:

@@ -99,8 +99,8 @@ def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
         load_config(words.config, words.overrides)
         hardware = _hardware_here()
     loaded = load_config(words.config, words.overrides, hardware=hardware)
-    for remark in loaded.remarks if tell else ():
-        print(f"note: {one_line(remark)}", file=sys.stderr)
+    for notice in loaded.notices if tell else ():
+        print(f"note: {one_line(notice)}", file=sys.stderr)
     return loaded
 
 
@@ -190,7 +190,7 @@ def sentence(text: str) -> str:
 
 def _setting_called(name: str, value: str | None) -> str | None:
     """The setting that people coming from other trainers write as an option, such as --steps 5 or --batch-size 8."""
-    from flatout.config.complain import is_called_elsewhere, nearest_fields
+    from flatout.config.suggest import is_called_elsewhere, nearest_fields
 
     fields = nearest_fields(name)
     if not fields:

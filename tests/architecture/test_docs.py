@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from flatout.config.complain import field_facts, section_paths
+from flatout.config.facts import field_facts, section_paths
 
 ROOT = Path(__file__).parents[2]
 GUIDES = (ROOT / "docs" / "from-the-guides.md").read_text(encoding="utf-8")

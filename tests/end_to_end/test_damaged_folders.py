@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flatout import api
+from flatout.api.text import template_of
 from flatout.config.load import load_config
 from flatout.data.samples import open_samples
 from flatout.errors import UserError
@@ -47,7 +48,7 @@ def read(kind: str, folder: Path) -> Any:
         return json.dumps(found.manifest), [array.tobytes() for array in arrays]
     loaded = api.load_model(folder, device="cpu")
     tensors = dict(loaded.model.named_parameters()) if loaded.adapters is None else adapter_tensors(loaded.adapters)
-    template = api._template_of(loaded)
+    template = template_of(loaded)
     return (
         {name: tensor.detach().numpy().tobytes() for name, tensor in tensors.items()},
         loaded.tokenizer.fingerprint,

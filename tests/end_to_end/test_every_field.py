@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import flatout
-from flatout.config.complain import field_facts
+from flatout.config.facts import field_facts
 from flatout.config.load import load_config
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.model.adapter_files import save_adapter

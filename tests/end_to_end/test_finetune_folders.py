@@ -10,6 +10,7 @@ import torch
 
 import flatout
 from flatout import api, folders
+from flatout.api import exporting
 from flatout.cli import main
 from flatout.config.load import load_config
 from flatout.data.train_tokenizer import train_bpe, write_tokenizer
@@ -18,6 +19,7 @@ from flatout.engine import checkpoint
 from flatout.engine.adapter_folder import step_of
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import UserError
+from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import read_origin
 from flatout.model.fingerprint import weights_fingerprint
 from flatout.model.hub import read_description
@@ -356,9 +358,9 @@ def test_answers_end_at_every_token_that_the_files_or_the_template_name(words):
 
 def test_generation_ends_at_each_stop(words):
     loaded = api.load_model("base", device="cpu")
-    free = list(api.generate_tokens(loaded.model, [5], count=30, temperature=1.0, seed=3))
+    free = list(generate_tokens(loaded.model, [5], count=30, temperature=1.0, seed=3))
     for stop in {free[4], free[9]}:
-        cut = list(api.generate_tokens(loaded.model, [5], count=30, temperature=1.0, seed=3, stops=(stop, 10**6)))
+        cut = list(generate_tokens(loaded.model, [5], count=30, temperature=1.0, seed=3, stops=(stop, 10**6)))
         assert cut == free[: free.index(stop) + 1]
 
 
@@ -438,7 +440,7 @@ def test_adapters_are_written_into_fp16_weights(words, verb):
 @pytest.mark.parametrize("verb", ["export", "merge"])
 def test_what_is_said_of_a_tokenizer_is_said_of_a_merge_too(words, verb, monkeypatch, capsys):
     run(words())
-    monkeypatch.setattr(api, "files_beside", lambda *_, **__: ({}, ("a remark of its own",)))
+    monkeypatch.setattr(exporting, "files_beside", lambda *_, **__: ({}, ("a remark of its own",)))
     assert main([verb, "runs/lora", "out"]) == 0
     assert "note: a remark of its own" in capsys.readouterr().out
 

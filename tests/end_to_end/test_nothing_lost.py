@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import flatout
-from flatout import api, cli
+from flatout import cli
+from flatout.api import training
 from flatout.engine import diverged, loop, run_folder
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
@@ -364,7 +365,7 @@ def test_a_diverged_run_is_let_go_of_before_it_is_built_again(tiny, monkeypatch)
         alive.append(models[0]() is not None)
         return real(*args, **options)
 
-    monkeypatch.setattr(api, "setup_run", build)
+    monkeypatch.setattr(training, "setup_run", build)
     monkeypatch.setattr(diverged, "setup_run", build_again)
     assert diverge(tiny, "optim.learning_rate=100", "optim.clip=0", "checkpoint.every=0", "eval.every=0") is not None
     assert alive == [False], "on a GPU, there may be no room for both"

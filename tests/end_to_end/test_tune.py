@@ -22,6 +22,7 @@ from flatout import api
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
+from flatout.config.source import DEFAULT
 from flatout.device import detect_device
 from flatout.engine.features import resolve_speed
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
@@ -246,7 +247,7 @@ class FakeCard(probe.Probe):
         self.opened.append(candidate.compile)
 
     def resolve(self, config):  # the tests' config is for a CPU; a card would take our kernels
-        speed = resolve_speed(config, detect_device("cpu"), 0, lambda _: None)
+        speed = resolve_speed(config, detect_device("cpu"), 0, lambda _: DEFAULT)
         return dataclasses.replace(
             speed, execution=dataclasses.replace(speed.execution, kernels="triton", loss="fused"), compile="off"
         )

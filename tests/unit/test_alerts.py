@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from flatout.config.complain import field_facts
+from flatout.config.facts import field_facts
 from flatout.observe.live.alerts import QUIET_STEPS, Alert, Alerts, alerts_of
 from flatout.records import EvalRecord, NoticeRecord, Record, StepRecord
 from tests.unit.seen import info, machine, step

@@ -14,18 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from flatout.config.complain import (
-    _ELSEWHERE_CALLED,
-    _ITEM_ELSEWHERE_CALLED,
-    allowed_values,
-    field_facts,
-    section_paths,
-    value_at,
-    with_whole_numbers,
-)
+from flatout.config.elsewhere import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
+from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at, with_whole_numbers
 from flatout.config.load import (
     DEFAULT_PRESET,
-    Source,
     copy_preset,
     explain,
     hardware_for,
@@ -40,6 +32,7 @@ from flatout.config.load import (
     with_hardware,
 )
 from flatout.config.schema import RunConfig, SourceConfig, micro_batch_of
+from flatout.config.source import Source
 from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
@@ -88,7 +81,7 @@ def test_every_field_has_one_sentence(path: str, description: str) -> None:
 def test_every_leaf_says_what_it_allows() -> None:
     assert len(field_facts()) == len(all_fields()) - len(section_paths())
     for path in field_facts():
-        assert "of type" not in allowed_values(path), path
+        assert "of type" not in allowed_values(spot_at(path.split(".")).described), path
 
 
 @pytest.mark.parametrize(
@@ -103,15 +96,15 @@ def test_every_leaf_says_what_it_allows() -> None:
     ],
 )
 def test_what_fields_allow_in_words(path: str, words: str) -> None:
-    assert words in allowed_values(path)
+    assert words in allowed_values(spot_at(path.split(".")).described)
 
 
 def test_words_of_other_trainers_lead_to_real_fields() -> None:
     names = {path.rpartition(".")[2] for path in field_facts()}
-    assert set(_ELSEWHERE_CALLED.values()) <= set(field_facts())
-    assert not names & set(_ELSEWHERE_CALLED)
-    assert set(_ITEM_ELSEWHERE_CALLED.values()) <= set(SourceConfig.model_fields)
-    assert not set(SourceConfig.model_fields) & set(_ITEM_ELSEWHERE_CALLED)
+    assert set(FIELD_ELSEWHERE_CALLED.values()) <= set(field_facts())
+    assert not names & set(FIELD_ELSEWHERE_CALLED)
+    assert set(ITEM_ELSEWHERE_CALLED.values()) <= set(SourceConfig.model_fields)
+    assert not set(SourceConfig.model_fields) & set(ITEM_ELSEWHERE_CALLED)
 
 
 # Layers and sources
@@ -159,10 +152,10 @@ def test_a_file_wins_over_hardware_and_the_argument_over_the_files_hardware(tmp_
 
 
 def test_an_overlay_that_shortens_the_context_says_so() -> None:
-    (told,) = load_config("small-32k", hardware="8gb").remarks
+    (told,) = load_config("small-32k", hardware="8gb").notices
     assert "hardware 8gb lowers model.context from 32,768 to 512" in told
     kept = load_config("small-32k", ["model.context=32768"], hardware="8gb")
-    assert kept.remarks == ()
+    assert kept.notices == ()
     assert with_hardware(kept, "4gb").model.context == 32768, "what a user wrote stays"
 
 
@@ -588,7 +581,7 @@ def test_explain_lists_the_words_of_a_choice() -> None:
 
 def test_no_pattern_is_shown_to_a_user() -> None:
     for path in field_facts():
-        assert "^" not in allowed_values(path), path
+        assert "^" not in allowed_values(spot_at(path.split(".")).described), path
     assert refused(overrides=["speed.device=tpu"]).message.endswith("it must be auto, cpu, mps, cuda or cuda:N")
 
 
@@ -711,7 +704,7 @@ def test_long_presets_have_the_parameters_that_they_state(preset: str) -> None:
 def test_overlays_only_make_a_run_fit(preset: str, overlay: str) -> None:
     plain, fitted = load_config(preset), load_config(preset, hardware=overlay)
     assert fitted.config.model.context <= plain.config.model.context
-    assert bool(fitted.remarks) == (fitted.config.model.context < plain.config.model.context), "a cut is told"
+    assert bool(fitted.notices) == (fitted.config.model.context < plain.config.model.context), "a cut is told"
     assert with_hardware(plain, overlay).model_dump() == fitted.config.model_dump()
     assert fitted.config.train.batch_tokens == plain.config.train.batch_tokens
     if plain.config.speed.micro_batch is not None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.config.complain import field_facts
+from flatout.config.facts import field_facts
 from flatout.config.load import load_config
 from flatout.errors import ConfigError
 from tests.bad_configs import FILE_KINDS, OVERRIDE_KINDS, as_yaml, bad_config_files, bad_overrides, good_sections

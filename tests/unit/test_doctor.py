@@ -39,6 +39,7 @@ from flatout.diagnose.doctor import (
 from flatout.diagnose.examine import examine
 from flatout.diagnose.machine import merged
 from flatout.engine.run_files import CHECKPOINT_FILES
+from flatout.model.count import flops_per_token
 
 GIB = 2**30
 H200 = Card(
@@ -106,7 +107,7 @@ TRIALS = Trials(
     product_flops=700e12,
     product_type="bf16",
 )
-DISK = Disk(folder="runs", place="/", free_bytes=500 * GIB, write_rate=1e9, read_rate=2e9)
+DISK = Disk(folder="runs", nearest="/", free_bytes=500 * GIB, write_rate=1e9, read_rate=2e9)
 
 
 def fails(name: str, why: str) -> Trials:
@@ -156,9 +157,9 @@ def test_a_healthy_large_run_is_all_green(here: Path):
     words += ["checkpoint.every=250", "eval.every=50", "eval.tokens=20_000"]
     findings = visit(*words, target="gpt2-124m")
     assert told(findings, "warn", "bad") == []
-    speed = next(finding for finding in findings if finding.name == "expected speed")
-    assert "42% to 55%" in speed.found, "as the runs on an H200 were"
-    assert "expectation" in speed.advice
+    time = next(finding for finding in findings if finding.name == "least time")
+    assert "at the rate of a matrix product timed here" in time.found
+    assert "flatout estimate" in time.advice
 
 
 # --- planted problems -------------------------------------------------------------------------------------------------
@@ -599,31 +600,26 @@ def test_no_way_to_fit_is_said(here: Path):
     assert any("No switch makes it fit" in one.advice for one in told(findings, "bad"))
 
 
-def test_a_card_that_is_not_in_the_table_has_no_expectation(here: Path):
-    findings = visit(machine=with_card(name="NVIDIA Something New"))
-    speed = next(one for one in findings if one.name == "expected speed")
-    assert "no expectation" in speed.found
-    assert "%" not in speed.found
+def least_time(*words: str, trials: Trials = TRIALS, base: Machine = MACHINE) -> list[Finding]:
+    return [one for one in visit(*words, machine=base, trials=trials) if one.name == "least time"]
 
 
-def test_expected_utilisation_grows_with_the_model_and_is_a_band(here: Path):
-    def band(*words: str, base: Machine = MACHINE) -> tuple[float, float]:
-        loaded = load_config("gpt2-124m", words)
-        fitted, _ = check_fit.fit(loaded, base, TRIALS, DataFacts(vocab=50257), "cuda", 0)
-        found = check_fit.expected_utilisation(loaded.config, fitted.speed, base.cards[0].capability)
-        assert found is not None
-        assert 0 < found[0] < found[1] < 1
-        return found
+def test_the_least_time_is_the_flops_at_the_rate_of_a_product(here: Path):
+    loaded = load_config("gpt2-124m")
+    fitted, _ = check_fit.fit(loaded, MACHINE, TRIALS, DataFacts(vocab=50257), "cuda", 0)
+    flops = flops_per_token(loaded.config.model, 50257) * loaded.config.train.batch_tokens
+    assert fitted.step_seconds == pytest.approx(flops / 700e12)
+    (found,) = check_fit.check_time(loaded.config, fitted, steps=1000)
+    tokens = loaded.config.train.batch_tokens / (fitted.step_seconds or 0)
+    assert f"at most {tokens / 1e3:.3g}k tokens/s" in found.found
+    assert f"at least {1000 * flops / 700e12 / 60:.0f} minutes" in found.found
 
-    small, large = band(), band("model.width=2048", "model.heads=16")
-    assert large[0] > small[0]
-    assert band("speed.micro_batch=1")[1] < small[0], "a card that is not fed"
-    assert band("speed.precision=fp32")[1] < 0.1
-    assert band(base=machine(cards=(dataclasses.replace(H200, name="NVIDIA A100", capability=(8, 0)),)))[0] < small[0]
-    # Measured on an H200 (benchmarks/throughput.jsonl), TFLOP/s of 989.4.
-    assert small[0] < 518.1 / 989.4 < small[1]
-    assert small[0] < 536.9 / 989.4 < small[1]
-    assert large[0] < 613.6 / 989.4 < large[1]
+
+def test_without_a_timed_product_the_peak_rate_is_the_bound(here: Path):
+    (found,) = least_time(trials=Trials())
+    assert "at the peak rate of NVIDIA H200" in found.found
+    assert least_time(trials=Trials(), base=with_card(name="NVIDIA Something New")) == []
+    assert least_time("speed.fp8=[up, down]", *WIDE) == [], "8-bit products are faster than the one that was timed"
 
 
 @pytest.mark.parametrize(
@@ -652,7 +648,7 @@ def test_learning_rates_of_presets_are_usual(preset: str):
 def test_disk_is_measured_and_nothing_is_left(tmp_path: Path):
     disk = check_disk.measure_disk(tmp_path / "runs" / "new", quick=True)
     assert disk.error == ""
-    assert disk.place == str(tmp_path)
+    assert disk.nearest == str(tmp_path)
     assert disk.free_bytes
     assert disk.write_rate
     assert list(tmp_path.iterdir()) == []

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from flatout.config.load import load_config
+from flatout.config.source import DEFAULT, IN_PYTHON, Source
 from flatout.device import Device
+from flatout.engine.case import Probes
 from flatout.engine.compiling import graphs_of_its_own
-from flatout.engine.features import Probes, Speed, resolve_speed
+from flatout.engine.features import Speed, resolve_speed
 from flatout.errors import HardwareError
 from flatout.records import Feature
 
@@ -19,6 +21,7 @@ TURING = Device(torch_device=torch.device("cuda", 0), name="T4", memory_bytes=2*
 PASCAL = Device(torch_device=torch.device("cuda", 0), name="P40", memory_bytes=2**34, capability=(6, 1))
 CPU = Device(torch_device=torch.device("cpu"), name="cpu", memory_bytes=2**34, capability=None)
 MPS = Device(torch_device=torch.device("mps"), name="mps", memory_bytes=None, capability=None)
+MINE = Source("file", "mine.yaml:3")
 LARGE = ["model.layers=12", "model.width=768", "model.heads=12", "model.context=1024", "train.batch_tokens=65536"]
 
 
@@ -42,7 +45,7 @@ def resolve(device: Device, *words: str, written: bool = False, using: Probes | 
         config,
         device,
         10**6,
-        lambda path: "mine.yaml:3" if written and path in names else None,
+        lambda path: MINE if written and path in names else DEFAULT,
         vocab=50257,
         probes=using or probes(),
     )
@@ -200,7 +203,7 @@ def test_what_the_user_wrote_and_cannot_have_is_refused_with_its_place():
         resolve(CPU, "speed.attention=cudnn", written=True)
     config = load_config("gpt2-124m", ["speed.attention=cudnn", "train.steps=1", "data.source=shakespeare"]).config
     with pytest.raises(HardwareError, match=r"^speed\.attention is cudnn"):
-        resolve_speed(config, CPU, 10**6, lambda _: "", probes=probes())
+        resolve_speed(config, CPU, 10**6, lambda _: IN_PYTHON, probes=probes())
 
 
 def test_flash_attention_4_is_not_compiled_and_not_deterministic():
@@ -418,7 +421,7 @@ CHAT = ["chat.source=rows.jsonl", "model.init_from=folder", "lora.rank=16", "tra
 def fine_tuned(device: Device, *words: str, written: bool = False, using: Probes | None = None) -> Speed:
     config = load_config("lora", [*CHAT, *words]).config
     names = {word.partition("=")[0] for word in words}
-    find = lambda path: "mine.yaml:3" if written and path in names else None  # noqa: E731
+    find = lambda path: MINE if written and path in names else DEFAULT  # noqa: E731
     return resolve_speed(config, device, None, find, vocab=32000, probes=using or probes())
 
 
@@ -496,7 +499,7 @@ def resolve_chat(device: Device, *words: str, tokens: float = 1000.0, written: b
         config,
         device,
         None,
-        lambda path: "mine.yaml:3" if written and path in names else None,
+        lambda path: MINE if written and path in names else DEFAULT,
         vocab=32000,
         step_tokens=tokens,
         probes=probes(),

@@ -11,12 +11,14 @@ import torch
 
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
+from flatout.config.source import DEFAULT, Source
 from flatout.config.unused import check_used
 from flatout.data.sample_loader import SampleOrder, largest_rows
 from flatout.data.samples import Samples
 from flatout.device import Device
 from flatout.engine import setup
-from flatout.engine.features import Probes, resolve_speed
+from flatout.engine.case import Probes
+from flatout.engine.features import resolve_speed
 from flatout.engine.fine_tuning import adapter_plan
 from flatout.engine.setup import setup_run
 from flatout.engine.step import LossScale
@@ -121,7 +123,7 @@ def gpu(capability: tuple[int, int], name: str) -> Device:
 )
 def test_a_card_without_bf16_trains_in_fp16_by_its_capability(words, capability, name, expected):
     config = load_config("lora", words("speed.device=auto")).config
-    speed = resolve_speed(config, gpu(capability, name), None, lambda _: None, vocab=299, probes=probes())
+    speed = resolve_speed(config, gpu(capability, name), None, lambda _: DEFAULT, vocab=299, probes=probes())
     assert speed.precision == expected
     feature = next(feature for feature in speed.features if feature.name == "precision")
     assert (feature.asked, feature.used) == ("auto", expected)
@@ -130,7 +132,14 @@ def test_a_card_without_bf16_trains_in_fp16_by_its_capability(words, capability,
 def test_bf16_that_was_asked_for_is_refused_where_the_card_has_none(words):
     config = load_config("lora", words("speed.device=auto", "speed.precision=bf16")).config
     with pytest.raises(HardwareError, match=r"capability \(7, 5\)\) has no bf16"):
-        resolve_speed(config, gpu((7, 5), "Tesla T4"), None, lambda _: "command line", vocab=299, probes=probes())
+        resolve_speed(
+            config,
+            gpu((7, 5), "Tesla T4"),
+            None,
+            lambda _: Source("override", "command line"),
+            vocab=299,
+            probes=probes(),
+        )
 
 
 def test_beside_fp16_weights_adapters_are_fp32_and_the_loss_is_scaled(words, monkeypatch):

@@ -8,7 +8,7 @@ import io
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ import torch
 from rich.console import Console
 
 from flatout import files
-from flatout.config.complain import field_facts
+from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import micro_batch_of
 from flatout.device import Device
-from flatout.engine.features import Probes, resolve_speed
+from flatout.engine.case import Probes
+from flatout.engine.features import resolve_speed
 from flatout.engine.setup import Run, setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.observe.measured import bench_picture
@@ -116,12 +117,10 @@ def test_the_tolerance_is_that_of_the_coarsest_arithmetic():
     assert tolerance_of({**BASELINE, "speed.optimizer_state": "8bit"}) == TOLERANCES["8bit"]
 
 
-def test_every_claim_belongs_to_a_rung_and_names_its_rows():
+def test_every_claim_belongs_to_a_rung():
     names = {rung.name for rung in (*CUDA, *CPU, *all_rungs(kind="cuda", micro_batch=8, attention="sdpa"))}
     assert set(CLAIMS) <= names
     for claim in (*CLAIMS.values(), *TOTALS):
-        assert claim.rows
-        assert all(len(row) == 6 and row[3] == "-" for row in claim.rows)
         assert (claim.low is None) == (claim.high is None)
         assert claim.low is None or claim.high is None or claim.low <= claim.high
     assert claim_of("without-bf16") is CLAIMS["bf16"]
@@ -445,7 +444,7 @@ def row(rung: str, **named: Any) -> BenchRow:
         "used": {}, "parity": 1e-6, "parity_steps": 20, "tolerance": 0.002, "tokens_per_second": 1000.0,
         "milliseconds": 64.0, "mean_milliseconds": 64.5, "spread": 0.01, "mfu": None, "peak_bytes": 2**30,
         "compile_seconds": 0.0, "steps": 12,
-        "gain": 1.5, "factor": 3.0, "claim": "1.1-1.5x", "claim_low": 1.1, "claim_high": 1.5, "claim_rows": ("002-03",),
+        "gain": 1.5, "factor": 3.0, "claim": "1.1-1.5x", "claim_low": 1.1, "claim_high": 1.5,
         "config": "tiny", "config_words": (), "data": "random", "parameters": 10**6, "context": 64, "batch_tokens": 64,
         "micro_batch": 2, "accumulation": 1, "device": "cpu", "flatout": "0", "torch": "2", "commit": None,
     }  # fmt: skip
@@ -458,9 +457,9 @@ NO_SPEED: dict[str, Any] = {
 }  # fmt: skip
 
 
-def table(rows: list[BenchRow], *names: str) -> str:
+def table(rows: list[BenchRow], *names: str, promised: Sequence[str] = ()) -> str:
     console = Console(record=True, width=140, force_terminal=False, file=io.StringIO())
-    print_bench(rows, ["2-5x (001-25)"], console, names)
+    print_bench(rows, promised, console, names)
     return console.export_text()
 
 
@@ -474,14 +473,31 @@ def test_the_table_shows_speeds_of_green_rungs_only():
     text = table(rows, "baseline", "compile")
     line = next(line for line in text.splitlines() if line.startswith("fp16"))
     assert "red" in line
-    assert line.split() == ["fp16", "red", "1.0e-06", *["-"] * 7, "1.1-1.5x"]
+    assert line.split() == ["fp16", "red", "1.0e-06", *["-"] * 7]
     assert "3,000" in text
     assert "12.5" in text
     assert "from the baseline to the full set: 3.0 times" in text
     assert "not green: fp16" in text
     assert "fp8" in text
     assert "\x1b" not in text
-    assert "2-5x (001-25)" in text
+
+
+def test_what_guides_claim_is_shown_only_when_asked_for(tmp_path: Path):
+    rows = [row("baseline", gain=None), row("compile", claim="1.1-1.5x")]
+    assert "guides" not in table(rows)
+    assert "1.1-1.5x" not in table(rows)
+    text = table(rows, promised=["2-5x"])
+    assert "guides claim" in text
+    assert "1.1-1.5x" in next(line for line in text.splitlines() if line.startswith("compile"))
+    assert "the guides promise 2-5x of everything together" in text
+    for claims in (False, True):
+        draw_bench(rows, tmp_path / f"{claims}.svg", claims=claims)
+        assert ("the guides" in (tmp_path / f"{claims}.svg").read_text(encoding="utf-8")) == claims
+
+
+def test_rows_of_earlier_versions_can_be_read():
+    old = json.loads(record_to_json(row("sdpa"))) | {"claim_rows": ["002-03"]}
+    assert bench_row_from_json(json.dumps(old)) == row("sdpa")
 
 
 def test_gains_of_noisy_rungs_are_marked():

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from flatout.config.complain import shorten_path
+from flatout.config.suggest import shorten_path
 from flatout.config.yaml_loader import printable
 from flatout.errors import ConfigError
 

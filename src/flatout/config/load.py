@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -29,17 +29,11 @@ from flatout.config.catalogue import (
     shipped_names,
     shipped_path,
 )
-from flatout.config.complain import (
-    choices,
-    field_facts,
-    nearest_paths,
-    section_class,
-    section_paths,
-    unknown_key,
-    validate,
-    with_whole_numbers,
-)
+from flatout.config.complain import validate
+from flatout.config.facts import choices, field_facts, section_class, section_paths, with_whole_numbers
 from flatout.config.schema import FAMILY_DEFAULTS, RunConfig
+from flatout.config.source import DEFAULT, Source, SourceKind
+from flatout.config.suggest import nearest_paths, unknown_key
 from flatout.config.yaml_loader import (
     Node,
     format_value,
@@ -58,7 +52,6 @@ __all__ = [
     "ExplainRow",
     "LoadedConfig",
     "PresetInfo",
-    "Source",
     "copy_preset",
     "explain",
     "format_value",
@@ -73,7 +66,6 @@ __all__ = [
     "with_hardware",
 ]
 
-SourceKind = Literal["default", "family", "preset", "hardware", "file", "override"]
 _FILE_KEYS = ("preset", "hardware")
 
 # A layer that gives one of a group silences those it does not give itself in the layers below.
@@ -86,28 +78,15 @@ _LOWERED_BY_HARDWARE = ("model.context", "speed.micro_batch")
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a value was written: `where` is for people, such as `preset gpt2-124m`, `my.yaml:12`, `command line`."""
-
-    kind: SourceKind
-    where: str
-
-    @property
-    def written(self) -> str | None:
-        """Where the user wrote it, in a file or on the command line; None where it comes with Flatout."""
-        return self.where if self.kind in ("file", "override") else None
-
-
-@dataclass(frozen=True)
 class LoadedConfig:
     """A valid config and, for every leaf by dotted path, the source of its value.
 
-    `remarks` are lines for whoever trains it: what a layer changed that nobody may have meant.
+    `notices` are lines for whoever trains it: what a layer changed that nobody may have meant.
     """
 
     config: RunConfig
     sources: Mapping[str, Source]
-    remarks: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,11 +101,11 @@ class ExplainRow:
 
 @dataclass(frozen=True)
 class _Setting:
-    """A value and its source; `places` says for what is inside a list, by path, on which line of a file it stands."""
+    """A value and its source; `lines` says for each value inside a list, by path, on which line of a file it stands."""
 
     value: Any
     source: Source
-    places: Mapping[str, str] = field(default_factory=dict)
+    lines: Mapping[str, str] = field(default_factory=dict)
 
 
 _Layer = dict[str, _Setting]
@@ -171,13 +150,13 @@ def load_config(
     written: dict[str, str] = {}
     for key, setting in merged.items():
         if setting.source.kind != "default":
-            written |= {key: setting.source.where, **setting.places}
+            written |= {key: setting.source.where, **setting.lines}
     fallback = file_name if path is not None else f"preset {preset}"
     config = validate(_nested({key: setting.value for key, setting in merged.items()}), written, fallback)
-    return LoadedConfig(config, _sources(config, merged), tuple(_remarks(merged, below)))
+    return LoadedConfig(config, _sources(config, merged), tuple(_notices(merged, below)))
 
 
-def _remarks(merged: _Layer, below: _Layer) -> Iterator[str]:
+def _notices(merged: _Layer, below: _Layer) -> Iterator[str]:
     """A shorter context is another model, which a flag about memory does not say. `below` is what an overlay met."""
     context, before = merged.get("model.context"), below.get("model.context")
     if context is not None and before is not None and context.source.kind == "hardware":
@@ -193,7 +172,7 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 
 def _refuse_data(path: Path) -> None:
-    """Rows or text in the place of a config are a common slip, and what YAML says of them helps nobody."""
+    """Naming a data file instead of a config is a common slip, and YAML's error about it would not help."""
     plain = path.with_suffix("") if path.suffix in _COMPRESSED else path
     kind = plain.suffix.lower()
     if kind == ".json" and path.is_file():
@@ -230,7 +209,7 @@ def with_hardware(loaded: LoadedConfig, name: str) -> RunConfig:
     values = loaded.config.model_dump()
     below = {path: _Setting(_at(values, path), source) for path in field_facts()}
     overlay = _only_lowering(_shipped_layer("hardware", name, "command line"), below)
-    free = {path: setting for path, setting in overlay.items() if loaded.sources[path].written is None}
+    free = {path: setting for path, setting in overlay.items() if not loaded.sources[path].by_user}
     merged = _merge([below, free])
     return validate(_nested({path: setting.value for path, setting in merged.items()}), {}, f"hardware {name}")
 
@@ -321,27 +300,27 @@ def _settings(
         prefix, nodes, section = waiting.pop()
         for name, node in nodes.items():
             path = prefix + name
-            place = f"{where}:{node.line}"
+            line = f"{where}:{node.line}"
             if name not in section.model_fields:
                 if path in field_facts() and "." in name:
                     parent, _, last = path.rpartition(".")
                     raise ConfigError(
-                        f"{place}: {path} is written with a dot",
+                        f"{line}: {path} is written with a dot",
                         f"dots are for the command line; here, write `{parent}:` and indent `{last}:` below it",
                     )
-                raise unknown_key(path, place, top_level_extras=extras)
+                raise unknown_key(path, line, top_level_extras=extras)
             inner = section_class(section.model_fields[name].annotation)
             if inner is None:
                 value = with_whole_numbers(field_facts()[path].annotation, _plain(node))
                 if kind == "file":
-                    yield path, _Setting(value, Source(kind, place), dict(_places_in(path, node, where)))
+                    yield path, _Setting(value, Source(kind, line), dict(_lines_in(path, node, where)))
                 else:
                     yield path, _Setting(value, Source(kind, where))
             elif isinstance(node.value, dict):
                 waiting.append((f"{path}.", node.value, inner))
             elif node.value is not None:  # a section whose lines are all comments is empty, not wrong
                 raise ConfigError(
-                    f"{place}: {path} is {shorten(_plain(node))}, but it is a section",
+                    f"{line}: {path} is {shorten(_plain(node))}, but it is a section",
                     f"write `{path}:` alone and its fields, such as `{next(iter(inner.model_fields))}: ...`, below it",
                 )
 
@@ -418,7 +397,7 @@ def _sources(config: RunConfig, merged: _Layer) -> dict[str, Source]:
         elif path in by_family:
             sources[path] = Source("family", f"family {family}")
         else:
-            sources[path] = Source("default", "default")
+            sources[path] = DEFAULT
     return sources
 
 
@@ -444,8 +423,8 @@ def _plain(node: Node) -> Any:
     return node.value
 
 
-def _places_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
-    """By path, the places of everything inside a node."""
+def _lines_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
+    """By path, the line of everything inside a node."""
     inner: list[tuple[str, Node]] = []
     if isinstance(node.value, list):
         inner = [(f"{path}[{number}]", item) for number, item in enumerate(node.value)]
@@ -453,7 +432,7 @@ def _places_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
         inner = [(f"{path}.{key}", item) for key, item in node.value.items()]
     for name, item in inner:
         yield name, f"{where}:{item.line}"
-        yield from _places_in(name, item, where)
+        yield from _lines_in(name, item, where)
 
 
 def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:

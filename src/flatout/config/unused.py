@@ -1,4 +1,4 @@
-"""Settings that a user wrote and that this kind of run never reads: refused with their place, not passed over.
+"""Settings that a user wrote and that this kind of run never reads: refused with file and line, not ignored.
 
 What ships with Flatout may say more than a run needs; what a user wrote is meant. A value that equals the default asks
 for nothing, so the config.yaml of a run, which holds every field, can be used again.
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig, RunConfig
+from flatout.config.source import DEFAULT
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 
@@ -48,10 +49,9 @@ _OF_BLOCKS = {
 def check_used(loaded: LoadedConfig) -> None:
     """Refuses the first setting, in the schema's order, that a user wrote for another kind of run."""
     for path, why, hint in _unused(loaded.config):
-        source = loaded.sources.get(path)
-        where = None if source is None else source.written
-        if where is not None and not _is_default(loaded.config, path):
-            raise ConfigError(f"{where}: {path} is set, but {why}", hint)
+        source = loaded.sources.get(path, DEFAULT)
+        if source.by_user and not _is_default(loaded.config, path):
+            raise ConfigError(f"{source.prefix}{path} is set, but {why}", hint)
 
 
 def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:

@@ -74,7 +74,7 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         yield _unchecked("rows, template, adapters and memory were not checked, as there is no base to read them with")
         return
     try:
-        config, cut = base.fit(loaded.config, loaded.sources["model.context"].written)
+        config, cut = base.fit(loaded.config, loaded.sources["model.context"])
     except UserError as error:
         yield finding_of(error, "config", "context")
         yield _unchecked("rows, template, adapters and memory were not checked, as the config does not fit its base")
@@ -228,11 +228,8 @@ def _check_run(loaded: LoadedConfig, data: SampleData, *, whole: bool, here: boo
     try:
         device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
 
-        def written(path: str) -> str | None:
-            return loaded.sources[path].written if path in loaded.sources else ""
-
         vocab, tokens = data.description.vocab, step_tokens_of(data, order)
-        speed = resolve_speed(config, device, None, written, vocab=vocab, step_tokens=tokens)
+        speed = resolve_speed(config, device, None, loaded.sources.__getitem__, vocab=vocab, step_tokens=tokens)
         memory = memory_of_samples(config, data, order, speed)
         check_samples_fit(config, data, order, speed, memory)
     except UserError as error:
@@ -291,10 +288,10 @@ def _check_adapters(config: RunConfig, data: SampleData) -> Iterator[Finding]:
 
 def _check_space(config: RunConfig, trained: int) -> Iterator[Finding]:
     folder = folder_of(config).absolute()
-    place = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     kept = config.checkpoint.keep + 2
     try:
-        check_disk(place, trained, kept)
+        check_disk(nearest, trained, kept)
     except UserError as error:
         yield finding_of(error, "disk", "checkpoints")
         return

@@ -14,6 +14,7 @@ from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status
 
 MOST_STEPS = 20_000_000
 _BIG_SHARE = 0.2  # of a run's time for anything but training
+_BIG_BOUND = 1 / 3  # the same where the share is an upper bound, as it rests on the least time of a step
 _FAR_ABOVE, _FAR_BELOW = 8.0, 20.0
 
 
@@ -26,7 +27,7 @@ def check_config(
     disk: Disk | None,
     written: Callable[[str], bool],
 ) -> Iterator[Finding]:
-    """`written(path)` says whether the user wrote a field; `step_seconds` is a rough time of a step, if known."""
+    """`written(path)` says whether the user wrote a field; `step_seconds` is the least time of a step, if known."""
     steps = steps_of(config, data)
     yield from _pattern(config)
     yield from _batch(config)
@@ -220,8 +221,8 @@ def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Iter
     one = tokens * config.model.layers * 2.5e-4
     share = one / (one + every * step_seconds)
     count = steps // every
-    found = f"{count:,} samples of {tokens} tokens: {_percent(share)} of the run's time"
-    if share > _BIG_SHARE:
+    found = f"{count:,} samples of {tokens} tokens: {_percent(share, 'up to about')} of the run's time"
+    if share > _BIG_BOUND:
         yield _finding(
             "samples",
             "warn",
@@ -260,8 +261,8 @@ def _saving(
         return
     one = checkpoint_bytes(parameters) / rate
     share = one / (one + every * step_seconds)
-    found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share)} of the run's time"
-    if share > _BIG_SHARE and one > 0.5:
+    found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share, 'up to about')} of the run's time"
+    if share > _BIG_BOUND and one > 0.5:
         yield _finding(
             "saving",
             "warn",
@@ -304,5 +305,5 @@ def _times_rarer(share: float) -> float:
     return share / (1 - share) / (0.05 / 0.95)
 
 
-def _percent(share: float) -> str:
-    return "under 1%" if share < 0.01 else f"about {share:.0%}"
+def _percent(share: float, about: str = "about") -> str:
+    return "under 1%" if share < 0.01 else f"{about} {share:.0%}"

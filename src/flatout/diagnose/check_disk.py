@@ -23,21 +23,21 @@ _SECONDS = 0.6
 
 def measure_disk(folder: Path, *, quick: bool = False) -> Disk:
     """Looks at the disk of `folder`, which need not exist yet."""
-    place = _nearest(folder)
-    disk = Disk(folder=str(folder), place=str(place))
-    if not place.is_dir():
-        return dataclasses.replace(disk, error=f"{place} is a file, not a folder")
+    nearest = _nearest(folder)
+    disk = Disk(folder=str(folder), nearest=str(nearest))
+    if not nearest.is_dir():
+        return dataclasses.replace(disk, error=f"{nearest} is a file, not a folder")
     try:
-        free = shutil.disk_usage(place).free
+        free = shutil.disk_usage(nearest).free
     except OSError as error:
-        return dataclasses.replace(disk, error=f"{place}: {error.strerror or error}")
+        return dataclasses.replace(disk, error=f"{nearest}: {error.strerror or error}")
     if folder.exists() and not folder.is_dir():
         return dataclasses.replace(disk, free_bytes=free, error=f"{folder} is a file, not a folder")
     size = min((8 if quick else 64) * 2**20, max(0, free // 8))
     try:
-        write, read = _rates(place, size)
+        write, read = _rates(nearest, size)
     except OSError as error:
-        return dataclasses.replace(disk, free_bytes=free, error=f"{place}: {error.strerror or error}")
+        return dataclasses.replace(disk, free_bytes=free, error=f"{nearest}: {error.strerror or error}")
     return dataclasses.replace(disk, free_bytes=free, write_rate=write, read_rate=read)
 
 
@@ -49,10 +49,10 @@ def _nearest(folder: Path) -> Path:
     return path
 
 
-def _rates(place: Path, size: int) -> tuple[float | None, float | None]:
+def _rates(nearest: Path, size: int) -> tuple[float | None, float | None]:
     """Bytes per second written and on the disk, and read back; raises OSError where nothing can be written."""
     chunk = os.urandom(2**20) * (_CHUNK // 2**20)  # not zeros, which some disks do not even store
-    with tempfile.TemporaryFile(dir=place, prefix=".flatout-doctor-") as file:
+    with tempfile.TemporaryFile(dir=nearest, prefix=".flatout-doctor-") as file:
         number, written = file.fileno(), 0
         started = time.perf_counter()
         while written < size and time.perf_counter() - started < _SECONDS:
@@ -105,7 +105,7 @@ def _space(
     if config is None or parameters is None:
         low = free < 2**30
         advice = "A run writes checkpoints of 12 bytes for each parameter. Free some space." if low else ""
-        yield _finding("space", "warn" if low else "ok", f"{in_gib(free)} free at {disk.place}", advice)
+        yield _finding("space", "warn" if low else "ok", f"{in_gib(free)} free at {disk.nearest}", advice)
         return
     # Those it keeps, the best one, and the one being written before an old one is removed.
     count, one = config.checkpoint.keep + 2, checkpoint_bytes(parameters)
@@ -113,7 +113,7 @@ def _space(
     shards = data.to_prepare_bytes or 0
     for_shards = f", and the shards of the text about {in_gib(shards)}" if shards > 0.05 * need + 2**28 else ""
     size = in_gib(need) if need >= 0.1 * 2**30 else f"{need / 2**20:.0f} MiB"
-    found = f"{in_gib(free)} free at {disk.place}; up to {count} checkpoints need {size}{for_shards}"
+    found = f"{in_gib(free)} free at {disk.nearest}; up to {count} checkpoints need {size}{for_shards}"
     if free < need + shards:
         fits = max(0, int((free - shards) // one) - 2)
         keep = f" With checkpoint.keep={fits} it would fit." if fits >= 1 else ""

@@ -1,21 +1,20 @@
-"""What a config becomes on a machine: which switches it gets, whether its steps fit the memory, how fast it may be.
+"""What a config becomes on a machine: its switches, whether its steps fit the memory, the least time it takes.
 
 The machine is the one described by a `Machine`, not the one this code runs on: `device_of` makes torch's view of it,
 and the answers of trials stand in for the device. So a config can be checked for a card that is elsewhere.
 torch is imported here, inside of functions: call them only where `Machine.torch.status` is ok.
 
-The expected utilisation is an expectation: a line through what was measured on an H200 (benchmarks/throughput.jsonl),
-with a wide margin, wider on other cards. It says when to look closer, not how fast a run is; `flatout estimate` times
-real steps.
+The time is a bound, not a guess: the FLOPs of a step (`model/count.py`) at the rate of a matrix product. How long a run
+takes is told by `flatout estimate`, which times real steps.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.config.source import DEFAULT, Source
 from flatout.diagnose.doctor import DataFacts, Finding, Machine, Trials, finding_of
 from flatout.errors import UserError
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 COMMON_VOCAB = 50257
 CONTEXT_BYTES = 512 * 2**20  # what CUDA itself holds on a card, beside torch's tensors
-# Share of the data sheet's rate that a well-fed Hopper reaches, by width of the model; the last three were measured.
-_UTILISATION = ((64, 0.02), (128, 0.06), (256, 0.19), (384, 0.30), (512, 0.39), (768, 0.50), (1024, 0.53), (2048, 0.60))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,15 +33,14 @@ class Fit:
     kind: str = "cpu"
     index: int = 0
     parameters: int | None = None
-    flops_per_token: float | None = None
-    peak_flops: float | None = None
     speed: "Speed | None" = None
     device: "Device | None" = None
     vocab: int = COMMON_VOCAB
     corpus_bytes: int | None = 0  # None where the text is streamed
     need_bytes: int | None = None
     have_bytes: int | None = None
-    step_seconds: float | None = None
+    step_seconds: float | None = None  # the least that a step takes: its FLOPs at `rate_of`
+    rate_of: str = ""
 
 
 def kind_of(machine: Machine, config: RunConfig | None) -> tuple[str, int, Finding | None]:
@@ -90,7 +86,7 @@ def device_of(machine: Machine, kind: str, index: int, memory_limit: float | Non
 
 def _probes(machine: Machine, trials: Trials) -> Any:
     """The trials' answers; what was not tried counts as working, unless its package is missing."""
-    from flatout.engine.features import Probes
+    from flatout.engine.case import Probes
 
     def attention(backend: str, _device: object, **_: object) -> str | None:
         if "fa4" in backend and machine.packages.get("flash_attn.cute") is None:
@@ -122,37 +118,42 @@ def fit(
     corpus = None if config.data.streaming else (data.train_tokens or 0) * data.token_bytes
     probes = _probes(machine, trials)
 
-    def resolve(written: Callable[[str], str | None]) -> "Speed":
-        return resolve_speed(config, device, corpus, written, vocab=vocab, probes=probes)
+    def resolve(source: Callable[[str], Source]) -> "Speed":
+        return resolve_speed(config, device, corpus, source, vocab=vocab, probes=probes)
 
     try:
-        speed = resolve(lambda path: loaded.sources[path].written)
+        speed = resolve(loaded.sources.__getitem__)
     except UserError as error:
         findings.append(finding_of(error, "config", "switches"))
-        speed = resolve(lambda _: None)
+        speed = resolve(lambda _: DEFAULT)
     need = _needed(config, vocab, speed, corpus)
-    flops, peak = flops_per_token(config.model, vocab), device.peak_flops
-    band = expected_utilisation(config, speed, device.capability) if peak else None
-    rate = peak * sum(band) / 2 if peak and band else None
-    if rate is None and trials.product_flops is not None:
-        rate = 0.4 * trials.product_flops  # of a whole step, whose other half is not products
+    rate, rate_of = _fastest(trials, speed, device)
+    flops = flops_per_token(config.model, vocab) * config.train.batch_tokens
     return (
         Fit(
             kind=kind,
             index=index,
             parameters=parameter_count(config.model, vocab),
-            flops_per_token=flops,
-            peak_flops=peak,
             speed=speed,
             device=device,
             vocab=vocab,
             corpus_bytes=corpus,
             need_bytes=need,
             have_bytes=_available(machine, kind, index, device),
-            step_seconds=None if rate is None else flops * config.train.batch_tokens / rate,
+            step_seconds=None if rate is None else flops / rate,
+            rate_of=rate_of,
         ),
         findings,
     )
+
+
+def _fastest(trials: Trials, speed: "Speed", device: "Device") -> tuple[float | None, str]:
+    """FLOPs per second that no step exceeds, and whose rate that is; none for 8-bit products, which are not timed."""
+    if speed.execution.fp8:
+        return None, ""
+    if trials.product_flops is not None:
+        return trials.product_flops, "the rate of a matrix product timed here"
+    return device.peak_flops, f"the peak rate of {device.name}"
 
 
 def _needed(config: RunConfig, vocab: int, speed: "Speed", corpus_bytes: int | None) -> int:
@@ -183,7 +184,7 @@ def resolved_need(config: RunConfig, machine: Machine, trials: Trials, fitted: F
     try:
         probes = _probes(machine, trials)
         corpus = fitted.corpus_bytes
-        speed = resolve_speed(config, fitted.device, corpus, lambda _: None, vocab=fitted.vocab, probes=probes)
+        speed = resolve_speed(config, fitted.device, corpus, lambda _: DEFAULT, vocab=fitted.vocab, probes=probes)
         return _needed(config, fitted.vocab, speed, corpus)
     except UserError:
         return None
@@ -216,89 +217,34 @@ def check_switches(fitted: Fit) -> Iterator[Finding]:
 _HARMLESS = ("micro_batch", "workers", "loss_chunk")
 
 
-# --- speed ------------------------------------------------------------------------------------------------------------
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
-def expected_utilisation(
-    config: RunConfig, speed: "Speed", capability: tuple[int, int] | None
-) -> tuple[float, float] | None:
-    """The share of the data sheet's rate to expect, as a band; None where there is nothing to go by."""
-    if capability is None:
-        return None
-    middle = _between(config.model.width)
-    tokens = speed.micro_batch * config.model.context
-    middle *= min(1.0, (tokens / 8192) ** 0.5)
-    middle *= {"fp32": 0.08, "tf32": 0.5}.get(speed.precision, 1.0)
-    if speed.execution.kernels == "torch":
-        middle *= 0.72 if speed.compile != "off" else 0.5
-    if speed.execution.checkpointing == "full":
-        middle *= 0.8
-    if speed.execution.fp8:
-        middle *= 1 + 0.04 * len(speed.execution.fp8)
-    measured = capability[0] == 9
-    low, high = (0.85, 1.1) if measured else (0.6, 1.2)
-    return low * middle, min(0.85, high * middle)
-
-
-def _between(width: int) -> float:
-    """The utilisation at a width, on straight lines between those in the table."""
-    if width <= _UTILISATION[0][0]:
-        return _UTILISATION[0][1]
-    for (narrow, less), (wide, more) in itertools.pairwise(_UTILISATION):
-        if width <= wide:
-            return less + (more - less) * (width - narrow) / (wide - narrow)
-    return _UTILISATION[-1][1]
-
-
-def _on_processor(seconds: float) -> Finding:
-    hours = seconds / 3600
-    about = (
-        f"{seconds / 60:.0f} minutes" if hours < 2 else f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
-    )
-    found = (
-        f"very roughly {'a minute or two' if seconds < 120 else about}, by the speed of a matrix product on this CPU"
-    )
-    if hours < 48:
-        return Finding(area="memory", name="expected time", status="ok", found=found)
-    return Finding(
-        area="memory",
-        name="expected time",
-        status="warn",
-        found=found,
-        advice="This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare-char; "
-        "`flatout estimate` times real steps.",
-    )
-
-
-def check_speed(config: RunConfig, fitted: Fit, steps: int | None) -> Iterator[Finding]:
-    """The utilisation (MFU) to expect of this model on this card; on a CPU a rough length of the run."""
-    if fitted.speed is None or fitted.device is None or fitted.flops_per_token is None:
+def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Iterator[Finding]:
+    """The least time of the run, and its highest rate; a warning where that is days on a CPU."""
+    if fitted.step_seconds is None:
         return
-    peak = fitted.peak_flops
-    band = None if peak is None else expected_utilisation(config, fitted.speed, fitted.device.capability)
-    if peak is None or band is None:
-        if fitted.kind == "cpu" and steps is not None and fitted.step_seconds is not None:
-            yield _on_processor(steps * fitted.step_seconds)
-        if fitted.kind == "cuda":
-            yield Finding(
-                area="memory",
-                name="expected speed",
-                status="note",
-                found=f"no expectation: the peak rate of {fitted.device.name} is not known to Flatout",
-                advice="`flatout estimate` times real steps instead.",
-            )
-        return
-    low, high = band
-    rates = [share * peak / fitted.flops_per_token for share in band]
-    measured = fitted.device.capability is not None and fitted.device.capability[0] == 9
-    origin = "runs on an H200" if measured else "runs on an H200, not on a card like this"
+    seconds = None if steps is None else steps * fitted.step_seconds
+    least = "" if seconds is None else f"at least {_duration(seconds)}, "
+    rate = _count(config.train.batch_tokens / fitted.step_seconds)
+    too_long = fitted.kind == "cpu" and seconds is not None and seconds >= 48 * 3600
+    estimate = "`flatout estimate` times real steps."
+    smaller = "This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare-char; "
     yield Finding(
         area="memory",
-        name="expected speed",
-        status="ok",
-        found=f"{low:.0%} to {high:.0%} of the card's peak (MFU), {_count(rates[0])} to {_count(rates[1])} tokens/s",
-        advice=f"That is an expectation from {origin}, no measurement; `flatout estimate` times real steps. If a run "
-        "stays below it, `flatout profile` says what it waits for.",
+        name="least time",
+        status="warn" if too_long else "ok",
+        found=f"{least}at most {rate} tokens/s: the FLOPs of a step at {fitted.rate_of}",
+        advice=smaller + estimate if too_long else f"How long it really takes: {estimate}",
+    )
+
+
+def _duration(seconds: float) -> str:
+    hours = seconds / 3600
+    if seconds < 120:
+        return f"{seconds:.0f} seconds"
+    return (
+        f"{seconds / 60:.0f} minutes" if hours < 2 else f"{hours:.0f} hours" if hours < 48 else f"{hours / 24:.0f} days"
     )
 
 

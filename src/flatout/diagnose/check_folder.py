@@ -22,7 +22,7 @@ def folder_of(config: RunConfig) -> Path:
 def check_folder(config: RunConfig) -> Iterator[Finding]:
     """Whether a new run can have its folder, and else what is in the way."""
     folder, verb = folder_of(config), "train" if config.chat.source is None else "finetune"
-    file = next((place for place in (folder, *folder.parents) if place.exists() and not place.is_dir()), None)
+    file = next((parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()), None)
     if file is not None:
         yield _finding(
             "bad", f"{folder} cannot be the run's folder: {file} is a file", "Set output.folder to a new one."

@@ -133,10 +133,10 @@ class Trials:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Disk:
-    """The disk that a run would write to. `place` is the nearest folder that exists; `error` why it cannot be used."""
+    """The disk that a run would write to. `nearest` is its closest existing parent, `error` why it is unusable."""
 
     folder: str
-    place: str
+    nearest: str
     free_bytes: int | None = None
     error: str = ""
     write_rate: float | None = None  # bytes per second, on the disk for sure

@@ -42,114 +42,137 @@ def examine(
     progress: Progress = lambda _: None,
 ) -> Iterator[Finding]:
     """Checks a machine and a config. `hardware` may be auto; `quick` leaves out compiling and slow trials."""
-    named = None if hardware == "auto" else hardware
-    loaded, complaints = _load(target, overrides, named)
-    rest = ("data, config and memory were not checked, as the config cannot be read", "Mend it and ask again.")
-    chat = None
-    if loaded is not None and loaded.config.chat.source is not None:
-        # The model is that of another folder, and the data are samples: other checks would be of something else.
-        chat, loaded = loaded, None
-    progress("looking at the machine; importing torch")
-    here = machine is None
-    machine = gather_machine() if machine is None else machine
-    if hardware == "auto" and loaded is not None:
-        loaded, more = _load_for_card(target, overrides, machine, loaded)
-        complaints += more
-    config = None if loaded is None else loaded.config
-    kind, index, complaint = check_fit.kind_of(machine, config)
-    complaints += [] if complaint is None else [complaint]
-    works = usable(machine.torch)
-
-    yield from guarded("machine", "machine", lambda: check_machine(machine, config))
-    yield from guarded("gpu", "card", lambda: check_cards(machine, config, index))
-    if trials is None:
-        trials = Trials()
-        if here and works:
-            tried, broken = _kept(
-                "kernels",
-                "trials",
-                lambda: run_trials(machine, kind, config, quick=quick, index=index, progress=progress),
-            )
-            trials = tried or trials
-            yield from broken
-    peak = _peak(machine, kind, index) if works else None
-    yield from guarded("kernels", "kernels", lambda: check_kernels(machine, trials, config, kind, peak))
-    absent = False  # a package whose absence is told here, with how to get it, and not once more among the switches
-    for finding in () if config is None else check_attention_packages(machine, config):
-        absent = absent or finding.status == "bad"
-        yield finding
-    yield from guarded("environment", "variables", lambda: check_environment(machine, config, kind))
-
+    visit = _Visit(target, overrides, hardware, quick=quick, machine=machine, progress=progress)
+    yield from visit.check_machine(trials)
     progress("looking at disk and data")
-    told: list[Finding] = []
-    data = DataFacts()
-    if config is not None:
-        looked, broken = _kept("data", "source", lambda: look_at_data(config, machine, target, quick=quick))
-        told, data = looked or (broken, data)
-    fitted, switches = check_fit.Fit(kind=kind, index=index), []
-    if loaded is not None and works:
-        made, broken = _kept("config", "switches", lambda: check_fit.fit(loaded, machine, trials, data, kind, index))
-        fitted, switches = made or (fitted, broken)
-    if disk is None:
-        disk = measure_disk(RUNS if config is None else folder_of(config), quick=quick)
-    yield from guarded("disk", "space", lambda: check_disk(disk, config, fitted.parameters, data))
-    if chat is not None:
-        yield from complaints
-        yield from _fine_tuning(chat, quick=quick, here=here, works=works)
-        return
-    if loaded is None or config is None:
-        yield from complaints
-        yield Finding(
-            area="config",
-            name="the rest",
-            status="note",
-            found=rest[0],
-            advice=rest[1],
-            unchecked=True,
+    yield from visit.check_disk(disk)
+    if visit.chat is not None:
+        yield from visit.complaints
+        yield from _fine_tuning(visit.chat, quick=quick, here=visit.here, works=visit.works)
+    elif visit.loaded is None:
+        yield from visit.complaints
+        found = "data, config and memory were not checked, as the config cannot be read"
+        advice = "Mend it and ask again."
+        yield Finding(area="config", name="the rest", status="note", found=found, advice=advice, unchecked=True)
+    else:
+        yield from visit.check_data_and_config(visit.loaded)
+        yield from visit.check_memory_and_time(visit.loaded)
+
+
+class _Visit:
+    """Facts as they are gathered, and the findings that follow from them, area by area."""
+
+    def __init__(
+        self,
+        target: str | None,
+        overrides: Sequence[str],
+        hardware: str | None,
+        *,
+        quick: bool,
+        machine: Machine | None,
+        progress: Progress,
+    ) -> None:
+        self.target, self.overrides, self.quick, self.progress = target, overrides, quick, progress
+        self.loaded, self.complaints = _load(target, overrides, None if hardware == "auto" else hardware)
+        self.chat: LoadedConfig | None = None
+        if self.loaded is not None and self.loaded.config.chat.source is not None:
+            # The model is that of another folder, and the data are samples: other checks would be of something else.
+            self.chat, self.loaded = self.loaded, None
+        progress("looking at the machine; importing torch")
+        self.here = machine is None
+        self.machine = gather_machine() if machine is None else machine
+        if hardware == "auto" and self.loaded is not None:
+            self.loaded, more = _load_for_card(target, overrides, self.machine, self.loaded)
+            self.complaints += more
+        self.config = None if self.loaded is None else self.loaded.config
+        self.kind, self.index, complaint = check_fit.kind_of(self.machine, self.config)
+        self.complaints += [] if complaint is None else [complaint]
+        self.works = usable(self.machine.torch)
+        self.trials = Trials()
+        self.package_missing = False  # told with how to get it, and not once more among the switches
+        self.about_data: list[Finding] = []
+        self.data = DataFacts()
+        self.fitted = check_fit.Fit(kind=self.kind, index=self.index)
+        self.switches: list[Finding] = []
+        self.disk: Disk | None = None
+
+    def check_machine(self, trials: Trials | None) -> Iterator[Finding]:
+        machine, config, kind, index = self.machine, self.config, self.kind, self.index
+        yield from guarded("machine", "machine", lambda: check_machine(machine, config))
+        yield from guarded("gpu", "card", lambda: check_cards(machine, config, index))
+        if trials is not None:
+            self.trials = trials
+        elif self.here and self.works:
+            how = {"quick": self.quick, "index": index, "progress": self.progress}
+            tried, broken = _kept("kernels", "trials", lambda: run_trials(machine, kind, config, **how))
+            self.trials = tried or self.trials
+            yield from broken
+        peak = _peak(machine, kind, index) if self.works else None
+        yield from guarded("kernels", "kernels", lambda: check_kernels(machine, self.trials, config, kind, peak))
+        for finding in () if config is None else check_attention_packages(machine, config):
+            self.package_missing = self.package_missing or finding.status == "bad"
+            yield finding
+        yield from guarded("environment", "variables", lambda: check_environment(machine, config, kind))
+
+    def check_disk(self, disk: Disk | None) -> Iterator[Finding]:
+        """Also looks at the data and fits the config to the machine, as room is needed for what both make."""
+        config, loaded = self.config, self.loaded
+        if config is not None:
+            looked, broken = _kept(
+                "data", "source", lambda: look_at_data(config, self.machine, self.target, quick=self.quick)
+            )
+            self.about_data, self.data = looked or (broken, self.data)
+        if loaded is not None and self.works:
+            made, broken = _kept(
+                "config",
+                "switches",
+                lambda: check_fit.fit(loaded, self.machine, self.trials, self.data, self.kind, self.index),
+            )
+            self.fitted, self.switches = made or (self.fitted, broken)
+        disk = disk or measure_disk(RUNS if config is None else folder_of(config), quick=self.quick)
+        self.disk = disk
+        yield from guarded("disk", "space", lambda: check_disk(disk, config, self.fitted.parameters, self.data))
+
+    def check_data_and_config(self, loaded: LoadedConfig) -> Iterator[Finding]:
+        config, data, parameters = loaded.config, self.data, self.fitted.parameters
+        wrote = {path for path, source in loaded.sources.items() if source.by_user}
+        yield from (finding for finding in self.about_data if finding.area == "data")
+        tokens = list(
+            guarded("data", "tokens", lambda: check_tokens(config, data, parameters, "train.epochs" in wrote))
         )
-        return
+        yield from (finding for finding in tokens if finding.area == "data")
+        yield from self.complaints
+        for notice in loaded.notices:
+            yield Finding(area="config", name="hardware", status="note", found=notice)
+        yield from (
+            one for one in self.switches if not (self.package_missing and one.found.endswith("is not installed"))
+        )
+        yield from (finding for finding in (*self.about_data, *tokens) if finding.area != "data")
+        if not self.switches:
+            yield from guarded("config", "switches", lambda: check_fit.check_switches(self.fitted))
+        if self.works and config.model.init_from is not None:
+            from flatout.diagnose.check_start import check_start
 
-    wrote = {path for path, source in loaded.sources.items() if source.written is not None}
-    yield from (finding for finding in told if finding.area == "data")
-    tokens = list(
-        guarded("data", "tokens", lambda: check_tokens(config, data, fitted.parameters, "train.epochs" in wrote))
-    )
-    yield from (finding for finding in tokens if finding.area == "data")
-    yield from complaints
-    for remark in loaded.remarks:
-        yield Finding(area="config", name="hardware", status="note", found=remark)
-    yield from (one for one in switches if not (absent and one.found.endswith("is not installed")))
-    yield from (finding for finding in (*told, *tokens) if finding.area != "data")
-    if not switches:
-        yield from guarded("config", "switches", lambda: check_fit.check_switches(fitted))
-    if works and config.model.init_from is not None:
-        from flatout.diagnose.check_start import check_start
+            yield from guarded("config", "start", lambda: check_start(config.model, data.vocab))
+        yield from guarded("config", "packages", lambda: check_tracker_packages(self.machine, config))
+        yield from guarded("config", "run folder", lambda: check_folder(config))
+        facts = {"parameters": parameters, "step_seconds": self.fitted.step_seconds, "disk": self.disk}
+        yield from guarded("config", "config", lambda: check_config(config, data, written=wrote.__contains__, **facts))
 
-        yield from guarded("config", "start", lambda: check_start(config.model, data.vocab))
-    yield from guarded("config", "packages", lambda: check_tracker_packages(machine, config))
-    yield from guarded("config", "run folder", lambda: check_folder(config))
-    yield from guarded(
-        "config",
-        "config",
-        lambda: check_config(
-            config,
-            data,
-            parameters=fitted.parameters,
-            step_seconds=fitted.step_seconds,
-            disk=disk,
-            written=wrote.__contains__,
-        ),
-    )
+    def check_memory_and_time(self, loaded: LoadedConfig) -> Iterator[Finding]:
+        fitted, config = self.fitted, loaded.config
 
-    def with_hardware(name: str) -> LoadedConfig | None:
-        with contextlib.suppress(UserError):
-            return load_config(target, overrides, hardware=name)
-        return None
+        def with_hardware(name: str) -> LoadedConfig | None:
+            with contextlib.suppress(UserError):
+                return load_config(self.target, self.overrides, hardware=name)
+            return None
 
-    yield from guarded("memory", "a step", lambda: check_memory(loaded, machine, trials, fitted, with_hardware))
-    yield from guarded(
-        "memory", "expected speed", lambda: check_fit.check_speed(config, fitted, steps_of(config, data))
-    )
+        yield from guarded(
+            "memory", "a step", lambda: check_memory(loaded, self.machine, self.trials, fitted, with_hardware)
+        )
+        yield from guarded(
+            "memory", "least time", lambda: check_fit.check_time(config, fitted, steps_of(config, self.data))
+        )
 
 
 def _fine_tuning(chat: LoadedConfig, *, quick: bool, here: bool, works: bool) -> Iterator[Finding]:

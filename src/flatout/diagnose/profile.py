@@ -37,12 +37,14 @@ from torch.profiler import ProfilerActivity, record_function
 import flatout
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import DataConfig
+from flatout.config.source import DEFAULT, IN_PYTHON
 from flatout.data.stream import StreamDataset
 from flatout.device import Device
 from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
 from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
-from flatout.engine.features import Probes, resolve_speed
+from flatout.engine.case import Probes
+from flatout.engine.features import resolve_speed
 from flatout.engine.pending import PendingReports
 from flatout.engine.setup import Run, memory_of, out_of_memory
 from flatout.engine.step import TrainStep
@@ -327,15 +329,16 @@ def can_have(run: Run, words: str) -> bool:
         compiler=lambda _: None,
     )
     settings = [word.replace('"', "") for word in words.replace(", ", ",").split()]
-    asked = {setting.partition("=")[0] for setting in settings}
+    sources = {setting.partition("=")[0]: IN_PYTHON for setting in settings}
     device, dataset, vocab = run.speed.device, run.dataset, run.model.vocab
     corpus_bytes = None
     if not isinstance(dataset, StreamDataset):
         corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
     try:
         config = load_stored(run.config.model_dump(), settings, where="profile").config
-        written = dict.fromkeys(asked, "").get
-        speed = resolve_speed(config, device, corpus_bytes, written, vocab=vocab, probes=answers)
+        speed = resolve_speed(
+            config, device, corpus_bytes, lambda path: sources.get(path, DEFAULT), vocab=vocab, probes=answers
+        )
     except UserError:
         return False
     needed = memory_of(config, vocab, speed).total + (corpus_bytes or 0 if speed.loader == "device" else 0)

@@ -197,7 +197,7 @@ def _launched_in(launched: Sequence[tuple[float, float]], ranges: Sequence[tuple
     starts = [start for start, _ in ranges]
     total = 0.0
     for when, length in launched:
-        place = bisect.bisect_right(starts, when) - 1
-        if place >= 0 and when <= ranges[place][1]:
+        index = bisect.bisect_right(starts, when) - 1
+        if index >= 0 and when <= ranges[index][1]:
             total += length
     return total

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.schema import LoraConfig, RunConfig
+from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.model_folder import TOKENIZER, read_model_tokenizer, read_templates
@@ -163,7 +164,7 @@ def adapter_at(name: str) -> Path:
 def with_adapter(
     config: RunConfig,
     description: Description,
-    written: Callable[[str], str | None],
+    source: Callable[[str], Source],
     *,
     begun: LoraConfig | None = None,
 ) -> RunConfig:
@@ -192,10 +193,10 @@ def with_adapter(
             "leave lora.{} out, or begin a new adapter without lora.init_from",
         )
     for field, value in found.items():
-        ours, where = getattr(config.lora, field), written(f"lora.{field}")
-        if where and not _mean_the_same(field, ours, value, found["rank"], description):
+        ours, written = getattr(config.lora, field), source(f"lora.{field}")
+        if written.by_user and written.where and not _mean_the_same(field, ours, value, found["rank"], description):
             raise ConfigError(
-                f"{where}: lora.{field} is {format_value(ours)}, but {whose} has {format_value(value)}",
+                f"{written.prefix}lora.{field} is {format_value(ours)}, but {whose} has {format_value(value)}",
                 hint.format(field),
             )
     return config.model_copy(update={"lora": config.lora.model_copy(update=found)})

@@ -17,6 +17,7 @@ import torch
 
 from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
+from flatout.config.source import Source
 from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_template, template_from_json
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.portable import as_model_tokenizer
@@ -60,17 +61,17 @@ class Base:
         said = f"{self.name} was never taught a chat template: samples are written by `{chosen}` (chat.template)"
         return load_template(chosen, None, self.tokenizer), said
 
-    def fit(self, config: RunConfig, written: str | None) -> tuple[RunConfig, str]:
+    def fit(self, config: RunConfig, written: Source) -> tuple[RunConfig, str]:
         """The config with no more context than there are positions, and what there is to say of it.
 
-        `written` is where a user asked for the context ("" where that is not known): that is refused instead of cut.
+        `written` is where the context was asked for: a value of the user's is refused instead of cut.
         """
         asked, has = config.model.context, self.description.config.context
         if asked <= has:
             return config, ""
-        if written is not None:
+        if written.by_user:
             raise ConfigError(
-                f"{f'{written}: ' if written else ''}model.context is {asked:,}, but {self.name} has {has:,} positions",
+                f"{written.prefix}model.context is {asked:,}, but {self.name} has {has:,} positions",
                 f"set model.context to at most {has}, or leave it out",
             )
         cut = config.model_copy(update={"model": config.model.model_copy(update={"context": has})})

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from flatout.config.schema import LoraConfig, RunConfig
+from flatout.config.source import IN_PYTHON, Source
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.make_samples import Progress, SampleRequest, count_told, prepare_samples, why_made
 from flatout.data.masking import preview, stops_of
@@ -66,11 +67,11 @@ class SampleData:
 
 
 def open_sample_data(
-    config: RunConfig, progress: Progress | None, *, written: str | None = "", resumed: bool = False
+    config: RunConfig, progress: Progress | None, *, written: Source = IN_PYTHON, resumed: bool = False
 ) -> SampleData:
     """The samples that a config asks for, made now unless they are there, and what is known of the model.
 
-    `written` is where a user wrote model.context, as `Base.fit` has it. Of a `resumed` run a missing base is its own.
+    `written` is where model.context was written, as `Base.fit` has it. Of a `resumed` run a missing base is its own.
     """
     base, template, said, request, folder = _asked(config, written, resumed=resumed)
     tokenizer, description = base.tokenizer, base.description
@@ -88,14 +89,14 @@ def open_sample_data(
     return SampleData(samples, base, tokenizer, template, description, train, val, stops, said)
 
 
-def why_samples_are_made(config: RunConfig, *, written: str | None = "") -> tuple[Path, str]:
+def why_samples_are_made(config: RunConfig, *, written: Source = IN_PYTHON) -> tuple[Path, str]:
     """The folder of a config's samples, and why `open_sample_data` would make them now; nothing if they are there."""
     base, template, _, request, folder = _asked(config, written)
     return folder, why_made(request, base.tokenizer, template, folder)
 
 
 def _asked(
-    config: RunConfig, written: str | None, *, resumed: bool = False
+    config: RunConfig, written: Source, *, resumed: bool = False
 ) -> tuple[Base, ChatTemplate | None, tuple[str, ...], SampleRequest, Path]:
     """(model, chat template, what there is to say of both, what samples are made of, their folder)"""
     chat, name = config.chat, config.model.init_from

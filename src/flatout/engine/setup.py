@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from flatout.config.load import LoadedConfig, Source
+from flatout.config.load import LoadedConfig
 from flatout.config.schema import LoraConfig, RunConfig
+from flatout.config.source import IN_PYTHON, Source
 from flatout.config.unused import check_used, cut_pattern, wide_window
 from flatout.corpus.sources import told_by_type
 from flatout.data.best_fit import Packing
@@ -257,7 +258,7 @@ def setup_run(
         config,
         device,
         corpus_bytes,
-        lambda path: _written(sources, path),
+        lambda path: sources.get(path, IN_PYTHON),
         vocab=vocab,
         step_tokens=step_tokens_of(dataset, order),
     )
@@ -301,9 +302,9 @@ def setup_run(
         flops_per_token=_flops(config, dataset, vocab, trained),
         memory=memory,
         notices=(
-            *(loaded.remarks if isinstance(loaded, LoadedConfig) else ()),
+            *(loaded.notices if isinstance(loaded, LoadedConfig) else ()),
             *_remarks(config, steps),
-            *_remarks_on_intervals(config, steps, lambda path: _written(sources, path) is not None),
+            *_remarks_on_intervals(config, steps, lambda path: sources.get(path, IN_PYTHON).by_user),
             *_remarks_on_batch(config, order),
             *remarks,
             *((start.remark,) if start is not None else ()),
@@ -326,7 +327,7 @@ def described_config(
     """The config of a fine-tuning run with the shape of its model, and that of the adapter it goes on from."""
     _check_no_shape(config, dataset.description, sources)
     config = with_described_model(config, dataset.base)
-    config = with_adapter(config, dataset.description, lambda path: _written(sources, path), begun=begun)
+    config = with_adapter(config, dataset.description, lambda path: sources.get(path, IN_PYTHON), begun=begun)
     if not config.lora.rank:  # nothing of it is read, and what a preset says of it is not the run's
         config = config.model_copy(update={"lora": LoraConfig()})
     return config
@@ -350,11 +351,6 @@ def _flops(config: RunConfig, dataset: Dataset | StreamDataset | SampleData, voc
     lengths = dataset.train.samples.lengths.astype(float)
     context = float((lengths**2).sum() / lengths.sum())
     return flops_per_token(config.model, vocab, context, adapters=trained.count if config.lora.rank else None)
-
-
-def _written(sources: Mapping[str, Source], path: str) -> str | None:
-    """Where the user wrote a field, "" where that is not known; None for what no user wrote."""
-    return sources[path].written if path in sources else ""
 
 
 def _attach(model: GPT, config: RunConfig) -> Adapters:
@@ -401,7 +397,7 @@ def _open_data(
 ) -> tuple[Dataset | StreamDataset | SampleData, tuple[str, ...]]:
     """The data that a config names, and what there is to say of it."""
     if config.chat.source is not None:
-        written = _written(sources, "model.context")
+        written = sources.get("model.context", IN_PYTHON)
         samples = open_sample_data(config, progress, written=written, resumed=resumed)
         return samples, remarks_on_samples(samples)
     if config.data.streaming:
@@ -494,12 +490,11 @@ def _check_no_shape(config: RunConfig, description: Description, sources: Mappin
     """The shape of a model that is fine-tuned is its own: what a user wrote about it would go unread."""
     for path, source in sources.items():
         section, _, field = path.partition(".")
-        if section != "model" or field in ("init_from", "context", "dropout") or source.written is None:
+        if section != "model" or field in ("init_from", "context", "dropout") or not source.by_user:
             continue
         if getattr(config.model, field) != getattr(description.config, field):
-            place = f"{source.written}: " if source.written else ""
             raise ConfigError(
-                f"{place}{path} is set, but the model is that of {config.model.init_from}",
+                f"{source.prefix}{path} is set, but the model is that of {config.model.init_from}",
                 f"leave {path} out; model.context is how much of a sample is read",
             )
 

@@ -201,7 +201,7 @@ class _Look:
             config,
             self.device,
             None if self.streaming else dataset.train.tokens * dataset.train.dtype.itemsize,
-            lambda path: loaded.sources[path].written,
+            loaded.sources.__getitem__,
             vocab=self.vocab,
         )
         self.parameters = parameter_count(config.model, self.vocab)

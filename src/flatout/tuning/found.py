@@ -23,7 +23,7 @@ def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comm
         section, _, name = path.partition(".")
         # A layer's null that silences an alternative below it (train.tokens beside train.steps) follows by itself.
         silenced = source.where.endswith(")") and values[section][name] is None
-        if path not in found and source.kind in ("hardware", "file", "override") and not silenced:
+        if path not in found and (source.by_user or source.kind == "hardware") and not silenced:
             sections.setdefault(section, {})[name] = values[section][name]
     for path, value in found.items():
         section, _, name = path.partition(".")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig, format_value
+from flatout.config.source import Source
 from flatout.records import TuneRow
 from flatout.tuning.search import Candidate
 
@@ -27,9 +28,9 @@ FIRST_LINE = "# Found by `flatout tune`"
 _CHECKSUM = " Checksum of the rest: "
 
 
-def written_paths(loaded: LoadedConfig) -> dict[str, str]:
+def written_paths(loaded: LoadedConfig) -> dict[str, Source]:
     """The fields that the user wrote, and where."""
-    return {path: source.written for path, source in loaded.sources.items() if source.written is not None}
+    return {path: source for path, source in loaded.sources.items() if source.by_user}
 
 
 def kept_settings(loaded: LoadedConfig) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, de
         silenced = source.where.endswith(")") and values[section][name] is None
         if (
             path not in (*settings, "speed.accumulation")
-            and source.kind in ("hardware", "file", "override")
+            and (source.by_user or source.kind == "hardware")
             and not silenced
         ):
             sections.setdefault(section, {})[name] = format_value(values[section][name])

@@ -330,7 +330,6 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         claim="" if claim is None else claim.text,
         claim_low=None if claim is None else claim.low,
         claim_high=None if claim is None else claim.high,
-        claim_rows=() if claim is None else claim.rows,
         config=plan.config.output.name,
         config_words=plan.config_words,
         data=plan.data,

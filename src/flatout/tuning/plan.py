@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 
 import flatout
-from flatout.config.load import LoadedConfig, Source, format_value, load_stored
+from flatout.config.load import LoadedConfig, format_value, load_stored
 from flatout.config.schema import RunConfig, SpeedConfig
+from flatout.config.source import DEFAULT, Source
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed
@@ -93,7 +94,7 @@ def make_plan(
         config_words=tuple(
             f"{path}={_written(config, path)}"
             for path, source in loaded.sources.items()
-            if source.written is not None and not path.startswith("output.") and path not in OWN_SWITCHES
+            if source.by_user and not path.startswith("output.") and path not in OWN_SWITCHES
         ),
         commit=commit_of(Path(flatout.__file__).parent),
     )
@@ -170,7 +171,7 @@ def as_paths(config: RunConfig) -> list[str]:
 
 def resolved(plan: Plan, settings: dict[str, str]) -> Speed:
     config = config_for(plan, settings).config
-    return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: None, vocab=plan.vocab)
+    return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: DEFAULT, vocab=plan.vocab)
 
 
 def absences(plan: Plan, rungs: Sequence[Rung]) -> dict[str, str]:

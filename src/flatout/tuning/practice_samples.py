@@ -69,7 +69,7 @@ class PracticeSamples:
 def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:
     """The samples that a config names. `scratch` is a folder for what has to be made, which `say` is told of."""
     check_used(loaded)
-    config, written = loaded.config, loaded.sources["model.context"].written
+    config, written = loaded.config, loaded.sources["model.context"]
     folder, why = why_samples_are_made(config, written=written)
     described = f"the samples in {folder}"
     if why:

@@ -18,8 +18,9 @@ from collections.abc import Generator
 
 import torch
 
-from flatout.config.load import LoadedConfig, Source, load_stored
+from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig
+from flatout.config.source import DEFAULT, Source
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.graphs import MicroBatchGraph
@@ -51,9 +52,9 @@ class Probe:
         values = {**loaded.config.model_dump(), "data": data}
         self.config = load_stored(values, words, where="tune").config
         self.kept = kept_settings(loaded)
-        self.kept_where = {name: loaded.sources[f"speed.{name}"].where for name in self.kept}
+        self.kept_written = {f"speed.{name}": loaded.sources[f"speed.{name}"] for name in self.kept}
         # What a candidate cannot have is an answer; what the user wrote and cannot have is an error, told by `check`.
-        self.written = {path: where for path, where in written_paths(loaded).items() if path not in TUNED}
+        self.written = {path: source for path, source in written_paths(loaded).items() if path not in TUNED}
         self.device = limit_memory(detect_device(self.config.speed.device), self.config.speed.memory_limit)
         if memory is not None and self.device.kind != "cuda":
             raise HardwareError(
@@ -81,18 +82,19 @@ class Probe:
         """Micro-batches of a step."""
         return self.sequences // candidate.micro_batch
 
+    def source(self, path: str) -> Source:
+        """Where the user wrote a field that tune leaves alone."""
+        return self.written.get(path, DEFAULT)
+
     def check(self, *, streamed: bool) -> None:
         """Refuses what the user wrote and this device cannot have, as a training run would."""
-        written = {**self.written, **{f"speed.{name}": where for name, where in self.kept_where.items()}}
-        resolve_speed(self.config, self.device, None if streamed else 0, written.get)
+        written = self.written | self.kept_written
+        resolve_speed(self.config, self.device, None if streamed else 0, lambda path: written.get(path, DEFAULT))
 
     def open(self, candidate: Candidate) -> None:
         """Builds the model for a way of compiling; everything else about a candidate can change later."""
         self.close()
-        sources = {
-            path: Source("file" if path in self.written else "preset", self.written.get(path, "tune"))
-            for path in _paths(self.config)
-        }
+        sources = {path: self.written.get(path, Source("preset", "tune")) for path in _paths(self.config)}
         self.context = _held(LoadedConfig(self.config_for(candidate), sources))
         self.run = next(self.context)
         self.vocab = self.run.model.vocab
@@ -119,7 +121,7 @@ class Probe:
         return self.config.model_copy(update={"speed": self.config.speed.model_copy(update=values)})
 
     def resolve(self, config: RunConfig) -> Speed:
-        return resolve_speed(config, self.device, self.corpus_bytes, self.written.get, vocab=self.vocab or None)
+        return resolve_speed(config, self.device, self.corpus_bytes, self.source, vocab=self.vocab or None)
 
     def estimate(self, candidate: Candidate) -> int:
         """Needs no model: the switches are those of the run as it was built, with the candidate's in their place."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.config.source import DEFAULT
 from flatout.data.sample_loader import LargestRows, SampleOrder
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.graphs import WARM_UPS
@@ -68,10 +69,11 @@ class SampleProbe(Probe):
         return self._resolved(config, with_kept=False)
 
     def _resolved(self, config: RunConfig, *, with_kept: bool) -> Speed:
-        kept = {f"speed.{name}": where for name, where in self.kept_where.items()} if with_kept else {}
-        written = {**self.written, **kept}
-        tokens = self.practice.step_tokens
-        return resolve_speed(config, self.device, None, written.get, vocab=self.vocab or None, step_tokens=tokens)
+        written = self.written | (self.kept_written if with_kept else {})
+        vocab, tokens = self.vocab or None, self.practice.step_tokens
+        return resolve_speed(
+            config, self.device, None, lambda path: written.get(path, DEFAULT), vocab=vocab, step_tokens=tokens
+        )
 
     def _largest(self, speed: Speed) -> dict[int, LargestRows]:
         key = (speed.micro_batch, rows_of(self.config, speed)["joined"])

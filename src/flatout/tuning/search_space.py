@@ -20,8 +20,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from flatout.config.complain import field_facts, section_paths, unknown_key, with_whole_numbers
+from flatout.config.facts import field_facts, section_paths, with_whole_numbers
 from flatout.config.load import LoadedConfig, format_value, load_stored
+from flatout.config.suggest import unknown_key
 from flatout.config.yaml_loader import Node, printable, read_yaml, shorten
 from flatout.errors import ConfigError
 

@@ -179,7 +179,7 @@ def _for_trials(loaded: LoadedConfig) -> LoadedConfig:
     """The config as a trial trains it: nothing saved, no samples, evaluations in between."""
     config, steps = loaded.config, _steps(loaded)
     every = config.eval.every
-    if loaded.sources["eval.every"].written is None and steps is not None:
+    if not loaded.sources["eval.every"].by_user and steps is not None:
         every = max(1, steps // EVALUATIONS)
     words = {"eval.every": every, "eval.sample_tokens": 0, "eval.patience": 0}
     return with_values(loaded, {**words, "checkpoint.every": 0, "checkpoint.best": False})

@@ -13,7 +13,7 @@ import torch
 
 from flatout.device import Device, allocator_words, use_expandable_segments
 
-PERIOD = 10  # steps between two cleanings, in guides 003 and 004
+PERIOD = 10  # steps between two cleanings, as the guides have it
 PERIODIC = ("empty-cache", "gc-collect")  # a median step does not see them
 _ON_CUDA = ("empty-cache", "empty-cache-each-step", "cudnn-benchmark", "split-512")
 

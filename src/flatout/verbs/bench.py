@@ -80,7 +80,7 @@ def bench(words: list[str]) -> int:
     bad = any(row.status in ("red", "failed") for row in rows[before:])
     measured = any(row.status != "absent" for row in rows)
     ladder = _ladder_names(loaded.config.speed.device) if rows else []
-    _finish(rows, folder, ladder, quiet=parsed.json, went_on=before > 0)
+    _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims, went_on=before > 0)
     if stopped is not None:
         kept = (
             f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if measured else "nothing was measured yet"
@@ -130,6 +130,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--go-on", action="store_true", help="measure what is missing in the rows that --out holds already"
     )
+    parser.add_argument(
+        "--claims", action="store_true", help="show what guides claim of each switch, in the table and the picture"
+    )
     parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
     return parser
 
@@ -175,7 +178,9 @@ def _ladder_names(device: str) -> list[str]:
     return [rung.name for rung in listed if rung.group == "ladder"]
 
 
-def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, went_on: bool) -> None:
+def _finish(
+    rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, claims: bool, went_on: bool
+) -> None:
     """The table and the picture of what was measured, each gain over what is known by now."""
     if not rows:
         return
@@ -192,13 +197,13 @@ def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quie
             write_whole(folder / ROWS, "".join(f"{record_to_json(row)}\n" for row in complete).encode("utf-8"))
     complete.sort(key=lambda row: row.place)
     if not quiet:
-        print_bench(complete, [claim.text for claim in TOTALS], ladder=ladder)
+        print_bench(complete, [claim.text for claim in TOTALS] if claims else (), ladder=ladder)
     if not (folder / ROWS).exists():
         return
     made = [folder / ROWS]
     if any(row.status != "absent" for row in complete):
         try:
-            draw_bench(complete, folder / PICTURE, ladder)
+            draw_bench(complete, folder / PICTURE, ladder, claims=claims)
         except ResourceError as error:
             raise ResourceError(error.message, f"{error.hint}; the rows are kept, and --go-on draws them") from error
         made.append(folder / PICTURE)
@@ -232,11 +237,11 @@ def _check_folder(folder: Path, written: str) -> None:
     if not written:
         raise UsageError("--out needs a folder", "for example --out rows")
     with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
-        for place in (folder, *folder.parents):
-            if os.path.lexists(place):
-                if not place.is_dir():
+        for parent in (folder, *folder.parents):
+            if os.path.lexists(parent):
+                if not parent.is_dir():
                     raise UsageError(
-                        f"--out {quoted(written)}: {str(place)!r} is not a folder", "name another one with --out"
+                        f"--out {quoted(written)}: {str(parent)!r} is not a folder", "name another one with --out"
                     )
                 break
         made = make_folders(folder)

@@ -138,11 +138,11 @@ def _folder_for(folder: Path) -> Iterator[Path]:
     what, safe = f"to the folder {folder}", ", or name another one with --out"
     stack = contextlib.ExitStack()
     with disk_errors(what, safe=safe):
-        for place in folder.absolute().parents:
-            if os.path.lexists(place):
-                if not place.is_dir():
+        for parent in folder.absolute().parents:
+            if os.path.lexists(parent):
+                if not parent.is_dir():
                     raise UsageError(
-                        f"{quoted(str(folder))} lies in {quoted(str(place))}, which is no folder", "name another one"
+                        f"{quoted(str(folder))} lies in {quoted(str(parent))}, which is no folder", "name another one"
                     )
                 break
         unfinished = stack.enter_context(whole_folder(folder, occupied=_occupied))

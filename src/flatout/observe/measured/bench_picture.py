@@ -1,12 +1,14 @@
-"""The ladder as a picture: how fast each rung is, and beside it what its switch brought and what the guides claimed.
+"""The ladder as a picture: how fast each rung is, and beside it what its switch brought.
 
 Idea: two panels share one list of rungs. The left one shows tokens per second, the right one the gain on a logarithmic
-axis, on which a factor of two up and one down are equally long; the claimed range is a pale bar behind the gain.
+axis, on which a factor of two up and one down are equally long; if asked for, the range that the
+guides claim is a pale bar behind the gain.
 
 Contract: any rows can be drawn, also none with a speed; a rung without one says why where its bar would be. Nothing
 overlaps, and the same rows give the same bytes. A picture that cannot be written leaves the one that is there as it is.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,12 +33,20 @@ _HEIGHT = 0.66  # of a bar, in rows
 
 
 def draw_bench(
-    rows: Sequence[BenchRow], path: str | Path, ladder: Sequence[str] = (), *, overwrite: bool = False
+    rows: Sequence[BenchRow],
+    path: str | Path,
+    ladder: Sequence[str] = (),
+    *,
+    claims: bool = False,
+    overwrite: bool = False,
 ) -> None:
     """Write the picture of a ladder to `path`, as PNG or SVG by its suffix; rungs the device lacks are left out.
 
-    `ladder` names the rungs of this kind of device, so that it is known whether the full set was measured.
+    `ladder` names the rungs of this kind of device, so that it is known whether the full set was measured. With
+    `claims`, what the guides claim is drawn too.
     """
+    if not claims:
+        rows = [dataclasses.replace(row, claim="", claim_low=None, claim_high=None) for row in rows]
     write_picture(path, lambda: _figure(rows, ladder), overwrite=overwrite)
 
 
@@ -100,7 +110,9 @@ def _draw_gains(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
     gains = [row.gain for row in rows if row.gain is not None]
     claims = [limit for row in rows for limit in (row.claim_low, row.claim_high) if limit is not None and _drawn(row)]
     low, high = min([0.75, *gains, *claims]), max([2.0, *gains, *claims])
-    axes.set_title("gain of the switch, and the guides' claim (pale)", size=10, color=_INK, loc="left")
+    claimed = any(row.claim for row in rows)
+    title = "gain of the switch, and the guides' claim (pale)" if claimed else "gain of the switch"
+    axes.set_title(title, size=10, color=_INK, loc="left")
     axes.set_xscale("log")
     axes.set_xlim(low / 1.1, high * 1.1)
     marks = (0.1, 0.2, 0.5, 1, 2, 4, 8, 16, 32, 64) if high / low > 4 else (0.5, 0.75, 1, 1.5, 2, 3)

@@ -83,7 +83,10 @@ def print_bench(
     console: RichConsole | None = None,
     ladder: Sequence[str] = (),
 ) -> None:
-    """The table of a ladder; `promised` are the totals that the guides claim, in words, `ladder` is for `full_set`."""
+    """The table of a ladder; `ladder` is for `full_set`.
+
+    With `promised`, the totals that the guides claim in words, their claim of each switch is shown too.
+    """
     if not rows:
         return
     console = console or Terminal(highlight=False, file=sys.stdout)
@@ -97,7 +100,8 @@ def print_bench(
         if part:
             console.print("")
             console.print(Text(title))
-            console.print(_table(part, rough, with_mfu=any(row.mfu is not None for row in measured)))
+            with_mfu = any(row.mfu is not None for row in measured)
+            console.print(_table(part, rough, with_mfu=with_mfu, with_claims=bool(promised)))
             for row in part:
                 if row.reason:
                     console.print(Text(f"  {row.rung}: {short_reason(row, 200)}", "dim"), soft_wrap=True)
@@ -190,7 +194,7 @@ def _speed(row: BenchRow) -> float:
     return row.tokens_per_second or 0.0
 
 
-def _table(rows: Sequence[BenchRow], rough: set[str], *, with_mfu: bool) -> Table:
+def _table(rows: Sequence[BenchRow], rough: set[str], *, with_mfu: bool, with_claims: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("rung", overflow="fold")
     columns = [
@@ -206,7 +210,8 @@ def _table(rows: Sequence[BenchRow], rough: set[str], *, with_mfu: bool) -> Tabl
     ]
     for name in columns:
         table.add_column(name, justify="right", overflow="fold")
-    table.add_column("guides claim", overflow="fold")
+    if with_claims:
+        table.add_column("guides claim", overflow="fold")
     for row in rows:
         parity = "-" if row.parity is None else f"{row.parity:.1e}"
         status = Text(f"{_WORDS.get(row.status, row.status)} {parity}", _STYLES[row.status])
@@ -223,7 +228,7 @@ def _table(rows: Sequence[BenchRow], rough: set[str], *, with_mfu: bool) -> Tabl
                 ("~" if row.rung in rough else "") + _or_dash(row.gain, "{:.2f}x"),
                 _or_dash(row.factor, "{:.2f}x"),
             ]
-        table.add_row(row.rung, status, *cells, row.claim)
+        table.add_row(row.rung, status, *cells, *([row.claim] if with_claims else []))
     return table
 
 

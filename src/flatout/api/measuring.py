@@ -1,0 +1,89 @@
+"""What switches are worth here, and which to choose, as generators of rows."""
+
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+
+from flatout.api.configs import Config, with_sources
+from flatout.config.load import load_config
+from flatout.errors import UsageError
+from flatout.files import disk_errors
+from flatout.observe.measured.bench_rows import read_bench
+from flatout.records import BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
+from flatout.tuning.ladder import bench as climb_ladder
+from flatout.tuning.tuner import tune as search_settings
+
+
+def bench(
+    config: Config | None = None,
+    *,
+    steps: int = 12,
+    parity_steps: int = 20,
+    batch_tokens: int | None = None,
+    rungs: Sequence[str] | None = None,
+    only: str | None = None,
+    folder: str | Path | None = None,
+    go_on: bool = False,
+    notice: Callable[[str], None] = lambda _: None,
+    progress: Callable[[BenchProgress], None] = lambda _: None,
+) -> Generator[BenchRow]:
+    """Measures every speed switch that this machine has, from the naive baseline up, and yields a row for each.
+
+    A rung first has to show the reference's losses over `parity_steps` steps; then at most `steps` steps are timed.
+    `rungs` are names, `only` is ladder, without or extra. With a `folder`, rows are also written to bench.jsonl there,
+    from the first measured one on; with `go_on`, rungs that are there already are not measured again.
+    """
+    config = with_sources(config or load_config())
+    path = None if folder is None else Path(folder) / "bench.jsonl"
+    if path is not None and path.exists() and not go_on:
+        raise UsageError(
+            f"{path} holds the rows of an earlier ladder", "name a new folder, or measure what is missing with --go-on"
+        )
+    ladder = climb_ladder(
+        config,
+        steps=steps,
+        parity_steps=parity_steps,
+        batch_tokens=batch_tokens,
+        names=rungs,
+        only=only,
+        earlier=[] if path is None or not path.exists() else read_bench(path, notice),
+        notice=notice,
+        progress=progress,
+    )
+    if path is None:
+        yield from ladder
+        return
+    waiting: list[BenchRow] = []
+    for row in ladder:
+        waiting.append(row)
+        if row.status != "absent" or path.exists():  # rows without a measurement alone would only block the folder
+            with disk_errors(str(path), safe=""):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a", encoding="utf-8") as file:
+                    file.writelines(record_to_json(one) + "\n" for one in waiting)
+            waiting = []
+        yield row
+
+
+def tune(
+    config: Config | None = None,
+    *,
+    memory: float | None = None,
+    exhaustive: bool = False,
+    compile: bool = False,
+    seconds: float | None = None,
+    progress: Callable[[TuneProgress], None] = lambda _: None,
+) -> Generator[TuneRow | TuneResult]:
+    """Finds the fastest micro-batch, checkpointing and loss for a config's global batch on this device, in pretraining
+    or, where it has `chat.source`, in fine-tuning.
+
+    Yields a row for every setting tried, and a `TuneResult` last; its `fragment` is a config file. `memory` is a cap in
+    GiB that emulates a smaller card, `exhaustive` tries everything, `compile` torch.compile's modes too (minutes).
+    """
+    yield from search_settings(
+        with_sources(config or load_config()),
+        memory=memory,
+        thorough=exhaustive,
+        compiled=compile,
+        seconds=seconds,
+        progress=progress,
+    )

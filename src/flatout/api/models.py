@@ -1,0 +1,230 @@
+"""Models in: a run, a checkpoint, a Hugging Face folder or a PEFT adapter, ready to use."""
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from flatout.config.load import resolve_from_mapping
+from flatout.config.schema import RunConfig
+from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
+from flatout.data.masking import stops_of
+from flatout.data.model_folder import read_model_tokenizer, read_templates
+from flatout.data.portable import own_tokenizer
+from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.device import Device, detect_device
+from flatout.engine.adapter_folder import stored_base, stored_quantize
+from flatout.engine.attention_switches import scan_for
+from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
+from flatout.engine.checkpoint import read_checkpoint
+from flatout.engine.fine_tuning import adapter_plan
+from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint, newest_run
+from flatout.engine.setup import out_of_memory
+from flatout.engine.trained import only_adapters
+from flatout.errors import CheckpointError, DataError, UsageError
+from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
+from flatout.model.adapter_files import load_adapter, read_origin
+from flatout.model.adapters import Adapters, attach
+from flatout.model.gpt import GPT, build_model
+from flatout.model.hub import Description, read_description
+from flatout.model.hub_find import find_model
+from flatout.model.hub_weights import load_described
+from flatout.model.seal import check_seal
+from flatout.model.weights import assign_weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A trained model ready to use, in evaluation mode on its device."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    device: Device
+    origin: Path
+    step: int | None = None
+    config: RunConfig | None = None  # of the run it comes from
+    dataset: str | None = None  # fingerprint of what it was trained on
+    description: Description | None = None  # of the Hugging Face folder it came from
+    adapters: Adapters | None = None  # that it carries
+    template: ChatTemplate | None = None  # that it was taught to chat by
+    stops: tuple[int, ...] = ()  # tokens at which an answer ends
+    base: str | None = None  # hash of the weights under its adapters
+    base_name: str | None = None  # where an adapter's folder found them
+    bare: bool = False  # an adapter of ours that was taught without a template
+    quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
+
+
+def load_model(
+    path: str | Path | None = None, *, device: str = "auto", best: bool = True, base: str | None = None
+) -> LoadedModel:
+    """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
+
+    Without a path, the newest run under runs/. `base` is the model that adapters were trained on, where their own files
+    do not name it, or name a place where it is not.
+    """
+    origin = newest_run() if path is None else Path(path)
+    found = detect_device(device)
+    adapter = (origin / ADAPTER_CONFIG).is_file()
+    theirs = adapter or ((origin / "config.json").is_file() and not is_checkpoint(origin))
+    if theirs and not best:
+        raise UsageError(
+            f"--last is for runs, and {origin} holds {'one adapter' if adapter else 'one model'}, no checkpoints",
+            "leave --last out, or name the run",
+        )
+    if adapter:
+        return _load_adapter_folder(origin, found, base)
+    if base is not None and theirs:
+        raise _no_adapters(origin)
+    if theirs:
+        return _load_folder(origin, found)
+    check_seal(origin)  # of a folder that lost its config.json
+    return _load_checkpoint(checkpoint_to_load(origin, best=best), found, base)
+
+
+def _load_folder(folder: Path, device: Device) -> LoadedModel:
+    """A Hugging Face folder."""
+    description = read_description(folder)
+    tokenizer = _tokenizer_of(description)
+    return LoadedModel(
+        model=_ready(load_described(description), device),
+        tokenizer=tokenizer,
+        device=device,
+        origin=folder,
+        description=description,
+        stops=_stops_in(folder, tokenizer, description),
+    )
+
+
+def _load_checkpoint(folder: Path, device: Device, base: str | None) -> LoadedModel:
+    checkpoint = read_checkpoint(folder)
+    config, state = resolve_from_mapping(checkpoint.config), checkpoint.state
+    tokenizer = tokenizer_from_json(checkpoint.tokenizer)
+    description = adapters = None
+    if base is not None and not config.lora.rank:
+        raise _no_adapters(folder)
+    if config.lora.rank:
+        if base is not None:
+            config = config.model_copy(update={"model": config.model.model_copy(update={"init_from": base})})
+        model, description = base_of(config, state.get("base"), named=base is not None)
+        adapters = attach(model, adapter_plan(config.lora), seed=0)
+        only_adapters(adapters).assign(checkpoint.model, str(folder))
+    else:
+        model = build_model(config.model, checkpoint.fact("vocab", int))
+        assign_weights(model, checkpoint.model, str(folder))
+        if state.get("described"):
+            description = described_checkpoint(config, state, folder, tokenizer.end_of_text)
+    template = None if state.get("template") is None else template_from_json(state["template"])
+    stops = state.get("stops")
+    if stops is None:
+        stops = _stops(tokenizer, template, () if description is None else description.end_of_text)
+    return LoadedModel(
+        model=_ready(model, device),
+        tokenizer=tokenizer,
+        device=device,
+        origin=folder,
+        step=checkpoint.step,
+        config=config,
+        dataset=checkpoint.fact("dataset", str),
+        description=description,
+        adapters=adapters,
+        template=template,
+        stops=tuple(stops),
+        base=state.get("base"),
+        quantize=config.lora.quantize,
+    )
+
+
+def _no_adapters(origin: Path) -> UsageError:
+    return UsageError(f"--base is for adapters, and {origin} has none", "leave --base out")
+
+
+def _load_adapter_folder(folder: Path, device: Device, base: str | None) -> LoadedModel:
+    """An adapter that PEFT or we wrote, on its base. Its own tokenizer and template come before the base's."""
+    name = base or read_origin(folder).base
+    if name is None:
+        raise CheckpointError(f"{folder / ADAPTER_CONFIG} does not name its base model", "name it with --base FOLDER")
+    expected = stored_base(folder)
+    # An adapter of ours was trained on these very weights without any code (model.ignore_auto_map); `check_base` looks.
+    ignore_code = expected is not None
+    found = None
+    try:
+        found = find_model(name)
+        description = describe_base(name, None, ignore_code=ignore_code)
+    except CheckpointError as error:
+        if base is not None:
+            raise
+        raise CheckpointError(
+            f"the base model of {folder} cannot be loaded: {error.message}",
+            f"{error.hint}, or name another with --base FOLDER" if found is not None else "name it with --base FOLDER",
+        ) from error
+    check_base(name, description, expected)
+    quantize = stored_quantize(folder)
+    model = build_base(description, quantize=quantize)
+    adapters, _ = load_adapter(model, folder, dropout=0.0)
+    own = (folder / "tokenizer.json").is_file()
+    home = folder if own else description.folder
+    tokenizer = read_model_tokenizer(home) if own else open_base(name, None, ignore_code=ignore_code).tokenizer
+    template = load_template("model", home, tokenizer) if own and read_templates(home) else None
+    bare = own and template is None and expected is not None
+    if tokenizer.vocab > description.vocab:
+        raise CheckpointError(
+            f"the tokenizer in {home} has {tokenizer.vocab:,} ids, {name} {description.vocab:,}",
+            "name the model that the adapter was trained on with --base FOLDER",
+        )
+    if bare:
+        stops = _stops(tokenizer, None, description.end_of_text)
+    else:
+        stops = _stops_in(home if template is not None else description.folder, tokenizer, description)
+    return LoadedModel(
+        model=_ready(model, device),
+        tokenizer=tokenizer,
+        device=device,
+        origin=folder,
+        description=description,
+        adapters=adapters,
+        template=template,
+        stops=stops,
+        base=expected,
+        base_name=name,
+        bare=bare,
+        quantize=quantize,
+    )
+
+
+def _stops(tokenizer: Tokenizer, template: ChatTemplate | None, named: Sequence[int]) -> tuple[int, ...]:
+    if isinstance(tokenizer, ModelTokenizer):
+        return stops_of(tokenizer, template, named)
+    return () if tokenizer.end_of_text is None else (tokenizer.end_of_text,)
+
+
+def _stops_in(folder: Path, tokenizer: Tokenizer, description: Description) -> tuple[int, ...]:
+    """Where a model of others ends: what its files name, and what its template writes after an answer."""
+    template = None
+    with contextlib.suppress(DataError):  # a template that is broken is told of when somebody chats
+        if isinstance(tokenizer, ModelTokenizer) and read_templates(folder):
+            template = load_template("model", folder, tokenizer)
+    return _stops(tokenizer, template, description.end_of_text)
+
+
+def _tokenizer_of(description: Description) -> Tokenizer:
+    """The tokenizer beside the weights, or GPT-2's own. Models often have some more ids than it, which are not used."""
+    path = description.folder / "tokenizer.json"
+    if (description.folder / "tokenizer_config.json").is_file() and path.is_file():
+        tokenizer = own_tokenizer(description.folder) or read_model_tokenizer(description.folder)
+    else:
+        tokenizer = load_tokenizer(str(path) if path.is_file() else "gpt2", None)
+    fits = tokenizer.vocab <= description.vocab if path.is_file() else tokenizer.vocab == description.vocab
+    if not fits:
+        what = "its tokenizer.json" if path.is_file() else "it has no tokenizer.json, and GPT-2's tokenizer"
+        raise CheckpointError(
+            f"{description.folder} has {description.vocab} token ids; {what} has {tokenizer.vocab}",
+            "put the tokenizer.json of this model beside its weights",
+        )
+    return tokenizer
+
+
+def _ready(model: GPT, device: Device) -> GPT:
+    if model.eigenstates:
+        model.use(dataclasses.replace(model.execution, scan=scan_for(device)))
+    with out_of_memory():
+        return model.to(device.torch_device).eval()

@@ -1,0 +1,190 @@
+"""What a run resumes from: refusals where it cannot be the same run, notices where a setting has changed."""
+
+import dataclasses
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flatout.config.load import format_value, resolve_from_mapping
+from flatout.config.schema import RunConfig
+from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
+from flatout.engine.loop import said_again
+from flatout.engine.run_folder import find_resume_point
+from flatout.engine.setup import Run, steps_of
+from flatout.errors import CheckpointError, ConfigError
+from flatout.optim.schedule import rate_factors
+
+_MOST_WORDS = 8  # of a hint, which is one line
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Origin:
+    """What a run begins from: its folder, and the checkpoint to resume, if there is one.
+
+    `asked` is `train`'s `resume`; `unusable` are newer checkpoints that are damaged or diverged.
+    """
+
+    folder: Path
+    asked: str | None
+    point: Path | None
+    unusable: Sequence[Unusable]
+    checkpoint: Checkpoint | None
+
+    @property
+    def step(self) -> int:
+        return 0 if self.checkpoint is None else self.checkpoint.step
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def resumable(self) -> Path:
+        """What a refusal tells to resume: the folder would mean its newest checkpoint, damaged or not."""
+        return self.point if self.point is not None and self.unusable else self.folder
+
+    def said_again(self) -> Collection[str]:
+        """What of the records up to the checkpoint will be yielded once more."""
+        return () if self.checkpoint is None or self.point is None else said_again(self.checkpoint, self.point)
+
+
+def find_origin(folder: Path, resume: str | None) -> Origin:
+    point, unusable = find_resume_point(folder, resume)
+    checkpoint = None if point is None else read_checkpoint(point, verified=True)
+    return Origin(folder=folder, asked=resume, point=point, unusable=unusable, checkpoint=checkpoint)
+
+
+def check_resumed(run: Run, origin: Origin) -> list[str]:
+    """Refuses a checkpoint that this run cannot resume; returns a notice for each thing that is not as it was."""
+    checkpoint = origin.checkpoint
+    if checkpoint is None:
+        return []
+    if run.steps < checkpoint.step:
+        raise ConfigError(
+            f"the run is at step {checkpoint.step:,} already, and train.steps makes {run.steps:,}",
+            f"set train.steps above {checkpoint.step}, or start a new run without --resume",
+        )
+    notices = [
+        *_changes(run, checkpoint, origin.resumable),
+        *_about_rate(run, checkpoint),
+        *_about_threads(run, checkpoint),
+    ]
+    if origin.asked == "auto" and any(_perhaps_forgotten(path) for path, _, _ in _differences(run.config, checkpoint)):
+        notices.append(f"to go on with the settings that the run had: {_go_on(checkpoint, origin.folder)}")
+    return notices
+
+
+def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
+    """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
+    if checkpoint.fact("dataset", str) != run.dataset.manifest.fingerprint:
+        way = own_settings(run.config, checkpoint, folder, ("data", "clean", "chat"))
+        raise CheckpointError(
+            f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {run.dataset.train.folder} is "
+            f"{run.dataset.manifest.fingerprint[:12]}",
+            f"{way or 'restore the data it was trained on'}, or start a new run",
+        )
+    if run.base is not None and checkpoint.state.get("base", run.base) != run.base:
+        raise CheckpointError(
+            f"{run.config.model.init_from} holds other weights than those that the run's adapters were trained on",
+            "put the model that they were trained on back in its place, or start a new run",
+        )
+    check_shape(run.config, checkpoint, folder)
+    changed: list[str] = []
+    if run.config.model.dropout > 0 and not run.random.tensors().keys() <= checkpoint.run.keys():
+        changed.append(f"the checkpoint was not saved on {run.speed.device.kind}: dropout draws start anew there")
+    for path, before, after in _differences(run.config, checkpoint):
+        section, _, name = path.partition(".")
+        if section == "lora" and name != "rank" and not run.config.lora.rank:
+            continue  # without adapters nobody reads it
+        if section == "lora" and name in ("rank", "alpha", "targets", "rank_stabilised", "dora"):
+            raise CheckpointError(
+                f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",
+                f"set {path}={format_value(before)}, or go on without a config: {_go_on(checkpoint, folder)}",
+            )
+        changed.append(_change(path, before, after))
+    base = checkpoint.config["model"].get("init_from")
+    if run.config.chat.source is not None and base != run.config.model.init_from:
+        changed.append(_change("model.init_from", base, run.config.model.init_from))
+    return changed
+
+
+def _change(path: str, before: Any, after: Any) -> str:
+    return f"{path} was {format_value(before)}, is now {format_value(after)}"
+
+
+def check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None:
+    """Refuses a checkpoint of another model, with the command that goes on with it."""
+    for path, before, after in _differences(config, checkpoint):
+        if path.startswith("model.") and path != "model.dropout":
+            way = own_settings(config, checkpoint, folder, ("model",))
+            raise CheckpointError(
+                f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",
+                f"a trained model keeps its shape: {way}, or start a new run without --resume",
+            )
+
+
+def _differences(config: RunConfig, checkpoint: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
+    """(path, what the run had, what the config says) of every setting that is not the run's, but names of places."""
+    now = config.model_dump()
+    for section, values in checkpoint.config.items():
+        for name, before in values.items():
+            after = now.get(section, {}).get(name)
+            path = f"{section}.{name}"
+            if before != after and path not in ("output.folder", "output.name", "model.init_from"):
+                yield path, before, after
+
+
+def _perhaps_forgotten(path: str) -> bool:
+    """Whether a setting that differs may be one that was not typed again: runs are made longer on purpose."""
+    lengths = ("train.steps", "train.tokens", "train.epochs")
+    return path.partition(".")[0] in ("data", "clean", "optim", "train", "model") and path not in lengths
+
+
+def _go_on(checkpoint: Checkpoint, folder: Path) -> str:
+    verb = "train" if resolve_from_mapping(checkpoint.config).chat.source is None else "finetune"
+    return f"`flatout {verb} --resume {shlex.quote(str(folder))}`"
+
+
+def own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, sections: Sequence[str]) -> str | None:
+    """How to go on with a run as it was, where the config differs from it in these sections; None where it does not.
+
+    The command without a config takes every setting from the checkpoint, so nothing has to be typed again.
+    """
+    words = [
+        shlex.quote(f"{path}={before if isinstance(before, str) else format_value(before)}")
+        for path, before, _ in _differences(config, checkpoint)
+        if path.partition(".")[0] in sections and path != "model.dropout"
+    ]
+    if not words:
+        return None
+    shown = " ".join(words[:_MOST_WORDS])
+    more = f" and {len(words) - _MOST_WORDS} more" if len(words) > _MOST_WORDS else ""
+    return f"{_go_on(checkpoint, folder)} takes all settings from the run; with a config, add {shown}{more}"
+
+
+def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
+    """A run that is made longer or shorter gets the schedule of its new length, which may be a jump from the old."""
+    before = resolve_from_mapping(checkpoint.config)
+    steps, done = steps_of(before, run.order), int(checkpoint.run["updates"])
+    if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
+        return
+    last = before.optim.learning_rate * rate_factors(before.optim, steps)[done - 1]
+    following = run.config.optim.learning_rate * rate_factors(run.config.optim, run.steps)[done]
+    if abs(following - last) > 0.1 * last:
+        yield (
+            f"the schedule was over {steps:,} steps and is now over {run.steps:,}: the learning rate goes from "
+            f"{last:.2e} in step {checkpoint.step:,} to {following:.2e} in the next"
+        )
+
+
+def _about_threads(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
+    """On a CPU, sums are split over threads: another number of threads changes the last bits."""
+    before, now = checkpoint.state.get("threads"), torch.get_num_threads()
+    if before is not None and before != now and run.speed.device.kind == "cpu":
+        yield (
+            f"the run had {before} CPU threads and now has {now}: results will differ in the last bits; set "
+            f"OMP_NUM_THREADS={before} for a bit-identical resume"
+        )

@@ -1,0 +1,154 @@
+"""Training as a generator of records, which also writes them to the run folder."""
+
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from flatout.api.configs import Config, plain, stored_config
+from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
+from flatout.config.load import load_config, resolve_from_mapping, show
+from flatout.data.pack import Progress
+from flatout.device import free_memory
+from flatout.engine.checkpoint import mark_as_base
+from flatout.engine.diverged import with_way_back
+from flatout.engine.fine_tuning import SampleData
+from flatout.engine.loop import lacks_verdict, train_loop
+from flatout.engine.run_files import check_own
+from flatout.engine.run_folder import choose_folder, is_checkpoint, run_lock, set_later_aside, set_unusable_aside
+from flatout.engine.setup import Run, check_disk, setup_run
+from flatout.errors import DataError, DivergedError
+from flatout.files import disk_errors, write_whole
+from flatout.launch import check_one_process
+from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
+from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
+from flatout.records import NoticeRecord, Record, RunInfo
+
+
+def train(
+    config: Config | None = None,
+    *,
+    resume: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    save: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+) -> Generator[Record]:
+    """Trains and yields records; also writes them to metrics.jsonl in the run folder.
+
+    `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
+    `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. So is
+    `save()`; when true, the run saves and goes on. With a resume path and no config, the checkpoint's own config is
+    used.
+    """
+    check_one_process()
+    resume = None if resume is None else str(resume)
+    if config is None:
+        config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
+    check_trackers(plain(config).output.trackers)
+    folder = choose_folder(plain(config).output, resume)
+    with run_lock(folder) as lock:
+        check_own(folder)
+        origin = find_origin(folder, resume)
+        run = _set_up(config, origin, progress)
+        notices = check_resumed(run, origin)
+        done = _is_done(run, origin)
+        if done:
+            notices.clear()  # settings that are other than the run's change nothing any more
+        check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
+        # From here on nothing can be refused any more. A finished run is left as it is, like one that was refused.
+        if not done or origin.unusable:
+            lock.accept()
+        notices[:0] = set_unusable_aside(origin.unusable)
+        if origin.point is not None and resume != "auto" and not done:
+            set_later_aside(folder, origin.point, notices.append)
+        notices += _mark_base(run, folder)
+        records = _loop(run, origin, stop, save)
+        if done:  # that is told, and the run's files stay as they are
+            yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
+            yield from records
+            return
+        with disk_errors(f"{folder / 'config.yaml'}"):
+            write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
+        device, vocab = run.speed.device.torch_device, run.model.vocab
+        with MetricsFile(origin.metrics, keep_to_step=origin.step, again=origin.said_again()) as metrics:
+            try:
+                yield from _written(notices, records, run, metrics, origin.step)
+            except DivergedError as error:
+                del run, records
+                traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
+                free_memory(device)
+                raise with_way_back(error, config, folder, vocab) from error
+
+
+def _set_up(config: Config, origin: Origin, progress: Progress | None) -> Run:
+    """Builds the run; where its data cannot be had, the way back to what it was trained on is told, too."""
+    resumed = origin.checkpoint
+    if resumed is None:
+        return setup_run(config, progress)
+    if plain(config).chat.source is None:  # else the shape is the base's, read later
+        check_shape(plain(config), resumed, origin.resumable)
+    try:
+        return setup_run(config, progress, begun=resolve_from_mapping(resumed.config).lora)
+    except DataError as error:
+        way = own_settings(plain(config), resumed, origin.resumable, ("data", "clean", "chat"))
+        if way is None:
+            raise
+        raise DataError(error.message, f"{error.hint}; {way}") from error
+
+
+def _is_done(run: Run, origin: Origin) -> bool:
+    """Whether the checkpoint is the end of the run, judged and recorded."""
+    judged = (
+        origin.checkpoint is not None
+        and origin.point is not None
+        and not lacks_verdict(origin.checkpoint, origin.point)
+    )
+    return judged and origin.step == run.steps and ends_at(origin.metrics, origin.step)
+
+
+def _mark_base(run: Run, folder: Path) -> Iterator[str]:
+    """Notes in a checkpoint of ours that the adapters of this run need it."""
+    if run.adapters is not None and isinstance(run.dataset, SampleData):
+        base = run.dataset.description.folder
+        if is_checkpoint(base) and not mark_as_base(base, folder):
+            yield f"{base} cannot be written to, so nothing says there that these adapters need it"
+
+
+def _loop(run: Run, origin: Origin, stop: Callable[[], bool], save: Callable[[], bool]) -> Generator[Record]:
+    rows = read_metrics(origin.metrics)
+    return train_loop(
+        run,
+        origin.folder,
+        resumed=origin.checkpoint,
+        resumed_from=None if origin.point is None else str(origin.point),
+        stop=stop,
+        save=save,
+        recorded=any(row["type"] == "checkpoint" and row.get("step") == origin.step for row in rows),
+    )
+
+
+def _written(
+    notices: Sequence[str], records: Iterable[Record], run: Run, metrics: MetricsFile, step: int
+) -> Generator[Record]:
+    """Passes notices and records on, after they were written to metrics.jsonl and to the trackers."""
+    trackers: Trackers | None = None
+    try:
+        yield from _written_notices(notices, metrics, step)
+        for record in records:
+            metrics.write(record)
+            if isinstance(record, RunInfo):
+                trackers = open_trackers(run.config.output.trackers, Path(record.folder), record)
+                step = record.start_step
+            else:
+                step = record.step
+            yield record
+            yield from _written_notices(() if trackers is None else trackers.write(record), metrics, step)
+    finally:
+        for notice in () if trackers is None else trackers.close():
+            metrics.write(NoticeRecord(step=step, message=notice))
+
+
+def _written_notices(notices: Iterable[str], metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:
+    for notice in notices:
+        record = NoticeRecord(step=step, message=notice)
+        metrics.write(record)
+        yield record

@@ -1,0 +1,28 @@
+"""Where a value of a config comes from."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+SourceKind = Literal["default", "family", "preset", "hardware", "file", "override", "python"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a value was written: `where` is for people, such as `preset gpt2-124m`, `my.yaml:12`, `command line`."""
+
+    kind: SourceKind
+    where: str
+
+    @property
+    def by_user(self) -> bool:
+        """Whether the user wrote it, in a file, on the command line or in Python; the rest comes with Flatout."""
+        return self.kind in ("file", "override", "python")
+
+    @property
+    def prefix(self) -> str:
+        """What an error about the value begins with; nothing where a program set it."""
+        return f"{self.where}: " if self.where else ""
+
+
+DEFAULT = Source("default", "default")
+IN_PYTHON = Source("python", "")  # a `RunConfig` made by a program, which has no lines to name

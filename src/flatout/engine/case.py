@@ -1,0 +1,160 @@
+"""What a switch of `speed` is decided from: config, device, data, trials on the device, and the switches before it."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig
+from flatout.device import Device, arithmetic
+from flatout.engine.compiling import compile_failure
+from flatout.ops.attention import attention_failure, picked_kernel
+from flatout.ops.documents import document_failure
+from flatout.ops.kernels.cublaslt import missing as cublaslt_missing
+
+NOT_CUDA = "only CUDA devices have it"
+
+
+def try_attention(
+    backend: str, device: torch.device, *, precision: str, deterministic: bool, **shape: Any
+) -> str | None:
+    """Why this attention kernel cannot train these shapes under these switches, or None."""
+    with arithmetic(precision, deterministic, device):
+        return attention_failure(backend, device, _product_type(precision), **shape)
+
+
+def try_documents(backend: str, device: torch.device, *, precision: str, **shape: Any) -> str | None:
+    """Why this kernel cannot train packed documents, or None."""
+    return document_failure(backend, device, _product_type(precision), **shape)
+
+
+def ask_sdpa(device: torch.device, *, precision: str, deterministic: bool, **shape: Any) -> str | None:
+    """Which kernel torch takes for these shapes under these switches, or None where it does not tell."""
+    with arithmetic(precision, deterministic, device):
+        return picked_kernel(device, _product_type(precision), **shape)
+
+
+def _product_type(precision: str) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Probes:
+    """What is tried out on the device; tests without one put their own answers here."""
+
+    attention: Callable[..., str | None] = try_attention
+    picked: Callable[..., str | None] = ask_sdpa
+    documents: Callable[..., str | None] = try_documents
+    compiler: Callable[[torch.device], str | None] = compile_failure
+    products: Callable[[], str | None] = cublaslt_missing
+    triton: Callable[[], bool] = lambda: importlib.util.find_spec("triton") is not None
+
+
+class Used:
+    """The value of each switch that has been decided. Reading one too early is an AttributeError."""
+
+    device: str
+    precision: str
+    kernels: str
+    residual: str
+    products: str
+    fp8: tuple[str, ...]
+    attention: str
+    scan: str
+    fused_qkv: bool
+    document_attention: str
+    compile: str
+    loss: str
+    loss_chunk: int
+    fused_optimizer: bool
+    optimizer_offload: bool
+    optimizer_state: str
+    loader: str
+    micro_batch: int
+    accumulation: int
+    pad_vocab: int
+    checkpointing: str
+    activation_offload: bool
+    cuda_graphs: bool
+    workers: int
+    expandable_segments: bool
+    memory_limit: float | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run on one device. `corpus_bytes` is None where the text is streamed or packed from samples."""
+
+    config: RunConfig
+    device: Device
+    corpus_bytes: int | None
+    vocab: int | None
+    step_tokens: float | None
+    probes: Probes
+    used: Used = dataclasses.field(default_factory=Used)
+
+    @property
+    def asked(self) -> SpeedConfig:
+        return self.config.speed
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.kind == "cuda"
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows are packed from samples of a chat."""
+        return self.config.chat.source is not None
+
+    @property
+    def several_documents(self) -> bool:
+        """Whether a row holds documents or samples that must not see each other."""
+        return self.packed or self.config.documents_apart
+
+    @property
+    def attends_inside(self) -> bool:
+        """Whether attention stays inside the documents or samples of a row."""
+        return self.packed or (self.config.documents_apart and self.model.attends)
+
+    @property
+    def adapters(self) -> bool:
+        return self.config.lora.rank > 0
+
+    @property
+    def quantized(self) -> bool:
+        return self.config.lora.quantize != "none"
+
+    @functools.cached_property
+    def no_triton(self) -> str | None:
+        return no_triton(self.device, self.probes)
+
+
+def no_triton(device: Device, probes: Probes) -> str | None:
+    """Why none of our Triton kernels can run here, or None."""
+    if device.kind != "cuda":
+        return "our kernels run on CUDA devices only"
+    if not probes.triton():
+        return "triton is not installed"
+    if device.capability is not None and device.capability < (8, 0):
+        return f"{device.name} is older than Ampere"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The value a switch gets, and why it is not the one asked for.
+
+    `shown` is how people see the value where that says more; an unlisted answer does not concern this run.
+    """
+
+    used: Any
+    why: str = ""
+    shown: str | None = None
+    listed: bool = True

@@ -1,0 +1,359 @@
+"""The switches of `speed` as a table: one row each, in the order in which they depend on each other.
+
+A row's function looks at a `Case` and answers with the value the switch gets and the reason where that is not what was
+asked for. Switches that exclude each other are decided by this order: what the user wrote beats what is automatic; of
+two that were both written, the one named in the error gives way. To add a switch, add its field to `SpeedConfig` and
+`Used`, and a row here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from flatout.config.schema import ModelConfig, micro_batch_of
+from flatout.device import allocator_words
+from flatout.engine.attention_switches import attention, document_attention, scan
+from flatout.engine.case import NOT_CUDA, Answer, Case
+from flatout.engine.compiling import graphs_of_its_own
+from flatout.model.adapted import kernels_missing as adapter_kernels_missing
+from flatout.model.count import flops_per_token
+from flatout.model.layers import mlp_width_of
+from flatout.ops.attention import FA4
+
+DEVICE_LOADER_BYTES = 2**31  # a corpus up to this size lives on the GPU by default
+# Per layer, forward and backward, measured beside an H200: GPT-2 takes 50 ms with 12 layers and 105 with 24, whatever
+# the micro-batch, as long as that keeps the card waiting. FlashAttention-4 comes on top.
+LAUNCH_SECONDS, FA4_LAUNCH_SECONDS = 4e-3, 1e-3
+BUSY = 0.5  # of a device's peak rate is what a step makes of it
+UNKNOWN_PEAK = 1e14
+COMMON_VOCAB = 50257  # where nobody has said how large the vocabulary is
+
+
+def _precision(case: Case) -> Answer:
+    asked, device = case.asked.precision, case.device
+    if case.cuda:
+        if device.bf16:
+            return Answer("bf16" if asked == "auto" else asked)
+        if asked in ("bf16", "tf32"):
+            return Answer("fp16", f"{device.name} (capability {device.capability}) has no {asked} matrix units")
+        return Answer("fp16" if asked == "auto" else asked)
+    if asked in ("auto", "fp32"):
+        return Answer("fp32")
+    if device.kind == "mps":
+        return Answer("fp32", f"{asked} is not tested on MPS")
+    if asked == "bf16":  # right everywhere, fast where the CPU has matrix units for it
+        return Answer("bf16")
+    return Answer("fp32", f"a CPU has no {asked} products")
+
+
+def _kernels(case: Case) -> Answer:
+    asked = case.asked
+    if asked.kernels == "torch":
+        return Answer("torch")
+    if case.quantized:
+        return Answer("torch", "they know no 4-bit weights")
+    reason = case.no_triton or _model_beyond_kernels(case.model) or _adapters_beyond_kernels(case)
+    if reason is None and asked.kernels == "auto":
+        if asked.compile not in ("auto", "off"):
+            reason = "compile was asked for"
+        elif not asked.fused_qkv:
+            reason = "fused_qkv is off"
+        elif case.attends_inside and (_wide(case) or case.config.train.deterministic):
+            # They join rows to one, and attention with a mask then looks from every row into every other.
+            what = "samples" if case.packed else "documents"
+            reason = f"{what} have attention with a mask here, which takes rows one by one"
+    return Answer("triton") if reason is None else Answer("torch", reason)
+
+
+def _model_beyond_kernels(model: ModelConfig) -> str | None:
+    """What of this model our Triton kernels do not have, or None."""
+    if model.dropout > 0:
+        return "they have no dropout"
+    if model.residual_scale is not None:
+        return "they have no residual scales"
+    return None
+
+
+def _adapters_beyond_kernels(case: Case) -> str | None:
+    """What of these adapters our Triton kernels do not have, or None."""
+    lora = case.config.lora
+    if not case.adapters:
+        return None
+    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, offload=case.asked.activation_offload, fp8=())
+
+
+def _wide(case: Case) -> bool:
+    """Whether products have wider operands than 16 bits."""
+    return case.used.precision not in ("bf16", "fp16")
+
+
+def _residual(case: Case) -> Answer:
+    asked, precision = case.asked.residual, case.used.precision
+    if case.used.kernels == "torch" and case.adapters and precision == "bf16":
+        return Answer("bf16", "" if asked in ("auto", "bf16") else "it has the type of the frozen embedding")
+    if case.used.kernels == "torch":
+        return Answer("fp32", "" if asked == "fp32" else "torch's operations keep it in fp32")
+    if precision != "bf16":
+        return Answer("fp32", "" if asked == "fp32" else f"precision is {precision}")
+    return Answer("bf16" if asked == "auto" else asked)
+
+
+def _products(case: Case) -> Answer:
+    asked = case.asked.products
+    if asked == "torch":
+        return Answer("torch")
+    if case.used.kernels == "torch":
+        return Answer("torch", "kernels is torch")
+    if _wide(case):
+        return Answer("torch", f"precision is {case.used.precision}")
+    if case.config.train.deterministic:
+        return Answer("torch", "the kernel that wins can differ from run to run")
+    if case.packed and asked == "auto":
+        return Answer("torch", "samples make other shapes at every step")
+    reason = case.probes.products()
+    return Answer("tuned") if reason is None else Answer("torch", reason)
+
+
+def _fp8(case: Case) -> Answer:
+    reason = _no_fp8(case) if case.asked.fp8 else None
+    return Answer(tuple(case.asked.fp8)) if reason is None else Answer((), reason)
+
+
+def _no_fp8(case: Case) -> str | None:
+    device, model = case.device, case.model
+    if device.capability is None or device.capability < (8, 9):
+        return f"{device.name} has no 8-bit matrix units"
+    if case.used.kernels == "torch":
+        return "kernels is torch"
+    if case.adapters:
+        return "adapters have no 8-bit products"
+    loss = _loss(case).used
+    if "head" in case.asked.fp8 and loss != "fused":
+        return f"the head in 8 bits needs the fused loss, and loss is {loss}"
+    sizes = {"width": model.width, "mlp": mlp_width_of(model)}
+    if model.attends:
+        groups = model.kv_heads or model.heads
+        sizes |= {"qkv": model.size * (model.heads + 2 * groups), "heads": model.queries}
+    if "E" in model.kinds:
+        sizes["states"] = 2 * model.states
+    for name, size in sizes.items():
+        if size % 16:
+            return f"8-bit products need sizes that are multiples of 16, and {name} has {size}"
+    return None
+
+
+def _fused_qkv(case: Case) -> Answer:
+    if case.used.kernels == "triton" and not case.asked.fused_qkv:
+        return Answer(True, "our kernels take one product")
+    return Answer(case.asked.fused_qkv)
+
+
+def _compile(case: Case) -> Answer:
+    answer = _compile_mode(case)
+    if case.quantized and answer.used != "off":
+        return Answer("off", "it cannot look into 4-bit weights")
+    return answer
+
+
+def _compile_mode(case: Case) -> Answer:
+    asked, wanted, device = case.asked, case.asked.compile, case.device
+    if wanted == "off":
+        return Answer("off")
+    if case.several_documents and wanted == "auto":
+        return Answer("off", "not worth its start-up where rows hold other documents at every step")
+    if wanted == "auto" and not case.cuda:
+        return Answer("off", f"not worth its start-up on {device.kind}")
+    if case.used.kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
+        return Answer("off", "the Triton kernels leave it nothing to fuse")
+    if wanted == "auto" and asked.activation_offload:
+        return Answer("off", "activation_offload was asked for")
+    if case.used.attention in FA4:
+        return Answer("off", "it cannot look into FlashAttention-4")
+    if reason := _no_compiler(case):
+        return Answer("off", reason)
+    if case.several_documents and wanted in ("reduce-overhead", "max-autotune"):
+        return Answer("default", "it wants one shape, and samples make several")
+    if wanted == "reduce-overhead" and not case.cuda:
+        return Answer("default", f"CUDA graphs are what it is about, and {NOT_CUDA}")
+    if wanted == "regional" and asked.checkpointing == "selective":
+        return Answer("default", "selective checkpointing cannot look into a block that is compiled alone")
+    return Answer("default" if wanted == "auto" else wanted)
+
+
+def _no_compiler(case: Case) -> str | None:
+    """Why torch.compile does not work here, or None."""
+    if case.cuda:
+        if not case.probes.triton():
+            return "triton is not installed"
+        if case.device.capability is not None and case.device.capability < (7, 0):
+            return f"{case.device.name} is older than the compiler supports"
+    return case.probes.compiler(case.device.torch_device)
+
+
+def _loss(case: Case) -> Answer:
+    if case.asked.loss != "auto":
+        return Answer(case.asked.loss)
+    return Answer("fused" if case.used.kernels == "triton" else "plain")
+
+
+def _loss_chunk(case: Case) -> Answer:
+    if case.used.loss == "plain":
+        return Answer(case.asked.loss_chunk, "the plain loss takes all tokens at once", "none")
+    return Answer(case.asked.loss_chunk)
+
+
+def _fused_optimizer(case: Case) -> Answer:
+    if case.asked.fused_optimizer == "off":
+        return Answer(False)
+    if case.device.fused_optimizer:
+        return Answer(True)
+    return Answer(False, f"torch has no fused AdamW on {case.device.kind}")
+
+
+def _optimizer_offload(case: Case) -> Answer:
+    return _unless(case.asked.optimizer_offload, None if case.cuda else NOT_CUDA)
+
+
+def _optimizer_state(case: Case) -> Answer:
+    asked = case.asked.optimizer_state
+    if asked == "8bit" and case.used.optimizer_offload:
+        return Answer("fp32", "offloaded moments stay in fp32")
+    if asked == "8bit" and case.device.kind == "mps":
+        return Answer("fp32", "8-bit moments are not tested on MPS")
+    return Answer(asked)
+
+
+def _loader(case: Case) -> Answer:
+    asked, size = case.asked.loader, case.corpus_bytes
+    if case.config.documents_apart:
+        return Answer("host", "" if asked == "host" else "documents are laid out there")
+    if size is None:
+        reason = "samples are packed there" if case.packed else "the text is streamed"
+        return Answer("host", "" if asked == "host" else reason)
+    if asked != "auto":
+        return Answer(asked)
+    if not case.cuda:
+        return Answer("host")
+    if size > DEVICE_LOADER_BYTES:
+        return Answer("host", f"the corpus has {size / 2**30:.1f} GiB")
+    return Answer("device")
+
+
+def _micro_batch(case: Case) -> Answer:
+    size, _ = micro_batch_of(case.config)
+    return Answer(size, "the largest divisor of the batch" if case.asked.micro_batch not in (None, size) else "")
+
+
+def _activation_offload(case: Case) -> Answer:
+    reason = (
+        NOT_CUDA if not case.cuda
+        else "compiled code keeps its activations to itself" if case.used.compile != "off"
+        else "4-bit weights would leave in full width" if case.quantized
+        else None
+    )  # fmt: skip
+    return _unless(case.asked.activation_offload, reason)
+
+
+def _unless(wanted: bool, reason: str | None) -> Answer:
+    """A plain true or false that some machines or models cannot have."""
+    return Answer(False, reason) if wanted and reason is not None else Answer(wanted)
+
+
+def _cuda_graphs(case: Case) -> Answer:
+    wanted, compiled = case.asked.cuda_graphs, case.used.compile
+    if wanted == "off":
+        return Answer(False)
+    if not case.cuda:
+        return Answer(False, "" if wanted == "auto" else NOT_CUDA)
+    if case.model.dropout > 0 or case.config.lora.dropout > 0:
+        return Answer(False, "a recording would not draw dropout from the run's own random stream")
+    if case.used.activation_offload:
+        return Answer(False, "activation_offload waits for the host's memory, which a recording cannot")
+    if graphs_of_its_own(compiled, our_graphs=wanted == "on"):
+        return Answer(False, f"compile {compiled} records graphs of its own")
+    if case.config.documents_apart:
+        return Answer(False, "rows hold other documents at every step")
+    if wanted == "on":
+        return Answer(True)
+    if compiled != "off":
+        return Answer(False, "compiled code launches few kernels")
+    flops = _micro_batch_flops(case)
+    fa4 = FA4_LAUNCH_SECONDS if case.used.attention in FA4 else 0.0
+    size = f"{flops:.1g} FLOPs in a micro-batch"
+    if flops / (BUSY * (case.device.peak_flops or UNKNOWN_PEAK)) < case.model.layers * (LAUNCH_SECONDS + fa4):
+        return Answer(True, f"{size}: launching kernels takes longer than running them")
+    return Answer(False, f"{size} keep the device busy without")
+
+
+def _micro_batch_flops(case: Case) -> float:
+    model, most = case.model, case.used.micro_batch * case.model.context
+    tokens, length = most, None
+    if case.step_tokens is not None:  # a token of packed rows attends inside its own sample
+        tokens = min(case.step_tokens, most)
+        length = min(model.context, case.step_tokens / case.config.chat.batch_samples)
+    vocab = case.vocab or model.vocab or COMMON_VOCAB
+    # Frozen weights get no gradients.
+    return flops_per_token(model, vocab, length, adapters=0 if case.adapters else None) * tokens
+
+
+def _workers(case: Case) -> Answer:
+    if case.used.loader == "device":
+        return Answer(0, "tokens already live on the device")
+    return Answer(case.asked.workers)
+
+
+def _expandable_segments(case: Case) -> Answer:
+    asked = case.asked.expandable_segments
+    if not case.cuda:
+        return Answer(False, NOT_CUDA if asked == "on" else "")
+    settings = allocator_words()
+    if settings is not None:  # whoever sets the allocator in the environment knows better than a default
+        return Answer("expandable_segments:true" in settings.lower(), f"{settings} is set")
+    return Answer(asked != "off")
+
+
+def _memory_limit(case: Case) -> Answer:
+    limit = case.asked.memory_limit
+    return Answer(limit) if case.cuda or limit is None else Answer(None, NOT_CUDA)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A switch: what was asked for (its field of `speed` unless told otherwise), and how it is decided.
+
+    A value that the user wrote and cannot have is an error, unless doing without is `harmless`.
+    """
+
+    name: str
+    resolve: Callable[[Case], Answer]
+    harmless: bool = False
+    asked: Callable[[Case], object] | None = None
+
+
+ROWS = (
+    Row("device", lambda case: Answer(str(case.device.torch_device))),
+    Row("precision", _precision),
+    Row("kernels", _kernels),
+    Row("residual", _residual),
+    Row("products", _products),
+    Row("fp8", _fp8),
+    Row("attention", attention),
+    Row("scan", scan),
+    Row("fused_qkv", _fused_qkv),
+    Row("document_attention", document_attention, harmless=True, asked=lambda case: case.used.attention),
+    Row("compile", _compile),
+    Row("loss", _loss),
+    Row("loss_chunk", _loss_chunk, harmless=True),
+    Row("fused_optimizer", _fused_optimizer),
+    Row("optimizer_offload", _optimizer_offload),
+    Row("optimizer_state", _optimizer_state),
+    Row("loader", _loader),
+    Row("micro_batch", _micro_batch, harmless=True),
+    Row("accumulation", lambda case: Answer(micro_batch_of(case.config)[1])),
+    Row("pad_vocab", lambda case: Answer(case.asked.pad_vocab)),
+    Row("checkpointing", lambda case: Answer(case.asked.checkpointing)),
+    Row("activation_offload", _activation_offload),
+    Row("cuda_graphs", _cuda_graphs),
+    Row("workers", _workers, harmless=True),
+    Row("expandable_segments", _expandable_segments),
+    Row("memory_limit", _memory_limit),
+)

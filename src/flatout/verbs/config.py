@@ -1,0 +1,66 @@
+"""The verb config: what there is to set, where values come from, presets to copy."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flatout.errors import UsageError
+from flatout.words import Parser, add_config, choose_action, load, sentence
+
+if TYPE_CHECKING:
+    pass
+
+CONFIG_ACTIONS = {
+    "explain": "every value, where it came from and what it means",
+    "show": "the resolved config as YAML",
+    "schema": "the JSON schema of a config file",
+    "presets": "the presets and hardware overlays that ship with Flatout",
+    "copy": "copy a preset to a file to edit",
+}
+
+
+def config(words: list[str]) -> int:
+    action, rest = choose_action("config", words, CONFIG_ACTIONS)
+    if action is None:
+        return 0
+    parser = Parser(f"config {action}", sentence(CONFIG_ACTIONS[action]))
+    if action == "copy":
+        parser.add_argument("preset", help="name of the preset")
+        parser.add_argument("file", nargs="?", help="file to write; default: PRESET.yaml")
+    elif action in ("explain", "show"):
+        add_config(parser)
+    if action == "explain":
+        parser.add_argument("--json", action="store_true", help="print rows as JSON")
+    parsed = parser.parse_words(rest)
+    return _config_action(action, parsed)
+
+
+def _config_action(action: str, parsed: argparse.Namespace) -> int:
+    from flatout.config import load as configs
+
+    if action == "schema":
+        print(json.dumps(configs.schema_json(), indent=2))
+    elif action == "presets":
+        for title, rows in (("presets", configs.list_presets()), ("hardware overlays", configs.list_hardware())):
+            print(f"{title}:")
+            width = max(len(row.name) for row in rows) + 2
+            for row in rows:
+                print(f"  {row.name:<{width}}{row.summary}")
+    elif action == "copy":
+        if parsed.file == "":
+            raise UsageError("the name of the file to write is empty", "leave it out, or name a .yaml file")
+        print(f"wrote {configs.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
+    elif action == "show":
+        print(configs.show(load(parsed).config), end="")
+    else:
+        rows = configs.explain(load(parsed))
+        if parsed.json:
+            print(json.dumps([vars(row) for row in rows], ensure_ascii=False))
+            return 0
+        widths = [max(len(row.path) for row in rows), max(len(configs.format_value(row.value)) for row in rows)]
+        sources = max(len(row.source) for row in rows)
+        for row in rows:
+            value = configs.format_value(row.value)
+            print(f"{row.path:<{widths[0]}}  {value:<{widths[1]}}  {row.source:<{sources}}  {row.description}")
+    return 0

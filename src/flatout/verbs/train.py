@@ -1,0 +1,197 @@
+"""The verbs train and finetune: words in, `flatout.api.train` called, records shown as they come.
+
+Contract: as in `flatout.cli`. The first signal saves and ends the run, and the run does not need its terminal.
+"""
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flatout import records
+from flatout.errors import UsageError, UserError
+from flatout.streams import output_that_may_go_away
+from flatout.tuning.signals import handled
+from flatout.words import Parser, add_config, load, one_line, quoted
+
+if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
+
+
+def train(words: list[str]) -> int:
+    parser = Parser(
+        "train",
+        "Train a model. SIGINT, SIGTERM and SIGHUP save a checkpoint and end the run, a second Ctrl-C quits at once; "
+        "SIGUSR1 saves and goes on.",
+    )
+    add_config(parser)
+    return _run_training(parser, words)
+
+
+def finetune(words: list[str]) -> int:
+    parser = Parser("finetune", "Fine-tune a model on conversations or instructions, by LoRA unless lora.rank=0.")
+    add_config(parser, default="lora")
+    return _run_training(parser, words)
+
+
+def _run_training(parser: Parser, words: list[str]) -> int:
+    parser.add_argument(
+        "--resume", metavar="auto|PATH", help="go on with a run: auto (if there is one), a run folder or a checkpoint"
+    )
+    parser.add_argument("--json", action="store_true", help="print records as JSON lines and nothing else")
+    parser.add_argument("--view", action="store_true", help="a panel with curve, speed, card and warnings")
+    parsed = parser.parse_words(words)
+    if parsed.view and parsed.json:
+        raise UsageError("--view and --json exclude each other", "leave one of them out")
+    resume: str | None = parsed.resume
+    if resume == "":
+        raise UsageError("--resume needs auto or a folder", "for example --resume auto")
+    stored = None if resume in (None, "auto") or parsed.config_given else Path(resume)
+    if stored is not None and not stored.is_dir():
+        raise UsageError(
+            f"--resume {quoted(str(stored))} is not a folder", "name a run folder, a checkpoint folder, or auto"
+        )
+    loaded = None if stored is not None else load(parsed, tell=False)
+    if loaded is not None and parser.verb == "finetune" and loaded.config.chat.source is None:
+        raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
+    if loaded is not None and parser.verb == "finetune":
+        _check_rows_named(loaded, resume)
+    with output_that_may_go_away():  # the terminal is not the run
+        return _follow_training(parsed, loaded, resume, stored)
+
+
+def _follow_training(
+    parsed: argparse.Namespace, loaded: "LoadedConfig | None", resume: str | None, stored: Path | None
+) -> int:
+    from flatout import api
+    from flatout.observe.live.console import JsonReader, TerminalReader
+    from flatout.observe.live.prepare_bar import PrepareBar
+    from flatout.observe.live.view import ViewReader
+
+    if loaded is None or stored is not None:
+        loaded = api.stored_config(stored or Path(), parsed.overrides)
+    terminal = ViewReader if parsed.view else TerminalReader
+    reader = JsonReader() if parsed.json else terminal(loaded.config.output.log_every)
+    preparing = PrepareBar()
+    stop = StopOnSignal(at_once=reader.leave_at_once if isinstance(reader, ViewReader) else lambda: None)
+    folder = checkpoint = None
+    interrupted = nothing_left = False
+    with stop:
+        try:
+            for record in api.train(loaded, resume=resume, stop=stop.requested, save=stop.save, progress=preparing):
+                if isinstance(record, records.RunInfo):
+                    stop.training = True
+                    preparing.close()
+                    folder, nothing_left = record.folder, record.nothing_left
+                elif isinstance(record, records.EndRecord):
+                    checkpoint, interrupted = record.checkpoint, record.reason == "interrupted"
+                reader.show(record)
+        finally:
+            preparing.close()
+            reader.close()
+    if nothing_left:
+        return 0
+    if folder is not None and loaded.config.output.plots:
+        _draw(Path(folder))
+    if interrupted and stop.number is not None:
+        if checkpoint is not None:
+            verb = "finetune" if loaded.config.chat.source is not None else "train"
+            print(f"saved {checkpoint}; go on with: {_program()} {verb} --resume {folder}", file=sys.stderr)
+        return 128 + stop.number
+    if not parsed.json:
+        print(f"try it: {_program()} {'chat' if loaded.config.chat.source is not None else 'generate'} {folder}")
+    return 0
+
+
+def _check_rows_named(loaded: "LoadedConfig", resume: str | None) -> None:
+    """Presets name rows and a model for example's sake: where they are not there, the user has to name some."""
+    source, origin = loaded.config.chat.source, loaded.sources["chat.source"]
+    if source is None or origin.by_user or Path(source).exists():
+        return
+    written = loaded.sources["model.init_from"].by_user
+    model = f"model.init_from={loaded.config.model.init_from if written else 'FOLDER-OR-HUB-NAME'}"
+    hint = f"name your rows and a model: flatout finetune {model} chat.source=ROWS.jsonl"
+    if resume == "auto":
+        from flatout.engine.run_folder import choose_folder
+
+        run = choose_folder(loaded.config.output, resume)
+        if run.exists():  # by its own name it brings its settings along
+            hint = f"go on with what {run} was trained on: flatout finetune --resume {run}"
+    raise UsageError(f"nothing was named to fine-tune on, and {source}, which {origin.where} has, is not there", hint)
+
+
+def _draw(folder: Path) -> None:
+    """The run's pictures and tables. Training is done: what goes wrong here is told and costs nothing."""
+    from flatout.observe.plot.plots import write_run_plots
+
+    try:
+        write_run_plots(folder)
+    except UserError as error:
+        print(
+            f"note: no plots: {one_line(error.message)}; with `flatout plot`: {one_line(error.hint)}", file=sys.stderr
+        )
+
+
+def _program() -> str:
+    """How to call us again: by name where the shell finds it, else by the path we were called with."""
+    called = sys.argv[0]
+    return called if Path(called).name == "flatout" and shutil.which("flatout") is None else "flatout"
+
+
+class StopOnSignal:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to save and stop; the second SIGINT quits at once.
+
+    SIGUSR1 is a request to save and go on. Before training has begun there is nothing to save: SIGUSR1 waits for the
+    first step, and any other signal ends the process. A signal that the process was started to ignore (nohup, a
+    shell's `trap ''`) stays ignored.
+    """
+
+    def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
+        """`at_once` is the last thing done before the process quits without a word to anybody else."""
+        self.at_once = at_once
+        self.number: int | None = None
+        self.training = False
+        self.asked_to_save = False
+        self.before: dict[int, Any] = {}
+
+    def requested(self) -> bool:
+        return self.number is not None
+
+    def save(self) -> bool:
+        """Whether a save was asked for since the last call."""
+        asked, self.asked_to_save = self.asked_to_save, False
+        return asked
+
+    def __enter__(self) -> "StopOnSignal":
+        handlers = {"SIGINT": self._handle, "SIGTERM": self._handle, "SIGHUP": self._handle, "SIGUSR1": self._ask}
+        for name, handler in handlers.items():
+            self.before |= handled(name, handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, _number: int, _frame: object) -> None:
+        self.asked_to_save = True
+
+    def _handle(self, number: int, _frame: object) -> None:
+        if not self.training:
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
+        if self.number is not None and number == signal.SIGINT:
+            self.at_once()
+            _cry("quitting at once; the last finished checkpoint is intact")
+            os._exit(130)
+        self.number = number
+        _cry("stopping: saving after this step (Ctrl-C again quits at once)")
+
+
+def _cry(text: str) -> None:
+    """A line on standard error from a signal handler, where Python's own streams may be in use."""
+    with contextlib.suppress(OSError):  # the terminal may be gone, which is what SIGHUP says
+        os.write(2, f"\n{text}\n".encode("ascii"))

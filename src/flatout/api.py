@@ -65,7 +65,7 @@ from flatout.engine.run_folder import (
     set_unusable_aside,
 )
 from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run, steps_of
-from flatout.engine.trained import only_adapters
+from flatout.engine.trained import checkpoint_size, only_adapters
 from flatout.errors import CheckpointError, ConfigError, DataError, DivergedError, UsageError
 from flatout.files import disk_errors, write_whole
 from flatout.generation.decode import generate_tokens
@@ -178,7 +178,8 @@ def train(
         done = judged and start == run.steps and ends_at(rows, start)
         if done:
             messages.clear()  # settings that are other than the run's change nothing any more
-        check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
+        one = checkpoint_size(run.trained.count, run.config.optim, run.speed)
+        check_disk(folder, one, run.config.checkpoint.keep + 2)
         # From here on nothing can be refused any more. A finished run is left as it is, like one that was refused.
         if not done or unusable:
             lock.accept()

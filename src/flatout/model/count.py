@@ -138,8 +138,7 @@ def estimate_memory(
     half: bool,
     compiled: bool,
     execution: Execution,
-    optimizer_state: str = "fp32",
-    optimizer_offload: bool = False,
+    state_bytes: float = 8,
     accumulated: bool = True,
     graphs: bool = False,
     frozen: FrozenModel | None = None,
@@ -173,8 +172,7 @@ def estimate_memory(
             half=half,
             compiled=compiled,
             execution=execution,
-            optimizer_state=optimizer_state,
-            optimizer_offload=optimizer_offload,
+            state_bytes=state_bytes,
             frozen=frozen,
         )
         held = _graph_bytes(vocab, labels, half=half, compiled=compiled, execution=execution) if graphs else 0
@@ -196,7 +194,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=4 * parameters + _narrow_bytes(config, parameters, half=half, execution=execution),
         gradients=4 * parameters,
-        optimizer=_optimizer_bytes(parameters, optimizer_state, optimizer_offload),
+        optimizer=int(state_bytes * parameters),
         activations=activations,
         working=working,
         later=0 if accumulated or graphs else min(4 * parameters, activations + working),
@@ -221,8 +219,7 @@ def _estimate_frozen(
     half: bool,
     compiled: bool,
     execution: Execution,
-    optimizer_state: str,
-    optimizer_offload: bool,
+    state_bytes: float,
     frozen: FrozenModel,
 ) -> MemoryEstimate:
     """Adapters on every projection. In torch's operations the residual stream has the type of the weights, and norms
@@ -260,7 +257,7 @@ def _estimate_frozen(
     return MemoryEstimate(
         weights=weights,
         gradients=4 * adapters,
-        optimizer=_optimizer_bytes(adapters, optimizer_state, optimizer_offload),
+        optimizer=int(state_bytes * adapters),
         activations=tokens * (kept + (cell + (_stream(execution) if triton else cell)) * config.width),
         working=max(loss, tokens * (again + 2 * cell * config.width + cell * (up + hidden))),
     )
@@ -282,13 +279,6 @@ def _frozen_kernels_bytes(
     if execution.checkpointing == "full":
         return stream * width + statistics + cell * last, block
     return (block, cell * width) if execution.checkpointing == "selective" else (block + 2 * cell * width, 0)
-
-
-def _optimizer_bytes(parameters: int, state: str, offload: bool) -> int:
-    if offload:
-        return 0
-    # In 8 bits: two moments of a byte, and two bytes of scale for each in every block of 256.
-    return parameters * 2 + parameters * 4 // 256 if state == "8bit" else 8 * parameters
 
 
 def _narrow_bytes(config: ModelConfig, parameters: int, *, half: bool, execution: Execution) -> int:

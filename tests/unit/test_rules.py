@@ -66,7 +66,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def at(schedule: float | Sequence[float], update: int) -> float:
-    return schedule if isinstance(schedule, float) else schedule[min(update, len(schedule) - 1)]
+    return schedule if isinstance(schedule, int | float) else schedule[min(update, len(schedule) - 1)]
 
 
 class Written:

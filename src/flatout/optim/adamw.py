@@ -76,20 +76,16 @@ def _decay_of(group: Group, weights: list[Tensor], skip: Tensor | None) -> float
     return 0.0
 
 
-def _moments(parameter: Tensor, counted_on: torch.device, **where: Any) -> dict[str, Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=counted_on),
-        "exp_avg": torch.zeros_like(parameter, **where),
-        "exp_avg_sq": torch.zeros_like(parameter, **where),
-    }
-
-
 class _OnDevice(_Form, abc.ABC):
     """Weights are updated where they lie. Without `fused` the host reads all numbers first, and waits for them."""
 
     def fresh_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        # The fused kernel counts its steps on the device, the plain one on the host.
-        return _moments(parameter, parameter.device if self.fused else torch.device("cpu"))
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": self._count(parameter), **moments}
+
+    def _count(self, parameter: Tensor) -> Tensor:
+        """The count of updates: on the device for the fused kernel, on the host for the plain one."""
+        return torch.zeros((), dtype=torch.float32, device=parameter.device if self.fused else "cpu")
 
     @torch.no_grad()
     def update(self, divisor: Tensor, finite: Tensor) -> None:
@@ -142,7 +138,7 @@ class EightBitAdamW(_OnDevice):
         codes = [torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=device) for _ in range(2)]
         scales = [torch.full((blocks,), NO_SCALE, dtype=torch.int16, device=device) for _ in range(2)]
         return {
-            "step": torch.zeros((), dtype=torch.float32, device=device if self.fused else torch.device("cpu")),
+            "step": self._count(parameter),
             "exp_avg": codes[0],
             "exp_avg_scale": scales[0],
             "exp_avg_sq": codes[1],
@@ -237,8 +233,8 @@ class HostAdamW(_Form):
         self.versions: dict[Tensor, int] = {}
 
     def fresh_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        host = torch.device("cpu")
-        return _moments(parameter, host, device=host, **self._pinned(), memory_format=torch.contiguous_format)
+        keys, how = ("exp_avg", "exp_avg_sq"), {"dtype": parameter.dtype, **self._pinned()}
+        return {"step": torch.zeros(()), **{key: torch.zeros(parameter.shape, **how) for key in keys}}
 
     def create_state(self) -> None:
         super().create_state()

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from flatout.config.schema import ModelConfig, OptimConfig
+from flatout.data.loader import Batch
+from flatout.engine.evaluate import evaluate
 from flatout.engine.step import LossScale, TrainStep
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import IGNORED
@@ -193,6 +195,15 @@ def test_a_step_of_two_processes_is_that_of_one_with_the_data_of_both():
     torch.testing.assert_close(mine, theirs)
     for (name, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_evaluation_of_two_processes_is_over_the_text_of_both():
+    tokens, targets = batch(rows=4)
+    targets[1:, 3:] = IGNORED
+    model, batches = build_model(SMALL, VOCAB, seed=1), [Batch(step=0, tokens=tokens, targets=targets)]
+    loss, labelled = evaluate(model, batches, contextlib.nullcontext)
+    assert labelled == int((targets != IGNORED).sum())
+    assert evaluate(model, batches, contextlib.nullcontext, TwoAlike(rank=1, size=2)) == (loss, 2 * labelled)
 
 
 def test_what_is_not_finite_elsewhere_stops_the_update_here():

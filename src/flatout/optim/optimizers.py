@@ -46,18 +46,18 @@ class Optimizers:
         return torch.tensor(rows, dtype=torch.float64).to(self.parameters[0].device, torch.float32)
 
     def follow(self, rates: Schedule) -> None:
-        """Another schedule of the first rule's rate; the others' stay in proportion to it, by their peaks."""
+        """Another schedule of the last rule's rate; the others' stay in proportion to it, by their peaks."""
         peaks = {id(group.rule.rate): max(group.rule.rate) for group in self.groups}
-        first = next(iter(peaks.values()))
-        scaled = {key: [rate * (peak / first) for rate in rates] for key, peak in peaks.items()}
+        last = max(self.groups[-1].rule.rate)
+        scaled = {key: [rate * (peak / last) for rate in rates] for key, peak in peaks.items()}
         self.schedules_KU = self._tabulate([scaled.get(key, schedule) for key, schedule in self._schedules.items()])
 
     def look_up(self, updates: Tensor) -> Tensor:
-        """Puts all schedules where they are after so many updates, without the host. Returns the first rule's rate."""
+        """Puts all schedules where they are after so many updates, without the host. Returns the last rule's rate."""
         # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
         place = updates.clamp(max=self.schedules_KU.shape[1] - 1).view(1)
         torch.index_select(self.schedules_KU, 1, place, out=self._now_K1)
-        rate = self.groups[0].numbers["rate"]
+        rate = self.groups[-1].numbers["rate"]
         assert isinstance(rate, Tensor)
         return rate
 

@@ -16,6 +16,8 @@ from flatout.optim.optimizer import Group, Optimizer, Rule, Schedule, Trainable
 
 
 class Optimizers:
+    """The optimizers of a run. `groups` are in the order of their rules, `parameters` in that of the model."""
+
     def __init__(self, rules: Sequence[Rule], trained: Sequence[Trainable]) -> None:
         self.named: dict[str, nn.Parameter] = {one.name: one.parameter for one in trained}
         self.parameters = list(self.named.values())
@@ -25,20 +27,17 @@ class Optimizers:
         self._schedules = {id(number): number for number in numbers if isinstance(number, Sequence)}
         self.schedules_KU = self._tabulate(list(self._schedules.values()))
         self._now_K1 = self.schedules_KU[:, :1].clone()
-        self.groups = [Group(rule, found, self._current(rule)) for rule, found in taken.items()]
+        now = {key: self._now_K1[row, 0] for row, key in enumerate(self._schedules)}
+        self.groups = [
+            Group(rule, found, {k: now[id(n)] if isinstance(n, Sequence) else n for k, n in rule.numbers.items()})
+            for rule, found in taken.items()
+        ]
         built: dict[Callable[..., Optimizer], list[Group]] = collections.defaultdict(list)
         for group in self.groups:
             built[group.rule.optimizer].append(group)
         self.optimizers = [build(groups) for build, groups in built.items()]
         self._of = {parameter: one for one in self.optimizers for parameter in one.parameters}
         self._complete = False
-
-    def _current(self, rule: Rule) -> dict[str, float | Tensor]:
-        row = {key: row for row, key in enumerate(self._schedules)}
-        return {
-            name: self._now_K1[row[id(number)], 0] if isinstance(number, Sequence) else number
-            for name, number in rule.numbers.items()
-        }
 
     def _tabulate(self, schedules: Sequence[Schedule]) -> Tensor:
         most = max(len(schedule) for schedule in schedules)

@@ -57,7 +57,8 @@ from flatout.model.adapters import attach
 from flatout.model.gpt import empty_model
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.reference import IGNORED
-from flatout.optim.optimizers import build_optimizer
+from flatout.optim.optimizers import Optimizers
+from flatout.optim.rules import rules_of
 
 SHAPE = {"layers": 22, "width": 2048, "heads": 32, "kv_heads": 4, "mlp_width": 5632, "context": 2048}
 TOY = {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "mlp_width": 96, "context": 128}
@@ -129,13 +130,10 @@ def our_step(config: RunConfig, *, mixed: bool, small: bool) -> tuple[TrainStep,
             parameter.normal_(0.0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
     adapters = attach(model, adapter_plan(config.lora), seed=0)
     trained = only_adapters(adapters)
-    optimizer = build_optimizer(
-        model, config.optim, fused=speed.fused_optimizer, matrices=trained.matrices, vectors=trained.vectors
-    )
+    constant = config.optim.model_copy(update={"schedule": "constant", "warmup_steps": 0})
     step = TrainStep(
         model,
-        optimizer,
-        rates=[config.optim.learning_rate],
+        Optimizers(rules_of(constant, 1, fused=speed.fused_optimizer), trained.updated),
         clip=config.optim.clip,
         micro_batch=speed.micro_batch,
         clear_gradients=trained.clear_gradients,

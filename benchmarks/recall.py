@@ -38,10 +38,11 @@ from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import resolve_speed
 from flatout.engine.setup import device_scope
 from flatout.engine.step import TrainStep
+from flatout.engine.trained import all_weights
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import IGNORED
-from flatout.optim.optimizers import build_optimizer
-from flatout.optim.schedule import rate_factors
+from flatout.optim.optimizers import Optimizers
+from flatout.optim.rules import rules_of
 
 SYMBOLS, NOISE, TOLD = 64, 64, 8
 BLANK, MARK, VOCAB = SYMBOLS, SYMBOLS + NOISE, SYMBOLS + NOISE + 1
@@ -159,8 +160,7 @@ def rows_of(mixer: str, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model = build_model(config.model, VOCAB, seed=0, execution=speed.execution).to(device.torch_device)
     step = TrainStep(
         model,
-        build_optimizer(model, optim, fused=speed.fused_optimizer),
-        rates=[factor * optim.learning_rate for factor in rate_factors(optim, steps)],
+        Optimizers(rules_of(optim, steps, fused=speed.fused_optimizer), all_weights(model).updated),
         clip=optim.clip,
         micro_batch=1,
         scope=lambda: device_scope(speed, deterministic=False),

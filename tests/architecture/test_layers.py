@@ -11,7 +11,7 @@ LAYERS = [
     {"errors"},
     {"records", "config", "files", "launch"},
     {"folders", "confined"},
-    {"device"},
+    {"device", "world"},
     {"ops", "corpus"},
     {"data", "model", "optim"},
     {"generation"},

@@ -9,12 +9,12 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.device import detect_device, is_out_of_memory, limit_memory, memory_limit
-from flatout.engine import step as step_module
 from flatout.engine.setup import memory_of, setup_run
-from flatout.engine.step import create_moments
 from flatout.errors import ResourceError
 from flatout.model.gpt import GPT
 from flatout.observe.sinks import read_metrics
+from flatout.optim.adamw import AdamW
+from flatout.optim.optimizers import Optimizers
 from flatout.records import EvalRecord, NoticeRecord, StepRecord
 
 WORDS = ("train.steps=6", "train.batch_tokens=192", "eval.sample_tokens=0", "eval.every=3")  # 12 sequences a step
@@ -99,14 +99,16 @@ def test_failing_while_the_moments_are_made_leaves_none(tiny, monkeypatch: pytes
             raise RuntimeError(CPU_WORDS)
         return real(*args, **kwargs)
 
+    create_state = Optimizers.create_state
+
     def failing(optimizer):
         monkeypatch.setattr(torch, "zeros_like", zeros_like)
         try:
-            create_moments(optimizer)
+            create_state(optimizer)
         finally:
             monkeypatch.setattr(torch, "zeros_like", real)
 
-    monkeypatch.setattr(step_module, "create_moments", failing)
+    monkeypatch.setattr(Optimizers, "create_state", failing)
     disturbed = list(flatout.train(tiny(*words)))
     assert calls > 7
     assert len([r for r in disturbed if isinstance(r, NoticeRecord) and "can't allocate" in r.message]) == 1
@@ -116,29 +118,32 @@ def test_failing_while_the_moments_are_made_leaves_none(tiny, monkeypatch: pytes
 def test_moments_are_those_adamw_would_make(tiny):
     for fused in ("on", "off"):
         run = setup_run(tiny(f"speed.fused_optimizer={fused}"))
-        create_moments(run.step.optimizer)
-        mine = {p: dict(state) for p, state in run.step.optimizer.state.items()}
-        run.step.optimizer.state.clear()
+        run.step.optimizer.create_state()
+        mine = run.step.optimizer.tensors()
+        torchs = torch.optim.AdamW(
+            run.model.parameters(), fused=fused == "on", foreach=False if fused == "off" else None
+        )
         for parameter in run.model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        run.step.optimizer.step()
-        for parameter, theirs in run.step.optimizer.state.items():
-            assert {key: (value.dtype, value.shape, value.device) for key, value in mine[parameter].items()} == {
-                key: (value.dtype, value.shape, value.device) for key, value in theirs.items()
+        torchs.step()
+        for name, parameter in run.model.named_parameters():
+            theirs = {f"{name}.{key}": value for key, value in torchs.state[parameter].items()}
+            assert {key: (value.dtype, value.shape, value.device) for key, value in theirs.items()} == {
+                key: (mine[key].dtype, mine[key].shape, mine[key].device) for key in mine if key.startswith(f"{name}.")
             }
 
 
 def test_failing_inside_an_update_ends_the_run(tiny, monkeypatch: pytest.MonkeyPatch):
-    real, calls = torch.optim.AdamW.step, 0
+    real, calls = AdamW.update, 0
 
-    def step(self, closure=None):
+    def update(self, divisor, finite):
         nonlocal calls
         calls += 1
         if calls == 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-        return real(self, closure)
+        return real(self, divisor, finite)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    monkeypatch.setattr(AdamW, "update", update)
     with pytest.raises(ResourceError, match="out of device memory: CUDA out of memory"):
         list(flatout.train(tiny(*WORDS)))
 

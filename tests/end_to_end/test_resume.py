@@ -11,7 +11,10 @@ import flatout
 from flatout.cli import main
 from flatout.config.load import LoadedConfig
 from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
+from flatout.engine.loop import Progress, capture, restore
 from flatout.engine.run_folder import read_best
+from flatout.engine.setup import setup_run
+from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.observe.sinks import read_metrics
 from flatout.records import EndRecord, NoticeRecord, RunInfo, StepRecord
@@ -79,6 +82,22 @@ def test_resume_is_bit_identical(tiny):
 @pytest.mark.slow
 def test_resume_at_each_of_twenty_steps_is_bit_identical(tiny):
     interrupt_and_resume(tiny, list(range(1, 40, 2)))
+
+
+def test_fp16s_loss_scale_goes_on_where_it_was(tiny):
+    saved, resumed = setup_run(tiny()), setup_run(tiny())
+    for run in (saved, resumed):
+        run.step.loss_scale = LossScale.start(torch.device("cpu"))
+    assert saved.step.loss_scale is not None
+    saved.step.loss_scale.scale.fill_(2.0**11)
+    saved.step.loss_scale.good_updates.fill_(1999)  # one more, and the scale doubles
+    restore(resumed, capture(saved, Progress(step=1)))
+    assert resumed.step.loss_scale is not None
+    assert (float(resumed.step.loss_scale.scale), int(resumed.step.loss_scale.good_updates)) == (2.0**11, 1999)
+    with resumed.batches(1) as loader:
+        batch = next(iter(loader))
+        assert resumed.step(batch.tokens, batch.targets)[4] == 2.0**11
+    assert (float(resumed.step.loss_scale.scale), int(resumed.step.loss_scale.good_updates)) == (2.0**12, 0)
 
 
 def test_code_between_steps_does_not_change_the_run(tiny):

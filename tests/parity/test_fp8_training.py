@@ -21,7 +21,7 @@ from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import fp8_linear_reference
 from flatout.ops.scales import ACTIVATION, GRADIENT, Scales, Slot
-from flatout.optim.optimizers import build_optimizer
+from tests.made_optimizers import made_optimizers
 from tests.parity.checking import DEVICES
 from tests.unit.test_graphs import FakeRecorder
 
@@ -52,8 +52,7 @@ def make_step(model: GPT, device: str, *, bf16: bool = True, micro_batch: int = 
     optim = OptimConfig(learning_rate=2e-3)
     return TrainStep(
         model,
-        build_optimizer(model, optim, fused=True),
-        rates=[2e-3],
+        made_optimizers(model, optim),
         clip=1.0,
         micro_batch=micro_batch,
         after_update=model.narrow.settle,

@@ -23,7 +23,7 @@ from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.documents import Layout, lay_out
 from flatout.ops.reference import IGNORED
-from flatout.optim.optimizers import build_optimizer
+from tests.made_optimizers import made_optimizers
 from tests.parity.checking import DEVICES, assert_near
 
 pytestmark = [
@@ -190,11 +190,10 @@ def step_of(device, execution, count: int, *, dtype=torch.float32, bf16=False, p
     trained = only_adapters(adapters)
     fused = device == "cuda"
     options = OptimConfig(learning_rate=0.02, weight_decay=0.1)
-    optimizer = build_optimizer(built, options, fused=fused, matrices=trained.matrices, vectors=trained.vectors)
+    rates = [0.02 if dtype == torch.float32 else 1e-3] * count
     step = TrainStep(
         built,
-        optimizer,
-        rates=[0.02 if dtype == torch.float32 else 1e-3] * count,
+        made_optimizers(trained, options, rates=rates, fused=fused),
         clip=1.0,
         micro_batch=micro_batch,
         clear_gradients=trained.clear_gradients,

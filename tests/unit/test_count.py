@@ -12,12 +12,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flatout.config.load import load_config
-from flatout.config.schema import ModelConfig
+from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.count import FrozenModel, adapter_count, estimate_memory, flops_per_token, parameter_count
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
+from flatout.optim.adamw import EightBitAdamW
+from flatout.optim.rules import state_bytes
 
 VOCAB = 97
 GPT2 = ModelConfig(family="gpt2", layers=12, width=768, heads=12, context=1024)
@@ -185,8 +187,8 @@ def test_every_switch_that_saves_memory_saves_it_in_the_estimate():
     assert total_of(loss="fused", compiled=True) < min(total_of(loss="fused"), total_of(compiled=True))
     assert total_of(activation_offload=True) < total_of()
     parameters = parameter_count(GPT2, 50257)
-    assert total_of() - total_of(optimizer_offload=True) == 8 * parameters
-    assert total_of() - total_of(optimizer_state="8bit") == pytest.approx(5.97 * parameters, rel=0.01)
+    assert total_of() - total_of(state_bytes=0) == 8 * parameters
+    assert total_of() - total_of(state_bytes=EightBitAdamW.BYTES.device) == pytest.approx(5.97 * parameters, rel=0.01)
 
 
 def test_checkpointing_and_smaller_micro_batches_need_less():
@@ -219,8 +221,9 @@ def test_memory_estimate_is_within_a_tenth_of_what_a_gpu_measured(line):
         half=row["precision"] == "bf16",
         compiled=row["compile"] in ("on", "default"),
         execution=Execution(**{"pad_vocab": 64, "checkpointing": row["checkpointing"], **_switches(row)}),
-        optimizer_state=row.get("optimizer_state", "fp32"),
-        optimizer_offload=row.get("optimizer_offload", False),
+        state_bytes=state_bytes(
+            OptimConfig(), state=row.get("optimizer_state", "fp32"), offload=row.get("optimizer_offload", False)
+        ).device,
         accumulated=row.get("accumulation", 2) > 1,
         graphs=row.get("cuda_graphs", False),
     )

@@ -454,7 +454,7 @@ PLANTED = [
     Planted(case="tracker not installed", words=("output.trackers=[wandb]",), area="config", status="bad",
             found="output.trackers=wandb needs the package wandb", fix="pip install wandb"),
     Planted(case="moments that do not fit the host", words=("speed.optimizer_offload=true",), target="gpt2-350m",
-            machine=machine(available_bytes=2 * GIB), area="memory", status="bad", found="2.6 GiB in host memory",
+            machine=machine(available_bytes=2 * GIB), area="memory", status="bad", found="5.3 GiB in host memory",
             fix="speed.optimizer_state=8bit"),
     # memory
     Planted(case="oversized preset under a memory cap", target="gpt2-350m", words=("speed.memory_limit=12",),

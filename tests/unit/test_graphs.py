@@ -11,12 +11,14 @@ from flatout.engine import graphs
 from flatout.engine.graphs import WARM_UPS, MicroBatchGraph
 from flatout.engine.news import News
 from flatout.engine.step import TrainStep
+from flatout.engine.trained import only_adapters
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from flatout.ops.documents import PackedRows, Room
+from flatout.ops.gradients import clear_gradients
 from flatout.ops.reference import IGNORED
-from flatout.optim.optimizers import build_adamw
+from tests.made_optimizers import made_optimizers
 
 VOCAB = 19
 SMALL = ModelConfig(layers=2, width=16, heads=2, context=8)
@@ -59,11 +61,9 @@ class FakeRecorder:
 
 def make(recorder: FakeRecorder | None, micro_batch: int = 2) -> tuple[TrainStep, News]:
     model = build_model(SMALL, VOCAB, seed=1)
-    optimizer = build_adamw(model, OptimConfig(learning_rate=1e-2), fused=True)
     step = TrainStep(
         model,
-        optimizer,
-        rates=[1e-2],
+        made_optimizers(model, OptimConfig(learning_rate=1e-2)),
         clip=1.0,
         micro_batch=micro_batch,
         keep_gradients=recorder is not None,
@@ -132,7 +132,7 @@ def test_another_shape_or_dropped_gradients_mean_another_recording(what):
         step.use_micro_batch(4)
         plain.use_micro_batch(4)
     else:
-        step.optimizer.zero_grad(set_to_none=True)
+        clear_gradients(step.optimizer.parameters, drop=True)
     for seed in range(2, 5):
         assert torch.equal(step(*batch(seed)), plain(*batch(seed)))
     assert recorder.recordings == 2
@@ -174,13 +174,9 @@ MOST = 32  # documents of a step
 def make_adapted(recorder: FakeRecorder | None, *, dora: bool = False, micro_batch: int = 2) -> tuple[TrainStep, News]:
     model = build_model(WIDE, VOCAB, seed=1)
     adapters = attach(model, AdapterPlan(rank=2, alpha=4.0, targets=ALL_LINEAR, dora=dora), seed=0)
-    optimizer = torch.optim.AdamW(adapters.optimizer_parameters, lr=1e-2, fused=True)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(1e-2)
     step = TrainStep(
         model,
-        optimizer,
-        rates=[1e-2],
+        made_optimizers(only_adapters(adapters), OptimConfig(learning_rate=1e-2)),
         clip=1.0,
         micro_batch=micro_batch,
         keep_gradients=recorder is not None,

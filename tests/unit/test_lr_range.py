@@ -111,10 +111,7 @@ def state_of(run: Run) -> dict:
     tensors = {
         f"{part}.{name}": value for part in ("model", "optimizer", "run") for name, value in getattr(held, part).items()
     }
-    tensors |= {
-        "rates": run.step.rates,
-        **{f"lr{i}": torch.as_tensor(g["lr"]) for i, g in enumerate(run.step.optimizer.param_groups)},
-    }
+    tensors["schedules"] = run.step.optimizer.schedules_KU
     return copy.deepcopy({name: value.detach().clone() for name, value in tensors.items()})
 
 
@@ -146,14 +143,12 @@ def test_the_run_is_bit_for_bit_what_it_was(tiny, words: list[str], trained: int
     run, twin = setup_run(loaded), setup_run(loaded)
     assert train(run, 0, trained) == train(twin, 0, trained)
     before, outside = state_of(run), torch.get_rng_state()
-    moments = run.step.has_moments
     points, ended = range_test(run, steps=25)
     assert len(points) == 25
     assert ended == "the last rate was reached"
     assert points[-1].loss != points[0].loss, "it did train"
     assert torch.equal(torch.get_rng_state(), outside)
     assert same(state_of(run), before)
-    assert run.step.has_moments == moments
     assert all(parameter.grad is None for parameter in run.model.parameters())
     # And it goes on as its twin does, who never took the test.
     assert train(run, trained, 4) == train(twin, trained, 4)
@@ -181,8 +176,9 @@ def test_what_is_kept_is_a_copy_and_no_alias(tiny):
     with untouched(run):
         for parameter in run.model.parameters():
             parameter.data.fill_(7.0)
-        for moments in run.step.optimizer.state.values():
-            moments["exp_avg"].fill_(7.0)
+        for name, moments in run.step.optimizer.tensors().items():
+            if name.endswith(".exp_avg"):
+                moments.fill_(7.0)
     assert same(state_of(run), before)
 
 
@@ -199,7 +195,7 @@ def test_the_steps_are_those_of_training_with_these_rates(tiny):
     """Not a simulation: the same losses as a run whose schedule is that table."""
     run, twin = setup_run(tiny()), setup_run(tiny())
     points, _ = range_test(run, low=1e-5, high=1e-1, steps=12)
-    twin.step.rates = torch.tensor([point.rate for point in points])
+    twin.step.optimizer.follow([point.rate for point in points])
     with Steps(twin) as steps:
         assert [report.loss for report in steps.take(12)] == [point.loss for point in points]
 

@@ -21,7 +21,9 @@ from flatout.model.layers import LayerCache, WindowCache
 from flatout.model.weights import assign_weights, model_tensors
 from flatout.ops.documents import lay_out
 from flatout.ops.reference import IGNORED
-from flatout.optim.optimizers import build_optimizer, by_decay
+from flatout.optim.optimizer import trainables
+from flatout.optim.rules import decays
+from tests.made_optimizers import made_optimizers
 
 VOCAB = 50
 SHAPE = {"layers": 3, "width": 32, "heads": 2, "context": 40, "window": 5, "states": 8, "state_heads": 2}
@@ -267,16 +269,14 @@ def test_a_model_of_states_alone_has_no_table_of_positions():
 
 def test_what_is_no_matrix_does_not_decay():
     model = build_model(config_of("E with all"), VOCAB)
-    matrices, vectors = by_decay(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    decayed = {names[id(parameter)].rpartition(".")[2] for parameter in matrices}
-    assert decayed == {"weight"}
-    spared = {names[id(parameter)].rpartition(".")[2] for parameter in vectors}
+    matrices = [one for one in trainables(model) if decays(one)]
+    assert {one.name.rpartition(".")[2] for one in matrices} == {"weight"}
+    spared = {one.name.rpartition(".")[2] for one in trainables(model) if not decays(one)}
     assert {"decay_K", "detuning_K", "resonance_HDD", "taps_SC", "scale_weights"} <= spared
-    assert len(matrices) + len(vectors) == len(names)
-    optimizer = build_optimizer(model, OptimConfig(weight_decay=0.5), fused=False)
-    decaying = {id(p) for group in optimizer.param_groups if group["weight_decay"] for p in group["params"]}
-    assert decaying == {id(parameter) for parameter in matrices}
+    optimizer = made_optimizers(model, OptimConfig(weight_decay=0.5))
+    assert sum(len(group.parameters) for group in optimizer.groups) == len(list(model.parameters()))
+    decaying = {id(p) for group in optimizer.groups if group.numbers["decay"] for p in group.parameters}
+    assert decaying == {id(one.parameter) for one in matrices}
 
 
 def test_energy_counts_once_however_a_step_is_cut():

@@ -19,25 +19,20 @@ from flatout.ops.adam8 import (
     encode,
     lots,
 )
-from flatout.optim.adamw import EightBitAdamW, HostAdamW
-from flatout.optim.optimizers import assign_optimizer, build_optimizer, optimizer_tensors
+from flatout.optim.adamw import EightBitAdamW
+from tests.made_optimizers import made_optimizers
 
 VOCAB = 71
 MODEL = ModelConfig(layers=1, width=64, heads=2, context=8, bias=True)
 KINDS = {"fp32": {}, "8bit": {"state": "8bit"}, "host": {"offload": True}}
 
 
-def named(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    return dict(model.named_parameters())
-
-
 def make(kind: str, *, fused: bool = True, seed: int = 1, **more) -> tuple[GPT, TrainStep]:
     model = build_model(MODEL, VOCAB, seed=seed)
-    optimizer = build_optimizer(model, OptimConfig(learning_rate=1e-2), fused=fused, **KINDS[kind])
+    rates = more.pop("rates", [1e-2, 2e-2, 3e-2, 4e-2])
     return model, TrainStep(
         model,
-        optimizer,
-        rates=more.pop("rates", [1e-2, 2e-2, 3e-2, 4e-2]),
+        made_optimizers(model, OptimConfig(), rates=rates, fused=fused, **KINDS[kind]),
         clip=0.05,
         micro_batch=4,
         scope=contextlib.nullcontext,
@@ -131,11 +126,12 @@ def test_8bit_moments_stay_near_torchs():
     for seed in range(30):
         ours, theirs = step(*batch(seed % 3)), plain(*batch(seed % 3))
         assert abs(ours[0] - theirs[0]) < 0.02
-    assert isinstance(step.optimizer, EightBitAdamW)
+    (narrow,), (wide,) = step.optimizer.optimizers, plain.optimizer.optimizers
+    assert isinstance(narrow, EightBitAdamW)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        mine, exact = step.optimizer.state[p], plain.optimizer.state[q]
+        mine, exact = narrow.state[p], wide.state[q]
         assert torch.equal(mine["step"], exact["step"])
-        if step.optimizer.quantised(p):
+        if narrow.quantised(p):
             assert mine["exp_avg"].dtype == torch.uint8
             total = sum(value.nbytes for key, value in mine.items() if key != "step")
             assert total <= p.numel() * 2.02 + BLOCK * 2
@@ -149,14 +145,12 @@ def test_nothing_moves_on_a_non_finite_gradient(kind, fused):
     model, step = make(kind, fused=fused)
     step(*batch())
     before = weights(model)
-    moments = {name: value.clone() for name, value in optimizer_tensors(named(model), step.optimizer).items()}
+    moments = {name: value.clone() for name, value in step.optimizer.tensors().items()}
     handle = model.norm.weight.register_hook(lambda grad: grad * float("nan"))
     assert step(*batch(1))[2] == 0.0
     handle.remove()
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert all(
-        torch.equal(value, moments[name]) for name, value in optimizer_tensors(named(model), step.optimizer).items()
-    )
+    assert all(torch.equal(value, moments[name]) for name, value in step.optimizer.tensors().items())
     report = step(*batch(1))
     assert report[2] == 1.0
     assert report[3] == pytest.approx(0.02), "the schedule did not move either"
@@ -193,10 +187,10 @@ def test_saved_and_restored_it_goes_on_bit_for_bit(kind):
     with torch.no_grad():
         for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
-    saved = {name: value.clone() for name, value in optimizer_tensors(named(model), step.optimizer).items()}
-    assert assign_optimizer(named(other), fresh.optimizer, saved, "a file") == []
+    saved = {name: value.clone() for name, value in step.optimizer.tensors().items()}
+    assert fresh.optimizer.assign(saved, "a file") == []
     fresh.updates.copy_(step.updates)
-    back = optimizer_tensors(named(other), fresh.optimizer)
+    back = fresh.optimizer.tensors()
     assert back.keys() == saved.keys()
     assert all(torch.equal(back[name], saved[name]) for name in saved)
     for seed in range(3, 6):
@@ -211,12 +205,7 @@ def test_state_of_another_kind_is_converted_and_told(origin, target):
     for seed in range(3):
         step(*batch(seed))
     other, fresh = make(target)
-    told = assign_optimizer(
-        named(other),
-        fresh.optimizer,
-        optimizer_tensors(named(model), step.optimizer),
-        "the checkpoint",
-    )
+    told = fresh.optimizer.assign(step.optimizer.tensors(), "the checkpoint")
     if origin == target or {origin, target} == {"fp32", "host"}:
         assert told == []
     else:
@@ -233,22 +222,17 @@ def test_state_of_another_kind_is_converted_and_told(origin, target):
 
 
 def test_state_of_another_model_is_refused():
-    model, step = make("8bit")
+    _, step = make("8bit")
     with pytest.raises(CheckpointError, match=r"unknown blocks\.7"):
-        assign_optimizer(
-            named(model),
-            step.optimizer,
-            {"blocks.7.weight.exp_avg": torch.zeros(1)},
-            "the checkpoint",
-        )
+        step.optimizer.assign({"blocks.7.weight.exp_avg": torch.zeros(1)}, "the checkpoint")
 
 
 def test_all_moments_or_none(monkeypatch):
     """Memory that runs out halfway leaves no half of a state behind."""
-    for kind in ("8bit", "host"):
-        model, step = make(kind)
-        assert isinstance(step.optimizer, EightBitAdamW | HostAdamW)
-        real, left = step.optimizer.fresh_moments, [3]
+    for kind in KINDS:
+        _, step = make(kind)
+        (optimizer,) = step.optimizer.optimizers
+        real, left = optimizer.fresh_state, [3]
 
         def failing(parameter, real=real, left=left):
             left[0] -= 1
@@ -256,10 +240,10 @@ def test_all_moments_or_none(monkeypatch):
                 raise torch.OutOfMemoryError("no memory")
             return real(parameter)
 
-        monkeypatch.setattr(step.optimizer, "fresh_moments", failing)
+        monkeypatch.setattr(optimizer, "fresh_state", failing)
         with pytest.raises(torch.OutOfMemoryError):
-            step.optimizer.create_moments()
-        assert not any(step.optimizer.state.get(p) for p in model.parameters())
+            step.optimizer.create_state()
+        assert not step.optimizer.tensors()
 
 
 # --- the kernel -------------------------------------------------------------------------------------------------------

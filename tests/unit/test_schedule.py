@@ -39,3 +39,9 @@ def test_wsd_is_flat_until_its_decay():
 def test_cosine_is_half_way_down_in_the_middle():
     factors = rate_factors(OptimConfig(schedule="cosine", warmup_steps=0, min_ratio=0.0), 100)
     assert factors[49] == pytest.approx(0.5)
+
+
+def test_a_decay_that_would_start_inside_the_warm_up_starts_after_it():
+    factors = rate_factors(OptimConfig(schedule="wsd", warmup_steps=10, decay_fraction=0.9, min_ratio=0.2), 20)
+    assert factors[:10] == pytest.approx([(update + 1) / 10 for update in range(10)])
+    assert factors[10:] == pytest.approx([1 - 0.08 * (update + 1) for update in range(10)])

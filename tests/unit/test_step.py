@@ -7,21 +7,26 @@ import pytest
 import torch
 
 from flatout.config.schema import ModelConfig, OptimConfig
+from flatout.data.loader import Batch
+from flatout.engine.evaluate import evaluate
 from flatout.engine.step import LossScale, TrainStep
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import IGNORED
-from flatout.optim.optimizers import build_adamw
+from flatout.optim.optimizers import Optimizers
+from flatout.world import World
+from tests.made_optimizers import made_optimizers
 
 VOCAB = 19
 SMALL = ModelConfig(layers=2, width=16, heads=2, context=8)
 
 
 def make_step(model: GPT, *, fused: bool = True, micro_batch: int = 8, clip: float = 1.0, **more) -> TrainStep:
-    optimizer = build_adamw(model, OptimConfig(learning_rate=1e-2), fused=fused)
-    rates = more.pop("rates", [1e-2] * 10)
-    return TrainStep(
-        model, optimizer, rates=rates, clip=clip, micro_batch=micro_batch, scope=contextlib.nullcontext, **more
-    )
+    optimizer = made_optimizers(model, OptimConfig(), rates=more.pop("rates", [1e-2] * 10), fused=fused)
+    return TrainStep(model, optimizer, clip=clip, micro_batch=micro_batch, scope=contextlib.nullcontext, **more)
+
+
+def state_of(optimizer: Optimizers) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in optimizer.tensors().items()}
 
 
 def batch(seed: int = 0, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +70,16 @@ def test_update_equals_torchs_clip_and_adamw(fused, clip):
     model = build_model(SMALL, VOCAB, seed=1)
     twin = build_model(SMALL, VOCAB, seed=1)
     step = make_step(model, fused=fused, clip=clip)
-    plain = build_adamw(twin, OptimConfig(learning_rate=1e-2), fused=False)
+    plain = torch.optim.AdamW(
+        [
+            {"params": [p for p in twin.parameters() if p.ndim >= 2], "weight_decay": OptimConfig().weight_decay},
+            {"params": [p for p in twin.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(OptimConfig().beta1, OptimConfig().beta2),
+        eps=OptimConfig().eps,
+        foreach=False,
+    )
     for seed in range(5):
         tokens, targets = batch(seed)
         report = step(tokens, targets)
@@ -87,7 +101,7 @@ def test_nothing_moves_on_a_non_finite_value(fused, where):
     step = make_step(model, fused=fused, rates=[0.01, 0.02, 0.03])
     step(*batch())
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    moments = {p: {key: value.clone() for key, value in state.items()} for p, state in step.optimizer.state.items()}
+    moments = state_of(step.optimizer)
     handle = None
     if where == "loss":
         real = model.forward
@@ -97,8 +111,7 @@ def test_nothing_moves_on_a_non_finite_value(fused, where):
     report = step(*batch(1))
     assert report[2] == 0.0
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    for p, state in step.optimizer.state.items():
-        assert all(torch.equal(value, moments[p][key]) for key, value in state.items())
+    assert all(torch.equal(value, moments[name]) for name, value in step.optimizer.tensors().items())
     if where == "loss":
         model.forward = real  # type: ignore[method-assign]
     elif handle is not None:
@@ -132,9 +145,9 @@ def test_loss_scale_halves_on_overflow_doubles_after_good_updates_and_cancels_ou
 def test_decay_reaches_matrices_only():
     config = ModelConfig(layers=1, width=16, heads=2, context=8, norm="layernorm", bias=True, residual_scale=0.1)
     model = build_model(config, VOCAB)
-    optimizer = build_adamw(model, OptimConfig(weight_decay=0.1), fused=True)
+    optimizer = made_optimizers(model, OptimConfig(weight_decay=0.1))
     names = {p: name for name, p in model.named_parameters()}
-    decayed = {names[p] for group in optimizer.param_groups if group["weight_decay"] > 0 for p in group["params"]}
+    decayed = {names[p] for group in optimizer.groups if group.fixed("decay") > 0 for p in group.parameters}
     assert decayed == {
         "embedding.weight",
         "blocks.0.attention.qkv.weight",
@@ -142,4 +155,74 @@ def test_decay_reaches_matrices_only():
         "blocks.0.mlp.up.weight",
         "blocks.0.mlp.out.weight",
     }
-    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names), "tied weights appear once"
+    assert sum(len(group.parameters) for group in optimizer.groups) == len(names), "tied weights appear once"
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_without_a_single_label_has_a_loss_of_zero_and_does_no_harm(fused):
+    model = build_model(SMALL, VOCAB, seed=1)
+    step = make_step(model, fused=fused)
+    tokens, targets = batch()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    report = step(tokens, torch.full_like(targets, IGNORED))
+    assert report[:3].tolist() == [0.0, 0.0, 1.0], "loss and norm are zero, not NaN, and the step counts"
+    for name, p in model.named_parameters():
+        decay = 1 - 1e-2 * OptimConfig().weight_decay if p.ndim >= 2 else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * decay, msg=name)
+    assert torch.isfinite(step(tokens, targets)[0])
+
+
+# --- the processes of a run -------------------------------------------------------------------------------------------
+
+
+class TwoAlike(World):
+    """Two processes with the same data, of which this is one: what they add up is twice what is here."""
+
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
+        return 2 * value
+
+    def reduce_gradients(self, gradients) -> None:
+        for gradient in gradients:
+            gradient.mul_(2)
+
+
+def test_a_step_of_two_processes_is_that_of_one_with_the_data_of_both():
+    tokens, targets = batch(rows=4)
+    targets[1:, 3:] = IGNORED
+    model, whole = build_model(SMALL, VOCAB, seed=1), build_model(SMALL, VOCAB, seed=1)
+    mine = make_step(model, world=TwoAlike(rank=0, size=2))(tokens, targets)
+    theirs = make_step(whole)(torch.cat([tokens, tokens]), torch.cat([targets, targets]))
+    torch.testing.assert_close(mine, theirs)
+    for (name, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_an_evaluation_of_two_processes_is_over_the_text_of_both():
+    tokens, targets = batch(rows=4)
+    targets[1:, 3:] = IGNORED
+    model, batches = build_model(SMALL, VOCAB, seed=1), [Batch(step=0, tokens=tokens, targets=targets)]
+    loss, labelled = evaluate(model, batches, contextlib.nullcontext)
+    assert labelled == int((targets != IGNORED).sum())
+    assert evaluate(model, batches, contextlib.nullcontext, TwoAlike(rank=1, size=2)) == (loss, 2 * labelled)
+
+
+def test_what_is_not_finite_elsewhere_stops_the_update_here():
+    class Elsewhere(World):
+        def all(self, flag: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(flag)
+
+    model = build_model(SMALL, VOCAB, seed=1)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert make_step(model, world=Elsewhere())(*batch())[2] == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_world_of_one_hands_back_what_it_was_given():
+    world, value, flag = World(), torch.ones(3), torch.tensor(True)
+    assert (world.rank, world.size) == (0, 1)
+    assert world.sum(value) is value
+    assert world.all(flag) is flag
+    assert (world.total(7), world.any(True), world.any(False)) == (7, True, False)
+    world.reduce_gradients([value])
+    assert torch.equal(value, torch.ones(3))
+    assert world.norm([value]) == pytest.approx(3**0.5)

@@ -16,6 +16,7 @@ from flatout.engine.loop import lacks_verdict, train_loop
 from flatout.engine.run_files import check_own
 from flatout.engine.run_folder import choose_folder, is_checkpoint, run_lock, set_later_aside, set_unusable_aside
 from flatout.engine.setup import Run, check_disk, setup_run
+from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, DivergedError
 from flatout.files import disk_errors, write_whole
 from flatout.launch import check_one_process
@@ -53,7 +54,8 @@ def train(
         done = _is_done(run, origin)
         if done:
             notices.clear()  # settings that are other than the run's change nothing any more
-        check_disk(folder, run.trained.count, run.config.checkpoint.keep + 2)
+        one = checkpoint_size(run.trained.count, run.config.optim, run.speed)
+        check_disk(folder, one, run.config.checkpoint.keep + 2)
         # From here on nothing can be refused any more. A finished run is left as it is, like one that was refused.
         if not done or origin.unusable:
             lock.accept()

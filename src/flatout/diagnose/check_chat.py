@@ -45,6 +45,7 @@ from flatout.engine.setup import (
     step_tokens_of,
     steps_of,
 )
+from flatout.engine.trained import checkpoint_size
 from flatout.errors import UserError
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
 from flatout.model.count import parameter_count
@@ -289,14 +290,13 @@ def _check_adapters(config: RunConfig, data: SampleData) -> Iterator[Finding]:
 def _check_space(config: RunConfig, trained: int) -> Iterator[Finding]:
     folder = folder_of(config).absolute()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
-    kept = config.checkpoint.keep + 2
+    kept, one = config.checkpoint.keep + 2, checkpoint_size(trained, config.optim, config.speed)
     try:
-        check_disk(nearest, trained, kept)
+        check_disk(nearest, one, kept)
     except UserError as error:
         yield finding_of(error, "disk", "checkpoints")
         return
-    size = kept * 12 * trained / 2**20
-    yield _finding("checkpoints", "ok", f"{kept} of them take about {size:,.0f} MiB at most", area="disk")
+    yield _finding("checkpoints", "ok", f"{kept} of them take about {kept * one / 2**20:,.0f} MiB at most", area="disk")
 
 
 def _finding(name: str, status: Status, found: str, advice: str = "", *, area: str = "data") -> Finding:

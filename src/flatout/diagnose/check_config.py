@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.unused import cut_pattern, wide_window
-from flatout.diagnose.check_disk import checkpoint_bytes
 from flatout.diagnose.check_tokens import steps_of
 from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status
+from flatout.engine.trained import checkpoint_size
 
 MOST_STEPS = 20_000_000
 _BIG_SHARE = 0.2  # of a run's time for anything but training
@@ -259,7 +259,7 @@ def _saving(
     if parameters is None or step_seconds is None or rate is None:
         yield _finding("saving", "ok", f"every {every:,} steps")
         return
-    one = checkpoint_bytes(parameters) / rate
+    one = checkpoint_size(parameters, config.optim, config.speed) / rate
     share = one / (one + every * step_seconds)
     found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND and one > 0.5:

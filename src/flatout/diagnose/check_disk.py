@@ -15,6 +15,7 @@ from pathlib import Path
 
 from flatout.config.schema import RunConfig
 from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status, in_gib
+from flatout.engine.trained import checkpoint_size
 
 _CHUNK = 2**22
 _SLOW = 50e6  # bytes per second; an ordinary hard disk gives more
@@ -76,11 +77,6 @@ def _rates(nearest: Path, size: int) -> tuple[float | None, float | None]:
         return write, file.tell() / (time.perf_counter() - started)
 
 
-def checkpoint_bytes(parameters: int) -> int:
-    """One checkpoint: fp32 weights and AdamW's two moments."""
-    return 12 * parameters
-
-
 def check_disk(disk: Disk, config: RunConfig | None, parameters: int | None, data: DataFacts) -> Iterator[Finding]:
     """Room, rights and speed of the disk; with a config, against the checkpoints it keeps."""
     if disk.error:
@@ -108,7 +104,7 @@ def _space(
         yield _finding("space", "warn" if low else "ok", f"{in_gib(free)} free at {disk.nearest}", advice)
         return
     # Those it keeps, the best one, and the one being written before an old one is removed.
-    count, one = config.checkpoint.keep + 2, checkpoint_bytes(parameters)
+    count, one = config.checkpoint.keep + 2, checkpoint_size(parameters, config.optim, config.speed)
     need = count * one
     shards = data.to_prepare_bytes or 0
     for_shards = f", and the shards of the text about {in_gib(shards)}" if shards > 0.05 * need + 2**28 else ""

@@ -11,6 +11,7 @@ from flatout.config.load import LoadedConfig, hardware_for
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.diagnose.check_fit import Fit, resolved_need
 from flatout.diagnose.doctor import Finding, Machine, Status, Trials, in_gib
+from flatout.optim.rules import state_bytes
 
 _TIGHT = 0.92  # of the memory: fragmentation and evaluation want the rest
 # Switches that save memory, the cheapest in time first, each on top of nothing.
@@ -43,7 +44,7 @@ def check_memory(
         room = f"speed.memory_limit is {in_gib(have)}"
     many = "1 sequence" if fitted.speed.micro_batch == 1 else f"{fitted.speed.micro_batch} sequences"
     found = f"a step of {many} at once needs about {in_gib(need)}; {room}"
-    yield from _on_host(machine, fitted)
+    yield from _on_host(config, machine, fitted)
     if need <= _TIGHT * have:
         yield _memory("ok", found)
         yield from _tiny_micro_batches(config, machine, trials, fitted)
@@ -69,11 +70,12 @@ def _memory(status: Status, found: str, advice: str = "") -> Finding:
     return Finding(area="memory", name="a step", status=status, found=found, advice=advice)
 
 
-def _on_host(machine: Machine, fitted: Fit) -> Iterator[Finding]:
-    """Moments that were moved to the host have to fit there."""
+def _on_host(config: RunConfig, machine: Machine, fitted: Fit) -> Iterator[Finding]:
+    """What an optimizer keeps on the host has to fit there."""
     if fitted.speed is None or not fitted.speed.optimizer_offload or fitted.parameters is None:
         return
-    need, have = 8 * fitted.parameters, machine.available_bytes
+    state = state_bytes(config.optim, state=fitted.speed.optimizer_state, offload=True)
+    need, have = int(state.host * fitted.parameters), machine.available_bytes
     if have is not None and need > 0.8 * have:
         yield Finding(
             area="memory",

@@ -44,7 +44,7 @@ def memory_parts(run: Run) -> tuple[MemoryPart, ...]:
     # Those of torch's autocast live inside a step only, and count as working memory.
     narrow = [(one.values_MK, one.turned_KM, one.unit) for one in run.model.narrow.weights.copies.values()]
     copies = sum(tensor.nbytes for tensor in _tensors(narrow))
-    tensors = list(_tensors(run.step.optimizer.state))
+    tensors = list(run.step.optimizer.tensors().values())
     moments = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.kind)
     passing = estimate.activations + estimate.working + estimate.graphs - estimate.later
     parts = [

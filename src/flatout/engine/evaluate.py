@@ -12,12 +12,20 @@ from flatout.data.loader import Batch
 from flatout.data.shards import Tokens, TokenShards
 from flatout.data.tokenizer import Tokenizer
 from flatout.ops.reference import IGNORED
+from flatout.world import World
 
 
 def evaluate(
-    model: nn.Module, batches: Iterable[Batch], scope: Callable[[], AbstractContextManager[None]]
+    model: nn.Module,
+    batches: Iterable[Batch],
+    scope: Callable[[], AbstractContextManager[None]],
+    world: World | None = None,
 ) -> tuple[float, int]:
-    """(mean loss per labelled token, labelled tokens). The model's train or eval mode is put back."""
+    """(mean loss per labelled token, labelled tokens) of all processes of `world`, which is this one alone by itself.
+
+    The model's train or eval mode is put back.
+    """
+    world = world or World()
     device = next(model.parameters()).device
     double = torch.float32 if device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=double, device=device)
@@ -35,8 +43,8 @@ def evaluate(
                 labelled += (batch.targets != IGNORED).sum()
     finally:
         model.train(was_training)
-    count = int(labelled)
-    return float(total) / max(count, 1), count
+    count = int(world.sum(labelled))
+    return float(world.sum(total)) / max(count, 1), count
 
 
 def perplexity(loss: float) -> float:

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from flatout.engine.news import News
-from flatout.engine.step import hold_gradients
 from flatout.ops.documents import Layout
+from flatout.ops.gradients import hold_gradients
 
 WARM_UPS = 2  # libraries and Triton set themselves up in the first calls, which must not happen while recording
 MOST_RECORDINGS = 24  # of packed rows; a few MB each beside the memory that they share
@@ -171,7 +171,7 @@ class MicroBatchGraph:
     def _record(
         self, shape: Hashable, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None
     ) -> Recording | None:
-        hold_gradients(self.model)
+        hold_gradients(self.model.parameters())
         packed = () if layout is None else (layout.each(Tensor.clone),)
         inputs = [value.clone() for value in (tokens_BT, targets_BT, labelled)]
         pool = next(iter(self.recordings.values())).pool if self.recordings else None

@@ -52,7 +52,6 @@ from flatout.errors import CheckpointError, DataError, DivergedError
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import OccupiedError
 from flatout.model.count import parameter_count
-from flatout.optim.optimizers import assign_optimizer, optimizer_tensors
 from flatout.records import (
     CheckpointRecord,
     EndRecord,
@@ -194,7 +193,7 @@ def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:
     Also the batch size that fitted, and what there is to say of it.
     """
     (loss, _), size, messages = first_fitting(
-        lambda size: evaluate(run.model, itertools.islice(run.evaluation(size), 1), run.scope),
+        lambda size: evaluate(run.model, itertools.islice(run.evaluation(size), 1), run.scope, run.world),
         batch_size,
         run.speed.device.torch_device,
     )
@@ -255,7 +254,8 @@ def train_loop(
                 yield NoticeRecord(step=step, message=use_less_memory(run, batch.tokens.shape[0], report))
                 pending.restart()
                 report = attempt_step(run, batch)
-            pending.push(step, report, marks=run.step.clock.take(), tokens=batch.count, data_seconds=data_seconds)
+            tokens = run.world.total(batch.count)
+            pending.push(step, report, marks=run.step.clock.take(), tokens=tokens, data_seconds=data_seconds)
             yield from (NoticeRecord(step=step, message=message) for message in run.news.take())
             if isinstance(loader, StreamLoader):
                 position = loader.position().to_json()
@@ -265,7 +265,7 @@ def train_loop(
                 yield totals.take(progress.step)
             if (state := machine.poll(step)) is not None:
                 yield state
-            stopping, asked, ending = stop(), save(), step == run.steps
+            stopping, asked, ending = run.world.any(stop()), run.world.any(save()), step == run.steps
             due = due_after(run, step)
             saving = saves and (ending or stopping or owed or asked or _due(step, run.config.checkpoint.every))
             if not (due.evaluate or due.sample or saving):
@@ -410,7 +410,7 @@ def _evaluate(run: Run, progress: Progress, reason: str, batch_size: int) -> tup
     """The evaluation, the batch size that fitted, and what there is to say of it."""
     began = time.perf_counter()
     (loss, tokens), batch_size, messages = first_fitting(
-        lambda size: evaluate(run.model, run.evaluation(size), run.scope),
+        lambda size: evaluate(run.model, run.evaluation(size), run.scope, run.world),
         batch_size,
         run.speed.device.torch_device,
     )
@@ -555,7 +555,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         state |= {} if run.base is None else {"base": run.base}
     return Checkpoint(
         model=run.trained.tensors(),
-        optimizer=optimizer_tensors(run.trained.moved, run.step.optimizer),
+        optimizer=run.step.optimizer.tensors(),
         run=tensors,
         state=state,
         config=run.config.model_dump(),
@@ -566,7 +566,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
     run.trained.assign(checkpoint.model, "the checkpoint")
-    for message in assign_optimizer(run.trained.moved, run.step.optimizer, checkpoint.optimizer, "the checkpoint"):
+    for message in run.step.optimizer.assign(checkpoint.optimizer, "the checkpoint"):
         run.news.add(message)
     run.step.updates.copy_(checkpoint.run["updates"])
     run.random.assign(checkpoint.run)

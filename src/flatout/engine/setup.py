@@ -83,8 +83,9 @@ from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
 from flatout.ops.documents import BY_BOUNDS
-from flatout.optim.optimizers import build_optimizer
-from flatout.optim.schedule import rate_factors
+from flatout.optim.optimizers import Optimizers
+from flatout.optim.rules import rules_of, state_bytes
+from flatout.world import World
 
 LARGE_CORPUS = 4 * 2**30  # bytes
 MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
@@ -111,6 +112,10 @@ class Run:
     notices: tuple[str, ...]
     news: News
     base: str | None = None  # hash of the frozen weights under adapters
+
+    @property
+    def world(self) -> World:
+        return self.step.world
 
     @property
     def windows(self) -> int | None:
@@ -518,19 +523,11 @@ def _build_step(
     adapters: Adapters | None,
 ) -> TrainStep:
     device = speed.device.torch_device
-    rates = [factor * config.optim.learning_rate for factor in rate_factors(config.optim, steps)]
+    form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
+    rules = rules_of(config.optim, steps, fused=speed.fused_optimizer, **form)
     step = TrainStep(
         model,
-        build_optimizer(
-            model,
-            config.optim,
-            fused=speed.fused_optimizer,
-            state=speed.optimizer_state,
-            offload=speed.optimizer_offload,
-            matrices=trained.matrices,
-            vectors=trained.vectors,
-        ),
-        rates=rates,
+        Optimizers(rules, trained.updated),
         clip=config.optim.clip,
         micro_batch=speed.micro_batch,
         label_smoothing=config.train.label_smoothing,
@@ -569,8 +566,7 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
         half=speed.precision in ("bf16", "fp16"),
         compiled=speed.compile != "off",
         execution=speed.execution,
-        optimizer_state=speed.optimizer_state,
-        optimizer_offload=speed.optimizer_offload,
+        state_bytes=state_bytes(config.optim, state=speed.optimizer_state, offload=speed.optimizer_offload).device,
         accumulated=speed.accumulation > 1,
         graphs=speed.cuda_graphs,
         frozen=_frozen(lora) if lora.rank else None,
@@ -649,9 +645,9 @@ def _does_not_fit(memory: MemoryEstimate, device: Device, hint: str) -> DoesNotF
     )
 
 
-def check_disk(folder: Path, parameters: int, checkpoints: int) -> None:
-    """Refuses to start where the checkpoints that will lie there at once cannot fit."""
-    need = checkpoints * 12 * parameters  # fp32 weights and two moments
+def check_disk(folder: Path, checkpoint: int, checkpoints: int) -> None:
+    """Refuses to start where the checkpoints, of so many bytes each, that will lie there at once cannot fit."""
+    need = checkpoints * checkpoint
     free = shutil.disk_usage(folder).free
     if free < need:
         has, needs = readable_sizes(free, need)

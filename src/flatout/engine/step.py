@@ -1,15 +1,17 @@
-"""One optimizer step: micro-batches in, an update out, and no word to the host in between.
+"""One optimizer step: micro-batches in, an update out.
 
 Contract:
 - The loss is the mean over the labelled tokens of the WHOLE step. Micro-batches add their summed losses; nothing
   depends on how the batch is cut.
 - A non-finite loss or gradient norm never reaches the weights: the device itself turns the update into nothing, and
   neither the moments, nor the schedule, nor the count of updates move.
-- Order: backward of all micro-batches, norm, unscale and clip, update. With the fused optimizer unscaling and clipping
-  are one division inside its kernel.
+- Nothing here waits for the device. Of the optimizers only those do that live on the host or have no fused kernel.
+- Order: backward of all micro-batches, norm, update. Loss scale and clipping are one divisor of the gradients, which
+  optimizers get together with the flag that says whether all is finite.
 - A step that runs out of memory before `updating` has changed nothing but gradients: after `use_micro_batch` with a
-  smaller one it can be taken again. All moments are made at once, before the first update: AdamW would make them group
-  by group between updates, and a failure there would leave half of the weights moved.
+  smaller one it can be taken again. All of the optimizers' state is made before the first update: made parameter by
+  parameter between updates, a failure there would leave half of the weights moved.
+- What depends on the data of all processes goes through `world`.
 Trap: reading any of the returned tensors stalls the device. The loop reads them late.
 """
 
@@ -22,8 +24,10 @@ from torch import Tensor, nn
 
 from flatout.engine.spans import StepClock
 from flatout.ops.documents import Layout, PackedRows
+from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
-from flatout.optim.adamw import OurAdamW
+from flatout.optim.optimizers import Optimizers
+from flatout.world import World
 
 CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
@@ -48,42 +52,12 @@ class LossScale:
         self.good_updates.copy_(torch.where(grow, torch.zeros_like(good), good))
 
 
-def hold_gradients(model: nn.Module) -> None:
-    """Gives every trained parameter a gradient of zeros where it has none, so that all later ones add in place."""
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-
-
-def create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Makes the moments that torch's AdamW would make in its first step: all of them, or none where memory runs out.
-
-    Our own optimizers do the same for themselves.
-    """
-    if isinstance(optimizer, OurAdamW):
-        optimizer.create_moments()
-        return
-    made: dict[Tensor, dict[str, Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not optimizer.state[parameter]:
-                # The fused kernel counts its steps on the device, the plain one on the host.
-                place = parameter.device if group["fused"] else torch.device("cpu")
-                made[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=place),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
-    optimizer.state.update(made)
-
-
 class TrainStep:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.AdamW,
+        optimizer: Optimizers,
         *,
-        rates: list[float],
         clip: float,
         micro_batch: int,
         label_smoothing: float = 0.0,
@@ -92,6 +66,7 @@ class TrainStep:
         after_update: Callable[[], None] = lambda: None,
         clear_gradients: Callable[[], None] | None = None,
         scope: Callable[[], AbstractContextManager[None]],
+        world: World | None = None,
     ) -> None:
         """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need.
 
@@ -108,18 +83,14 @@ class TrainStep:
         self.keep_gradients = keep_gradients or clear_gradients is not None
         self.clear_gradients = clear_gradients
         self.after_update = after_update
-        # Gradients that stay are pieces of one tensor, and what the optimizer moves is the whole of it.
-        self.whole = None if clear_gradients is None else [p for g in optimizer.param_groups for p in g["params"]]
         self.scope = scope
+        self.world = world or World()
         # engine/graphs.py puts a recording of it here
         self.run_micro_batch: Callable[..., Tensor] = self.forward_backward
         self.rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
         self.updating = False  # weights may be half moved: there is no way back to before the step
-        self.has_moments = False
         self.clock = StepClock(first.device)
         self.with_parameter_norm = False  # whether the next report has it: it reads all weights once more
-        self.fused = bool(optimizer.defaults["fused"])
-        self.rates = torch.tensor(rates, dtype=torch.float64).to(first.device, torch.float32)
         self.updates = torch.zeros((), dtype=torch.int64, device=first.device)
         self.one = torch.ones((), dtype=torch.float32, device=first.device)
 
@@ -146,8 +117,8 @@ class TrainStep:
     def accumulate(self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None) -> Tensor:
         """Adds the gradients of the whole batch and returns its mean loss."""
         if self.keep_gradients:
-            hold_gradients(self.model)
-        labelled = (targets_BT != IGNORED).sum().clamp(min=1)
+            hold_gradients(self.model.parameters())
+        labelled = self.world.sum((targets_BT != IGNORED).sum()).clamp(min=1)
         total = None
         for tokens, targets, *layout in self._micro_batches(tokens_BT, targets_BT, packed):
             mean = self.run_micro_batch(tokens, targets, labelled, *layout)
@@ -155,7 +126,7 @@ class TrainStep:
                 self.clock.mark("micro-batch")
             total = mean if total is None else total + mean
         assert total is not None, "a batch has at least one sequence"
-        return total
+        return self.world.sum(total)
 
     def _micro_batches(
         self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None
@@ -181,24 +152,18 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, loss: Tensor) -> Tensor:
-        moved = self.model.parameters() if self.whole is None else self.whole
-        gradients = [p.grad for p in moved if p.grad is not None]
+        gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
+        self.world.reduce_gradients(gradients)
         scale = self.one if self.loss_scale is None else self.loss_scale.scale
-        norm = torch.nn.utils.get_total_norm(gradients) / scale
-        finite = torch.isfinite(loss) & torch.isfinite(norm)
+        norm = self.world.norm(gradients) / scale
+        finite = self.world.all(torch.isfinite(loss) & torch.isfinite(norm))
         excess = ((norm + CLIP_EPS) / self.clip).clamp(min=1.0) if self.clip > 0 else self.one
-        # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
-        rate = self.rates.index_select(0, self.updates.clamp(max=len(self.rates) - 1).view(1)).squeeze(0)
+        rate = self.optimizer.look_up(self.updates)
         numbers = [loss, norm, finite, rate, scale, self._parameter_norm()]
         report = torch.stack([number.to(rate.dtype) for number in numbers])
-        if not self.has_moments:
-            create_moments(self.optimizer)
-            self.has_moments = True
+        self.optimizer.create_state()
         self.updating = True
-        if self.fused:
-            self._fused_update(rate, divisor=(scale * excess).float(), finite=finite)
-        elif bool(finite):
-            self._plain_update(gradients, float(rate), divisor=scale * excess)
+        self.optimizer.update((scale * excess).float(), finite)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
         self.updates.add_(finite)
@@ -211,28 +176,9 @@ class TrainStep:
         if self.clear_gradients is not None:
             self.clear_gradients()
         else:
-            self.optimizer.zero_grad(set_to_none=drop)
+            clear_gradients(self.optimizer.parameters, drop=drop)
 
     def _parameter_norm(self) -> Tensor:
         if not self.with_parameter_norm:
             return -self.one
-        moved = self.model.parameters() if self.whole is None else self.whole
-        trained = [parameter.detach() for parameter in moved if parameter.requires_grad]
-        return torch.nn.utils.get_total_norm(trained)
-
-    def _fused_update(self, rate: Tensor, divisor: Tensor, finite: Tensor) -> None:
-        # The fused kernel divides gradients by `grad_scale` and does nothing at all where `found_inf` is 1: made for
-        # fp16 scaling, used here for clipping and for the non-finite guard too.
-        for group in self.optimizer.param_groups:
-            group["lr"].copy_(rate)
-        optimizer: torch.optim.Optimizer = self.optimizer
-        optimizer.grad_scale = divisor  # pyright: ignore[reportAttributeAccessIssue]
-        optimizer.found_inf = (~finite).to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
-        optimizer.step()
-
-    def _plain_update(self, gradients: list[Tensor], rate: float, divisor: Tensor) -> None:
-        for gradient in gradients:
-            gradient.div_(divisor)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
+        return self.world.norm([parameter.detach() for parameter in self.optimizer.parameters])

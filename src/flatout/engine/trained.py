@@ -6,18 +6,25 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from flatout.config.schema import OptimConfig, SpeedConfig
+from flatout.engine.features import Speed
 from flatout.errors import CheckpointError
 from flatout.model.adapters import Adapters
 from flatout.model.weights import why_not_these
-from flatout.optim.optimizers import by_decay
+from flatout.optim.optimizer import Trainable, trainables
+from flatout.optim.rules import state_bytes
+
+
+def checkpoint_size(parameters: int, optim: OptimConfig, speed: Speed | SpeedConfig) -> int:
+    """Bytes of one checkpoint of so many trained parameters: fp32 weights, and what optimizers keep of them."""
+    state = state_bytes(optim, state=speed.optimizer_state, offload=speed.optimizer_offload)
+    return int((4 + state.checkpoint) * parameters)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
     saved: Mapping[str, nn.Parameter]  # what a checkpoint holds, by name
-    moved: Mapping[str, nn.Parameter]  # what the optimizer moves, by name: the same, or one tensor that holds them all
-    matrices: Sequence[nn.Parameter]  # of what is moved, that which decays
-    vectors: Sequence[nn.Parameter]
+    updated: Sequence[Trainable]  # what optimizers update: the same, or one tensor that holds them all
     clear_gradients: Callable[[], None] | None = None  # where gradients must stay in their places
 
     @property
@@ -43,12 +50,12 @@ class Trained:
 
 
 def all_weights(model: nn.Module) -> Trained:
-    named = dict(model.named_parameters())
-    return Trained(named, named, *by_decay(model))
+    return Trained(dict(model.named_parameters()), trainables(model))
 
 
 def only_adapters(adapters: Adapters) -> Trained:
     """Adapters lie in one tensor, matrices first; with DoRA the magnitudes follow, which do not decay."""
-    matrices, *vectors = adapters.optimizer_parameters
-    moved: dict[str, nn.Parameter] = {"adapters": matrices, **({"magnitudes": vectors[0]} if vectors else {})}
-    return Trained(dict(adapters.named_parameters()), moved, [matrices], vectors, adapters.zero_gradients)
+    names = ("adapters", "magnitudes")
+    flat = zip(names, adapters.optimizer_parameters, strict=False)
+    updated = [Trainable(name, parameter, adapters, matrix=name == "adapters") for name, parameter in flat]
+    return Trained(dict(adapters.named_parameters()), updated, adapters.zero_gradients)

@@ -115,8 +115,7 @@ def estimate_memory(
     half: bool,
     compiled: bool,
     execution: Execution,
-    optimizer_state: str = "fp32",
-    optimizer_offload: bool = False,
+    state_bytes: float = 8,
     accumulated: bool = True,
     graphs: bool = False,
     frozen: FrozenModel | None = None,
@@ -150,7 +149,7 @@ def estimate_memory(
     return MemoryEstimate(
         weights=weights,
         gradients=4 * trained,
-        optimizer=optimizer_bytes(trained, optimizer_state, offload=optimizer_offload),
+        optimizer=int(state_bytes * trained),
         activations=activations,
         working=working,
         later=min(4 * trained, activations + working) if alone else 0,
@@ -158,15 +157,7 @@ def estimate_memory(
     )
 
 
-# --- what stays: weights and the state of the optimizer ---------------------------------------------------------------
-
-
-def optimizer_bytes(trained: int, state: str, *, offload: bool) -> int:
-    """Bytes on the device of AdamW's two moments of `trained` values."""
-    if offload:
-        return 0
-    # In 8 bits: two moments of a byte, and two bytes of scale for each in every block of 256.
-    return trained * 2 + trained * 4 // 256 if state == "8bit" else 8 * trained
+# --- what stays: weights in narrower types ----------------------------------------------------------------------------
 
 
 def _narrow_bytes(config: ModelConfig, parameters: int, form: Form) -> int:

@@ -6,7 +6,7 @@ micro-batch (engine/graphs.py) finds today's values in the place where it looks.
 
 Contract: `begin` comes before every pass, `prepare` before a replay, `settle` after every update. Copies are never
 stale as long as whoever writes into a weight moves its version, as torch's operations in place do. Its fused optimizers
-do not; `optim.build_optimizer` does it for them, and for kernels of ours that write weights. Who writes through
+do not; optim/adamw.py does it for them, and for kernels of ours that write weights. Who writes through
 `weight.data` must call `torch.autograd.graph.increment_version` too.
 Trap: bf16 copies live through the step. With full checkpointing or offloaded activations they are made by each layer
 as it goes instead: who asked for those has no memory to spare. 8-bit copies are too dear to make for that.

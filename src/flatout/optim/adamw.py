@@ -1,177 +1,186 @@
-"""AdamW whose moments take less of the device's memory: in 8 bits, or on the host.
+"""AdamW in four forms: torch's, fused or plain; with moments in 8 bits; with moments on the host.
 
-Both take the place of torch's fused AdamW as the training step uses it: the rate is a tensor on the device
-(`group["lr"]`), gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes at all. Without
-`fused` the rate is a number and the step has divided gradients already.
-
-Contract: all moments are made before the first of them is used (`create_moments`), so that a device that runs out of
-memory there leaves a consistent state. Moments by name and their way to disk and back: optim/optimizers.py.
+Contract: all of them update as torch's AdamW does. Groups may differ in rate, decay, betas and eps; rate and decay may
+follow schedules. State in 8 bits and in fp32 is converted into one another when it is taken over from a checkpoint.
 """
 
 import abc
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
 from flatout.ops.adam8 import BLOCK, NO_SCALE, adam8_reference, blocks_of, decode, encode
+from flatout.optim.optimizer import Group, Optimizer, StateBytes, gradient_of, numbers_of, read_numbers
 
 FP32_BELOW = 4096  # elements: smaller tensors are not worth quantising, and norms and biases are sensitive
 
 
-class OurAdamW(torch.optim.AdamW, abc.ABC):
-    """What the two have in common."""
+class _Form(Optimizer, abc.ABC):
+    """What all forms have in common."""
 
-    def create_moments(self) -> None:
-        """Makes the state of every parameter that has none: all of it, or none where memory runs out."""
-        made = {p: self.fresh_moments(p) for p in self.parameters() if not self.state[p]}
-        self.state.update(made)
+    def __init__(self, groups: Sequence[Group], *, fused: bool) -> None:
+        super().__init__(groups)
+        self.fused = fused
 
-    def parameters(self) -> Iterator[Tensor]:
-        for group in self.param_groups:
-            yield from group["params"]
+    def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> str:
+        if "exp_avg_scale" not in saved:
+            return super().take_over(parameter, saved)
+        super().take_over(parameter, _widened(saved, parameter))
+        return "in 8 bits: widened to fp32"
 
-    @abc.abstractmethod
-    def fresh_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The state of a parameter that has never been updated."""
-
-    @abc.abstractmethod
-    def place_moments(self, parameter: Tensor, moments: Mapping[str, Tensor]) -> None:
-        """Takes over saved state in fp32, as torch's AdamW has it."""
-
-    def _scaling(self) -> tuple[Tensor | None, Tensor | None]:
-        """What the training step left: a divisor of the gradients, and whether to skip the update."""
-        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-
-    def _torch_update(self, group: dict[str, Any], chosen: list[Tensor], rate: float | Tensor) -> None:
-        """torch's own update of some parameters of a group whose moments are fp32 and on the parameter's device."""
-        if not chosen:
-            return
-        states = [self.state[p] for p in chosen]
-        divisor, skip = self._scaling() if group["fused"] else (None, None)
-        _adamw(group, chosen, [_gradient(p) for p in chosen], states, rate, divisor, skip)
-
-
-def _adamw(
-    group: dict[str, Any],
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    rate: float | Tensor,
-    divisor: Tensor | None,
-    skip: Tensor | None,
-) -> None:
-    beta1, beta2 = group["betas"]
-    adamw(
-        weights,
-        gradients,
-        [state["exp_avg"] for state in states],
-        [state["exp_avg_sq"] for state in states],
-        [],
-        [state["step"] for state in states],
-        foreach=False if not group["fused"] else None,
-        fused=group["fused"],
-        grad_scale=divisor,
-        found_inf=skip,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=rate,
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    def _torch_update(
+        self,
+        group: Group,
+        weights: list[Tensor],
+        gradients: list[Tensor],
+        states: list[dict[str, Tensor]],
+        divisor: Tensor | None,
+        skip: Tensor | None,
+    ) -> None:
+        """torch's own update of tensors with moments in fp32 that lie beside them."""
+        decay = _decay_of(group, weights, skip)
+        adamw(
+            weights,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=None if self.fused else False,
+            fused=self.fused,
+            grad_scale=divisor,
+            found_inf=skip,
+            amsgrad=False,
+            beta1=group.fixed("beta1"),
+            beta2=group.fixed("beta2"),
+            lr=group.numbers["rate"],
+            weight_decay=decay,
+            eps=group.fixed("eps"),
+            maximize=False,
+        )
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "only parameters with a gradient are updated"
-    return parameter.grad
+def _decay_of(group: Group, weights: list[Tensor], skip: Tensor | None) -> float:
+    """The decay as kernels take it, a number. One that follows a schedule is applied here, in a pass of its own."""
+    decay = group.numbers["decay"]
+    if not isinstance(decay, Tensor):
+        return decay
+    factor = 1 - group.numbers["rate"] * decay * (1 if skip is None else 1 - skip)
+    torch._foreach_mul_(weights, factor)  # pyright: ignore[reportPrivateImportUsage]
+    return 0.0
 
 
-def _fp32_moments(parameter: Tensor, place: torch.device, pinned: bool = False) -> dict[str, Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=place),
-        "exp_avg": torch.zeros(parameter.shape, dtype=parameter.dtype, device=place, pin_memory=pinned),
-        "exp_avg_sq": torch.zeros(parameter.shape, dtype=parameter.dtype, device=place, pin_memory=pinned),
-    }
+class _OnDevice(_Form, abc.ABC):
+    """Weights are updated where they lie. Without `fused` the host reads all numbers first, and waits for them."""
+
+    def fresh_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        moments = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        return {"step": self._count(parameter), **moments}
+
+    def _count(self, parameter: Tensor) -> Tensor:
+        """The count of updates: on the device for the fused kernel, on the host for the plain one."""
+        return torch.zeros((), dtype=torch.float32, device=parameter.device if self.fused else "cpu")
+
+    @torch.no_grad()
+    def update(self, divisor: Tensor, finite: Tensor) -> None:
+        if self.fused:
+            skip = (~finite).to(torch.float32)
+            for group in self.groups:
+                self._update_group(group, group.updated(), divisor, skip)
+        else:
+            _, applied, groups = read_numbers(self.groups, numbers_of(self.groups, divisor, finite).tolist())
+            if not applied:
+                return
+            for group in groups:
+                for parameter in group.updated():
+                    gradient_of(parameter).div_(divisor)
+                self._update_group(group, group.updated(), None, None)
+        # torch's fused kernels and ours write weights without moving their versions, by which copies of weights in
+        # narrower types are kept fresh.
+        increment_version(self.parameters)
+
+    def _update_group(
+        self, group: Group, chosen: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None
+    ) -> None:
+        if chosen:
+            states = [self.state[p] for p in chosen]
+            self._torch_update(group, list(chosen), [gradient_of(p) for p in chosen], states, divisor, skip)
+
+
+class AdamW(_OnDevice):
+    """torch's own, with everything in fp32 on the device."""
+
+    BYTES = StateBytes(device=8, host=0, checkpoint=8)
 
 
 # --- 8 bits -----------------------------------------------------------------------------------------------------------
 
 
-class EightBitAdamW(OurAdamW):
+class EightBitAdamW(_OnDevice):
     """Moments in 8 bits, blocks of 256 (ops/adam8.py); tensors of fewer than 4,096 elements keep fp32."""
+
+    # Two moments of a byte, and two bytes of scale for each in every block.
+    BYTES = StateBytes(device=2 + 4 / BLOCK, host=0, checkpoint=2 + 4 / BLOCK)
 
     def quantised(self, parameter: Tensor) -> bool:
         return parameter.numel() >= FP32_BELOW
 
-    def fresh_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        device = parameter.device
-        place = device if self.defaults["fused"] else torch.device("cpu")
+    def fresh_state(self, parameter: Tensor) -> dict[str, Tensor]:
         if not self.quantised(parameter):
-            return _fp32_moments(parameter, device) | {"step": torch.zeros((), device=place)}
-        blocks = blocks_of(parameter.numel())
+            return super().fresh_state(parameter)
+        device, blocks = parameter.device, blocks_of(parameter.numel())
         codes = [torch.zeros(blocks, BLOCK, dtype=torch.uint8, device=device) for _ in range(2)]
         scales = [torch.full((blocks,), NO_SCALE, dtype=torch.int16, device=device) for _ in range(2)]
         return {
-            "step": torch.zeros((), dtype=torch.float32, device=place),
+            "step": self._count(parameter),
             "exp_avg": codes[0],
             "exp_avg_scale": scales[0],
             "exp_avg_sq": codes[1],
             "exp_avg_sq_scale": scales[1],
         }
 
-    def place_moments(self, parameter: Tensor, moments: Mapping[str, Tensor]) -> None:
-        state = self.fresh_moments(parameter)
-        for key, value in moments.items():
-            if key != "step" and self.quantised(parameter):
-                flat = value.to(parameter.device, torch.float32).reshape(-1)
-                state[key], state[f"{key}_scale"] = encode(flat, signed=key == "exp_avg")
-            else:
-                state[key].copy_(value)
-        self.state[parameter] = state
+    def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> str:
+        if not self.quantised(parameter):
+            return super().take_over(parameter, saved)
+        if "exp_avg_scale" in saved:
+            return Optimizer.take_over(self, parameter, saved)
+        Optimizer.take_over(self, parameter, _narrowed(saved, parameter.device))
+        return "fp32: quantised to 8 bits"
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert closure is None, "the training step computes gradients itself"
-        self.create_moments()
-        for group in self.param_groups:
-            chosen = [p for p in group["params"] if p.grad is not None]
-            self._torch_update(group, [p for p in chosen if not self.quantised(p)], group["lr"])
-            self._update_quantised(group, [p for p in chosen if self.quantised(p)])
-
-    def _update_quantised(self, group: dict[str, Any], chosen: list[Tensor]) -> None:
-        if not chosen:
+    def _update_group(
+        self, group: Group, chosen: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None
+    ) -> None:
+        super()._update_group(group, [p for p in chosen if not self.quantised(p)], divisor, skip)
+        large = [p for p in chosen if self.quantised(p)]
+        if not large:
             return
-        scalars = self._scalars(group, chosen)
-        beta1, beta2 = group["betas"]
-        settings = {"beta1": beta1, "beta2": beta2, "eps": group["eps"], "weight_decay": group["weight_decay"]}
-        update = _update_for(chosen[0].device, bool(group["fused"]))
-        for p in chosen:
+        scalars = self._scalars(group, large, divisor, skip)
+        settings = {name: group.fixed(name) for name in ("beta1", "beta2", "eps")}
+        settings["weight_decay"] = _decay_of(group, large, skip)
+        update = _update_for(large[0].device, self.fused)
+        for p in large:
             state = self.state[p]
             codes = (state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"], state["exp_avg_sq_scale"])
-            update(p, _gradient(p), *codes, scalars, **settings)
+            update(p, gradient_of(p), *codes, scalars, **settings)
 
-    def _scalars(self, group: dict[str, Any], chosen: list[Tensor]) -> Tensor:
+    def _scalars(self, group: Group, chosen: list[Tensor], divisor: Tensor | None, skip: Tensor | None) -> Tensor:
         """Advances the counts of steps and gives the six numbers of the update, without a word to the host."""
         device = chosen[0].device
-        divisor, skip = self._scaling() if group["fused"] else (None, None)
-        zero, one = torch.zeros((), device=device), torch.ones((), device=device)
-        skip = zero if skip is None else skip.to(device, torch.float32).reshape(())
-        divisor = one if divisor is None else divisor.to(device, torch.float32).reshape(())
+        skip = torch.zeros((), device=device) if skip is None else skip
+        divisor = torch.ones((), device=device) if divisor is None else divisor
         steps = [self.state[p]["step"] for p in chosen]
         advance = (1 - skip).to(steps[0].device)
         # A list, because torch asks the host for the value of a single tensor.
         torch._foreach_add_(steps, [advance] * len(steps))  # pyright: ignore[reportPrivateImportUsage]
-        beta1, beta2 = group["betas"]
         count = steps[0].to(device, torch.float64)  # all parameters are updated together, so they share a count
-        rate = group["lr"]
-        rate = rate.to(device, torch.float32) if isinstance(rate, Tensor) else torch.full((), rate, device=device)
-        corrections = [1 - beta1**count, (1 - beta2**count).sqrt()]
+        rate = torch.as_tensor(group.numbers["rate"], dtype=torch.float32, device=device)
+        corrections = [1 - group.fixed("beta1") ** count, (1 - group.fixed("beta2") ** count).sqrt()]
         return torch.stack([rate, *(c.to(torch.float32) for c in corrections), divisor, skip, count.to(torch.float32)])
 
 
@@ -184,7 +193,7 @@ def _update_for(device: torch.device, fused: bool) -> Callable[..., None]:
     return adam8_reference
 
 
-def dequantised(moments: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+def _widened(moments: Mapping[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
     """Saved 8-bit state as torch's AdamW has it."""
     shape, count = parameter.shape, parameter.numel()
     first = decode(moments["exp_avg"], moments["exp_avg_scale"], count, signed=True)
@@ -192,10 +201,19 @@ def dequantised(moments: Mapping[str, Tensor], parameter: Tensor) -> dict[str, T
     return {"step": moments["step"], "exp_avg": first.view(shape), "exp_avg_sq": second.view(shape)}
 
 
+def _narrowed(moments: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Saved state of torch's AdamW in 8 bits; a count stays as it is."""
+    narrow = dict(moments)
+    for key in moments.keys() - {"step"}:
+        flat = moments[key].to(device, torch.float32).reshape(-1)
+        narrow[key], narrow[f"{key}_scale"] = encode(flat, signed=key == "exp_avg")
+    return narrow
+
+
 # --- on the host ------------------------------------------------------------------------------------------------------
 
 
-class HostAdamW(OurAdamW):
+class HostAdamW(_Form):
     """Moments and a copy of the weights in the host's pinned memory; gradients go there, weights come back.
 
     The device's copies run on a stream of their own: while the host updates one tensor, the gradient of the next
@@ -204,75 +222,64 @@ class HostAdamW(OurAdamW):
     parameter's version, and the copy is made anew.
     """
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        device = next(self.parameters()).device
+    BYTES = StateBytes(device=0, host=16, checkpoint=8)  # on the host moments, weights and gradients
+
+    def __init__(self, groups: Sequence[Group], *, fused: bool) -> None:
+        super().__init__(groups, fused=fused)
+        device = self.parameters[0].device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.weights: dict[Tensor, Tensor] = {}
         self.gradients: dict[Tensor, Tensor] = {}
         self.versions: dict[Tensor, int] = {}
 
-    def fresh_moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        return _fp32_moments(parameter, torch.device("cpu"), pinned=self.stream is not None)
+    def fresh_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        keys, how = ("exp_avg", "exp_avg_sq"), {"dtype": parameter.dtype, **self._pinned()}
+        return {"step": torch.zeros(()), **{key: torch.zeros(parameter.shape, **how) for key in keys}}
 
-    def place_moments(self, parameter: Tensor, moments: Mapping[str, Tensor]) -> None:
-        state = self.fresh_moments(parameter)
-        for key, value in moments.items():
-            state[key].copy_(value)
-        self.state[parameter] = state
-
-    def create_moments(self) -> None:
-        super().create_moments()
-        for p in self.parameters():
+    def create_state(self) -> None:
+        super().create_state()
+        for p in self.parameters:
             if p not in self.gradients:
                 for copies in (self.gradients, self.weights):
-                    copies[p] = torch.empty(p.shape, dtype=p.dtype, pin_memory=self.stream is not None)
+                    copies[p] = torch.empty(p.shape, dtype=p.dtype, **self._pinned())
+
+    def forget(self) -> None:
+        super().forget()
+        for held in (self.weights, self.gradients, self.versions):
+            held.clear()
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert closure is None, "the training step computes gradients itself"
-        self.create_moments()
-        chosen = [(group, p) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not chosen:
-            return
+    def update(self, divisor: Tensor, finite: Tensor) -> None:
         with _Copies(self.stream) as copies:
-            divisor, skip = self._scaling() if chosen[0][0]["fused"] else (None, None)
-            numbers = self._fetch_numbers(chosen[0][0]["lr"], divisor, skip, copies)
-            arrived = [self._fetch(p, copies) for _, p in chosen]
-            rate, divide_by, skipped = numbers()
-            if skipped:
+            sent = numbers_of(self.groups, divisor, finite)
+            numbers = torch.empty(len(sent), **self._pinned())
+            wait_for_numbers = copies.copy(numbers, sent)
+            arrived = {p: self._fetch(p, copies) for group in self.groups for p in group.updated()}
+            wait_for_numbers()
+            divide_by, applied, groups = read_numbers(self.groups, numbers.tolist())
+            if not applied:
                 return
-            factor = None if divisor is None else torch.tensor(divide_by)
-            for (group, p), wait in zip(chosen, arrived, strict=True):
-                wait()
-                keep_all = None if divisor is None else torch.zeros(())
-                _adamw(group, [self.weights[p]], [self.gradients[p]], [self.state[p]], rate, factor, keep_all)
-                copies.copy(p, self.weights[p])
-                self.versions[p] = p._version
+            for group in groups:
+                for p in group.updated():
+                    arrived[p]()
+                    self._update_one(group, p, divide_by)
+                    copies.copy(p, self.weights[p])
+                    self.versions[p] = p._version
 
-    def _fetch_numbers(
-        self, rate: float | Tensor, divisor: Tensor | None, skip: Tensor | None, copies: "_Copies"
-    ) -> Callable[[], tuple[float, float, bool]]:
-        """Rate, divisor and whether to skip, in one copy; the returned function waits for it."""
-        given = [rate, 1.0 if divisor is None else divisor, 0.0 if skip is None else skip]
-        if not any(isinstance(value, Tensor) for value in given):
-            return lambda: (float(rate), 1.0, False)
-        device = next(value.device for value in given if isinstance(value, Tensor))
-        row = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=device).reshape(()) for v in given])
-        host = torch.empty(3, pin_memory=self.stream is not None)
-        wait = copies.copy(host, row)
-
-        def numbers() -> tuple[float, float, bool]:
-            wait()
-            values = host.tolist()
-            return values[0], values[1], values[2] > 0.0
-
-        return numbers
+    def _update_one(self, group: Group, parameter: Tensor, divide_by: float) -> None:
+        scaling = (torch.tensor(divide_by), torch.zeros(())) if self.fused else (None, None)
+        if not self.fused:
+            self.gradients[parameter].div_(divide_by)
+        weights, gradients = [self.weights[parameter]], [self.gradients[parameter]]
+        self._torch_update(group, weights, gradients, [self.state[parameter]], *scaling)
 
     def _fetch(self, parameter: Tensor, copies: "_Copies") -> Callable[[], None]:
         if self.versions.get(parameter) != parameter._version:
             copies.copy(self.weights[parameter], parameter)
-        return copies.copy(self.gradients[parameter], _gradient(parameter))
+        return copies.copy(self.gradients[parameter], gradient_of(parameter))
+
+    def _pinned(self) -> dict[str, Any]:
+        return {"pin_memory": self.stream is not None}
 
 
 class _Copies:

@@ -1,131 +1,115 @@
-"""The optimizer a run asks for, and its state by parameter name."""
+"""All that a run trains, each tensor with the optimizer of the rule that takes it.
 
-from collections.abc import Mapping, Sequence
+The first rule that takes a tensor gets it; a tensor that no rule takes is refused. Schedules are tables on the device,
+looked up by the count of applied updates: an update that was skipped for a non-finite gradient must not advance them,
+and only the device knows of it. State goes to checkpoints and back by parameter name.
+"""
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 
-from flatout.config.schema import OptimConfig
-from flatout.errors import CheckpointError
-from flatout.optim.adamw import EightBitAdamW, HostAdamW, OurAdamW, dequantised
+from flatout.errors import CheckpointError, ConfigError
+from flatout.optim.optimizer import Group, Optimizer, Rule, Schedule, Trainable
 
 
-def build_adamw(model: nn.Module, config: OptimConfig, *, fused: bool) -> torch.optim.AdamW:
-    """torch's AdamW with everything on the model's device."""
-    return build_optimizer(model, config, fused=fused)
+class Optimizers:
+    """The optimizers of a run. `groups` are in the order of their rules, `parameters` in that of the model."""
+
+    def __init__(self, rules: Sequence[Rule], trained: Sequence[Trainable]) -> None:
+        self.named: dict[str, nn.Parameter] = {one.name: one.parameter for one in trained}
+        self.parameters = list(self.named.values())
+        taken = deal(rules, trained)
+        # Rules that share a schedule share its row.
+        numbers = [number for rule in taken for number in rule.numbers.values()]
+        self._schedules = {id(number): number for number in numbers if isinstance(number, Sequence)}
+        self.schedules_KU = self._tabulate(list(self._schedules.values()))
+        self._now_K1 = self.schedules_KU[:, :1].clone()
+        now = {key: self._now_K1[row, 0] for row, key in enumerate(self._schedules)}
+        self.groups = [
+            Group(rule, found, {k: now[id(n)] if isinstance(n, Sequence) else n for k, n in rule.numbers.items()})
+            for rule, found in taken.items()
+        ]
+        built: dict[Callable[..., Optimizer], list[Group]] = collections.defaultdict(list)
+        for group in self.groups:
+            built[group.rule.optimizer].append(group)
+        self.optimizers = [build(groups) for build, groups in built.items()]
+        self._of = {parameter: one for one in self.optimizers for parameter in one.parameters}
+        self._complete = False
+
+    def _tabulate(self, schedules: Sequence[Schedule]) -> Tensor:
+        most = max(len(schedule) for schedule in schedules)
+        rows = [[*schedule, *[schedule[-1]] * (most - len(schedule))] for schedule in schedules]
+        return torch.tensor(rows, dtype=torch.float64).to(self.parameters[0].device, torch.float32)
+
+    def follow(self, rates: Schedule) -> None:
+        """Another schedule of the last rule's rate; the others' stay in proportion to it, by their peaks."""
+        peaks = {id(group.rule.rate): max(group.rule.rate) for group in self.groups}
+        last = max(self.groups[-1].rule.rate)
+        scaled = {key: [rate * (peak / last) for rate in rates] for key, peak in peaks.items()}
+        self.schedules_KU = self._tabulate([scaled.get(key, schedule) for key, schedule in self._schedules.items()])
+
+    def look_up(self, updates: Tensor) -> Tensor:
+        """Puts all schedules where they are after so many updates, without the host. Returns the last rule's rate."""
+        # index_select, because plain indexing by a tensor of no dimensions asks the device for its value and waits
+        place = updates.clamp(max=self.schedules_KU.shape[1] - 1).view(1)
+        torch.index_select(self.schedules_KU, 1, place, out=self._now_K1)
+        rate = self.groups[-1].numbers["rate"]
+        assert isinstance(rate, Tensor)
+        return rate
+
+    def update(self, divisor: Tensor, finite: Tensor) -> None:
+        """Updates everything that has a gradient, by the numbers that were looked up, or nothing."""
+        for optimizer in self.optimizers:
+            optimizer.update(divisor, finite)
+
+    def create_state(self) -> None:
+        """Makes what is missing of the state, before the first update uses any of it."""
+        if not self._complete:
+            for optimizer in self.optimizers:
+                optimizer.create_state()
+            self._complete = True
+
+    def forget(self) -> None:
+        """Drops all state, as before the first update."""
+        self._complete = False
+        for optimizer in self.optimizers:
+            optimizer.forget()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """State under `PARAMETER.exp_avg` and so on; empty before the first update."""
+        return {
+            f"{name}.{key}": value
+            for name, parameter in self.named.items()
+            for key, value in self._of[parameter].state.get(parameter, {}).items()
+        }
+
+    def assign(self, tensors: Mapping[str, Tensor], origin: str) -> list[str]:
+        """Puts saved state back; the counterpart of `tensors`. Returns what there is to tell."""
+        saved: dict[str, dict[str, Tensor]] = {}
+        for full_name, tensor in tensors.items():
+            name, _, key = full_name.rpartition(".")
+            if name not in self.named:
+                hint = "it belongs to another model"
+                raise CheckpointError(f"{origin} holds optimizer state for unknown {name}", hint)
+            saved.setdefault(name, {})[key] = tensor
+        self._complete = False
+        parameters = ((self.named[name], state) for name, state in saved.items())
+        converted = collections.Counter(self._of[p].take_over(p, state) for p, state in parameters)
+        return [f"the moments of {count} tensors in {origin} are {how}" for how, count in converted.items() if how]
 
 
-def build_optimizer(
-    model: nn.Module,
-    config: OptimConfig,
-    *,
-    fused: bool,
-    state: str = "fp32",
-    offload: bool = False,
-    matrices: Sequence[nn.Parameter] | None = None,
-    vectors: Sequence[nn.Parameter] = (),
-) -> torch.optim.AdamW:
-    """AdamW with moments in fp32 or 8 bits, on the device or on the host.
-
-    It moves `matrices` and `vectors`, of whatever shape they are held in, or else all that the model trains.
-
-    The fused kernel takes its rate from a tensor on the device, so that the schedule needs no host.
-    """
-    if matrices is None:
-        matrices, vectors = by_decay(model)
-    parameters = [*matrices, *vectors]
-    groups = [
-        {"params": list(matrices), "weight_decay": config.weight_decay},
-        {"params": list(vectors), "weight_decay": 0.0},
-    ]
-    rate = torch.tensor(config.learning_rate, device=parameters[0].device) if fused else config.learning_rate
-    kind = HostAdamW if offload else EightBitAdamW if state == "8bit" else torch.optim.AdamW
-    optimizer = kind(
-        [group for group in groups if group["params"]],
-        lr=rate,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=fused,
-        foreach=None if fused else False,
-    )
-    if kind is not HostAdamW:
-        # torch's fused kernels and ours write weights without moving their versions, by which copies of weights in
-        # narrower types are kept fresh. The host's optimizer does it by copying, and keeps book of it.
-        optimizer.register_step_post_hook(lambda *_: increment_version(parameters))
-    return optimizer
-
-
-def by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """What a model trains: (what decays, what does not).
-
-    Weight decay goes to parameters of two or more dimensions; biases, norms and residual scales have one. Grouping by
-    dimension, not by name, cannot miss a layer. What a module lists under `undecayed` is spared whatever its shape.
-    """
-    spared = {id(getattr(module, name)) for module in model.modules() for name in getattr(module, "undecayed", ())}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decays = [parameter.ndim >= 2 and id(parameter) not in spared for parameter in trained]
-    matrices = [parameter for parameter, decay in zip(trained, decays, strict=True) if decay]
-    return matrices, [parameter for parameter, decay in zip(trained, decays, strict=True) if not decay]
-
-
-def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """Moments and step counts under `PARAMETER.exp_avg` and so on; empty before the first update.
-
-    8-bit moments are saved as they are, with their scales under `PARAMETER.exp_avg_scale`.
-    """
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}.{key}"] = value
-    return tensors
-
-
-def assign_optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.AdamW, tensors: Mapping[str, Tensor], origin: str
-) -> list[str]:
-    """Puts saved moments back; the counterpart of `optimizer_tensors`. Returns what there is to tell.
-
-    State saved in 8 bits comes back bit for bit into an 8-bit optimizer; between the two kinds it is converted.
-    """
-    saved: dict[str, dict[str, Tensor]] = {}
-    for full_name, tensor in tensors.items():
-        name, _, key = full_name.rpartition(".")
-        if name not in parameters:
-            raise CheckpointError(f"{origin} holds optimizer state for unknown {name}", "it belongs to another model")
-        saved.setdefault(name, {})[key] = tensor
-    narrowed = widened = 0
-    for name, moments in saved.items():
-        parameter = parameters[name]
-        stored_narrow = "exp_avg_scale" in moments
-        wants_narrow = isinstance(optimizer, EightBitAdamW) and optimizer.quantised(parameter)
-        if stored_narrow and isinstance(optimizer, EightBitAdamW) and wants_narrow:
-            optimizer.state[parameter] = optimizer.fresh_moments(parameter)
-            for key, value in moments.items():
-                optimizer.state[parameter][key].copy_(value)
-            continue
-        if stored_narrow:
-            moments = dequantised(moments, parameter)
-            widened += 1
-        narrowed += wants_narrow
-        if isinstance(optimizer, OurAdamW):
-            optimizer.place_moments(parameter, moments)
-        else:
-            optimizer.state[parameter] = _for_torch(parameter, moments, fused=bool(optimizer.defaults["fused"]))
-    told = []
-    if narrowed:
-        told.append(f"the moments of {narrowed} tensors in {origin} are fp32: quantised to 8 bits")
-    if widened:
-        told.append(f"the moments of {widened} tensors in {origin} are in 8 bits: widened to fp32")
-    return told
-
-
-def _for_torch(parameter: Tensor, moments: Mapping[str, Tensor], *, fused: bool) -> dict[str, Tensor]:
-    state = {}
-    for key, tensor in moments.items():
-        if key == "step":  # the fused kernel counts on the device, the plain one on the host
-            value = tensor.to(parameter.device) if fused else tensor.cpu()
-        else:
-            value = tensor.to(parameter.device, parameter.dtype)
-        state[key] = value.clone()
-    return state
+def deal(rules: Sequence[Rule], trained: Sequence[Trainable]) -> dict[Rule, list[nn.Parameter]]:
+    """What each rule takes, by the order of rules; those that take nothing are left out."""
+    taken: dict[int, list[nn.Parameter]] = {}
+    for one in trained:
+        number = next((number for number, rule in enumerate(rules) if rule.takes(one)), None)
+        if number is None:
+            names = ", ".join(rule.name for rule in rules)
+            raise ConfigError(
+                f"no optimizer takes {one.name}; there are rules for {names}", "add a rule that takes all that is left"
+            )
+        taken.setdefault(number, []).append(one.parameter)
+    return {rules[number]: taken[number] for number in sorted(taken)}

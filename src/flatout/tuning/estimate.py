@@ -35,6 +35,7 @@ from flatout.data.shards import Dataset, open_dataset
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.setup import check_fits, memory_of, stride_of, ways
+from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, ResourceError
 from flatout.model.count import parameter_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
@@ -248,7 +249,8 @@ class _Look:
         cost = Figure(None, "not told", "give a price per hour with --price" if price is None else missing)
         if price is not None and total is not None:
             cost = Figure(price * total / 3600, "projected", without)
-        size = Figure(12 * self.parameters, "estimated", "fp32 weights and two moments")
+        one = checkpoint_size(self.parameters, config.optim, config.speed)
+        size = Figure(one, "estimated", "fp32 weights and two moments")
         if timed is not None and timed.checkpoint_bytes is not None:
             size = Figure(timed.checkpoint_bytes, "measured")
         # Kept ones, the best, and the one being written before an older one goes.

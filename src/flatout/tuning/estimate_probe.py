@@ -27,6 +27,7 @@ from flatout.engine.checkpoint import write_checkpoint
 from flatout.engine.evaluate import evaluate
 from flatout.engine.loop import Progress, capture
 from flatout.engine.setup import Run, out_of_memory
+from flatout.engine.trained import checkpoint_size
 from flatout.errors import ResourceError
 from flatout.files import disk_errors, readable_sizes
 from flatout.generation.decode import generate_tokens
@@ -201,7 +202,7 @@ def _time_sample(run: Run, seconds: float) -> Figure:
 
 def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
     """Seconds of writing one on the disk on which the run will write, and its bytes."""
-    need = 12 * sum(parameter.numel() for parameter in run.model.parameters())
+    need = checkpoint_size(run.trained.count, run.config.optim, run.speed)
     try:
         with _beside(Path(run.config.output.folder or "runs")) as folder:
             free = shutil.disk_usage(folder).free

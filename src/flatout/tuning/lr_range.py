@@ -31,6 +31,7 @@ from flatout.config.load import LoadedConfig
 from flatout.engine.loop import Progress, capture, restore
 from flatout.engine.setup import Run
 from flatout.errors import ConfigError
+from flatout.ops.gradients import clear_gradients
 from flatout.tuning.found import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.plan import machine_of
@@ -169,7 +170,7 @@ def range_test(
     best, mean, skipped = math.inf, 0.0, 0
     longer = dataclasses.replace(run, steps=max(run.steps, steps + MOST_SKIPPED))
     with untouched(run):
-        run.step.rates = torch.tensor(rates, dtype=torch.float64).to(run.step.rates.device, torch.float32)
+        run.step.optimizer.follow(rates)
         run.step.updates.zero_()
         with Steps(longer) as stepping:
             while len(points) < steps:
@@ -197,21 +198,15 @@ def untouched(run: Run) -> Iterator[None]:
     step = run.step
     # `capture` hands out the live tensors, which the block would write into. DO NOT leave out the copy.
     kept = _copied(capture(run, Progress()))
-    rates, group_rates = step.rates, [_copy(group["lr"]) for group in step.optimizer.param_groups]
-    had_moments, was_training, had_gradients = step.has_moments, run.model.training, _has_gradients(run)
+    schedules, was_training, had_gradients = step.optimizer.schedules_KU, run.model.training, _has_gradients(run)
     try:
         yield
     finally:
-        step.optimizer.state.clear()  # moments that were not there before must not stay
+        step.optimizer.forget()  # moments that were not there before must not stay
         restore(run, kept)
-        step.rates, step.has_moments = rates, had_moments
-        for group, rate in zip(step.optimizer.param_groups, group_rates, strict=True):
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].copy_(rate)
-            else:
-                group["lr"] = rate
+        step.optimizer.schedules_KU = schedules
         # A recorded graph adds into the gradients it knows: they are emptied where they lie.
-        step.optimizer.zero_grad(set_to_none=not (had_gradients or step.keep_gradients))
+        clear_gradients(step.optimizer.parameters, drop=not (had_gradients or step.keep_gradients))
         run.model.train(was_training)
 
 

@@ -177,7 +177,7 @@ def release(run: Run) -> None:
     if isinstance(run.step.run_micro_batch, MicroBatchGraph):  # recordings keep memory, and the gradients they add to
         run.step.run_micro_batch.reset()
     run.step.run_micro_batch = run.step.forward_backward
-    run.step.optimizer.state.clear()
+    run.step.optimizer.forget()
     run.model.narrow.forget()
     if run.adapters is not None:
         run.adapters.let_go()

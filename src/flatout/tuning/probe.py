@@ -268,7 +268,7 @@ def _median_seconds(steps: Steps) -> float:
 
 def _forget(run: Run) -> None:
     """Drops moments, gradients and recordings, and gives their memory back: the next trial begins with weights only."""
-    run.step.optimizer.state.clear()
+    run.step.optimizer.forget()
     run.step.use_micro_batch(run.step.micro_batch)
     free_memory()
 

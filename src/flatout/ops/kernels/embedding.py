@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatout.ops.gradients import accumulated, for_autograd
 from flatout.ops.kernels.launch import columns_of
 
 
@@ -91,17 +92,14 @@ class _Embed(torch.autograd.Function):
         batch, length, width = dx.shape
         wants_table = ctx.needs_input_grad[1]
         wants_positions = ctx.positions_dtype is not None and ctx.needs_input_grad[2]
-        given = False
         if torch.are_deterministic_algorithms_enabled():
             dtable = torch.ops.aten.embedding_dense_backward(dx.float(), tokens, ctx.vocab, -1, False)
             dpositions = dx.sum(0, dtype=torch.float32)
         else:
             # From the second micro-batch on the gradient is there already, and takes the additions itself.
-            grad = ctx.table.grad if ctx.table.is_leaf else None
-            given = wants_table and grad is not None and grad.dtype == torch.float32 and grad.is_contiguous()
-            if grad is None or not given:
-                grad = torch.zeros(ctx.vocab if wants_table else 0, width, dtype=torch.float32, device=dx.device)
-            dtable = grad
+            dtable = accumulated(ctx.table) if wants_table else None
+            if dtable is None or dtable.dtype != torch.float32 or not dtable.is_contiguous():
+                dtable = torch.zeros(ctx.vocab if wants_table else 0, width, dtype=torch.float32, device=dx.device)
             dpositions = torch.empty(length if wants_positions else 0, width, dtype=torch.float32, device=dx.device)
             block, at_once = min(256, triton.next_power_of_2(width)), 4
             _backward[(length, triton.cdiv(width, block))](
@@ -110,7 +108,7 @@ class _Embed(torch.autograd.Function):
             )  # fmt: skip
         return (
             None,
-            dtable.to(ctx.table.dtype) if wants_table and not given else None,
+            for_autograd(ctx.table, dtable.to(ctx.table.dtype)) if wants_table else None,
             dpositions.to(ctx.positions_dtype) if wants_positions else None,
             None,
         )

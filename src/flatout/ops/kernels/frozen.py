@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatout.ops.gradients import accumulated, for_autograd
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward
 from flatout.ops.kernels.cublaslt import by_torch, multiply
 from flatout.ops.kernels.norm import FrozenNorm
@@ -118,20 +119,20 @@ class FrozenLinear:
         return self._multiply(dy_NJ, self._weight(dy_NJ.dtype) if self.joined is None else self.joined.backward_JI)
 
     def places(self) -> list[Tensor]:
-        """Where gradients of `adapters` are added: their `.grad`, or new tensors where one of them has none."""
-        there = [adapter.grad for adapter in self.adapters if adapter.grad is not None]
-        if len(there) < len(self.adapters):
-            there = [torch.zeros_like(adapter, requires_grad=False) for adapter in self.adapters]
-        return there
+        """Where gradients of `adapters` are added: to those so far, or to new tensors where one of them has none."""
+        there = [accumulated(adapter) for adapter in self.adapters]
+        if any(place is None for place in there):
+            return [torch.zeros_like(adapter, requires_grad=False) for adapter in self.adapters]
+        return [place for place in there if place is not None]
 
     def gradients(
         self, places: list[Tensor], dy_NJ: Tensor, x_NI: Tensor | None, u_NR: Tensor | None
     ) -> list[Tensor | None]:
-        """Those of `adapters`, or None for each whose `.grad` is its place. x is for A and u for B, if still wanted."""
+        """What autograd gets for each of `adapters`. x is for A and u for B, if still wanted."""
         if self.joined is None or not places:
             return []
         add_adapter_gradients(places, dy_NJ, x_NI, u_NR, self.joined.layout)
-        return [None if place is adapter.grad else place for place, adapter in zip(places, self.adapters, strict=True)]
+        return [for_autograd(adapter, place) for adapter, place in zip(self.adapters, places, strict=True)]
 
     def _weight(self, dtype: torch.dtype) -> Tensor:
         return self.weight_OI.to(dtype) if self.joined is None else self.joined.weight_OI

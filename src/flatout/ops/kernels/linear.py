@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatout.ops.gradients import accumulated, for_autograd
 from flatout.ops.kernels.cublaslt import by_torch, multiply
 from flatout.ops.kernels.fp8 import narrow_product, narrow_values
 from flatout.ops.scales import NarrowLinear, version_of
@@ -27,8 +28,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, tuned: bool) ->
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, tuned: bool) -> Tensor | None:
     """dy.T @ x summed over all rows, in the weight's type, without rounding to the inputs' type on the way.
 
-    From the second micro-batch on the product adds to `weight.grad` itself and nothing is returned: that saves autograd
-    a pass over every gradient.
+    From the second micro-batch on the product adds to the gradient itself and nothing is returned (ops/gradients.py).
     """
     dy_MN, x_NK = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
     with torch.autocast(dy.device.type, enabled=False):
@@ -36,14 +36,13 @@ def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, tuned: bool) -> Te
             return dy_MN @ x_NK
         if dy.device.type != "cuda" or weight.dtype != torch.float32:
             return dy_MN.to(weight.dtype) @ x_NK.to(weight.dtype)
-        adding = weight.is_leaf and weight.grad is not None
-        into = weight.grad if adding else torch.empty_like(weight, requires_grad=False)
-        assert into is not None
+        total = accumulated(weight)
+        into = torch.empty_like(weight, requires_grad=False) if total is None else total
         if tuned:
-            multiply(dy_MN, x_NK, out=into, add=adding)
+            multiply(dy_MN, x_NK, out=into, add=total is not None)
         else:
-            by_torch(dy_MN, x_NK, into, None, add=adding)
-        return None if adding else into
+            by_torch(dy_MN, x_NK, into, None, add=total is not None)
+        return for_autograd(weight, into)
 
 
 class Weight:

@@ -6,11 +6,10 @@ import torch
 from flatout.config.schema import ModelConfig
 from flatout.errors import ConfigError
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.adapter_targets import AdapterPlan, Naming, choose, needless_rank, targets_of
+from flatout.model.adapter_targets import AdapterPlan, choose, needless_rank, targets_of
 from flatout.model.adapters import ALIGNED, Adapters, attach
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
-from flatout.model.layers import mlp_width_of
 
 VOCAB = 61
 
@@ -88,19 +87,6 @@ def test_an_mlp_without_a_gate_and_gpt2_have_other_names():
     ]
     assert len(paths(AdapterPlan(targets=("c_proj",)), gpt2)) == 4
     assert len(paths(AdapterPlan(targets=("attn.c_proj",)), gpt2)) == 2
-
-
-def test_a_checkpoint_may_name_its_projections_in_its_own_way():
-    """As one that has the fused matrices under names of their own."""
-    fused = Naming(
-        block="model.layers.{}",
-        parts={"qkv": ("attn.qkv_proj",), "out": ("attn.o_proj",), "up": ("mlp.gate_up_proj",), "down": ("mlp.down",)},
-    )
-    adapters = attach(model(), AdapterPlan(rank=2, targets=("qkv_proj", "gate_up_proj")), seed=0, naming=fused)
-    assert [c.target.rows for c in adapters.choices if c.target.layer == 0] == [
-        64,
-        2 * mlp_width_of(adapters.model.config),
-    ]
 
 
 def test_ranks_and_scales_by_pattern():

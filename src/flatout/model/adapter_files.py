@@ -22,7 +22,7 @@ from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError, ConfigError
 from flatout.files import CHECK_ACCESS, canonical_json, disk_errors, parse_json, write_new
 from flatout.folders import foreign_entry, sweep, whole_folder
-from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Naming, choose, targets_of
+from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, choose, targets_of
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT
 from flatout.model.seal import SEAL, check_seal, refuse_link, seal, sealed_names
@@ -132,7 +132,7 @@ def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
         "base_model_name_or_path": base,
         "bias": "none",
         "exclude_modules": (plan.exclude if isinstance(plan.exclude, str) else list(plan.exclude)) or None,
-        "fan_in_fan_out": adapters.naming.fan_in_fan_out,
+        "fan_in_fan_out": adapters.model.config.family == "gpt2",
         "inference_mode": True,
         "init_lora_weights": True,
         "layers_pattern": None,
@@ -201,16 +201,14 @@ def read_origin(folder: Path) -> AdapterOrigin:
     )
 
 
-def load_adapter(
-    model: GPT, folder: Path, *, dropout: float | None = None, naming: Naming | None = None
-) -> tuple[Adapters, AdapterOrigin]:
+def load_adapter(model: GPT, folder: Path, *, dropout: float | None = None) -> tuple[Adapters, AdapterOrigin]:
     """Puts a stored adapter on a model. `dropout` takes the place of the stored one, for training on."""
     origin = read_origin(folder)
     plan = origin.plan if dropout is None else dataclasses.replace(origin.plan, dropout=dropout)
     try:
-        check_stored(origin, choose(plan, targets_of(model, naming), strict=False))
+        check_stored(origin, choose(plan, targets_of(model), strict=False))
         tensors = _read_tensors(folder)
-        adapters = attach(model, plan, 0, naming=naming, strict=False)
+        adapters = attach(model, plan, 0, strict=False)
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error.message}", error.hint) from error
     try:

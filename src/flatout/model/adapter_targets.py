@@ -13,11 +13,11 @@ matched by `patterns`, with limits on time and memory: they come with files of s
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable
 
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
+from flatout.model.fields import projections
 from flatout.model.gpt import GPT
 from flatout.model.layers import Attention, Block
 from flatout.model.patterns import endings, what_is_wrong, whole
@@ -25,35 +25,6 @@ from flatout.model.patterns import endings, what_is_wrong, whole
 ALL_LINEAR = "all-linear"
 _MOST = 2**20  # of ranks and alphas: no matrix has such a side
 _NO_ADAPTER = ("lm_head", "embed_tokens", "wte", "wpe", "embedding", "head")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Naming:
-    """How a family of checkpoints names the projections of a block."""
-
-    block: str  # with a place for the layer's number
-    parts: Mapping[str, tuple[str, ...]]  # our matrix -> theirs, in the order of its rows
-    fan_in_fan_out: bool = False  # their weights are the transpose of a linear layer's
-
-
-LLAMA = Naming(
-    block="model.layers.{}",
-    parts=MappingProxyType(
-        {
-            "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            "out": ("self_attn.o_proj",),
-            "up": ("mlp.gate_proj", "mlp.up_proj"),
-            "down": ("mlp.down_proj",),
-        }
-    ),
-)
-GPT2 = Naming(
-    block="transformer.h.{}",
-    parts=MappingProxyType(
-        {"qkv": ("attn.c_attn",), "out": ("attn.c_proj",), "up": ("mlp.c_fc",), "down": ("mlp.c_proj",)}
-    ),
-    fan_in_fan_out=True,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,50 +91,30 @@ class Choice:
     scale: float
 
 
-def naming_of(model: GPT) -> Naming:
-    return GPT2 if model.config.family == "gpt2" else LLAMA
-
-
-def targets_of(model: GPT, naming: Naming | None = None) -> list[Target]:
+def targets_of(model: GPT) -> list[Target]:
     """Every projection of every block, in the order of layers, matrices and rows."""
-    naming = naming or naming_of(model)
+    if not all(isinstance(block.attention, Attention) for block in model.blocks):
+        raise ConfigError(
+            f"model.pattern is {model.config.pattern}, and adapters are for blocks with attention only",
+            "set lora.rank=0, which trains all weights",
+        )
     found = []
     for layer, block in enumerate(model.blocks):
         assert isinstance(block, Block)
-        if not isinstance(block.attention, Attention):
-            raise ConfigError(
-                f"model.pattern is {model.config.pattern}, and adapters are for blocks with attention only",
-                "set lora.rank=0, which trains all weights",
-            )
-        for linear, module in block.linears().items():
-            names = naming.parts[linear]
-            rows = _rows(block, linear, module.out_features)
-            if len(names) == 1:
-                rows = [module.out_features]
-            names = names[-len(rows) :]  # an MLP without a gate has the last name only
-            firsts = [sum(rows[:index]) for index in range(len(rows))]
-            prefix = naming.block.format(layer)
-            found += [
+        linears = block.linears()
+        for path, (linear, piece) in projections(model.config).items():
+            module = linears[linear]
+            found.append(
                 Target(
                     layer=layer,
                     linear=linear,
-                    path=f"{prefix}.{name}",
-                    first=first,
-                    rows=count,
+                    path=path.replace("*", str(layer)),
+                    first=piece.first,
+                    rows=(piece.last or module.out_features) - piece.first,
                     inputs=module.in_features,
                 )
-                for name, first, count in zip(names, firsts, rows, strict=True)
-            ]
+            )
     return found
-
-
-def _rows(block: Block, linear: str, outputs: int) -> list[int]:
-    """The rows of queries, keys, values, and of gate and up."""
-    if linear == "qkv":
-        attention = block.attention
-        assert isinstance(attention, Attention)
-        return [count * attention.size for count in (attention.heads, attention.groups, attention.groups)]
-    return [outputs // 2, outputs // 2] if linear == "up" and block.mlp.kind == "swiglu" else [outputs]
 
 
 def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True) -> list[Choice]:

@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version
 
 from flatout.errors import ConfigError
 from flatout.model.adapted import AdaptedLinear, unsupported
-from flatout.model.adapter_targets import AdapterPlan, Choice, Naming, choose, naming_of, targets_of
+from flatout.model.adapter_targets import AdapterPlan, Choice, choose, targets_of
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT
 from flatout.model.layers import Block
@@ -48,25 +48,21 @@ class AdapterTensors:
     magnitude: Tensor | None
 
 
-def attach(
-    model: GPT, plan: AdapterPlan, seed: int, *, naming: Naming | None = None, strict: bool = True
-) -> "Adapters":
-    """Freezes the model and gives it adapters. `naming` is for checkpoints that name projections in their own way."""
+def attach(model: GPT, plan: AdapterPlan, seed: int, *, strict: bool = True) -> "Adapters":
+    """Freezes the model and gives it adapters."""
     reason = unsupported(model.execution, dora=plan.dora, dropout=plan.dropout)
     if reason is not None:
         raise ConfigError(reason, "set speed.kernels=torch")
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise RuntimeError("the model has adapters already: detach those first")
-    naming = naming or naming_of(model)
-    choices = choose(plan, targets_of(model, naming), strict=strict)
-    return Adapters(model, plan, naming, choices, seed)
+    return Adapters(model, plan, choose(plan, targets_of(model), strict=strict), seed)
 
 
 class Adapters:
     """The adapters of one model."""
 
-    def __init__(self, model: GPT, plan: AdapterPlan, naming: Naming, choices: list[Choice], seed: int) -> None:
-        self.model, self.plan, self.naming, self.choices = model, plan, naming, choices
+    def __init__(self, model: GPT, plan: AdapterPlan, choices: list[Choice], seed: int) -> None:
+        self.model, self.plan, self.choices = model, plan, choices
         self.detached = False
         self._trained_before = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._random_before = model.random

@@ -19,8 +19,8 @@ import dataclasses
 
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
-from flatout.model.feature import LINEARS, Form, key_width, mixer_widths, mlp_widths
-from flatout.model.fields import FEATURES
+from flatout.model.feature import LINEARS, Form, mixer_widths, mlp_widths
+from flatout.model.fields import FEATURES, projections
 from flatout.model.layers import mlp_width_of
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
@@ -48,12 +48,11 @@ def _matrices(config: ModelConfig, kind: str) -> dict[str, int]:
 
 def adapter_count(config: ModelConfig, rank: int) -> int:
     """Trained values of adapters on every projection of every block, fused matrices counted by their parts."""
-    ends = 2 * (config.width + config.queries)  # queries, and the projection back
-    ends += 2 * (config.width + key_width(config))
-    ends += (3 if config.mlp == "swiglu" else 2) * (config.width + mlp_width_of(config))
-    if config.family == "gpt2":  # one projection for queries, keys and values
-        ends -= 2 * config.width
-    return config.layers * rank * ends
+    matrices, total = _matrices(config, "A"), 0
+    for linear, piece in projections(config).values():
+        inputs = {"out": config.queries, "down": mlp_width_of(config)}.get(linear, config.width)
+        total += inputs + (piece.last or matrices[linear] // inputs) - piece.first
+    return config.layers * rank * total
 
 
 def flops_per_token(
@@ -255,8 +254,7 @@ def _kept_and_again(config: ModelConfig, kind: str, block: int, form: Form) -> t
 def _frozen_kept_and_again(config: ModelConfig, form: Form, frozen: FrozenModel) -> tuple[int, int]:
     """The same of a block with adapters: inputs times A, dropout's masks, and with DoRA the unscaled products."""
     how, cell, width, (up, hidden) = form.execution, form.cell, config.width, mlp_widths(config)
-    projections = 4 if config.family == "gpt2" else 7 if config.mlp == "swiglu" else 6
-    block = _block_bytes(config, "A", form) + cell * projections * frozen.rank
+    block = _block_bytes(config, "A", form) + cell * len(projections(config)) * frozen.rank
     if form.triton:  # ops/kernels/frozen.py
         less = block - 2 * cell * width  # without the outputs of norms
         if how.checkpointing == "full":

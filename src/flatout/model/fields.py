@@ -11,7 +11,7 @@ from typing import Any
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value, shorten
 from flatout.model.feature import Feature, Form, Format, Piece, mixer_widths, mlp_widths
-from flatout.model.fields_mixing import MIXING
+from flatout.model.fields_mixing import ATTENTION, MIXING
 from flatout.model.hub_values import HubValues
 from flatout.model.layers import mlp_width_of
 
@@ -124,6 +124,16 @@ def _read_mlp(read: HubValues) -> dict[str, Any]:
     return {"mlp_width": read.whole("intermediate_size")}
 
 
+def _llama_mlp(model: ModelConfig) -> dict[str, Piece]:
+    up, hidden = mlp_widths(model)
+    gate = {"layers.*.mlp.gate_proj": Piece("blocks.*.mlp.up", 0, hidden)} if model.mlp == "swiglu" else {}
+    return {
+        **gate,
+        "layers.*.mlp.up_proj": Piece("blocks.*.mlp.up", up - hidden, up),
+        "layers.*.mlp.down_proj": Piece("blocks.*.mlp.out"),
+    }
+
+
 MLP = Feature(
     fields=("mlp", "mlp_width"),
     matrices=_mlp_matrices,
@@ -142,11 +152,7 @@ MLP = Feature(
         only={"mlp": "swiglu"},
         read=_read_mlp,
         write=lambda model, kind: {"intermediate_size": mlp_width_of(model), "hidden_act": "silu"},
-        modules=lambda model: {
-            "layers.*.mlp.gate_proj": Piece("blocks.*.mlp.up", 0, mlp_width_of(model)),
-            "layers.*.mlp.up_proj": Piece("blocks.*.mlp.up", mlp_width_of(model), 2 * mlp_width_of(model)),
-            "layers.*.mlp.down_proj": Piece("blocks.*.mlp.out"),
-        },
+        modules=_llama_mlp,
     ),
 )
 
@@ -214,3 +220,14 @@ START = Feature(
 )
 
 FEATURES = (STREAM, CONTEXT, NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, HEAD, DROPOUT, START)
+
+
+def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:
+    """The projections of a block by their paths in a checkpoint of Hugging Face: our matrix, and its rows."""
+    ours = {"attention.qkv": "qkv", "attention.out": "out", "mlp.up": "up", "mlp.out": "down"}
+    start = "transformer" if model.family == "gpt2" else "model"
+    return {
+        f"{start}.{theirs}": (ours[piece.name.removeprefix("blocks.*.")], piece)
+        for feature in (ATTENTION, MLP)
+        for theirs, piece in feature.format(model.family).modules(model).items()
+    }

@@ -35,7 +35,7 @@ from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import resolve_speed
-from flatout.engine.setup import device_scope
+from flatout.engine.run import device_scope
 from flatout.engine.step import TrainStep
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import IGNORED

@@ -23,6 +23,7 @@ from flatout.config.load import (
     show,
 )
 from flatout.config.schema import RunConfig
+from flatout.data.array_data import Arrays
 from flatout.data.chat_template import ChatTemplate, TemplateRefusal, load_template, template_from_json
 from flatout.data.loader import evaluation_batches
 from flatout.data.masking import stops_of
@@ -30,11 +31,13 @@ from flatout.data.model_folder import read_model_tokenizer, read_templates
 from flatout.data.pack import Progress
 from flatout.data.portable import own_tokenizer
 from flatout.data.prepare import data_folder, prepare_data
+from flatout.data.sample_data import first_samples
 from flatout.data.sample_loader import sample_batches
 from flatout.data.samples import SampleSet, holds_samples, open_samples
 from flatout.data.shards import Tokens, open_dataset
 from flatout.data.stream import open_stream
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, load_tokenizer, tokenizer_from_json
+from flatout.data.training_data import tokens_per_byte
 from flatout.data.workers import EngineName
 from flatout.device import Device, arithmetic, detect_device, free_memory
 from flatout.engine.adapter_folder import (
@@ -48,11 +51,14 @@ from flatout.engine.adapter_folder import (
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import Checkpoint, mark_as_base, read_checkpoint
 from flatout.engine.diverged import with_way_back
-from flatout.engine.evaluate import bits_per_byte, perplexity, tokens_per_byte
+from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.features import scan_for
-from flatout.engine.fine_tuning import SampleData, adapter_plan, open_sample_data, samples_folder
-from flatout.engine.loop import lacks_verdict, said_again, train_loop
+from flatout.engine.fine_tuning import adapter_plan, open_sample_data, samples_folder
+from flatout.engine.fit_check import check_disk, out_of_memory
+from flatout.engine.loop import train_loop
+from flatout.engine.opening import steps_of
+from flatout.engine.run import Run
 from flatout.engine.run_files import check_own
 from flatout.engine.run_folder import (
     checkpoint_to_load,
@@ -64,7 +70,8 @@ from flatout.engine.run_folder import (
     set_later_aside,
     set_unusable_aside,
 )
-from flatout.engine.setup import Run, check_disk, first_samples, out_of_memory, setup_run, steps_of
+from flatout.engine.saving import lacks_verdict, recorded_again
+from flatout.engine.setup import setup_run
 from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, ConfigError, DataError, DivergedError, UsageError
 from flatout.files import disk_errors, write_whole
@@ -124,12 +131,17 @@ def prepare(
 def train(
     config: Config | None = None,
     *,
+    data: Any = None,
+    val: Any = None,
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
 ) -> Generator[Record]:
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
+
+    `data` takes the place of the config's text: an iterable of token arrays, a function that returns one, or a torch
+    Dataset of them; `val` is the same to evaluate on (docs/data.md). Give them again to resume.
 
     `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
     `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. So is
@@ -141,6 +153,7 @@ def train(
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
     messages: list[str] = []
+    arrays = None if data is None else Arrays(data, val)
     check_trackers(_plain(config).output.trackers)
     folder = choose_folder(_plain(config).output, resume)
     with run_lock(folder) as lock:
@@ -153,7 +166,7 @@ def train(
         if resumed is not None and _plain(config).chat.source is None:  # else the shape is the base's, read later
             _check_shape(_plain(config), resumed, place)
         try:
-            run = setup_run(config, progress, begun=begun)
+            run = setup_run(config, progress, begun=begun, arrays=arrays)
         except DataError as error:
             way = None if resumed is None else _own_settings(_plain(config), resumed, place, ("data", "clean", "chat"))
             if way is None:
@@ -185,8 +198,8 @@ def train(
         messages[:0] = set_unusable_aside(unusable)
         if point is not None and resume != "auto" and not done:
             set_later_aside(folder, point, messages.append)
-        if run.adapters is not None and isinstance(run.dataset, SampleData):
-            base = run.dataset.description.folder
+        if run.adapters is not None and run.origin is not None:
+            base = run.origin.description.folder
             if is_checkpoint(base) and not mark_as_base(base, folder):
                 messages.append(f"{base} cannot be written to, so nothing says there that these adapters need it")
         origin = None if point is None else str(point)
@@ -198,7 +211,7 @@ def train(
             return
         with disk_errors(f"{folder / 'config.yaml'}"):
             write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
-        again = () if resumed is None or point is None else said_again(resumed, point)
+        again = () if resumed is None or point is None else recorded_again(resumed, point)
         with MetricsFile(rows, keep_to_step=start, again=again) as metrics:
             for message in messages:
                 notice = NoticeRecord(step=start, message=message)
@@ -212,7 +225,7 @@ def train(
                 del run, records
                 traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
                 free_memory(device)
-                raise with_way_back(error, config, folder, vocab) from error
+                raise with_way_back(error, config, folder, vocab, arrays) from error
 
 
 def _tracked(records: Iterable[Record], run: Run, metrics: MetricsFile) -> Generator[Record]:
@@ -245,11 +258,12 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 def check_same_run(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
-    if checkpoint.fact("dataset", str) != run.dataset.manifest.fingerprint:
+    facts = run.data.facts
+    if checkpoint.fact("dataset", str) != facts.fingerprint:
         way = _own_settings(run.config, checkpoint, folder, ("data", "clean", "chat"))
         raise CheckpointError(
-            f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {run.dataset.train.folder} is "
-            f"{run.dataset.manifest.fingerprint[:12]}",
+            f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {facts.place} is "
+            f"{facts.fingerprint[:12]}",
             f"{way or 'restore the data it was trained on'}, or start a new run",
         )
     if run.base is not None and checkpoint.state.get("base", run.base) != run.base:
@@ -334,7 +348,7 @@ def _own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, secti
 def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     """A run that is made longer or shorter gets the schedule of its new length, which may be a jump from the old."""
     before = resolve_from_mapping(checkpoint.config)
-    steps, done = steps_of(before, run.order), int(checkpoint.run["updates"])
+    steps, done = steps_of(before, run.data.facts), int(checkpoint.run["updates"])
     if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
         return
     last = before.optim.learning_rate * rate_factors(before.optim, steps)[done - 1]
@@ -650,7 +664,7 @@ def _samples_again(loaded: LoadedModel) -> SampleSet:
     config = _known(loaded.config)
     chat = config.chat
     try:
-        samples = open_sample_data(config, None).manifest
+        samples = open_sample_data(config, None)[1].sample_set
     except (DataError, CheckpointError) as error:
         named = [name for name in (chat.source, chat.val_source) if name is not None]
         if isinstance(error, DataError) and all(Path(name).exists() for name in named):

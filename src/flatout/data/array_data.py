@@ -124,8 +124,8 @@ class ArraySource:
             for number, earlier, ids in self._epoch(ArrayPosition(epoch, first, state=state)):
                 yield ArrayPosition(epoch, number, 0, tokens, earlier), ids
                 tokens += len(ids)
-            if first == self.held and tokens == before:
-                raise self._ended(epoch)
+            if self._drawn or (first == self.held and tokens == before):
+                raise self._ended()
             epoch, first, state = epoch + 1, self.held, None
             self.notices += epoch_notices(epoch, tokens)
 
@@ -179,8 +179,8 @@ class ArraySource:
             )
         return array.astype(self.dtype)
 
-    def _ended(self, epoch: int) -> DataError:
-        if self._once and epoch:
+    def _ended(self) -> DataError:
+        if self._drawn:
             return DataError(
                 f"the iterator given to train ended after {self._drawn:,} arrays, before the last step",
                 "give an iterable that can be read again, a function that returns a new iterator, or lower train.steps",

@@ -12,7 +12,7 @@ import bisect
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 
@@ -63,6 +63,15 @@ class Schedule:
     @classmethod
     def constant(cls, sequences: int, length: int) -> "Schedule":
         return cls((Stage(0, sequences, length),), length)
+
+    def after(self, earlier: "Schedule", step: int) -> "Schedule":
+        """This table from `step` on and `earlier` before it, so that what was read by then stays where it was."""
+        now = bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
+        following = [replace(self.stages[now], first_step=step), *self.stages[now + 1 :]]
+        kept = [stage for stage in earlier.stages if stage.first_step < step]
+        if kept and replace(kept[-1], first_step=step) == following[0]:  # the same stage goes on
+            del following[0]
+        return replace(self, stages=(*kept, *following))
 
     @functools.cached_property
     def _starts(self) -> list[int]:

@@ -29,6 +29,7 @@ from flatout.engine.saving import (
     notice_on_adapter,
     restore,
     restore_verdict,
+    resumed_schedule,
 )
 from flatout.engine.spans import SpanTotals
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, PreviewRecord, Record
@@ -53,7 +54,10 @@ def train_loop(
     `save()` is asked after every step, too: where it is true, the run saves and goes on. `recorded` is whether there is
     a record of the checkpoint that is resumed from: a kill may come between the two.
     """
-    progress = Progress() if resumed is None else restore(run, resumed)
+    progress = Progress()
+    if resumed is not None:
+        progress = restore(run, resumed)
+        run = dataclasses.replace(run, schedule=resumed_schedule(run, resumed))
     origin = None if resumed_from is None else Path(resumed_from)
     restore_verdict(progress, origin)
     if read_best(folder) != progress.best_step:  # a run taken back to an older checkpoint forgets a later best

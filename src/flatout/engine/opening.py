@@ -46,7 +46,9 @@ def open_data(
         return Opened(described_config(config, base, sources, begun=begun), samples, base)
     schedule, seed, val_tokens = _schedule_of(config), config.train.seed, config.eval.tokens
     if arrays is not None:
-        return Opened(config, _open_arrays(config, sources, arrays))
+        # Its own source is not what the run was trained on, and must not be what is resumed with.
+        own = config.data.model_copy(update={"source": None, "folder": None})
+        return Opened(config.model_copy(update={"data": own}), _open_arrays(config, sources, arrays))
     if config.data.streaming:
         _check_no_epoch_end(config, "a stream")
         stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=progress)
@@ -58,9 +60,10 @@ def open_data(
 def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Arrays) -> TrainingData:
     """Refuses first what a config asks of text that is read from files."""
     data, written = config.data, written_at(sources)
-    named = next((path for path in ("data.source", "data.folder", "chat.source") if written(path)), None)
-    if named is None and config.chat.source is not None:
-        named = "chat.source"
+    asked = {"data.source": data.source, "data.folder": data.folder, "chat.source": config.chat.source}
+    named = next(
+        (path for path, value in asked.items() if value is not None and (written(path) or path == "chat.source")), None
+    )
     if named is not None:
         raise ConfigError(f"{named} is set, and train was given data=", f"leave out {named}, or data=")
     if data.streaming or (data.packing, data.stride, data.documents) != ("concat", None, "joined"):

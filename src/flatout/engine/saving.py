@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import flatout
+from flatout.data.positions import Schedule, Stage
 from flatout.engine.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
 from flatout.engine.books import JUDGED, Progress
 from flatout.engine.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint, read_verdict
@@ -39,6 +40,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         "vocab": run.model.vocab,
         "due": dataclasses.asdict(due or Due()),
         "threads": torch.get_num_threads(),
+        "schedule": [dataclasses.astuple(stage) for stage in run.schedule.stages],
         **({} if position is None else {"stream": position}),
         **run.data.saved(),
         **({} if run.base is None else {"base": run.base}),
@@ -75,6 +77,20 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     if "tokens" not in checkpoint.state:  # saved before tokens were counted
         progress.tokens = progress.step * run.config.train.batch_tokens
     return progress
+
+
+def resumed_schedule(run: Run, checkpoint: Checkpoint) -> Schedule:
+    """The run's table from the checkpoint's step on. Before it, what the checkpoint says was read, where it does."""
+    rows, table = checkpoint.state.get("schedule"), run.schedule
+    if rows is None or run.data.facts.steps_per_epoch is not None:  # samples: every step of an epoch has its own
+        return table
+    try:
+        earlier = dataclasses.replace(table, stages=tuple(Stage(*row) for row in rows))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's state.json has no usable schedule: {error}", "name another checkpoint"
+        ) from error
+    return table.after(earlier, checkpoint.step)
 
 
 def restore_verdict(progress: Progress, origin: Path | None) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 ENGINE = Path(__file__).parents[2] / "src" / "flatout" / "engine"
 KINDS = {
     "ArrayData", "ArrayLoader", "Dataset", "DeviceLoader", "HostLoader", "SampleData", "SampleLoader", "SampleOrder",
-    "ShardData", "StreamData", "StreamDataset", "StreamLoader", "TextData", "TokenShards", "TokenStream", "WindowOrder",
+    "ShardData", "StreamData", "StreamDataset", "StreamLoader", "TokenShards", "TokenStream", "WindowOrder",
 }  # fmt: skip
 MOST_LINES = 60
 

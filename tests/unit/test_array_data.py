@@ -9,7 +9,7 @@ import torch
 
 from flatout.data.array_data import ArrayData, Arrays, open_arrays
 from flatout.data.positions import Schedule, Stage
-from flatout.data.training_data import Delivery
+from flatout.data.training_data import Delivery, Span
 from flatout.errors import DataError, UserError
 
 SCHEDULE = Schedule.constant(3, 8)
@@ -29,7 +29,7 @@ def opened(train: Any, val: Any = None, **more: Any) -> ArrayData:
 def batches(data: ArrayData, first: int, last: int, position: Any = None, workers: int = 0, schedule=SCHEDULE):
     delivery = Delivery(device=CPU, workers=workers)
     found = []
-    with data.batches(schedule, delivery, first_step=first, last_step=last, position=position) as loader:
+    with data.batches(schedule, delivery, Span(first_step=first, last_step=last), position) as loader:
         for batch in loader:
             saved = json.loads(json.dumps(loader.position()))
             found.append((batch.tokens, batch.targets, saved, loader.notices()))
@@ -168,6 +168,7 @@ def test_stages_cut_windows_here_too():
         ([np.array([3, -1])], "token id -1"),
         ([np.array([1.0, 2.0])], "is of float64"),
         ([np.ones((2, 2), int)], "has 2 dimensions"),
+        ([[[1], [2, 3]]], "has 2 dimensions"),
         ([{"input_ids": [1]}], "is a dict"),
         (["text"], "is a str"),
         (7, "a int was given"),

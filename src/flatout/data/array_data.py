@@ -27,7 +27,7 @@ from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.stream import HeldTokens, epoch_notices
 from flatout.data.tokenizer import Ids, IdTokenizer, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.training_data import DataFacts, Delivery, TextData
+from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
 from flatout.errors import ConfigError, DataError
 from flatout.files import canonical_json
 
@@ -108,12 +108,13 @@ class ArraySource:
     def first(self, tokens: int, share: float | None = None) -> tuple[Ids, int]:
         """The arrays at the beginning that hold `tokens` tokens, or a share of all, joined and cut; how many."""
         most = None if share is None or self.items is None else max(1, int(share * self.items))
-        found: list[Ids] = []
-        for _, _, ids in self._drawn_from(ArrayPosition()):
+        found, count = [np.empty(0, self.dtype)], 0
+        for number, _, ids in self._drawn_from(ArrayPosition()):
             found.append(ids)
-            if sum(map(len, found)) >= tokens or len(found) == most:
+            count += len(ids)
+            if count >= tokens or number + 1 == most:
                 break
-        return np.concatenate([np.empty(0, self.dtype), *found])[:tokens], len(found)
+        return np.concatenate(found)[:tokens], len(found) - 1
 
     def arrays(self, start: ArrayPosition) -> Generator[tuple[ArrayPosition, Ids]]:
         """Each array from `start` on, with its position, epoch after epoch."""
@@ -162,7 +163,10 @@ class ArraySource:
             number, state = number + 1, None if state_of is None else state_of()
 
     def _checked(self, item: Any, number: int) -> Ids:
-        array = np.asarray(item.detach().cpu() if isinstance(item, torch.Tensor) else item)
+        try:
+            array = np.asarray(item.detach().cpu() if isinstance(item, torch.Tensor) else item)
+        except ValueError:  # rows of different lengths
+            array = np.empty((0, 0))
         if array.ndim != 1:
             found = f"has {array.ndim} dimensions" if array.ndim else f"is a {type(item).__name__}"
             raise DataError(f"array {number} of the data {found}", "give rows of token ids: numpy, torch or lists")
@@ -279,7 +283,7 @@ class ArrayLoader(BatchLoader):
 
 
 @final
-class ArrayData(TextData):
+class ArrayData(TrainingData):
     """Arrays from a program, with the validation tokens that were read of them."""
 
     def __init__(
@@ -293,23 +297,12 @@ class ArrayData(TextData):
         self.facts = DataFacts(fingerprint=fingerprint, place=PLACE, train_tokens=None)
 
     def batches(
-        self,
-        schedule: Schedule,
-        delivery: Delivery,
-        *,
-        first_step: int,
-        last_step: int,
-        position: dict[str, Any] | None = None,
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> BatchLoader:
-        span = {"first_step": first_step, "last_step": last_step, "device": delivery.device}
-        return ArrayLoader(self.source, schedule, workers=delivery.workers, position=position, **span)
+        how = {"device": delivery.device, "workers": delivery.workers}
+        return ArrayLoader(self.source, schedule, position=position, **how, **span)
 
     def notices(self, delivery: Delivery) -> Iterable[str]:
-        del delivery
         if self.source.held:
             held, tokens = self.source.held, self.val.tokens
             yield f"the first {held:,} arrays, {tokens:,} tokens, are held out for validation (val= gives others)"
-
-    def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
-        del position
-        return ()

@@ -1,6 +1,6 @@
 """Samples as the data of a run: how they are ordered, share rows, and are shown to people."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -20,7 +20,7 @@ from flatout.data.sample_loader import (
 )
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.tokenizer import Ids, ModelTokenizer
-from flatout.data.training_data import DataFacts, Delivery
+from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
 
 _COUNTS = (
     "rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
@@ -44,7 +44,7 @@ class SampleSplit:
 
 @final
 @dataclass(kw_only=True, eq=False)
-class SampleData:
+class SampleData(TrainingData):
     """The samples of a run; `batch_samples` is how many a step was asked to take, `described` their model."""
 
     sample_set: SampleSet
@@ -59,7 +59,6 @@ class SampleData:
     val_samples: Samples
     val_tokens: int | None
     opening_notices: tuple[str, ...] = ()
-    tokens_per_byte: float | None = None
 
     @property
     def train(self) -> Samples:
@@ -92,18 +91,11 @@ class SampleData:
         return {"row_tokens": self.row_tokens, "packing": self.packing, "joined": joined}
 
     def batches(
-        self,
-        schedule: Schedule,
-        delivery: Delivery,
-        *,
-        first_step: int,
-        last_step: int,
-        position: dict[str, Any] | None = None,
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> BatchLoader:
-        del position  # the step number says it all
-        span = {"first_step": first_step, "last_step": last_step, "device": delivery.device}
-        how = {**self.rows(delivery.joined), "micro_batch": delivery.micro_batch, "workers": delivery.workers}
-        return SampleLoader(self.train, self.order, schedule, **how, **span)
+        rows = {**self.rows(delivery.joined), "micro_batch": delivery.micro_batch}
+        how = {"device": delivery.device, "workers": delivery.workers}
+        return SampleLoader(self.train, self.order, schedule, **rows, **how, **span)
 
     def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
         some = first_samples(self.val_samples, self.val_tokens)
@@ -139,17 +131,12 @@ class SampleData:
             f"{'step' if padding.steps == 1 else 'steps'})"
         )
 
-    def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
-        del position
-        return ()
-
     def preview(self) -> tuple[tuple[str, bool], ...]:
         """The first sample in pieces that are learned or not, as people should see it before they train on it."""
         return tuple((piece.text, piece.labelled) for piece in preview(*self.train.sample(0), self.tokenizer))
 
     def prompt(self, text: str) -> list[int]:
         """The first held-out sample up to its first label: something to answer, as the model will be asked."""
-        del text
         ids, labelled = self.val_samples.sample(0)
         first = int(labelled.argmax()) if labelled.any() else len(ids)
         return ids[: max(1, first)].tolist()

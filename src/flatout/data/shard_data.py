@@ -1,6 +1,6 @@
 """Prepared shards as the data of a run: verified, packed where that is asked for, read by the step number alone."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -16,7 +16,7 @@ from flatout.data.pack import Progress
 from flatout.data.positions import Schedule
 from flatout.data.prepare import check_complete, prepare_data
 from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
-from flatout.data.training_data import DataFacts, Delivery, TextData
+from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
 
 LARGE_CORPUS = 4 * 2**30  # bytes
 
@@ -42,7 +42,7 @@ def open_shards(
 
 
 @final
-class ShardData(TextData):
+class ShardData(TrainingData):
     """A dataset in shards, with the windows and the order in which they are read."""
 
     def __init__(
@@ -72,33 +72,20 @@ class ShardData(TextData):
         )
 
     def batches(
-        self,
-        schedule: Schedule,
-        delivery: Delivery,
-        *,
-        first_step: int,
-        last_step: int,
-        position: dict[str, Any] | None = None,
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> BatchLoader:
-        del position  # the step number says it all
-        span = {"first_step": first_step, "last_step": last_step, "device": delivery.device}
-        plan = {"stride": self.stride, "packing": self.packing, **span}
+        plan = {"stride": self.stride, "packing": self.packing, "device": delivery.device, **span}
         if delivery.resident:
             return DeviceLoader(self.train, self.order, schedule, **plan)
         rows = {"apart": self.apart, "micro_batch": delivery.micro_batch}
         return HostLoader(self.train, self.order, schedule, workers=delivery.workers, **rows, **plan)
 
     def notices(self, delivery: Delivery) -> Iterator[str]:
-        del delivery
         yield from notices_on_folder(Path(self.train.folder))
         packing = self.packing
         if packing is not None:
             share, alone = packing.padding, packing.remainder
             yield f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
-
-    def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
-        del position
-        return ()
 
 
 def notices_on_folder(folder: Path) -> Iterator[str]:

@@ -8,11 +8,11 @@ from flatout.data.positions import Schedule
 from flatout.data.stream import TOLD_PROBLEMS, StreamDataset
 from flatout.data.stream_loader import StreamLoader
 from flatout.data.stream_parts import Position
-from flatout.data.training_data import DataFacts, Delivery, TextData
+from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
 
 
 @final
-class StreamData(TextData):
+class StreamData(TrainingData):
     """A source that is trained on as it is read."""
 
     def __init__(self, dataset: StreamDataset, schedule: Schedule, *, seed: int, val_tokens: int | None) -> None:
@@ -22,20 +22,14 @@ class StreamData(TextData):
         self.facts = DataFacts(fingerprint=dataset.manifest.fingerprint, place=place, train_tokens=None)
 
     def batches(
-        self,
-        schedule: Schedule,
-        delivery: Delivery,
-        *,
-        first_step: int,
-        last_step: int,
-        position: dict[str, Any] | None = None,
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> BatchLoader:
-        span = {"first_step": first_step, "last_step": last_step, "device": delivery.device}
         start = None if position is None else Position(**position)
-        return StreamLoader(self.dataset.train, schedule, seed=self.seed, position=start, **span)
+        return StreamLoader(
+            self.dataset.train, schedule, seed=self.seed, position=start, device=delivery.device, **span
+        )
 
     def notices(self, delivery: Delivery) -> Iterable[str]:
-        del delivery
         return self.dataset.notices
 
     def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:

@@ -4,11 +4,12 @@ Setup and loop know this protocol and no kind: what comes first, batches from a 
 notices, and what a checkpoint keeps. A kind lives in a module of its own and is opened by `engine/opening.py`.
 """
 
+import abc
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -53,96 +54,53 @@ class DataFacts:
     samples: dict[str, Any] | None = None  # as `RunInfo` has them
 
 
-class TrainingData(Protocol):
-    """The questions. `schedule` is the table of positions that the config asks for, `stops` end a generated text."""
+class Span(TypedDict):
+    """Steps from `first_step` to the one before `last_step`."""
 
-    @property
-    def facts(self) -> DataFacts: ...
-    @property
-    def schedule(self) -> Schedule: ...
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def val(self) -> Tokens: ...
-    @property
-    def stops(self) -> tuple[int, ...]: ...
-    @property
-    def tokens_per_byte(self) -> float | None: ...
-
-    def batches(
-        self,
-        schedule: Schedule,
-        delivery: Delivery,
-        *,
-        first_step: int,
-        last_step: int,
-        position: dict[str, Any] | None = None,
-    ) -> BatchLoader:
-        """The batches of some steps. `position` is what a loader said of itself before `first_step`, if anything."""
-        ...
-
-    def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
-        """The validation set, at full length."""
-        ...
-
-    def notices(self, delivery: Delivery) -> Iterable[str]:
-        """What to say before the first step."""
-        ...
-
-    def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
-        """What to say after the last step, at the position where it ended."""
-        ...
-
-    def largest(self, delivery: Delivery) -> LargestRows | None:
-        """The largest micro-batch; None where all are whole windows."""
-        ...
-
-    def prompt(self, text: str) -> list[int]:
-        """What a sample goes on from, `text` where the data has nothing of its own."""
-        ...
-
-    def preview(self) -> tuple[tuple[str, bool], ...]:
-        """Pieces of text, and whether each is learned, to look at before training; nothing where all of it is."""
-        ...
-
-    def saved(self) -> dict[str, Any]:
-        """What a checkpoint carries of the data besides fingerprint, tokenizer and position."""
-        ...
+    first_step: int
+    last_step: int
 
 
-class TextData:
-    """The answers of all data that is plain text: everything is learned, and it is generated without an end."""
+class TrainingData(abc.ABC):
+    """The questions, with the answers of plain text: all of it is learned, and it is generated without an end."""
 
-    schedule: Schedule
+    facts: DataFacts
+    schedule: Schedule  # the table of positions that the config asks for
     tokenizer: Tokenizer
     val: Tokens
     val_tokens: int | None  # at most so many are evaluated on
     apart: bool = False  # a document does not see the one before it
-    stops: tuple[int, ...] = ()
+    stops: tuple[int, ...] = ()  # tokens that end a generated text
 
-    @property
-    def tokens_per_byte(self) -> float | None:
-        return self._tokens_per_byte
+    @abc.abstractmethod
+    def batches(
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
+    ) -> BatchLoader:
+        """The batches of some steps. `position` is what a loader said of itself before the first of them, if any."""
 
-    @functools.cached_property
-    def _tokens_per_byte(self) -> float | None:
-        return tokens_per_byte(self.val, self.tokenizer, apart=self.apart)
+    @abc.abstractmethod
+    def notices(self, delivery: Delivery) -> Iterable[str]:
+        """What to say before the first step."""
+
+    def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
+        """What to say after the last step, at the position where it ended."""
+        return ()
 
     def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
-        return evaluation_batches(
-            self.val,
-            context=self.schedule.longest,
-            batch_size=batch_size,
-            device=delivery.device,
-            most_tokens=self.val_tokens,
-            apart=self.apart,
-        )
+        """The validation set, at full length."""
+        shape = {"context": self.schedule.longest, "batch_size": batch_size, "device": delivery.device}
+        return evaluation_batches(self.val, most_tokens=self.val_tokens, apart=self.apart, **shape)
+
+    @functools.cached_property
+    def tokens_per_byte(self) -> float | None:
+        return tokens_per_byte(self.val, self.tokenizer, apart=self.apart)
 
     def largest(self, delivery: Delivery) -> LargestRows | None:
-        del delivery
+        """The largest micro-batch; None where all are whole windows."""
         return None
 
     def prompt(self, text: str) -> list[int]:
+        """What a sample goes on from, `text` where the data has nothing of its own."""
         try:
             prompt = self.tokenizer.encode(text).tolist()
         except DataError:  # a prompt the vocabulary cannot spell must not end the run
@@ -150,9 +108,11 @@ class TextData:
         return prompt or self.val.read(0, 1).tolist()
 
     def preview(self) -> tuple[tuple[str, bool], ...]:
+        """Pieces of text, and whether each is learned, to look at before training; nothing where all of it is."""
         return ()
 
     def saved(self) -> dict[str, Any]:
+        """What a checkpoint carries of the data besides fingerprint, tokenizer and position."""
         return {}
 
 

@@ -11,7 +11,7 @@ import torch
 from flatout.config.schema import RunConfig
 from flatout.data.batch import Batch, BatchLoader
 from flatout.data.positions import Schedule
-from flatout.data.training_data import Delivery, TrainingData
+from flatout.data.training_data import Delivery, Span, TrainingData
 from flatout.device import arithmetic, memory_limit, peak_memory_bytes
 from flatout.engine.adapter_folder import files_beside
 from flatout.engine.base_model import Base
@@ -66,8 +66,7 @@ class Run:
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:
         """The training batches from `first_step` to the end; `position` is what the checkpoint of that step says."""
         delivery = delivery_of(self.speed, self.step.micro_batch)
-        span = {"first_step": first_step, "last_step": self.steps}
-        return self.data.batches(self.schedule, delivery, position=position, **span)
+        return self.data.batches(self.schedule, delivery, Span(first_step=first_step, last_step=self.steps), position)
 
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
         """The validation set, in batches of a micro-batch unless told otherwise."""

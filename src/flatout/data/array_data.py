@@ -88,8 +88,10 @@ class ArraySource:
     """The arrays of an object from Python, checked, from any position on and without end."""
 
     def __init__(self, given: Any, vocab: int, seed: int) -> None:
+        self._given: Any = given
         indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
-        if not (indexed or callable(given) or hasattr(given, "__iter__")):
+        self._called = not indexed and not hasattr(given, "__iter__")
+        if self._called and not callable(self._given):
             raise DataError(
                 f"a {type(given).__name__} was given to train as data",
                 "give an iterable of token arrays, a function that returns an iterator, or a torch Dataset",
@@ -97,11 +99,9 @@ class ArraySource:
         self.vocab, self.dtype = vocab, token_dtype(vocab)
         self.seed = seed
         self.held = 0  # arrays at the beginning that are not trained on
-        self.items: int | None = len(given) if indexed else None
+        self.items: int | None = len(self._given) if indexed else None
         self.notices: list[str] = []
-        self._given = given
-        self._called = not indexed and not hasattr(given, "__iter__")
-        self._once = not indexed and not self._called and iter(given) is given
+        self._once = not indexed and not self._called and iter(self._given) is given
         self._drawn = 0  # of an iterator that can be read once
         self._begin: str | None = None  # the state of an iterable before anything was drawn
 
@@ -142,7 +142,7 @@ class ArraySource:
 
     def _drawn_from(self, start: ArrayPosition) -> Iterator[tuple[int, str | None, Ids]]:
         """(number, state before it, array) in the order of the object itself."""
-        made = self._given() if self._called else self._given
+        made: Any = self._given() if self._called else self._given
         number, state_of = self._drawn, _state_of(made)
         if state_of is not None:
             self._begin = self._begin or state_of()

@@ -316,8 +316,8 @@ def _packed_rows(raw: _Raw, reading: Reading) -> PackedRows:
     assert documents is not None
     if raw.sources is None:
         targets_BT, documents = _within(targets_BT, documents), documents[:, :-1].contiguous()
-    rows = (_cut(tokens_BT, reading), _cut_documents(documents, reading), _cut(targets_BT, reading))
-    return PackedRows(*(tensor.numpy() for tensor in rows))
+    documents = _cut_documents(documents, reading)
+    return PackedRows(_cut(tokens_BT, reading).numpy(), documents.numpy(), _cut(targets_BT, reading).numpy())
 
 
 def _within(targets_BT: torch.Tensor, documents_BW: torch.Tensor) -> torch.Tensor:

@@ -153,6 +153,8 @@ def train(
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
     messages: list[str] = []
+    if val is not None and data is None:
+        raise UsageError("train was given val= without data=", "give data= too, or set data.val_source in the config")
     arrays = None if data is None else Arrays(data, val)
     check_trackers(_plain(config).output.trackers)
     folder = choose_folder(_plain(config).output, resume)

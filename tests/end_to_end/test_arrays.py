@@ -7,7 +7,7 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
-from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.records import NoticeRecord, RunInfo, StepRecord
 from tests.conftest import TINY
 
@@ -78,6 +78,11 @@ def test_other_arrays_are_refused_when_a_run_resumes():
 def test_what_is_for_text_from_files_is_refused(words: list[str], error: str):
     with pytest.raises(ConfigError, match=error):
         next(flatout.train(config(*words), data=arrays))
+
+
+def test_validation_arrays_alone_are_refused():
+    with pytest.raises(UsageError, match="val= without data="):
+        next(flatout.train(config(), val=[np.arange(9)]))
 
 
 def test_a_tokenizer_gives_text_and_its_ids_are_checked():

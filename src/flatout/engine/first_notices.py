@@ -37,7 +37,7 @@ def notices_on_weights(
 ) -> Iterator[str]:
     """`weights` is whether they come from elsewhere, and not from a checkpoint of the run."""
     if start is not None:
-        yield start.remark
+        yield start.notice
     base = quantized_base(model)
     if base is not None:
         yield (

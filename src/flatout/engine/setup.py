@@ -260,8 +260,13 @@ def _make_shapes_anew(step: TrainStep, model: GPT, speed: Speed, graph: MicroBat
         if speed.compile != "off":
             torch._dynamo.reset()  # code for a shape that never comes again only holds memory
 
+    current: int | None = None
+
     def use_window(window: int | None) -> None:
-        model.use_window(window)
+        nonlocal current
+        if window != current:
+            model.use_window(window)
+            current = window
         if graph is not None:
             graph.window = window  # each window has recordings of its own
 

@@ -41,15 +41,16 @@ import torch
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import IN_PYTHON
-from flatout.data.loader import Batch
+from flatout.data.batch import Batch
+from flatout.data.positions import Schedule
 from flatout.data.sample_loader import SampleLoader, SampleOrder
 from flatout.data.samples import Samples
 from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fine_tuning import adapter_plan
 from flatout.engine.graphs import MicroBatchGraph, Recorder
-from flatout.engine.news import News
-from flatout.engine.setup import device_scope
+from flatout.engine.notices import Notices
+from flatout.engine.run import device_scope
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import only_adapters
 from flatout.errors import UserError
@@ -142,7 +143,7 @@ def our_step(config: RunConfig, *, mixed: bool, small: bool) -> tuple[TrainStep,
     if speed.cuda_graphs:
         how = {"prepare": model.prepare, "forget": adapters.forget}
         step.run_micro_batch = MicroBatchGraph(
-            step.forward_backward, model, News(), Recorder(device.torch_device), **how
+            step.forward_backward, model, Notices(), Recorder(device.torch_device), **how
         )
     return step, speed
 
@@ -153,7 +154,8 @@ def batches_of(config: RunConfig, speed: Speed, *, mixed: bool, small: bool) -> 
     span = {"first_step": 0, "last_step": order.steps_per_epoch, "device": speed.device.torch_device}
     joined = speed.execution.document_attention in BY_BOUNDS or speed.execution.kernels == "triton"
     rows = {"row_tokens": config.model.context, "packing": mixed, "joined": joined, "micro_batch": speed.micro_batch}
-    return SampleLoader(samples, order, workers=speed.workers, **rows, **span)
+    schedule = Schedule.constant(order.batch_samples, config.model.context)
+    return SampleLoader(samples, order, schedule, workers=speed.workers, **rows, **span)
 
 
 def recorded(
@@ -189,7 +191,7 @@ def ours(words: list[str], *, mixed: bool, small: bool, profile: bool) -> dict[s
         batch = next(feed)
         row["losses"] = [round(loss, 4), round(float(step(batch.tokens, batch.targets, batch.packed)[0]), 4)]
     if isinstance(graph := step.run_micro_batch, MicroBatchGraph):
-        row |= {"recordings": len(graph.recordings), "news": graph.news.take()}
+        row |= {"recordings": len(graph.recordings), "news": graph.notices.take()}
         # In no peak of torch's, and there all the time.
         row["peak_gib"] = round(max(row["peak_gib"], (torch.cuda.memory_allocated() + graph.held_bytes) / 2**30), 2)
     if batch.packed is not None:

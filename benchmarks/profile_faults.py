@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from flatout.config.load import load_config
 from flatout.diagnose.profile import ProfileReport, fitted, profile_run
-from flatout.engine.setup import Run
+from flatout.engine.run import Run
 from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.tuning.measure import WARMUP, Steps, borrowed_run
 from flatout.tuning.practice_data import practice_data

@@ -36,6 +36,7 @@ import numpy as np
 from flatout.data.best_fit import best_fit
 from flatout.data.loader import HostLoader, pack_documents, window_order
 from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
+from flatout.data.positions import Schedule
 from flatout.data.sampler import window_starts
 from flatout.data.shards import TokenShards
 from flatout.data.tokenizer import ByteTokenizer
@@ -213,10 +214,11 @@ def measure_loader(folder: Path, size: int, packing: str) -> dict[str, Any]:
     batches = size // (SEQUENCES * CONTEXT * 2)
     set_cache(folder, "cold")
     memory, rates, read = [], [], disk_bytes()
-    arguments: dict[str, Any] = {"batch_size": SEQUENCES, "context": CONTEXT, "stride": CONTEXT, "device": "cpu"}
+    arguments: dict[str, Any] = {"stride": CONTEXT, "device": "cpu"}
     arguments["packing"] = packed
+    schedule = Schedule.constant(SEQUENCES, CONTEXT)
     usage_before = cpu_seconds()
-    with HostLoader(shards, order, workers=1, first_step=0, last_step=batches, **arguments) as loader:
+    with HostLoader(shards, order, schedule, workers=1, first_step=0, last_step=batches, **arguments) as loader:
         next(loader)
         memory.append(memory_mib())
         began = last = time.perf_counter()

@@ -36,7 +36,7 @@ from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import IN_PYTHON
 from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import resolve_speed
-from flatout.engine.setup import device_scope
+from flatout.engine.run import device_scope
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import all_weights
 from flatout.model.gpt import GPT, build_model

@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from flatout.engine.setup import Run
+from flatout.engine.run import Run
 
 WARM_UPS, WATCHED = 3, 3  # in the first ones kernels are made, and graphs recorded
 

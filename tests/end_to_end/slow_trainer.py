@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from flatout import cli
-from flatout.engine import checkpoint, loop
+from flatout.engine import boundary, checkpoint
 
 if __name__ == "__main__":
     delay, phase = float(sys.argv[1]), Path(sys.argv[2])
-    real_sync, real_write, real_verdict = checkpoint.sync_and_hash, loop.write_checkpoint, loop.write_verdict
+    real_sync, real_write, real_verdict = checkpoint.sync_and_hash, boundary.write_checkpoint, boundary.write_verdict
 
     def slow_sync(path: Path) -> dict[str, Any]:
         time.sleep(delay)
@@ -34,5 +34,5 @@ if __name__ == "__main__":
         phase.write_text("training")
 
     checkpoint.sync_and_hash = slow_sync
-    loop.write_checkpoint, loop.write_verdict = write_checkpoint, write_verdict
+    boundary.write_checkpoint, boundary.write_verdict = write_checkpoint, write_verdict
     sys.exit(cli.main(["train", *sys.argv[3:]]))

@@ -15,7 +15,8 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.engine import loop
-from flatout.engine.loop import Progress, capture
+from flatout.engine.books import Progress
+from flatout.engine.saving import capture
 from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, DataError, DivergedError, ResourceError, UsageError
 from flatout.tuning import lr_range, study

@@ -11,6 +11,7 @@ import torch
 from flatout import api
 from flatout.cli import main
 from flatout.config.load import load_config
+from flatout.engine import run as run_module
 from flatout.engine import setup
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.fine_tuning import open_sample_data
@@ -128,7 +129,7 @@ def test_packing_and_micro_batches_do_not_change_the_loss(words):
 def test_rows_joined_to_one_do_not_change_the_loss(words, monkeypatch):
     """As on a GPU, where attention goes by bounds; here the mask does for one long row, too."""
     expected = losses(list(api.train(load_config("lora", words("output.name=rows", "speed.micro_batch=2")))))
-    monkeypatch.setattr(setup, "BY_BOUNDS", ("sdpa",))
+    monkeypatch.setattr(run_module, "BY_BOUNDS", ("sdpa",))
     for size in (8, 2):
         records = list(api.train(load_config("lora", words(f"output.name=joined{size}", f"speed.micro_batch={size}"))))
         assert losses(records) == pytest.approx(expected, rel=5e-5)
@@ -140,7 +141,7 @@ def test_out_of_memory_recordings_are_given_up_before_the_run(words, monkeypatch
     """A single row cannot be halved, but graphs hold memory of their own."""
     loaded = load_config("lora", words("chat.batch_samples=1"))
     expected, run = setup.setup_run(loaded), setup.setup_run(loaded)
-    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.news, FakeRecorder())
+    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
     run.step.run_micro_batch = graph
     real, failures = GPT.forward, iter([True])
 
@@ -156,7 +157,7 @@ def test_out_of_memory_recordings_are_given_up_before_the_run(words, monkeypatch
         monkeypatch.setattr(GPT, "forward", forward)
         told = attempt_step(run, batch)
         assert isinstance(told, str)
-        assert "going on without CUDA graphs" in use_less_memory(run, batch.tokens.shape[0], told)
+        assert "going on without CUDA graphs" in use_less_memory(run, batch, told)
         report = attempt_step(run, batch)
     assert isinstance(report, torch.Tensor)
     assert torch.equal(report, right)
@@ -168,14 +169,14 @@ def test_out_of_memory_recordings_are_given_up_before_the_run(words, monkeypatch
 def test_out_of_memory_beside_recordings_leaves_the_micro_batch_as_it_is(words, monkeypatch):
     """A shape that comes for the first time needs its memory beside that of the recordings."""
     run = setup.setup_run(load_config("lora", words("speed.micro_batch=2", "chat.packing=false")))
-    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.news, FakeRecorder())
+    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
     run.step.run_micro_batch = graph
     with run.batches(0) as loader:
         batch = next(loader)
         assert isinstance(attempt_step(run, batch), torch.Tensor)
         assert graph.recordings
         for told in ("cuda_graphs became off: no room: going on without", "no room: going on with micro-batches of 1"):
-            assert use_less_memory(run, batch.tokens.shape[0], "no room").startswith(told)
+            assert use_less_memory(run, batch, "no room").startswith(told)
             assert isinstance(attempt_step(run, batch), torch.Tensor)
 
 
@@ -215,12 +216,12 @@ def test_chat_and_merge_after_a_run(words, capsys):
 
 
 def test_the_samples_of_a_run_are_those_of_its_template(words):
-    data = open_sample_data(load_config("lora", words()).config, None)
-    ids, labelled = data.train.samples.sample(0)
+    _, data = open_sample_data(load_config("lora", words()).config, None)
+    ids, labelled = data.train.sample(0)
     learned = data.tokenizer.decode(ids[labelled])
     assert learned.startswith("It is ")
     assert learned.endswith("<|im_end|>")
-    assert data.tokenizer.decode(data.prompt()).endswith("<|im_start|>assistant\n")
+    assert data.tokenizer.decode(data.prompt("")).endswith("<|im_start|>assistant\n")
 
 
 @NEEDS_BITSANDBYTES

@@ -179,9 +179,9 @@ def test_a_run_with_less_context_than_its_base_leaves_eigenstates_as_they_were(w
 
 
 def test_a_checkpoint_from_before_there_was_a_hash_still_loads(words, monkeypatch):
-    from flatout.engine import loop
+    from flatout.engine import boundary
 
-    capture = loop.capture
+    capture = boundary.capture
 
     def without(*arguments):
         checkpoint = capture(*arguments)
@@ -189,7 +189,7 @@ def test_a_checkpoint_from_before_there_was_a_hash_still_loads(words, monkeypatc
         checkpoint.state.pop("stops")
         return checkpoint
 
-    monkeypatch.setattr(loop, "capture", without)
+    monkeypatch.setattr(boundary, "capture", without)
     run(words())
     assert api.load_model("runs/lora", device="cpu").adapters is not None
     assert isinstance(run(words("train.steps=4", "output.name=more"))[-1], EndRecord)

@@ -9,7 +9,8 @@ import torch
 from flatout import api
 from flatout.config.load import load_config
 from flatout.engine.graphs import MicroBatchGraph
-from flatout.engine.setup import Run, setup_run
+from flatout.engine.run import Run
+from flatout.engine.setup import setup_run
 from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRecord
 from tests.chat_models import write_chat_model
 
@@ -57,7 +58,7 @@ def test_recorded_steps_are_exact(more):
     run, reports = steps_of(*EXACT, "speed.cuda_graphs=on", *more)
     graph = run.step.run_micro_batch
     assert isinstance(graph, MicroBatchGraph)
-    assert graph.recordings, run.news.take()
+    assert graph.recordings, run.new_notices.take()
     assert all(torch.equal(a, b) for a, b in zip(reports, expected, strict=True))
 
 
@@ -68,7 +69,7 @@ def test_recorded_steps_by_bounds_learn_the_same(kernels, more):
     for graphs in ("off", "on"):
         run, reports = steps_of(f"speed.kernels={kernels}", f"speed.cuda_graphs={graphs}", *more)
         results[graphs] = torch.stack(reports)[:, 0]
-        assert not [message for message in run.news.take() if "became off" in message]
+        assert not [message for message in run.new_notices.take() if "became off" in message]
         if graphs == "on":
             graph = run.step.run_micro_batch
             assert isinstance(graph, MicroBatchGraph)

@@ -10,7 +10,8 @@ import flatout
 from flatout.config.load import load_config
 from flatout.engine.compiling import compile_counts
 from flatout.engine.graphs import MicroBatchGraph
-from flatout.engine.setup import Run, setup_run
+from flatout.engine.run import Run
+from flatout.engine.setup import setup_run
 from flatout.ops.flash_attention_4 import fa4_missing
 from flatout.records import NoticeRecord, RunInfo, SampleRecord, StepRecord
 from tests.end_to_end.no_waits import take_steps_without_waiting
@@ -166,7 +167,7 @@ def test_graphs_give_the_same_numbers_exactly(kernels, checkpointing):
     run, reports = steps_of(*words, "speed.cuda_graphs=on")
     graph = run.step.run_micro_batch
     assert isinstance(graph, MicroBatchGraph)
-    assert len(graph.recordings) == 1, run.news.take()
+    assert len(graph.recordings) == 1, run.new_notices.take()
     assert all(torch.equal(a, b) for a, b in zip(reports, expected, strict=True))
 
 
@@ -205,7 +206,7 @@ def test_graphs_are_automatic_for_small_models_and_recorded_anew_for_another_mic
             run.step(batch.tokens, batch.targets)
     assert len(graph.recordings) == 1
     assert list(graph.recordings.values()) != first
-    assert run.news.take() == []
+    assert run.new_notices.take() == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import flatout
 from flatout.config.load import load_config
 from flatout.config.schema import LoraConfig, ModelConfig
 from flatout.device import Device
-from flatout.engine import loop, setup
+from flatout.engine import boundary, fit_check, setup
 from flatout.engine.checkpoint import list_checkpoints
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, UserError
 from flatout.model.count import estimate_memory
@@ -216,7 +216,7 @@ def test_api_generates_text_in_pieces_that_join(tiny):
 
 
 def test_a_nan_evaluation_is_never_the_best(tiny, monkeypatch: pytest.MonkeyPatch):
-    real, calls = loop.evaluate, 0
+    real, calls = boundary.evaluate, 0
 
     def first_is_nan(*args) -> tuple[float, int]:
         nonlocal calls
@@ -224,7 +224,7 @@ def test_a_nan_evaluation_is_never_the_best(tiny, monkeypatch: pytest.MonkeyPatc
         loss, tokens = real(*args)
         return (math.nan if calls == 1 else loss), tokens
 
-    monkeypatch.setattr(loop, "evaluate", first_is_nan)
+    monkeypatch.setattr(boundary, "evaluate", first_is_nan)
     evals = of(list(flatout.train(tiny("train.steps=6", "eval.every=2"))), EvalRecord)
     assert [record.best for record in evals] == [False, True, True]
 
@@ -235,9 +235,9 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
     need = estimate_memory(model, 50257, micro_batch=256, half=True, compiled=True, execution=Execution())
     card = Device(torch_device=torch.device("cuda", 0), name="a card", memory_bytes=24 * 2**30, capability=(8, 9))
     with pytest.raises(DoesNotFitError, match="GiB, a card has 24") as refused:
-        setup.check_fits(need, card)
+        fit_check.check_fits(need, card)
     assert refused.value.exit_code == 5
-    setup.check_fits(
+    fit_check.check_fits(
         estimate_memory(model, 50257, micro_batch=8, half=True, compiled=True, execution=Execution()), card
     )
 

@@ -137,21 +137,21 @@ def test_bits_per_byte_are_those_of_the_tokens_that_are_foretold(many, tokenizer
     """Every number counted by hand: targets of the evaluation, and bytes of the documents without their first token."""
     run = setup_run(many(f"data.tokenizer={tokenizer}", "eval.tokens=null"))
     foretold = sum(int((batch.targets != IGNORED).sum()) for batch in run.evaluation())
-    val, decode = run.dataset.val, run.dataset.tokenizer.decode
+    val, decode = run.data.val, run.data.tokenizer.decode
     starts = val.document_starts().astype(int).tolist()
     texts = [val.read(a, b - a)[1:-1] for a, b in zip(starts, [*starts[1:], val.tokens], strict=True)]
     size = sum(len(decode(ids).encode()) for ids in texts)
-    assert run.tokens_per_byte == pytest.approx(foretold / size)
+    assert run.data.tokens_per_byte == pytest.approx(foretold / size)
     joined = setup_run(many(f"data.tokenizer={tokenizer}", "data.documents=joined"))
-    assert joined.tokens_per_byte == pytest.approx(val.tokens / val.text_bytes)
-    assert joined.tokens_per_byte != pytest.approx(run.tokens_per_byte, rel=1e-3)
+    assert joined.data.tokens_per_byte == pytest.approx(val.tokens / val.text_bytes)
+    assert joined.data.tokens_per_byte != pytest.approx(run.data.tokens_per_byte, rel=1e-3)
 
 
 def test_arithmetic_of_documents_that_are_longer_than_a_window(many):
     """A document of many windows weighs as many windows, and not as one."""
     run = setup_run(many("model.context=16"))
-    starts = run.dataset.train.document_starts().astype(np.int64)
-    lengths = np.diff(starts, append=run.dataset.train.tokens)
+    starts = run.data.train.document_starts().astype(np.int64)
+    lengths = np.diff(starts, append=run.data.train.tokens)
     assert (lengths > 16).any()
     pieces = [min(16, length - begin) for length in lengths for begin in range(0, length, 16)]
     mean = sum(piece**2 for piece in pieces) / sum(pieces)

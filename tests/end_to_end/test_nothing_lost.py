@@ -15,7 +15,7 @@ import torch
 import flatout
 from flatout import cli
 from flatout.api import training
-from flatout.engine import diverged, loop, run_folder
+from flatout.engine import boundary, diverged, run_folder
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
 from flatout.model.gpt import GPT
@@ -246,12 +246,12 @@ def test_a_stop_waits_until_no_bad_steps_are_counted(tiny, monkeypatch):
 
 def test_a_checkpoint_that_is_not_finite_is_told_and_passed_over(tiny, monkeypatch):
     words = ["train.steps=6", "checkpoint.every=2", "checkpoint.keep=1", "checkpoint.best=false", "output.folder=run"]
-    real = loop.quick_loss
+    real = boundary.quick_loss
 
     def found(run, size):
         return (math.nan, size, []) if int(run.step.updates) == 4 else real(run, size)
 
-    monkeypatch.setattr(loop, "quick_loss", found)
+    monkeypatch.setattr(boundary, "quick_loss", found)
     records = []
     for record in flatout.train(tiny(*words)):
         records.append(record)
@@ -274,7 +274,7 @@ def test_an_evaluation_that_fails_costs_nothing(tiny, monkeypatch):
         raise ValueError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "evaluate", fails)
+        patch.setattr(boundary, "evaluate", fails)
         with pytest.raises(ValueError, match="planted"):
             list(flatout.train(tiny(*words)))
     verify_checkpoint(Path("run/checkpoints/step-00000004"))
@@ -311,20 +311,22 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize("where", ["write_verdict", "write_json_atomically", "keep_newest", "_sample", "evaluate"])
+@pytest.mark.parametrize(
+    "where", ["write_verdict", "write_json_atomically", "keep_newest", "generate_tokens", "evaluate"]
+)
 def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monkeypatch, where):
     words = ["train.steps=6", "checkpoint.every=2", "eval.every=2", "eval.sample_every=2", "eval.patience=3"]
     list(flatout.train(tiny(*words, "output.folder=reference")))
     for nth in (1, 2):
         with monkeypatch.context() as patch:
-            real, calls = getattr(loop, where), itertools.count(1)
+            real, calls = getattr(boundary, where), itertools.count(1)
 
             def dies(*args, real=real, calls=calls, nth=nth, **options):
                 if next(calls) == nth:
                     raise Killed
                 return real(*args, **options)
 
-            patch.setattr(loop, where, dies)
+            patch.setattr(boundary, where, dies)
             with pytest.raises(Killed):
                 list(flatout.train(tiny(*words, f"output.folder=run{nth}")))
         list(flatout.train(tiny(*words, f"output.folder=run{nth}"), resume="auto"))
@@ -342,7 +344,7 @@ def test_a_kill_before_the_verdict_on_a_best_checkpoint_loses_no_record(tiny, mo
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "write_verdict", dies)
+        patch.setattr(boundary, "write_verdict", dies)
         with pytest.raises(Killed):
             list(flatout.train(tiny(*words, "output.folder=run")))
     assert read_checkpoint(Path("run/checkpoints/step-00000002")).step == 2

@@ -20,7 +20,8 @@ import torch
 from flatout.device import Device
 from flatout.diagnose import profile as profiling
 from flatout.diagnose.profile import can_have, fitted, named_ranges, profile_run, quiet_profiler
-from flatout.engine.setup import Run, setup_run
+from flatout.engine.run import Run
+from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.tuning.measure import borrowed_run
 from flatout.verbs import profile as verb

@@ -10,9 +10,10 @@ import torch
 import flatout
 from flatout.cli import main
 from flatout.config.load import LoadedConfig
+from flatout.engine.books import Progress
 from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
-from flatout.engine.loop import Progress, capture, restore
 from flatout.engine.run_folder import read_best
+from flatout.engine.saving import capture, restore
 from flatout.engine.setup import setup_run
 from flatout.engine.step import LossScale
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError

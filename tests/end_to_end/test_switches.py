@@ -168,10 +168,10 @@ def test_a_graph_break_is_counted_and_explained(tiny, monkeypatch):
         batch = next(iter(loader))
         run.step(batch.tokens, batch.targets)
     torch._dynamo.reset()
-    told = run.news.take()
+    told = run.new_notices.take()
     assert len(told) == 1
     assert "2 graph breaks (" in told[0]
-    assert run.news.take() == []
+    assert run.new_notices.take() == []
 
 
 @HIDDEN

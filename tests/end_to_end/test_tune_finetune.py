@@ -17,7 +17,6 @@ from flatout import api
 from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
-from flatout.data.sample_loader import SampleOrder
 from flatout.engine import setup
 from flatout.engine.features import Speed
 from flatout.engine.setup import setup_run
@@ -180,8 +179,7 @@ def test_every_setting_is_timed_on_the_same_steps_after_the_fullest(made, monkey
     real = measure.Steps.__init__
 
     def init(self, run, **settings):
-        assert isinstance(run.order, SampleOrder)
-        seen.append((run.step.micro_batch, run.order.chosen))
+        seen.append((run.step.micro_batch, run.schedule.chosen))
         real(self, run, **settings)
 
     monkeypatch.setattr(measure.Steps, "__init__", init)

@@ -12,10 +12,12 @@ pytest.importorskip("triton")
 
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.device import arithmetic
+from flatout.engine.books import Progress
 from flatout.engine.graphs import MicroBatchGraph, Recorder
-from flatout.engine.loop import Progress, capture, restore
-from flatout.engine.news import News
-from flatout.engine.setup import Run, setup_run
+from flatout.engine.notices import Notices
+from flatout.engine.run import Run
+from flatout.engine.saving import capture, restore
+from flatout.engine.setup import setup_run
 from flatout.engine.step import TrainStep
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
@@ -269,7 +271,7 @@ def test_resuming_is_bit_identical(tiny, device):
     assert "fp8.scales" in saved.run
     second = narrow_run(tiny, device)
     restore(second, saved)
-    assert second.news.take() == []
+    assert second.new_notices.take() == []
     assert go_on(second, 2, 3) == expected[2:]
     for (name, mine), theirs in zip(second.model.named_parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(mine, theirs), name
@@ -284,20 +286,20 @@ def test_resuming_without_scales_or_with_those_of_other_layers_says_so(tiny, dev
     run = narrow_run(tiny, device)
     restore(run, saved)
     told = "the checkpoint has no 8-bit scales of these layers: they are measured anew in the first step"
-    assert run.news.take() == [told]
+    assert run.new_notices.take() == [told]
     some = narrow_run(tiny, device, fp8=("up",))
     go_on(some, 0, 1)
     saved = capture(some, Progress(step=1))
     restore(run, saved)
-    assert run.news.take() == [told]
+    assert run.new_notices.take() == [told]
     assert run.model.narrow.scales is not None
     assert not run.model.narrow.scales.rounding
     go_on(run, 1, 2)
     fewer = narrow_run(tiny, device, fp8=("up",))
     restore(fewer, capture(run, Progress(step=2)))
-    assert fewer.news.take() == []
+    assert fewer.new_notices.take() == []
     restore(plain, capture(run, Progress(step=2)))  # a run without 8-bit products does not care
-    assert plain.news.take() == []
+    assert plain.new_notices.take() == []
 
 
 # --- recorded passes --------------------------------------------------------------------------------------------------
@@ -307,7 +309,7 @@ def test_recorded_passes_find_fresh_weights_and_follow_the_change_to_rounding(de
     """Four micro-batches in a step: the recording of the measured step is of no use to the next."""
     steps = []
     recorder = FakeRecorder() if device == "cpu" else Recorder(torch.device(device))
-    news = News()
+    news = Notices()
     for recorded in (True, False):
         config = SMALL.model_copy(update={"layers": 1})
         model = build_model(config, VOCAB, seed=1, execution=execution(fp8=("up", "out"))).to(device)

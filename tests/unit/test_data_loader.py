@@ -11,15 +11,16 @@ import torch
 
 from flatout.data import loader as module
 from flatout.data.ahead import PREFETCH
+from flatout.data.batch import Batch
 from flatout.data.loader import (
     IGNORED,
-    Batch,
     DeviceLoader,
     HostLoader,
     evaluation_batches,
     pack_documents,
     window_order,
 )
+from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import TokenShards
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
@@ -27,7 +28,7 @@ from flatout.errors import DataError, ResourceError
 from flatout.ops.documents import PackedRows
 from tests.handmade import write_dataset
 
-SHAPE: dict[str, Any] = {"batch_size": 6, "context": 16, "stride": 16, "device": "cpu"}
+SHAPE: dict[str, Any] = {"sequences": 6, "context": 16, "stride": 16, "device": "cpu"}
 
 
 def prepare(folder: Path, text: str, tokenizer: str = "bytes", shard_tokens: int = 10**8) -> Path:
@@ -48,16 +49,33 @@ def order_of(shards: TokenShards, arguments: dict[str, Any]) -> WindowOrder:
     return window_order(shards, **shape, seed=9)
 
 
+def schedule_of(arguments: dict[str, Any]) -> Schedule:
+    return Schedule.constant(arguments["sequences"], arguments["context"])
+
+
+def without_shape(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in ("sequences", "context")}
+
+
 def host(shards: TokenShards, first: int, last: int, workers: int = 0, **changes: Any) -> HostLoader:
     arguments = SHAPE | changes
     order = order_of(shards, arguments)
-    return HostLoader(shards, order, workers=workers, first_step=first, last_step=last, **arguments)
+    schedule = arguments.pop("schedule", None) or schedule_of(arguments)
+    return HostLoader(
+        shards, order, schedule, workers=workers, first_step=first, last_step=last, **without_shape(arguments)
+    )
 
 
 def device(shards: TokenShards, first: int, last: int, **changes: Any) -> DeviceLoader:
     arguments = SHAPE | changes
     order = order_of(shards, arguments)
-    return DeviceLoader(shards, order, first_step=first, last_step=last, **arguments)
+    schedule = arguments.pop("schedule", None) or schedule_of(arguments)
+    return DeviceLoader(shards, order, schedule, first_step=first, last_step=last, **without_shape(arguments))
+
+
+def loader_over(shards: TokenShards, order: WindowOrder, **more: Any) -> HostLoader:
+    how = without_shape(SHAPE) | more
+    return HostLoader(shards, order, schedule_of(SHAPE), workers=0, first_step=0, last_step=1, **how)
 
 
 def assert_same(left: list[Batch], right: list[Batch]) -> None:
@@ -143,7 +161,7 @@ def test_large_ids_survive_the_narrow_types(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_epoch_holds_every_target_once(train: TokenShards) -> None:
     windows = window_count(train.tokens, 16, 16)
-    batches = list(host(train, 0, 1, batch_size=windows))
+    batches = list(host(train, 0, 1, sequences=windows))
     stream = train.read(1, windows * 16).astype(np.int64)
     assert sorted(batches[0].targets.flatten().tolist()) == sorted(stream.tolist())
 
@@ -169,7 +187,7 @@ def many(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -
 
 def test_packed_windows_hold_every_pair_of_every_document_once(many: TokenShards, documents: list[list[int]]) -> None:
     packing = pack_documents(many, 16)
-    [batch] = host(many, 0, 1, packing=packing, batch_size=packing.windows)
+    [batch] = host(many, 0, 1, packing=packing, sequences=packing.windows)
     assert batch.documents is not None
     assert batch.tokens.shape == batch.targets.shape == batch.documents.shape == (packing.windows, 16)
     real = batch.targets != IGNORED
@@ -202,21 +220,18 @@ def test_packed_batches_are_the_same_from_host_and_device_and_any_workers(many: 
 
 
 @pytest.mark.parametrize(("context", "stride"), [(16, 16), (16, 5), (1, 1), (200, 50)])
-def test_documents_of_joined_windows_are_numbered_on_request(
+def test_documents_of_joined_windows_are_numbered_where_they_stay_apart(
     many: TokenShards, documents: list[list[int]], context: int, stride: int
 ) -> None:
     owner = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
     shape: dict[str, Any] = {"context": context, "stride": stride}
     plain = list(host(many, 0, 8, **shape))
     assert {batch.documents for batch in plain} == {None}
-    told = list(host(many, 0, 8, with_documents=True, **shape))
-    for batch, same in zip(told, plain, strict=True):
+    for batch, same in zip(host(many, 0, 8, apart=True, **shape), plain, strict=True):
         assert torch.equal(batch.tokens, same.tokens)
-        assert torch.equal(batch.targets, same.targets)
-        assert batch.documents is not None
-        for tokens, numbers in zip(batch.tokens.numpy(), batch.documents.numpy(), strict=True):
+        assert batch.packed is not None
+        for tokens, numbers in zip(batch.tokens.numpy(), batch.packed.documents_BT, strict=True):
             assert np.array_equal(numbers, owner[tokens] - owner[tokens[0]])
-    assert_same(list(device(many, 0, 8, with_documents=True, **shape)), told)
 
 
 def test_a_packing_that_does_not_fit_is_refused(many: TokenShards, tmp_path: Path) -> None:
@@ -224,7 +239,7 @@ def test_a_packing_that_does_not_fit_is_refused(many: TokenShards, tmp_path: Pat
     with pytest.raises(ValueError, match="context of 16, not of 8"):
         host(many, 0, 1, context=8, packing=packing)
     with pytest.raises(ValueError, match="order is over"):
-        HostLoader(many, WindowOrder(3, 0), workers=0, first_step=0, last_step=1, packing=packing, **SHAPE)
+        loader_over(many, WindowOrder(3, 0), packing=packing)
     single = TokenShards(write_dataset(tmp_path / "data", [b"a", b"b", b"c"]), "train")
     packing = pack_documents(single, 16)
     assert (packing.windows, packing.remainder) == (0, 3)
@@ -313,18 +328,21 @@ def test_a_split_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
     assert "17" in caught.value.message
     assert "model.context" in caught.value.hint
     order = WindowOrder(1, 0)
-    for build in (lambda **a: HostLoader(shards, order, workers=0, **a), lambda **a: DeviceLoader(shards, order, **a)):
-        with pytest.raises(DataError):
-            build(**SHAPE, first_step=0, last_step=1)
+    with pytest.raises(DataError):
+        loader_over(shards, order)
+    with pytest.raises(DataError):
+        DeviceLoader(shards, order, schedule_of(SHAPE), first_step=0, last_step=1, **without_shape(SHAPE))
     assert len(list(host(shards, 0, 2, context=15))) == 2
 
 
 def test_arguments_that_contradict_each_other_are_refused(train: TokenShards) -> None:
     with pytest.raises(ValueError, match="order is over 3 windows"):
-        HostLoader(train, WindowOrder(3, 0), workers=0, first_step=0, last_step=1, **SHAPE)
-    for changes in ({"rank": 2, "world_size": 2}, {"rank": 0, "world_size": 4}, {"batch_size": 0}):
+        loader_over(train, WindowOrder(3, 0))
+    for changes in ({"rank": 2, "world_size": 2}, {"rank": 0, "world_size": 4}):
         with pytest.raises(ValueError, match="no share"):
             device(train, 0, 1, **changes)
+    with pytest.raises(ValueError, match="no 0 sequences"):
+        device(train, 0, 1, sequences=0)
     with pytest.raises(ValueError, match="workers"):
         host(train, 0, 1, workers=-1)
 

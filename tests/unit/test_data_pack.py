@@ -27,10 +27,10 @@ from flatout.data.pack import pack_corpus
 from flatout.data.part import Part, Recipe
 from flatout.data.plan import request_of
 from flatout.data.prepare import prepare_data
+from flatout.data.shard_data import notices_on_folder
 from flatout.data.shards import open_dataset, verify_dataset
 from flatout.data.tokenizer import ByteTokenizer, load_tokenizer
 from flatout.data.workers import Worker
-from flatout.engine.setup import _remarks_on_data
 from flatout.errors import DataError, ResourceError
 from flatout.folders import MARK
 from flatout.records import PrepareProgress
@@ -889,7 +889,7 @@ def test_files_that_are_passed_over_are_told_before_anything_is_read(tmp_path: P
 
 def test_training_tells_what_its_data_was_not_made_from(tmp_path: Path) -> None:
     pack(mixed_folder(tmp_path / "in", {".txt": 3, ".py": 2}), tmp_path / "data", "bytes")
-    (remark,) = _remarks_on_data(tmp_path / "data")
+    (remark,) = notices_on_folder(tmp_path / "data")
     assert remark.endswith("was prepared from 3 of 5 files; passed over 2 .py")
 
 

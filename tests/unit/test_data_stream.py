@@ -21,6 +21,7 @@ from flatout.data import plan, stream, stream_loader, stream_parts, workers
 from flatout.data.pack import pack_corpus
 from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartResult, run_part
 from flatout.data.plan import Inputs, request_of
+from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import open_dataset
 from flatout.data.stream import StreamDataset, TokenStream, open_stream
@@ -87,8 +88,7 @@ def loader_of(
 ) -> StreamLoader:
     return StreamLoader(
         opened.train,
-        batch_size=batch,
-        context=CONTEXT,
+        Schedule.constant(batch, CONTEXT),
         seed=3,
         device="cpu",
         first_step=first,
@@ -190,13 +190,13 @@ def test_ranks_share_a_batch(source: Path):
 def check_resume(
     opened: StreamDataset, steps: int, batch: int, every: int = 1, reopen: Callable = lambda it: it
 ) -> set:
-    """From every step on come the batches of the undisturbed run, the same places and no news twice."""
-    found, places, news = [], [], []
+    """From every step on come the batches of the undisturbed run, the same places and no notices twice."""
+    found, places, notices = [], [], []
     with loader_of(opened, 0, steps, batch=batch) as batches:
         for item in batches:
             found.append(item)
-            places.append(batches.position())
-            news.append(batches.news())
+            places.append(Position(**batches.position()))
+            notices.append(batches.notices())
     for cut in range(1, steps, every):
         position = Position(**json.loads(json.dumps(places[cut - 1].to_json())))
         with loader_of(reopen(opened), cut, min(cut + 12, steps), position, batch=batch) as batches:
@@ -204,8 +204,8 @@ def check_resume(
                 assert item.step == step
                 assert np.array_equal(item.tokens, found[step].tokens), (cut, step)
                 assert np.array_equal(item.targets, found[step].targets), (cut, step)
-                assert batches.position() == places[step], (cut, step)
-                assert batches.news() == news[step], (cut, step)
+                assert Position(**batches.position()) == places[step], (cut, step)
+                assert batches.notices() == notices[step], (cut, step)
     return {(place.epoch, place.lap, place.file, place.part) for place in places}
 
 
@@ -245,7 +245,7 @@ def test_another_batch_size_goes_on_at_the_right_window(source: Path, monkeypatc
     with loader_of(opened, 0, 30, batch=8) as batches:
         for _ in batches:
             pass
-        place = batches.position()
+        place = Position(**batches.position())
     for batch in (2, 6, 20):  # windows that lie before and after those of the checkpoint
         fresh = [item.tokens.numpy() for item in loader_of(opened, 0, 35, batch=batch)]
         again = [item.tokens.numpy() for item in loader_of(opened, 30, 35, place, batch=batch)]
@@ -258,7 +258,7 @@ def test_what_came_before_is_neither_read_nor_tokenized(source: Path, monkeypatc
     with loader_of(opened, 0, 80, batch=10) as batches:
         for _ in batches:
             pass
-        place = batches.position()
+        place = Position(**batches.position())
     assert (place.epoch, place.file) == (0, 4)
     names: list[str] = []
 
@@ -311,7 +311,7 @@ def test_a_hub_dataset_goes_on_from_its_own_state(monkeypatch: pytest.MonkeyPatc
     with loader_of(opened, 0, 90, batch=10) as batches:
         for _ in batches:
             pass
-        place = batches.position()
+        place = Position(**batches.position())
     assert place.hub is not None
     before, FakeHub.read = FakeHub.read, 0
     assert before > 0
@@ -367,8 +367,8 @@ def test_problems_are_told_once_the_first_in_full_then_as_a_count(source: Path):
     news: list[str] = []
     with loader_of(opened, 0, 20, batch=2000) as batches:
         for _ in batches:
-            news += batches.news()
-        assert batches.position().problems == 230
+            news += batches.notices()
+        assert batches.position()["problems"] == 230
     told = [line for line in news if "a.jsonl" in line]
     assert [line.split(":")[0] for line in told[:5]] == ["left out"] * 5
     assert "a.jsonl, byte " in told[0]

@@ -8,7 +8,8 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
-from flatout.engine.loop import _due
+from flatout.data.shard_data import ShardData
+from flatout.engine.boundary import is_due
 from flatout.engine.setup import setup_run
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.measured.estimate_table import expected, print_estimate
@@ -24,9 +25,9 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
     for step in range(1, steps + 1):
         ending = step == steps
         epoch = windows is not None and step * sequences // windows > (step - 1) * sequences // windows
-        evaluating = ending or _due(step, config.eval.every) or (config.eval.epoch_end and epoch)
-        sampling = ending or _due(step, config.eval.sample_every)
-        saving = ending or _due(step, config.checkpoint.every) or (evaluating and config.checkpoint.best)
+        evaluating = ending or is_due(step, config.eval.every) or (config.eval.epoch_end and epoch)
+        sampling = ending or is_due(step, config.eval.sample_every)
+        saving = ending or is_due(step, config.checkpoint.every) or (evaluating and config.checkpoint.best)
         evaluations += evaluating
         samples += sampling and config.eval.sample_tokens > 0
         saves += saving
@@ -59,8 +60,9 @@ def test_the_counts_are_those_of_the_loop(words: list[str], steps: int, windows:
 def test_length_and_windows_are_those_of_the_run(tiny, words: list[str]):
     loaded = tiny("train.steps=null", *words)
     run = setup_run(loaded)
-    assert _windows(run.config, run.dataset) == run.windows
-    assert _steps(run.config, run.windows) == run.steps
+    assert isinstance(run.data, ShardData)
+    assert _windows(run.config, run.data.dataset) == run.data.facts.windows
+    assert _steps(run.config, run.data.facts.windows) == run.steps
 
 
 def test_power_is_not_told_without_a_card():

@@ -9,7 +9,7 @@ import torch
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine import graphs
 from flatout.engine.graphs import WARM_UPS, MicroBatchGraph
-from flatout.engine.news import News
+from flatout.engine.notices import Notices
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import only_adapters
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan
@@ -59,7 +59,7 @@ class FakeRecorder:
         return self.bytes
 
 
-def make(recorder: FakeRecorder | None, micro_batch: int = 2) -> tuple[TrainStep, News]:
+def make(recorder: FakeRecorder | None, micro_batch: int = 2) -> tuple[TrainStep, Notices]:
     model = build_model(SMALL, VOCAB, seed=1)
     step = TrainStep(
         model,
@@ -69,7 +69,7 @@ def make(recorder: FakeRecorder | None, micro_batch: int = 2) -> tuple[TrainStep
         keep_gradients=recorder is not None,
         scope=contextlib.nullcontext,
     )
-    news = News()
+    news = Notices()
     if recorder is not None:
         step.run_micro_batch = MicroBatchGraph(step.forward_backward, model, news, recorder)
         step.rebuild = step.run_micro_batch.reset
@@ -171,7 +171,9 @@ WIDE = ModelConfig(layers=2, width=16, heads=2, kv_heads=1, context=300, tied=Fa
 MOST = 32  # documents of a step
 
 
-def make_adapted(recorder: FakeRecorder | None, *, dora: bool = False, micro_batch: int = 2) -> tuple[TrainStep, News]:
+def make_adapted(
+    recorder: FakeRecorder | None, *, dora: bool = False, micro_batch: int = 2
+) -> tuple[TrainStep, Notices]:
     model = build_model(WIDE, VOCAB, seed=1)
     adapters = attach(model, AdapterPlan(rank=2, alpha=4.0, targets=ALL_LINEAR, dora=dora), seed=0)
     step = TrainStep(
@@ -183,7 +185,7 @@ def make_adapted(recorder: FakeRecorder | None, *, dora: bool = False, micro_bat
         clear_gradients=adapters.zero_gradients,
         scope=contextlib.nullcontext,
     )
-    news = News()
+    news = Notices()
     if recorder is not None:
         graph = MicroBatchGraph(step.forward_backward, model, news, recorder, forget=adapters.forget)
         step.run_micro_batch = graph

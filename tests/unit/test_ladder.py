@@ -23,7 +23,8 @@ from flatout.config.schema import micro_batch_of
 from flatout.device import Device
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
-from flatout.engine.setup import Run, setup_run
+from flatout.engine.run import Run
+from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.observe.measured import bench_picture
 from flatout.observe.measured.bench_picture import draw_bench
@@ -246,7 +247,7 @@ def test_a_switch_that_a_run_gives_up_on_the_way_has_no_speed(tiny: Tiny, monkey
     @contextlib.contextmanager
     def giving_up(loaded: LoadedConfig) -> Iterator[Run]:
         with honest(loaded) as run:
-            run.news.add("fused_qkv became false: it did not work out")
+            run.new_notices.add("fused_qkv became false: it did not work out")
             yield run
 
     monkeypatch.setattr(ladder, "borrowed_run", giving_up)

@@ -9,8 +9,10 @@ import random
 import pytest
 import torch
 
-from flatout.engine.loop import Progress, capture
-from flatout.engine.setup import Run, setup_run
+from flatout.engine.books import Progress
+from flatout.engine.run import Run
+from flatout.engine.saving import capture
+from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError
 from flatout.tuning import lr_range
 from flatout.tuning.lr_range import first_rise, longest_fall, range_test, read_curve, smooth, untouched

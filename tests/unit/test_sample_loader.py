@@ -1,5 +1,6 @@
 """Batches of samples: every sample once per epoch, rows that never mix, the same at any step."""
 
+import dataclasses
 import itertools
 from collections import Counter
 
@@ -9,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.loader import Batch
+from flatout.data.batch import Batch
+from flatout.data.positions import Schedule
 from flatout.data.sample_loader import (
     SampleLoader,
     SampleOrder,
@@ -37,7 +39,8 @@ def made(lengths: list[int], seed: int = 0, share: float = 0.5) -> Samples:
 def batches(samples: Samples, batch_samples: int, first: int, last: int, **more) -> list[Batch]:
     order = SampleOrder(len(samples), batch_samples, seed=3)
     given = {"row_tokens": 256, "packing": True, "workers": 0, **more}
-    with SampleLoader(samples, order, device="cpu", first_step=first, last_step=last, **given) as loader:
+    span = {"device": "cpu", "first_step": first, "last_step": last}
+    with SampleLoader(samples, order, Schedule.constant(batch_samples, 256), **span, **given) as loader:
         return list(loader)
 
 
@@ -175,6 +178,7 @@ def test_what_cannot_be_loaded_is_refused():
         SampleLoader(
             samples,
             SampleOrder(5, 1, 0),
+            Schedule.constant(1, 99),
             row_tokens=99,
             packing=True,
             device="cpu",
@@ -188,9 +192,8 @@ def test_what_cannot_be_loaded_is_refused():
 
 def test_closing_ends_the_threads():
     samples = made([30] * 50)
-    loader = SampleLoader(
-        samples, SampleOrder(50, 2, 0), row_tokens=64, packing=True, device="cpu", workers=2, first_step=0, last_step=99
-    )
+    how = {"row_tokens": 64, "packing": True, "device": "cpu", "workers": 2, "first_step": 0, "last_step": 99}
+    loader = SampleLoader(samples, SampleOrder(50, 2, 0), Schedule.constant(2, 64), **how)
     next(loader)
     loader.close()
     loader.close()
@@ -256,13 +259,10 @@ def test_a_row_for_each_sample_stays_one():
 def test_chosen_steps_come_again_and_again():
     samples = made([5 + n % 7 for n in range(40)])
     order = SampleOrder(40, 4, seed=3)
-    only = SampleOrder(40, 4, seed=3, chosen=(7, 12))
-    assert [only.indices(step).tolist() for step in range(4)] == [order.indices(s).tolist() for s in (7, 12, 7, 12)]
-    assert only.steps_per_epoch == order.steps_per_epoch
+    only = dataclasses.replace(Schedule.constant(4, 256), chosen=(7, 12))
     whole = batches(samples, 4, 0, 13)
-    with SampleLoader(
-        samples, only, row_tokens=256, packing=True, workers=2, device="cpu", first_step=0, last_step=4
-    ) as loader:
+    how = {"row_tokens": 256, "packing": True, "workers": 2, "device": "cpu", "first_step": 0, "last_step": 4}
+    with SampleLoader(samples, order, only, **how) as loader:
         for batch, step in zip(loader, (7, 12, 7, 12), strict=True):
             assert torch.equal(batch.tokens, whole[step].tokens)
 

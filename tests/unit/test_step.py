@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flatout.config.schema import ModelConfig, OptimConfig
-from flatout.data.loader import Batch
+from flatout.data.batch import Batch
 from flatout.engine.evaluate import evaluate
 from flatout.engine.step import LossScale, TrainStep
 from flatout.model.gpt import GPT, build_model

@@ -7,15 +7,17 @@ from flatout.api.models import LoadedModel, load_model
 from flatout.config.schema import RunConfig
 from flatout.data.loader import evaluation_batches
 from flatout.data.prepare import data_folder
+from flatout.data.sample_data import first_samples
 from flatout.data.sample_loader import sample_batches
 from flatout.data.samples import SampleSet, holds_samples, open_samples
 from flatout.data.shards import Tokens, open_dataset
 from flatout.data.stream import open_stream
+from flatout.data.training_data import tokens_per_byte
 from flatout.device import arithmetic
-from flatout.engine.evaluate import bits_per_byte, perplexity, tokens_per_byte
+from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
 from flatout.engine.fine_tuning import open_sample_data, samples_folder
-from flatout.engine.setup import first_samples, out_of_memory
+from flatout.engine.fit_check import out_of_memory
 from flatout.errors import CheckpointError, DataError, UsageError
 
 
@@ -76,7 +78,7 @@ def _samples_again(loaded: LoadedModel) -> SampleSet:
     config = _known(loaded.config)
     chat = config.chat
     try:
-        samples = open_sample_data(config, None).manifest
+        samples = open_sample_data(config, None)[1].sample_set
     except (DataError, CheckpointError) as error:
         named = [name for name in (chat.source, chat.val_source) if name is not None]
         if isinstance(error, DataError) and all(Path(name).exists() for name in named):

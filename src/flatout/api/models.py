@@ -18,8 +18,8 @@ from flatout.engine.attention_switches import scan_for
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import read_checkpoint
 from flatout.engine.fine_tuning import adapter_plan
+from flatout.engine.fit_check import out_of_memory
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint, newest_run
-from flatout.engine.setup import out_of_memory
 from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG

@@ -11,9 +11,10 @@ import torch
 from flatout.config.load import format_value, resolve_from_mapping
 from flatout.config.schema import RunConfig
 from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
-from flatout.engine.loop import said_again
+from flatout.engine.opening import steps_of
+from flatout.engine.run import Run
 from flatout.engine.run_folder import find_resume_point
-from flatout.engine.setup import Run, steps_of
+from flatout.engine.saving import recorded_again
 from flatout.errors import CheckpointError, ConfigError
 from flatout.optim.schedule import rate_factors
 
@@ -46,9 +47,9 @@ class Origin:
         """What a refusal tells to resume: the folder would mean its newest checkpoint, damaged or not."""
         return self.point if self.point is not None and self.unusable else self.folder
 
-    def said_again(self) -> Collection[str]:
+    def recorded_again(self) -> Collection[str]:
         """What of the records up to the checkpoint will be yielded once more."""
-        return () if self.checkpoint is None or self.point is None else said_again(self.checkpoint, self.point)
+        return () if self.checkpoint is None or self.point is None else recorded_again(self.checkpoint, self.point)
 
 
 def find_origin(folder: Path, resume: str | None) -> Origin:
@@ -79,11 +80,12 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
 
 def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     """Refuses a checkpoint of another model or other data; returns a line for each other setting that changed."""
-    if checkpoint.fact("dataset", str) != run.dataset.manifest.fingerprint:
+    facts = run.data.facts
+    if checkpoint.fact("dataset", str) != facts.fingerprint:
         way = own_settings(run.config, checkpoint, folder, ("data", "clean", "chat"))
         raise CheckpointError(
-            f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {run.dataset.train.folder} is "
-            f"{run.dataset.manifest.fingerprint[:12]}",
+            f"the checkpoint was trained on data {checkpoint.fact('dataset', str)[:12]}, {facts.place} is "
+            f"{facts.fingerprint[:12]}",
             f"{way or 'restore the data it was trained on'}, or start a new run",
         )
     if run.base is not None and checkpoint.state.get("base", run.base) != run.base:
@@ -168,7 +170,7 @@ def own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, sectio
 def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     """A run that is made longer or shorter gets the schedule of its new length, which may be a jump from the old."""
     before = resolve_from_mapping(checkpoint.config)
-    steps, done = steps_of(before, run.order), int(checkpoint.run["updates"])
+    steps, done = steps_of(before, run.data.facts), int(checkpoint.run["updates"])
     if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
         return
     last = before.optim.learning_rate * rate_factors(before.optim, steps)[done - 1]

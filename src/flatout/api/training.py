@@ -3,21 +3,25 @@
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
 from flatout.config.load import load_config, resolve_from_mapping, show
+from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.device import free_memory
 from flatout.engine.checkpoint import mark_as_base
 from flatout.engine.diverged import with_way_back
-from flatout.engine.fine_tuning import SampleData
-from flatout.engine.loop import lacks_verdict, train_loop
+from flatout.engine.fit_check import check_disk
+from flatout.engine.loop import train_loop
+from flatout.engine.run import Run
 from flatout.engine.run_files import check_own
 from flatout.engine.run_folder import choose_folder, is_checkpoint, run_lock, set_later_aside, set_unusable_aside
-from flatout.engine.setup import Run, check_disk, setup_run
+from flatout.engine.saving import lacks_verdict
+from flatout.engine.setup import setup_run
 from flatout.engine.trained import checkpoint_size
-from flatout.errors import DataError, DivergedError
+from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import disk_errors, write_whole
 from flatout.launch import check_one_process
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
@@ -28,12 +32,17 @@ from flatout.records import NoticeRecord, Record, RunInfo
 def train(
     config: Config | None = None,
     *,
+    data: Any = None,
+    val: Any = None,
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
 ) -> Generator[Record]:
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
+
+    `data` takes the place of the config's text: an iterable of token arrays, a function that returns one, or a torch
+    Dataset of them; `val` is the same to evaluate on (docs/data.md). Give them again to resume.
 
     `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
     `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. So is
@@ -44,12 +53,15 @@ def train(
     resume = None if resume is None else str(resume)
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
+    if val is not None and data is None:
+        raise UsageError("train was given val= without data=", "give data= too, or set data.val_source in the config")
+    arrays = None if data is None else Arrays(data, val)
     check_trackers(plain(config).output.trackers)
     folder = choose_folder(plain(config).output, resume)
     with run_lock(folder) as lock:
         check_own(folder)
         origin = find_origin(folder, resume)
-        run = _set_up(config, origin, progress)
+        run = _set_up(config, origin, progress, arrays)
         notices = check_resumed(run, origin)
         done = _is_done(run, origin)
         if done:
@@ -71,25 +83,25 @@ def train(
         with disk_errors(f"{folder / 'config.yaml'}"):
             write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
         device, vocab = run.speed.device.torch_device, run.model.vocab
-        with MetricsFile(origin.metrics, keep_to_step=origin.step, again=origin.said_again()) as metrics:
+        with MetricsFile(origin.metrics, keep_to_step=origin.step, again=origin.recorded_again()) as metrics:
             try:
                 yield from _written(notices, records, run, metrics, origin.step)
             except DivergedError as error:
                 del run, records
                 traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
                 free_memory(device)
-                raise with_way_back(error, config, folder, vocab) from error
+                raise with_way_back(error, config, folder, vocab, arrays) from error
 
 
-def _set_up(config: Config, origin: Origin, progress: Progress | None) -> Run:
+def _set_up(config: Config, origin: Origin, progress: Progress | None, arrays: Arrays | None) -> Run:
     """Builds the run; where its data cannot be had, the way back to what it was trained on is told, too."""
     resumed = origin.checkpoint
     if resumed is None:
-        return setup_run(config, progress)
+        return setup_run(config, progress, arrays=arrays)
     if plain(config).chat.source is None:  # else the shape is the base's, read later
         check_shape(plain(config), resumed, origin.resumable)
     try:
-        return setup_run(config, progress, begun=resolve_from_mapping(resumed.config).lora)
+        return setup_run(config, progress, begun=resolve_from_mapping(resumed.config).lora, arrays=arrays)
     except DataError as error:
         way = own_settings(plain(config), resumed, origin.resumable, ("data", "clean", "chat"))
         if way is None:
@@ -109,8 +121,8 @@ def _is_done(run: Run, origin: Origin) -> bool:
 
 def _mark_base(run: Run, folder: Path) -> Iterator[str]:
     """Notes in a checkpoint of ours that the adapters of this run need it."""
-    if run.adapters is not None and isinstance(run.dataset, SampleData):
-        base = run.dataset.description.folder
+    if run.adapters is not None and run.origin is not None:
+        base = run.origin.description.folder
         if is_checkpoint(base) and not mark_as_base(base, folder):
             yield f"{base} cannot be written to, so nothing says there that these adapters need it"
 

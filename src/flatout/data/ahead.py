@@ -7,32 +7,13 @@ result is asked for, and ends it all. After `close`, which waits for no more tha
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
-from typing import Generic, Self, TypeVar, final
+from typing import Generic, TypeVar, final
 
 import torch
 
 Made = TypeVar("Made")
 
 PREFETCH = 4
-
-
-class BatchLoader:
-    """What all loaders share: each is its own iterator, and the end of a `with` block closes it."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @final

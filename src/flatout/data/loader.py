@@ -1,14 +1,12 @@
 """Windows of tokens to batches on the device, the same ones however they get there.
 
-Idea: step s reads positions s * batch_size to (s + 1) * batch_size - 1 of the window order, and each rank takes its
-contiguous share of them. `HostLoader` reads from the shards, ahead of time and in background threads; `DeviceLoader`
-keeps the split on the device and gathers there. Both hand raw ids to one function that makes the batch, so they cannot
-differ. Windows lie at a fixed stride in the joined documents, or are those of a `Packing` of whole documents.
+Idea: a step reads the positions of the window order that its `Schedule` gives, and each rank takes its contiguous
+share of them. `HostLoader` reads from the shards, ahead of time and in background threads; `DeviceLoader` keeps the
+split on the device and gathers there. Both hand raw ids to one function that makes the batch, so they cannot differ.
+Windows lie at a fixed stride in the joined documents, or are those of a `Packing` of whole documents.
 
 Contract: batches come in the order of steps, for any number of workers, and depend on nothing but (shards, order,
-batch_size, context, stride or packing, step, rank). A loader is a one-pass iterator and a context manager; after
-`close`, which never waits for more than the batches being read, none of its threads runs. What a worker raises is
-raised in the loop.
+schedule, stride or packing, step, rank).
 
 Trap: torch has few operations on unsigned types, so ids travel as int16 or int32 bits and are masked on arrival. Ids of
 32768 and above are negative until then.
@@ -25,8 +23,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.ahead import Ahead, BatchLoader, with_index
+from flatout.data.ahead import Ahead, with_index
+from flatout.data.batch import Batch, BatchLoader
 from flatout.data.best_fit import Packing, best_fit
+from flatout.data.positions import Reading, Schedule
 from flatout.data.sampler import WindowOrder, window_count, window_starts
 from flatout.data.shards import Tokens, TokenShards
 from flatout.data.tokenizer import Ids
@@ -39,26 +39,6 @@ _COPY_TOKENS = 2**25
 # Shapes: B sequences of the batch (this rank's share), T context, W = T + 1.
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Tokens and, for each, the token that follows it: both [B, T] int64 on the device; IGNORED has no label.
-
-    `documents`, where there are any, is [B, T] int32: which document of its row each token belongs to, from 0 on, and
-    -1 for padding. `packed` says the same on the host, of rows in which attention must stay inside documents.
-    """
-
-    tokens: torch.Tensor
-    targets: torch.Tensor
-    step: int
-    documents: torch.Tensor | None = None
-    packed: PackedRows | None = None
-
-    @property
-    def count(self) -> int:
-        """Tokens, without padding where that is known."""
-        return self.tokens.numel() if self.packed is None else self.packed.tokens
-
-
 @final
 @dataclass(frozen=True)
 class _Raw:
@@ -69,7 +49,7 @@ class _Raw:
     documents: torch.Tensor | None
 
     def pinned(self, device: torch.device) -> "_Raw":
-        return self._each(lambda tensor: _pinned(tensor, device))
+        return self._each(lambda tensor: pinned(tensor, device))
 
     def on(self, device: torch.device) -> "_Raw":
         # Pinned memory makes the copy asynchronous; torch keeps it alive until the copy is done.
@@ -87,27 +67,28 @@ class _Plan:
 
     shards: TokenShards
     order: WindowOrder
-    batch_size: int
-    context: int
+    schedule: Schedule
     stride: int
     packing: Packing | None
-    with_documents: bool
     rank: int
     world_size: int
     apart: bool = False
 
-    def windows(self, step: int) -> npt.NDArray[np.int64]:
-        share = self.batch_size // self.world_size
-        return self.order.indices(step * self.batch_size + self.rank * share, share)
+    @property
+    def context(self) -> int:
+        return self.schedule.longest
+
+    def windows(self, reading: Reading) -> npt.NDArray[np.int64]:
+        share = reading.windows // self.world_size
+        return self.order.indices(reading.start + self.rank * share, share)
 
     def documents(self, windows: npt.NDArray[np.int64]) -> torch.Tensor | None:
-        """Of windows over joined documents, if asked for."""
-        if not self.with_documents and not self.apart:
+        """Of windows over joined documents that are kept apart, and one token more: whether the last target is of the
+        same document."""
+        if not self.apart:
             return None
         starts = window_starts(windows, self.stride)
-        # Apart, one token more: whether the last target is of the same document.
-        length = self.context + (1 if self.apart else 0)
-        return torch.from_numpy(_documents_in(self.shards.document_starts(), starts, length))
+        return torch.from_numpy(_documents_in(self.shards.document_starts(), starts, self.context + 1))
 
 
 def window_order(
@@ -128,17 +109,16 @@ def pack_documents(shards: TokenShards, context: int) -> Packing:
 class HostLoader(BatchLoader):
     """Batches read from the shards by `workers` threads, or in the loop when there are none.
 
-    With a `packing` the stride plays no part, and batches always tell documents; else `with_documents` asks for them.
-    With documents `apart` batches are packed rows, laid out for `micro_batch` rows at once.
+    With a `packing` the stride plays no part, and batches tell documents. With documents `apart` batches are packed
+    rows, laid out for `micro_batch` windows at once.
     """
 
     def __init__(
         self,
         shards: TokenShards,
         order: WindowOrder,
+        schedule: Schedule,
         *,
-        batch_size: int,
-        context: int,
         stride: int,
         device: torch.device | str,
         workers: int,
@@ -147,14 +127,12 @@ class HostLoader(BatchLoader):
         rank: int = 0,
         world_size: int = 1,
         packing: Packing | None = None,
-        with_documents: bool = False,
         apart: bool = False,
         micro_batch: int | None = None,
     ) -> None:
         if apart:
             shards.check_document_starts()
-        plan = _Plan(shards, order, batch_size, context, stride, packing, with_documents, rank, world_size, apart)
-        self._plan = _checked(plan)
+        self._plan = _checked(_Plan(shards, order, schedule, stride, packing, rank, world_size, apart))
         self._micro_batch = micro_batch
         self._device = with_index(device)
         span = {"first_step": first_step, "last_step": last_step}
@@ -162,27 +140,30 @@ class HostLoader(BatchLoader):
 
     def __next__(self) -> Batch:
         step, read = self._ahead.take()
-        return _moved(read, self._device) if isinstance(read, Batch) else _batch(read.on(self._device), step)
+        if isinstance(read, Batch):
+            return _moved(read, self._device)
+        return _batch(read.on(self._device), step, self._plan.schedule.at(step))
 
     def close(self) -> None:
-        """Stop the threads and end the iteration. May be called at any time and more than once."""
         self._ahead.close()
 
     def _read(self, step: int) -> _Raw | Batch:
-        plan, windows = self._plan, self._plan.windows(step)
+        plan, reading = self._plan, self._plan.schedule.at(step)
+        windows = plan.windows(reading)
         if plan.packing is None:
             ids = plan.shards.gather(window_starts(windows, plan.stride), plan.context + 1)
-            raw = _Raw(_as_signed(ids), None, plan.documents(windows))
+            raw = _Raw(as_signed(ids), None, plan.documents(windows))
         else:
             layout = plan.packing.layout(windows)
             lengths = layout.sizes + 1
             ids = plan.shards.read_ranges(layout.starts, lengths)
             sources = layout.sources(np.cumsum(lengths) - lengths)
-            raw = _Raw(_as_signed(ids), torch.from_numpy(sources), torch.from_numpy(layout.documents))
+            raw = _Raw(as_signed(ids), torch.from_numpy(sources), torch.from_numpy(layout.documents))
         if plan.apart:
-            packed = _packed_rows(raw)
-            packed.prepare(self._micro_batch or plan.batch_size, pin=self._device.type == "cuda")
-            return _packed_batch(packed, step, self._device)
+            packed = _packed_rows(raw, reading)
+            rows = (self._micro_batch or reading.windows) * reading.pieces
+            packed.prepare(rows, pin=self._device.type == "cuda")
+            return replace(_packed_batch(packed, step, self._device), pieces=reading.pieces, window=reading.window)
         return raw.pinned(self._device)
 
 
@@ -194,9 +175,8 @@ class DeviceLoader(BatchLoader):
         self,
         shards: TokenShards,
         order: WindowOrder,
+        schedule: Schedule,
         *,
-        batch_size: int,
-        context: int,
         stride: int,
         device: torch.device | str,
         first_step: int,
@@ -204,10 +184,8 @@ class DeviceLoader(BatchLoader):
         rank: int = 0,
         world_size: int = 1,
         packing: Packing | None = None,
-        with_documents: bool = False,
     ) -> None:
-        plan = _Plan(shards, order, batch_size, context, stride, packing, with_documents, rank, world_size)
-        self._plan = _checked(plan)
+        self._plan = _checked(_Plan(shards, order, schedule, stride, packing, rank, world_size))
         self._device = with_index(device)
         self._next_step = first_step
         self._last_step = last_step
@@ -219,24 +197,25 @@ class DeviceLoader(BatchLoader):
             self.close()
             raise StopIteration
         self._next_step = step + 1
-        return _batch(self._gathered(self._resident, step).pinned(self._device).on(self._device), step)
+        reading = self._plan.schedule.at(step)
+        raw = self._gathered(self._resident, self._plan.windows(reading))
+        return _batch(raw.pinned(self._device).on(self._device), step, reading)
 
     def close(self) -> None:
-        """End the iteration and let go of the device memory."""
         self._next_step = self._last_step
         self._resident = None
 
-    def _gathered(self, resident: torch.Tensor, step: int) -> _Raw:
-        plan, windows = self._plan, self._plan.windows(step)
+    def _gathered(self, resident: torch.Tensor, windows: npt.NDArray[np.int64]) -> _Raw:
+        plan = self._plan
         if plan.packing is not None:
             layout = plan.packing.layout(windows)
             sources = torch.from_numpy(layout.sources(layout.starts))
             return _Raw(resident, sources, torch.from_numpy(layout.documents))
         # Row i is window i: a view with overlapping rows, which costs nothing.
         rows = resident.unfold(0, plan.context + 1, plan.stride)
-        numbers = _pinned(torch.from_numpy(windows), self._device)
+        numbers = pinned(torch.from_numpy(windows), self._device)
         numbers = numbers.to(self._device, non_blocking=self._device.type == "cuda")
-        return _Raw(rows[numbers], None, plan.documents(windows))
+        return _Raw(rows[numbers], None, None)
 
 
 def evaluation_batches(
@@ -296,26 +275,49 @@ def _evaluation_batches(
         yield Batch(tokens.view(batch_size, context).to(device), labels.view(batch_size, context).to(device), step)
 
 
-def _batch(raw: _Raw, step: int) -> Batch:
-    """The batch of raw ids, which are on its device already."""
+def _batch(raw: _Raw, step: int, reading: Reading) -> Batch:
+    """The batch of raw ids, which are on its device already; windows of a shorter stage are cut into rows."""
+    tokens_BT, targets_BT = _windows(raw)
+    rows = (_cut(tokens_BT, reading), _cut(targets_BT, reading))
+    documents = None if raw.documents is None else _cut_documents(raw.documents, reading)
+    return Batch(*rows, step, documents, pieces=reading.pieces, window=reading.window)
+
+
+def window_batch(ids_BW: torch.Tensor, step: int, reading: Reading) -> Batch:
+    """The batch of whole windows of ids, in signed types that are masked here."""
+    return _batch(_Raw(ids_BW, None, None), step, reading)
+
+
+def _windows(raw: _Raw) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets [B, T] of whole windows."""
     if raw.sources is None:
         ids_BW = _widened(raw.ids)
-        return Batch(ids_BW[:, :-1].contiguous(), ids_BW[:, 1:].contiguous(), step, raw.documents)
+        return ids_BW[:, :-1].contiguous(), ids_BW[:, 1:].contiguous()
     padding_BT = raw.sources < 0
     sources = raw.sources.clamp(min=0).flatten()
     tokens_BT = _widened(raw.ids.index_select(0, sources)).view_as(padding_BT).masked_fill_(padding_BT, 0)
     targets_BT = _widened(raw.ids.index_select(0, sources + 1)).view_as(padding_BT).masked_fill_(padding_BT, IGNORED)
-    return Batch(tokens_BT, targets_BT, step, raw.documents)
+    return tokens_BT, targets_BT
 
 
-def _packed_rows(raw: _Raw) -> PackedRows:
+def _cut(rows_BT: torch.Tensor, reading: Reading) -> torch.Tensor:
+    return rows_BT if reading.pieces == 1 else rows_BT.reshape(-1, reading.length)
+
+
+def _cut_documents(documents_BT: torch.Tensor, reading: Reading) -> torch.Tensor:
+    """Numbers begin with 0 in each row, so those of a later piece are counted anew."""
+    rows = _cut(documents_BT, reading)
+    return rows if reading.pieces == 1 else torch.where(rows < 0, rows, rows - rows[:, :1])
+
+
+def _packed_rows(raw: _Raw, reading: Reading) -> PackedRows:
     """Rows in which documents stay apart, of raw ids on the host."""
-    batch = _batch(raw, 0)
-    documents, targets_BT = batch.documents, batch.targets
+    (tokens_BT, targets_BT), documents = _windows(raw), raw.documents
     assert documents is not None
     if raw.sources is None:
         targets_BT, documents = _within(targets_BT, documents), documents[:, :-1].contiguous()
-    return PackedRows(batch.tokens.numpy(), documents.numpy(), targets_BT.numpy())
+    documents = _cut_documents(documents, reading)
+    return PackedRows(_cut(tokens_BT, reading).numpy(), documents.numpy(), _cut(targets_BT, reading).numpy())
 
 
 def _within(targets_BT: torch.Tensor, documents_BW: torch.Tensor) -> torch.Tensor:
@@ -325,7 +327,7 @@ def _within(targets_BT: torch.Tensor, documents_BW: torch.Tensor) -> torch.Tenso
 
 def _packed_batch(packed: PackedRows, step: int, device: torch.device) -> Batch:
     """On the host yet, in memory from which `device` copies by itself."""
-    tokens_BT, targets_BT = (_pinned(torch.from_numpy(x), device) for x in (packed.tokens_BT, packed.targets_BT))
+    tokens_BT, targets_BT = (pinned(torch.from_numpy(x), device) for x in (packed.tokens_BT, packed.targets_BT))
     return Batch(tokens_BT, targets_BT, step, packed=packed)
 
 
@@ -354,7 +356,7 @@ def _documents_in(
     return np.cumsum(changes, axis=1, dtype=np.int32)
 
 
-def _as_signed(ids: Ids) -> torch.Tensor:
+def as_signed(ids: Ids) -> torch.Tensor:
     return torch.from_numpy(ids.view(np.int16 if ids.dtype.itemsize == 2 else np.int32))
 
 
@@ -369,7 +371,7 @@ def _resident(shards: TokenShards, device: torch.device) -> torch.Tensor:
         ) from error
     for start in range(0, shards.tokens, _COPY_TOKENS):
         count = min(_COPY_TOKENS, shards.tokens - start)
-        resident[start : start + count].copy_(_as_signed(shards.read(start, count)))
+        resident[start : start + count].copy_(as_signed(shards.read(start, count)))
     return resident
 
 
@@ -377,9 +379,15 @@ def _checked(plan: _Plan) -> _Plan:
     windows = _count_windows(plan.shards, plan.context, plan.stride, plan.packing)
     if plan.order.windows != windows:
         raise ValueError(f"the order is over {plan.order.windows} windows, and the split has {windows}")
-    if not 0 <= plan.rank < plan.world_size or plan.batch_size < 1 or plan.batch_size % plan.world_size:
-        raise ValueError(f"no share of {plan.batch_size} sequences for rank {plan.rank} of {plan.world_size}")
+    check_shares(plan.schedule, plan.rank, plan.world_size)
     return plan
+
+
+def check_shares(schedule: Schedule, rank: int, world_size: int) -> None:
+    for stage in schedule.stages:
+        windows = schedule.at(stage.first_step).windows
+        if not 0 <= rank < world_size or windows % world_size:
+            raise ValueError(f"no share of {windows} windows for rank {rank} of {world_size}")
 
 
 def _count_windows(shards: TokenShards, context: int, stride: int, packing: Packing | None) -> int:
@@ -404,5 +412,5 @@ def _too_short(shards: Tokens, needed: int, why: str) -> DataError:
     )
 
 
-def _pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def pinned(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor

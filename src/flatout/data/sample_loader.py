@@ -8,22 +8,22 @@ For kernels that know no rows (`joined`), rows only say what goes into a micro-b
 Contract: batches depend on nothing but (samples, seed, settings, step), so resuming needs the step number only. Every
 sample comes once per epoch; the last step of an epoch takes what is left and is not filled up. A sample is never cut:
 rows have room for the longest. Targets are those tokens that are labelled, and never cross from one sample to another.
-A loader is a one-pass iterator and a context manager, like those of `loader`.
 
 Trap: steps have different numbers of labelled tokens, so their mean loss must be over those of the whole step.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.ahead import Ahead, BatchLoader, with_index
+from flatout.data.ahead import Ahead, with_index
+from flatout.data.batch import Batch, BatchLoader
 from flatout.data.best_fit import Layout, best_fit
-from flatout.data.loader import Batch
+from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.samples import Samples
 from flatout.ops.documents import PackedRows, Room
@@ -40,13 +40,11 @@ _MOST_EPOCHS = 16  # that are looked through for the fullest step
 @final
 @dataclass(frozen=True)
 class SampleOrder:
-    """Which samples each step takes. `chosen` are steps that come instead, one after the other and again, for who
-    wants to try those alone."""
+    """Which samples each step takes."""
 
     samples: int
     batch_samples: int
     seed: int
-    chosen: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.batch_samples < 1:
@@ -58,7 +56,6 @@ class SampleOrder:
 
     def indices(self, step: int) -> npt.NDArray[np.int64]:
         """The numbers of the samples of a step."""
-        step = self.chosen[step % len(self.chosen)] if self.chosen else step
         epoch, inside = divmod(step, self.steps_per_epoch)
         first = inside * self.batch_samples
         count = min(self.batch_samples, self.samples - first)
@@ -88,6 +85,7 @@ class SampleLoader(BatchLoader):
         self,
         samples: Samples,
         order: SampleOrder,
+        schedule: Schedule,
         *,
         row_tokens: int,
         packing: bool,
@@ -100,8 +98,11 @@ class SampleLoader(BatchLoader):
     ) -> None:
         if order.samples != len(samples):
             raise ValueError(f"the order is over {order.samples} samples, and there are {len(samples)}")
+        if any(schedule.at(stage.first_step).windows != order.batch_samples for stage in schedule.stages):
+            raise ValueError(f"every step takes {order.batch_samples} samples, whatever its stage")
         self._rows = _Rows(samples, row_tokens, packing, joined, order.batch_samples)
         self._order = order
+        self._schedule = schedule
         self._micro_batch = micro_batch
         self._device = with_index(device)
         span = {"first_step": first_step, "last_step": last_step}
@@ -111,18 +112,19 @@ class SampleLoader(BatchLoader):
         return _moved(self._ahead.take()[1], self._device)
 
     def close(self) -> None:
-        """Stop the threads and end the iteration. May be called at any time and more than once."""
         self._ahead.close()
 
     def _made(self, step: int) -> Batch:
-        batch = self._rows.batch(self._order.indices(step), step)
+        reading = self._schedule.at(step)
+        numbers = self._order.indices(reading.start // self._order.batch_samples)
+        batch = replace(self._rows.batch(numbers, step), window=reading.window)
         cuda = self._device.type == "cuda"
         if self._micro_batch is not None and batch.packed is not None:
             batch.packed.prepare(self._micro_batch, pin=cuda)
         if not cuda:
             return batch
         tokens, targets, documents = (tensor.pin_memory() for tensor in _tensors(batch))
-        return Batch(tokens, targets, step, documents, batch.packed)
+        return replace(batch, tokens=tokens, targets=targets, documents=documents)
 
 
 def sample_batches(
@@ -319,4 +321,4 @@ def _moved(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
     tokens, targets, documents = (tensor.to(device, non_blocking=True) for tensor in _tensors(batch))
-    return Batch(tokens, targets, batch.step, documents, batch.packed)
+    return replace(batch, tokens=tokens, targets=targets, documents=documents)

@@ -57,7 +57,7 @@ class Chunk:
 
     position: Position
     ids: Ids
-    news: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 # --- the source -------------------------------------------------------------------------------------------------------
@@ -120,9 +120,9 @@ def open_stream(
     found = stream.validation(VAL_TOKENS if val_tokens is None else val_tokens, progress)
     held = found.finish(request, stream.folder)
     notices = [inputs.passed_over_told] if inputs.passed_over else []
-    notices += _all_news(stream.problems, len(stream.problems))
+    notices += _all_notices(stream.problems, len(stream.problems))
     if data.val_source is not None:  # else they are met again, and told, in training
-        notices += _all_news(found.problems, found.problem_count)
+        notices += _all_notices(found.problems, found.problem_count)
     if isinstance(data.source, list) and len(data.source) > 1:
         notices.append("the sources are read one after the other; to have them shuffled among each other, prepare them")
     if data.split == "contiguous" and data.val_source is None:
@@ -366,7 +366,7 @@ class _Flow:
 
     def _epoch(self) -> Iterator[Chunk]:
         stream, lap = self._stream, self._now.lap
-        news = _epoch_news(self._now) if self._now.begins_epoch else ()
+        notices = epoch_notices(self._now.epoch, self._now.tokens) if self._now.begins_epoch else ()
         for place, _, result in self._workers.results(stream.recipe, stream.parts(self._now)):
             if place.lap != lap:
                 lap = place.lap
@@ -389,8 +389,8 @@ class _Flow:
                 joins=joins,
                 rejected=rejected,
             )
-            yield Chunk(here, ids, (*news, *_news_of(problems, here.problems)))
-            news = ()
+            yield Chunk(here, ids, (*notices, *_notices_of(problems, here.problems)))
+            notices = ()
 
     def _next_epoch(self) -> None:
         now = self._now
@@ -408,7 +408,7 @@ class _Flow:
                     tokens=chunk.position.tokens + moved,
                     problems=self._now.problems,
                 )
-                yield Chunk(position, chunk.ids, () if number else _epoch_news(position))
+                yield Chunk(position, chunk.ids, () if number else epoch_notices(epoch, position.tokens))
 
     def _count(self, result: PartResult) -> None:
         self._records += result.records
@@ -492,7 +492,7 @@ def _line(problem: Problem) -> str:
     return f"{problem.file}{place}: {problem.message}"
 
 
-def _news_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
+def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     """What to say of problems when there have been some before: the first few in full, then how many there are."""
     after = before + len(problems)
     told = [f"left out: {_line(problem)}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
@@ -501,16 +501,15 @@ def _news_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     return tuple(told)
 
 
-def _all_news(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
+def _all_notices(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
     """What to say of problems that are all there are; `count` may be more than are given."""
     told = tuple(f"left out: {_line(problem)}" for problem in problems[:TOLD_PROBLEMS])
     return told if count <= len(told) else (*told, f"{count - len(told):,} more problems in the source")
 
 
-def _epoch_news(position: Position) -> tuple[str, ...]:
-    """Of an epoch's end; a small source has many, of which few are told."""
-    ended = position.epoch
+def epoch_notices(ended: int, tokens: int) -> tuple[str, ...]:
+    """Of the end of an epoch; a small source has many, of which few are told."""
     if not ended or (ended > 3 and str(ended).strip("0") != "1"):
         return ()
     times = "once" if ended == 1 else f"{ended:,} times"
-    return (f"the source has been read {times}, {position.tokens:,} training tokens, and is read again",)
+    return (f"the source has been read {times}, {tokens:,} training tokens, and is read again",)

@@ -5,7 +5,7 @@ a row are a block. Position p of the run lies in block p // windows, and reads t
 for p, with the block's number as its epoch. A block has the token after its last window's inputs as well, which is the
 first one of the next block.
 
-Contract: batches depend on nothing but (stream, batch_size, context, seed, step, rank), whenever the reading began.
+Contract: batches depend on nothing but (stream, schedule, seed, step, rank), whenever the reading began.
 After `close` no thread and no worker runs. What goes wrong in the background is raised in the loop.
 """
 
@@ -15,14 +15,15 @@ import threading
 from collections import defaultdict
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.ahead import BatchLoader
-from flatout.data.loader import Batch
+from flatout.data.batch import Batch, BatchLoader
+from flatout.data.loader import as_signed, check_shares, pinned, window_batch
+from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.stream import TokenStream
 from flatout.data.stream_parts import Position
@@ -47,7 +48,7 @@ class Block:
     ids: Ids
     position: Position
     following: Position
-    news: tuple[str, ...]
+    notices: tuple[str, ...]
 
 
 @final
@@ -60,9 +61,8 @@ class StreamLoader(BatchLoader):
     def __init__(
         self,
         stream: TokenStream,
+        schedule: Schedule,
         *,
-        batch_size: int,
-        context: int,
         seed: int,
         device: torch.device | str,
         first_step: int,
@@ -71,21 +71,19 @@ class StreamLoader(BatchLoader):
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        if not 0 <= rank < world_size or batch_size < 1 or batch_size % world_size:
-            raise ValueError(f"no share of {batch_size} sequences for rank {rank} of {world_size}")
+        check_shares(schedule, rank, world_size)
+        self._context = context = schedule.longest
         self._order = WindowOrder(block_windows(context), seed)
-        self._batch = batch_size
-        self._share = batch_size // world_size
-        self._rank = rank
-        self._context = context
+        self._schedule = schedule
+        self._rank, self._world_size = rank, world_size
         self._device = torch.device(device)
         self._next_step = first_step
         self._last_step = last_step
         self._held: dict[int, Block] = {}
         self._positions: dict[int, Position] = {}
-        self._news: list[str] = []
-        first, inside = divmod(first_step * batch_size, self._order.windows)
-        # The news of a block are told when it is taken up, which was before a step that begins inside of it.
+        self._notices: list[str] = []
+        first, inside = divmod(schedule.at(first_step).start, self._order.windows)
+        # The notices of a block are given when it is taken up, which was before a step that begins inside of it.
         self._old = first if inside else -1
         self._ahead: _Ahead | None = None
         if first_step < last_step:
@@ -96,30 +94,29 @@ class StreamLoader(BatchLoader):
         if step >= self._last_step or self._ahead is None:
             self.close()
             raise StopIteration
-        first = step * self._batch + self._rank * self._share
-        blocks = np.arange(first, first + self._share) // self._order.windows
+        reading = self._schedule.at(step)
+        share = reading.windows // self._world_size
+        first = reading.start + self._rank * share
+        blocks = np.arange(first, first + share) // self._order.windows
         try:
             while int(blocks[-1]) not in self._held:
                 self._take(self._ahead.next())
         except BaseException:
             self.close()
             raise
-        ids = self._gather(self._order.indices(first, self._share), blocks)
+        raw = pinned(as_signed(self._gather(self._order.indices(first, share), blocks)), self._device)
         self._next_step = step + 1
         self._forget()
-        return _batch(ids, step, self._device)
+        return window_batch(raw.to(self._device, non_blocking=self._device.type == "cuda"), step, reading)
 
-    def position(self) -> Position:
-        """Where to go on for the step after the last one that was handed out."""
-        return self._positions[self._next_step * self._batch // self._order.windows]
+    def position(self) -> dict[str, Any]:
+        return self._positions[self._next_block()].to_json()
 
-    def news(self) -> list[str]:
-        """What there is to tell since this was asked last."""
-        news, self._news = self._news, []
-        return news
+    def notices(self) -> list[str]:
+        notices, self._notices = self._notices, []
+        return notices
 
     def close(self) -> None:
-        """Stop thread and workers, and end the iteration. May be called at any time and more than once."""
         self._last_step = self._next_step
         self._held.clear()
         if self._ahead is not None:
@@ -131,7 +128,7 @@ class StreamLoader(BatchLoader):
         self._positions[block.number] = block.position
         self._positions[block.number + 1] = block.following
         if block.number > self._old:
-            self._news += block.news
+            self._notices += block.notices
 
     def _gather(self, windows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> Ids:
         length = self._context + 1
@@ -149,20 +146,13 @@ class StreamLoader(BatchLoader):
 
     def _forget(self) -> None:
         """Let go of the blocks before the next step's."""
-        next_block = self._next_step * self._batch // self._order.windows
+        next_block = self._next_block()
         for kept in (self._held, self._positions):
             for number in [number for number in kept if number < next_block]:
                 del kept[number]
 
-
-def _batch(ids: Ids, step: int, device: torch.device) -> Batch:
-    # As in flatout.data.loader: unsigned ids travel as signed ones of the same size, and are masked on arrival.
-    small = ids.dtype.itemsize == 2
-    raw = torch.from_numpy(ids.view(np.int16 if small else np.int32))
-    if device.type == "cuda":
-        raw = raw.pin_memory()
-    wide = raw.to(device, non_blocking=device.type == "cuda").to(torch.int64) & (0xFFFF if small else 0xFFFFFFFF)
-    return Batch(wide[:, :-1].contiguous(), wide[:, 1:].contiguous(), step)
+    def _next_block(self) -> int:
+        return self._schedule.at(self._next_step).start // self._order.windows
 
 
 @final
@@ -217,13 +207,13 @@ class _Ahead:
 
     def _blocks(self, position: Position, number: int) -> Generator[Block]:
         size, marks, marked = self._size, dict[int, Position](), number
-        news: defaultdict[int, list[str]] = defaultdict(list)
+        notices: defaultdict[int, list[str]] = defaultdict(list)
         row = np.empty(size + 1, dtype=self._stream.dtype)
         at, filled = number * size, 0  # the next token to take, and how many are in the row
         with contextlib.closing(self._stream.chunks(position, self._workers, least=self._least)) as chunks:
             for chunk in chunks:
                 begin, end = chunk.position.tokens, chunk.position.tokens + len(chunk.ids)
-                news[begin // size] += chunk.news
+                notices[begin // size] += chunk.notices
                 # A block begins in the first part that has its first token or comes after it, be it without tokens.
                 while end > marked * size or begin >= marked * size:
                     marks[marked] = chunk.position
@@ -234,7 +224,7 @@ class _Ahead:
                     at, filled = at + len(taken), filled + len(taken)
                     if filled < size + 1:
                         break
-                    yield Block(number, row, marks.pop(number), marks[number + 1], tuple(news.pop(number, ())))
+                    yield Block(number, row, marks.pop(number), marks[number + 1], tuple(notices.pop(number, ())))
                     fresh = np.empty_like(row)
                     fresh[0] = row[-1]
                     row, filled, number = fresh, 1, number + 1

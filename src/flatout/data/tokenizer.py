@@ -1,4 +1,4 @@
-"""Text to token ids and back, by one of five tokenizers that all answer to the same few names.
+"""Text to token ids and back, by one of six tokenizers that all answer to the same few names.
 
 Idea: a tokenizer is a value. `to_json` describes it completely, `fingerprint` is the hash of that description, and two
 tokenizers with one fingerprint give the same ids for every text. Shards and checkpoints carry the description, so a
@@ -41,7 +41,7 @@ from flatout.corpus.shipped import GPT2_RANKS_SHA256, gpt2_tokens
 from flatout.errors import DataError
 from flatout.files import parse_json
 
-TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface", "model"]
+TokenizerKind = Literal["char", "bytes", "gpt2", "huggingface", "model", "ids"]
 UnknownPolicy = Literal["error", "drop", "replace"]
 Ids = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -209,6 +209,29 @@ class ByteTokenizer(Tokenizer):
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind}
+
+
+@final
+class IdTokenizer(Tokenizer):
+    """Numbers for a vocabulary whose text nobody has told: ids are written as such, with spaces between them."""
+
+    def __init__(self, vocab: int) -> None:
+        self.kind = "ids"
+        self.vocab = vocab
+        self.end_of_text = None
+        self.fingerprint = _fingerprint(self.to_json())
+
+    def encode(self, text: str) -> Ids:
+        words = text.split()
+        if not all(word.isdecimal() and len(word) < 11 for word in words):
+            raise DataError("this model knows no text, only token ids", 'write ids with spaces between them: "12 7 3"')
+        return _checked_ids([int(word) for word in words], self.vocab).astype(token_dtype(self.vocab))
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        return " ".join(str(id) for id in _checked_ids(ids, self.vocab).tolist())
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "vocab": self.vocab}
 
 
 @final
@@ -528,13 +551,17 @@ def tokenizer_from_json(description: Any) -> Tokenizer:
             return HuggingFaceTokenizer(content)
         if kind == "model":
             return _model_tokenizer(description)
+        if kind == "ids":
+            if type(vocab := description.get("vocab")) is not int or not 1 <= vocab <= 2**32:
+                raise ValueError("its vocabulary is no number")
+            return IdTokenizer(vocab)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"the description of a {kind} tokenizer is not usable: {error}", "give a tokenizer.json that is intact"
         ) from error
     raise DataError(
         f"a tokenizer of kind {kind!r:.100} is unknown",
-        "the kinds are char, bytes, gpt2, huggingface and model; is flatout up to date?",
+        "the kinds are char, bytes, gpt2, huggingface, model and ids; is flatout up to date?",
     )
 
 

@@ -22,29 +22,22 @@ from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
 from flatout.data.make_samples import many, row_files
+from flatout.data.sample_data import SampleData
 from flatout.device import detect_device, limit_memory
 from flatout.diagnose.check_folder import check_folder, folder_of
 from flatout.diagnose.doctor import Finding, Status, finding_of, in_gib
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.features import resolve_speed
 from flatout.engine.fine_tuning import (
-    SampleData,
     adapter_plan,
     open_sample_data,
     sample_limit,
     sample_tokens,
     why_samples_are_made,
 )
+from flatout.engine.fit_check import check_disk, check_samples_fit, memory_on
+from flatout.engine.opening import described_config, steps_of
 from flatout.engine.run_folder import is_checkpoint
-from flatout.engine.setup import (
-    check_disk,
-    check_samples_fit,
-    described_config,
-    memory_of_samples,
-    order_of,
-    step_tokens_of,
-    steps_of,
-)
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import UserError
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
@@ -93,13 +86,13 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         return
     with tempfile.TemporaryDirectory(prefix="flatout-doctor-") as temporary:
         try:
-            data, whole = _samples(loaded.config, Path(temporary), _WHOLE_QUICK if quick else _WHOLE)
+            base, data, whole = _samples(loaded.config, Path(temporary), _WHOLE_QUICK if quick else _WHOLE)
         except UserError as error:
             yield finding_of(error, "data", "rows")
             yield _unchecked("adapters and memory were not checked, as there are no samples")
             return
         yield from _check_samples(loaded.config, data, whole=whole)
-        yield from _check_run(loaded, data, whole=whole, here=here)
+        yield from _check_run(loaded, base, data, whole=whole, here=here)
 
 
 def _check_base(config: RunConfig) -> Iterator[Finding | Base]:
@@ -142,11 +135,11 @@ def _check_sources(config: RunConfig) -> Iterator[Finding]:
                 yield _finding("rows", "ok", f"{source}: {many(len(files), 'file')}, {size:,.1f} MB, not read")
 
 
-def _samples(config: RunConfig, temporary: Path, most: int) -> tuple[SampleData, bool]:
+def _samples(config: RunConfig, temporary: Path, most: int) -> tuple[Base, SampleData, bool]:
     """The samples of a config, and whether they are all of them: those that are there, or made for this visit."""
     _, why = why_samples_are_made(config)
     if not why:
-        return open_sample_data(config, None), True
+        return *open_sample_data(config, None), True
     assert config.chat.source is not None, "checked by the config"
     chat = config.chat
     found = {"source": chat.source, "val_source": chat.val_source}
@@ -154,7 +147,7 @@ def _samples(config: RunConfig, temporary: Path, most: int) -> tuple[SampleData,
     chat = chat.model_copy(update={name: str(path) for name, path in cut.items() if path is not None})
     data = config.data.model_copy(update={"folder": str(temporary / "samples")})
     opened = open_sample_data(config.model_copy(update={"chat": chat, "data": data}), None)
-    return opened, all(path is None for path in cut.values())
+    return *opened, all(path is None for path in cut.values())
 
 
 def _head(name: str, source: str, temporary: Path, most: int) -> Path | None:
@@ -172,9 +165,10 @@ def _head(name: str, source: str, temporary: Path, most: int) -> Path | None:
 
 
 def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Iterator[Finding]:
-    counts, facts = data.manifest.manifest["counts"], data.train.samples.facts()
+    manifest, facts = data.sample_set.manifest, data.train.facts()
+    counts = manifest["counts"]
     rows, lost = counts.get("rows", 0), counts.get("rows_not_used", 0)
-    reading = (data.manifest.manifest.get("reading") or [{}])[0].get("format", config.chat.format)
+    reading = (manifest.get("reading") or [{}])[0].get("format", config.chat.format)
     part = "" if whole else f"; only the first {_FIRST:,} rows were read"
     yield _finding("rows", "ok", f"{config.chat.source}: {many(rows - lost, 'row')}, read as {reading}{part}")
     if lost:
@@ -185,7 +179,7 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
             "`flatout finetune` lists each with its reason in problems.jsonl beside the samples. Mend them if they are "
             "many.",
         )
-    held = len(data.val.samples)
+    held = len(data.val_samples)
     yield _finding(
         "samples", "ok", f"{facts['samples']:,} to train on, {held:,} held out, longest {facts['longest']:,}"
     )
@@ -208,18 +202,18 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
         )
 
 
-def _check_run(loaded: LoadedConfig, data: SampleData, *, whole: bool, here: bool) -> Iterator[Finding]:
+def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: bool, here: bool) -> Iterator[Finding]:
     """Steps, adapters, the run's folder and the memory of a step, of the config as it would be trained."""
     try:
-        config = described_config(loaded.config, data, loaded.sources)
+        config = described_config(loaded.config, base, loaded.sources)
     except UserError as error:
         yield finding_of(error, "config", "model")
         yield _unchecked("steps, adapters and memory were not checked, as the config does not fit its base")
         return
-    order = order_of(config, data)
+    facts, vocab = data.facts, base.description.vocab
     if whole:
-        yield from _check_steps(config, order.samples, steps_of(config, order))
-    yield from _check_adapters(config, data)
+        yield from _check_steps(config, len(data.train), steps_of(config, facts))
+    yield from _check_adapters(config, vocab)
     yield from check_folder(config)
     if not whole:
         yield _unchecked(f"{config.chat.source} is large: rows after the first {_FIRST:,}, and steps, were not checked")
@@ -228,11 +222,10 @@ def _check_run(loaded: LoadedConfig, data: SampleData, *, whole: bool, here: boo
         return
     try:
         device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
-
-        vocab, tokens = data.description.vocab, step_tokens_of(data, order)
-        speed = resolve_speed(config, device, None, loaded.sources.__getitem__, vocab=vocab, step_tokens=tokens)
-        memory = memory_of_samples(config, data, order, speed)
-        check_samples_fit(config, data, order, speed, memory)
+        sources = loaded.sources.__getitem__
+        speed = resolve_speed(config, device, None, sources, vocab=vocab, step_tokens=facts.step_tokens)
+        memory = memory_on(data, config, vocab, speed)
+        check_samples_fit(data, config, vocab, speed, memory)
     except UserError as error:
         yield finding_of(error, "memory", "a step")
     else:
@@ -262,13 +255,13 @@ def _check_steps(config: RunConfig, samples: int, steps: int) -> Iterator[Findin
         )
 
 
-def _check_adapters(config: RunConfig, data: SampleData) -> Iterator[Finding]:
+def _check_adapters(config: RunConfig, vocab: int) -> Iterator[Finding]:
     if not config.lora.rank:
-        count = parameter_count(config.model, data.description.vocab)
+        count = parameter_count(config.model, vocab)
         yield _finding("trained", "ok", f"all {count:,} parameters (lora.rank is 0)", area="config")
         yield from _check_space(config, count)
         return
-    model = empty_model(config.model, data.description.vocab, device="meta")
+    model = empty_model(config.model, vocab, device="meta")
     try:
         plan = adapter_plan(config.lora)
         choices = choose(plan, targets_of(model))

@@ -22,4 +22,4 @@ def check_start(model: ModelConfig, vocab: int | None) -> Iterator[Finding]:
         yield finding_of(error, "config", "start")
         return
     if start is not None:
-        yield Finding(area="config", name="start", status="ok", found=start.remark)
+        yield Finding(area="config", name="start", status="ok", found=start.notice)

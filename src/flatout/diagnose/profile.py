@@ -38,15 +38,15 @@ import flatout
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import DataConfig
 from flatout.config.source import DEFAULT, IN_PYTHON
-from flatout.data.stream import StreamDataset
 from flatout.device import Device
 from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
 from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
+from flatout.engine.fit_check import memory_of, out_of_memory
 from flatout.engine.pending import PendingReports
-from flatout.engine.setup import Run, memory_of, out_of_memory
+from flatout.engine.run import Run
 from flatout.engine.step import TrainStep
 from flatout.errors import HardwareError, UserError
 from flatout.files import disk_errors, write_whole
@@ -163,7 +163,7 @@ def profile_run(
         micro_batch=run.step.micro_batch,
         accumulation=run.speed.accumulation,
         context=run.config.model.context,
-        streaming=isinstance(run.dataset, StreamDataset),
+        streaming=run.config.data.streaming,
         used={feature.name: feature.used for feature in run.speed.features},
     )
     verdict = judge(measured, lambda words: can_have(run, words))
@@ -188,8 +188,7 @@ def _one_step(run: Run, batches: Iterator[Any]) -> tuple[Tensor, float]:
     waited = time.perf_counter() - before
     if batch is None:
         raise ValueError(f"the run has only {run.steps} steps")
-    with run.random.active():
-        report = run.step(batch.tokens, batch.targets)
+    report = run.take_step(batch)
     if run.speed.device.kind == "mps":  # it has no marks of its own, and the host would run ahead
         torch.mps.synchronize()
     return report, waited
@@ -330,10 +329,7 @@ def can_have(run: Run, words: str) -> bool:
     )
     settings = [word.replace('"', "") for word in words.replace(", ", ",").split()]
     sources = {setting.partition("=")[0]: IN_PYTHON for setting in settings}
-    device, dataset, vocab = run.speed.device, run.dataset, run.model.vocab
-    corpus_bytes = None
-    if not isinstance(dataset, StreamDataset):
-        corpus_bytes = dataset.train.tokens * dataset.train.dtype.itemsize
+    device, corpus_bytes, vocab = run.speed.device, run.data.facts.corpus_bytes, run.model.vocab
     try:
         config = load_stored(run.config.model_dump(), settings, where="profile").config
         speed = resolve_speed(
@@ -433,5 +429,5 @@ def _report(
         top=facts.kernels[:15],
         verdict=verdict,
         files=files,
-        notices=(*run.news.take(), *notices),
+        notices=(*run.new_notices.take(), *notices),
     )

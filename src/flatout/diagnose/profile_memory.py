@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flatout.device import peak_memory_bytes
-from flatout.engine.setup import Run
+from flatout.engine.run import Run
 from flatout.files import disk_errors, write_whole
 
 _HISTORY = 200_000  # entries of the allocator's history; a step has some thousands per micro-batch

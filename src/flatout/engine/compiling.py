@@ -92,7 +92,7 @@ class CompileWatch:
         self.told = compile_counts()
         self.first = True
 
-    def news(self) -> list[str]:
+    def notices(self) -> list[str]:
         now = compile_counts()
         fresh = now.since(self.told)
         if fresh.graphs == 0 and fresh.breaks == 0:

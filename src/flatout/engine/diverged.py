@@ -10,6 +10,9 @@ from pathlib import Path
 
 from flatout.config.load import LoadedConfig, format_value
 from flatout.config.schema import RunConfig
+from flatout.data.array_data import Arrays
+from flatout.engine.books import Progress
+from flatout.engine.boundary import quick_loss
 from flatout.engine.checkpoint import (
     Verdict,
     list_checkpoints,
@@ -18,8 +21,8 @@ from flatout.engine.checkpoint import (
     write_checkpoint,
     write_verdict,
 )
-from flatout.engine.loop import Progress, capture, quick_loss
 from flatout.engine.run_folder import checkpoints_of
+from flatout.engine.saving import capture
 from flatout.engine.setup import setup_run
 from flatout.errors import DivergedError, UserError
 
@@ -27,13 +30,15 @@ SAFE_RATE = 1e-3  # AdamW trains GPTs of any size at this rate or a lower one
 _SOUND = 2.0  # times the loss of guessing all tokens alike: weights above that are not worth going on from
 
 
-def with_way_back(error: DivergedError, loaded: LoadedConfig | RunConfig, folder: Path, vocab: int) -> DivergedError:
+def with_way_back(
+    error: DivergedError, loaded: LoadedConfig | RunConfig, folder: Path, vocab: int, arrays: Arrays | None = None
+) -> DivergedError:
     """The error with the command that trains on. Let go of the run first: it may have to be built again."""
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     found = _newest_sound(folder, vocab)
     where = "the newest checkpoint that is not known to be bad" if found is not None else "the starting weights"
     try:
-        point = found if found is not None else _save_start(loaded, folder)
+        point = found if found is not None else _save_start(loaded, folder, arrays)
     except UserError as failed:  # of the disk or the memory: what the user has to know first is the divergence
         words = " ".join(f"{path}={value}" for path, value in gentler(config).items())
         return DivergedError(error.message, f"start again with {words} ({failed.message})")
@@ -69,8 +74,8 @@ def _newest_sound(folder: Path, vocab: int) -> Path | None:
     return None
 
 
-def _save_start(loaded: LoadedConfig | RunConfig, folder: Path) -> Path:
-    run, progress = setup_run(loaded), Progress()
+def _save_start(loaded: LoadedConfig | RunConfig, folder: Path, arrays: Arrays | None) -> Path:
+    run, progress = setup_run(loaded, arrays=arrays), Progress()
     path, _ = write_checkpoint(checkpoints_of(folder), capture(run, progress))
     loss, _, _ = quick_loss(run, run.step.micro_batch)
     write_verdict(path, Verdict(loss=loss, progress=progress.judged()))

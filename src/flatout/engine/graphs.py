@@ -7,8 +7,8 @@ inputs are copied to fixed places, the tensors of a packed layout among them; gr
 that stay (`TrainStep.keep_gradients`); the loss scale and the weights are read where they lie, and so are copies of
 weights in narrower types, which `prepare` keeps fresh. Gradients that were dropped, or another answer of `prepare`,
 mean new recordings.
-Plain batches have one shape: another one takes the place of the recording before it. Packed rows have a few: each gets
-a recording of its own, up to `MOST_RECORDINGS` that share one piece of memory, and shapes beyond those run without.
+Plain batches have one shape in each stage of a schedule, packed rows a few: each gets a recording of its own, up to
+`MOST_RECORDINGS` that share one piece of memory, and shapes beyond those run without. So does each attention `window`.
 A recording that fails is told once, and the step goes on without it.
 Traps:
 - Casts that autocast has cached would be recorded as constants, and replays would train yesterday's weights: the cache
@@ -29,12 +29,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatout.engine.news import News
+from flatout.engine.notices import Notices
 from flatout.ops.documents import Layout
 from flatout.ops.gradients import hold_gradients
 
 WARM_UPS = 2  # libraries and Triton set themselves up in the first calls, which must not happen while recording
-MOST_RECORDINGS = 24  # of packed rows; a few MB each beside the memory that they share
+MOST_RECORDINGS = 24  # a few MB each beside the memory that they share
 
 MicroBatch = Callable[..., Tensor]
 Replay = Callable[[], None]
@@ -101,7 +101,7 @@ class MicroBatchGraph:
         self,
         plain: MicroBatch,
         model: nn.Module,
-        news: News,
+        notices: Notices,
         recorder: Recorder,
         prepare: Callable[[], Hashable] = lambda: None,
         forget: Callable[[], None] = lambda: None,
@@ -114,10 +114,11 @@ class MicroBatchGraph:
         self.prepare = prepare
         self.forget = forget
         self.model = model
-        self.news = news
+        self.notices = notices
         self.recorder = recorder
         self.failed = False
         self.crowded = False
+        self.window: int | None = None  # that attention has now, where it is not the model's own
         self.recordings: dict[Hashable, Recording] = {}
         self.reset()
 
@@ -140,10 +141,7 @@ class MicroBatchGraph:
         if self.prepared != prepared or (self.recordings and not self._same_gradients()):
             self.reset()
             self.prepared = prepared
-        shape = (tokens_BT.shape, None if layout is None else layout.sizes)
-        if layout is None and shape not in self.calls:
-            self.reset()
-            self.prepared = prepared
+        shape = (tokens_BT.shape, None if layout is None else layout.sizes, self.window)
         recording = self.recordings.get(shape)
         if recording is None and not self._ready(shape):
             self.calls[shape] = self.calls.get(shape, 0) + 1
@@ -162,7 +160,7 @@ class MicroBatchGraph:
         if len(self.recordings) >= MOST_RECORDINGS:
             if not self.crowded:
                 self.crowded = True
-                self.news.add(
+                self.notices.add(
                     f"cuda_graphs: more than {MOST_RECORDINGS} shapes of micro-batches, the others run without"
                 )
             return False
@@ -207,7 +205,7 @@ class MicroBatchGraph:
     def _give_up(self, error: RuntimeError) -> None:
         self.failed = True
         reason = str(error).strip().partition("\n")[0][:160]
-        self.news.add(f"cuda_graphs became off: recording failed: {type(error).__name__}: {reason}")
+        self.notices.add(f"cuda_graphs became off: recording failed: {type(error).__name__}: {reason}")
 
     def _same_gradients(self) -> bool:
         """Whether gradients lie where recordings add to them. Those are held here, so no other can take their place."""

@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import torch
 
-from flatout.data.loader import Batch
-from flatout.data.sample_loader import SampleOrder
+from flatout.data.batch import Batch
 from flatout.device import free_memory, is_out_of_memory
+from flatout.engine.fit_check import first_sentence, memory_error
 from flatout.engine.graphs import MicroBatchGraph
-from flatout.engine.setup import Run, first_sentence, memory_error
+from flatout.engine.run import Run
 
 
 def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
@@ -30,12 +30,11 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
     """
     before = run.random.tensors()
     try:
-        with run.random.active():
-            return run.step(batch.tokens, batch.targets, batch.packed)
+        return run.take_step(batch)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        rows = min(run.step.micro_batch, batch.tokens.shape[0])  # packed samples may have fewer than a micro-batch
+        rows = min(run.step.micro_batch, _windows_in(batch))  # packed samples may have fewer than a micro-batch
         # Nothing left to halve or to give up, or the weights may have moved.
         if (rows == 1 and not _can_stop_recording(run)) or run.step.updating:
             raise memory_error(error) from error
@@ -44,14 +43,15 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
     return sentence
 
 
-def use_less_memory(run: Run, sequences: int, sentence: str) -> str:
-    """Halves the micro-batch, to a divisor of the batch; returns what to tell the user.
+def use_less_memory(run: Run, batch: Batch, sentence: str) -> str:
+    """Halves the micro-batch, to a divisor of the batch; returns a notice.
 
     Packed samples have other numbers of rows in other steps, which no size divides: there it is halved as it is, once
     there are no recordings of CUDA graphs to let go of.
     """
+    sequences = _windows_in(batch)
     before = min(run.step.micro_batch, sequences)
-    packed = isinstance(run.order, SampleOrder)
+    packed = _rows_vary(run)
     graph = run.step.run_micro_batch
     if before == 1 or (packed and isinstance(graph, MicroBatchGraph) and graph.recordings):
         run.step.use_micro_batch(run.step.micro_batch)  # drops gradients and recordings
@@ -74,23 +74,33 @@ def use_less_memory(run: Run, sequences: int, sentence: str) -> str:
     )
 
 
+def _windows_in(batch: Batch) -> int:
+    """What micro-batches are counted in: rows, or windows that a stage with shorter sequences cuts into rows."""
+    return batch.tokens.shape[0] // batch.pieces
+
+
+def _rows_vary(run: Run) -> bool:
+    """Whether steps have different numbers of rows, in many shapes: those of samples."""
+    return run.data.facts.batch_samples is not None
+
+
 def _can_stop_recording(run: Run) -> bool:
-    return isinstance(run.order, SampleOrder) and run.step.run_micro_batch != run.step.forward_backward
+    return _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
 
 
 def first_fitting(
     evaluate: Callable[[int], tuple[float, int]], batch_size: int, device: torch.device
 ) -> tuple[tuple[float, int], int, list[str]]:
-    """`evaluate(batch_size)` with the batch halved until it fits: its result, that batch size, and what to tell."""
-    messages: list[str] = []
+    """`evaluate(batch_size)` with the batch halved until it fits: its result, that batch size, and notices."""
+    notices: list[str] = []
     result = _attempt(evaluate, batch_size)
     while isinstance(result, str):
         free_memory(device)
         smaller = batch_size // 2
-        messages.append(f"{result}: evaluating {smaller} sequences at once instead of {batch_size}")
+        notices.append(f"{result}: evaluating {smaller} sequences at once instead of {batch_size}")
         batch_size = smaller
         result = _attempt(evaluate, batch_size)
-    return result, batch_size, messages
+    return result, batch_size, notices
 
 
 def _attempt(evaluate: Callable[[int], tuple[float, int]], batch_size: int) -> tuple[float, int] | str:

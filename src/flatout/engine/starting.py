@@ -35,7 +35,7 @@ class Start:
 
     folder: Path
     ours: bool
-    remark: str
+    notice: str
 
     def fill(self, model: GPT) -> None:
         if self.ours:

@@ -88,19 +88,22 @@ class TrainStep:
         # engine/graphs.py puts a recording of it here
         self.run_micro_batch: Callable[..., Tensor] = self.forward_backward
         self.rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
+        self.use_window: Callable[[int | None], None] = lambda window: None  # another attention window, from setup too
         self.updating = False  # weights may be half moved: there is no way back to before the step
         self.clock = StepClock(first.device)
         self.with_parameter_norm = False  # whether the next report has it: it reads all weights once more
         self.updates = torch.zeros((), dtype=torch.int64, device=first.device)
         self.one = torch.ones((), dtype=torch.float32, device=first.device)
 
-    def __call__(self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None) -> Tensor:
+    def __call__(
+        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1
+    ) -> Tensor:
         """Six numbers on the device: loss, gradient norm before clipping, applied (0 or 1), rate, loss scale, norm of
-        the parameters (-1 where it was not asked for)."""
+        the parameters (-1 where it was not asked for). A micro-batch has so many `pieces` of windows more rows."""
         self.model.train()
         self.clock.begin()
         with self.scope():
-            loss = self.accumulate(tokens_BT, targets_BT, packed)
+            loss = self.accumulate(tokens_BT, targets_BT, packed, pieces)
             report = self._update(loss)
         self.clock.mark("optimizer")
         return report
@@ -114,13 +117,15 @@ class TrainStep:
         self.micro_batch = size
         self.rebuild()
 
-    def accumulate(self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None) -> Tensor:
+    def accumulate(
+        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1
+    ) -> Tensor:
         """Adds the gradients of the whole batch and returns its mean loss."""
         if self.keep_gradients:
             hold_gradients(self.model.parameters())
         labelled = self.world.sum((targets_BT != IGNORED).sum()).clamp(min=1)
         total = None
-        for tokens, targets, *layout in self._micro_batches(tokens_BT, targets_BT, packed):
+        for tokens, targets, *layout in self._micro_batches(tokens_BT, targets_BT, packed, pieces * self.micro_batch):
             mean = self.run_micro_batch(tokens, targets, labelled, *layout)
             if self.run_micro_batch != self.forward_backward:  # a replay, in which nothing can be marked
                 self.clock.mark("micro-batch")
@@ -129,14 +134,14 @@ class TrainStep:
         return self.world.sum(total)
 
     def _micro_batches(
-        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None
+        self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None, size: int
     ) -> Iterator[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Layout]]:
         if packed is not None:
-            for rows in packed.cuts(self.micro_batch):
+            for rows in packed.cuts(size):
                 yield packed.part(rows, tokens_BT.device)
             return
-        for start in range(0, tokens_BT.shape[0], self.micro_batch):
-            rows = slice(start, start + self.micro_batch)
+        for start in range(0, tokens_BT.shape[0], size):
+            rows = slice(start, start + size)
             yield tokens_BT[rows], targets_BT[rows]
 
     def forward_backward(

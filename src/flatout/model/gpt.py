@@ -77,6 +77,12 @@ class GPT(nn.Module):
             loss = loss + self.config.energy * self.energy() * (targets_BT != IGNORED).sum()
         return loss
 
+    def use_window(self, window: int | None) -> None:
+        """Gives blocks of kind W another attention window; None gives them back their own."""
+        for block, kind in zip(self.blocks, self.config.kinds, strict=True):
+            if kind == "W":
+                block.attention.window = window or self.config.window
+
     @property
     def eigenstates(self) -> list[Eigenstate]:
         """The mixers of all E blocks."""

@@ -34,7 +34,7 @@ from flatout.data.loader import pack_documents, window_order
 from flatout.data.shards import Dataset, open_dataset
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.setup import check_fits, memory_of, stride_of, ways
+from flatout.engine.fit_check import check_fits, memory_of, ways
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, ResourceError
 from flatout.model.count import parameter_count
@@ -371,7 +371,9 @@ def _mfu(timed: Timed | None) -> Figure:
 def _windows(config: RunConfig, dataset: Dataset) -> int:
     context, seed = config.model.context, config.train.seed
     packing = pack_documents(dataset.train, context) if config.data.packing == "best_fit" else None
-    order = window_order(dataset.train, context=context, stride=stride_of(config), seed=seed, packing=packing)
+    order = window_order(
+        dataset.train, context=context, stride=config.data.stride or context, seed=seed, packing=packing
+    )
     return order.windows
 
 

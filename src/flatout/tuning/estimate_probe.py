@@ -23,15 +23,17 @@ import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.data.loader import evaluation_batches
+from flatout.engine.books import Progress
 from flatout.engine.checkpoint import write_checkpoint
 from flatout.engine.evaluate import evaluate
-from flatout.engine.loop import Progress, capture
-from flatout.engine.setup import Run, out_of_memory
+from flatout.engine.fit_check import out_of_memory
+from flatout.engine.run import Run
+from flatout.engine.saving import capture
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import ResourceError
 from flatout.files import disk_errors, readable_sizes
 from flatout.generation.decode import generate_tokens
-from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, summary_of
+from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, summary_of, with_sequences
 
 FEWEST, MOST = 8, 400  # timed steps
 SHARE = 0.25  # of the time for steps; an evaluation and a sample may take so much each
@@ -99,7 +101,7 @@ def time_run(
             peak = max(peak, run.peak_memory_bytes())
         return Timed(
             steps=run.steps,
-            windows=run.windows,
+            windows=run.data.facts.windows,
             setup=built,
             evaluation=evaluation,
             evaluation_once=once,
@@ -116,7 +118,7 @@ def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
     size, count = run.step.micro_batch, run.speed.accumulation
     few = min(count, 2)
     # Two micro-batches make the moments, compile, and record graphs; how long they take says what there is time for.
-    with Steps(dataclasses.replace(run, sequences=few * size)) as steps:
+    with Steps(with_sequences(run, few * size)) as steps:
         first = steps.take(1)[0].seconds
         short = min(report.seconds for report in steps.take(WARMUP - 1))
     meter = EnergyMeter(run.speed.device.torch_device)
@@ -147,9 +149,9 @@ def _put_together(run: Run, short: float, seconds: float, meter: "EnergyMeter") 
     size, count = run.step.micro_batch, run.speed.accumulation
     longer = max(3, min(count, int(seconds / 4 / short)))  # three of them take about two thirds of the time
     with meter:
-        with Steps(dataclasses.replace(run, sequences=2 * size)) as steps:
+        with Steps(with_sequences(run, 2 * size)) as steps:
             few = [report.seconds for report in steps.take(max(3, min(16, int(seconds / 4 / short))))]
-        with Steps(dataclasses.replace(run, sequences=longer * size)) as steps:
+        with Steps(with_sequences(run, longer * size)) as steps:
             many = [report.seconds for report in steps.take(3)]
     low, high = statistics.median(few), statistics.median(many)
     each = max((high - low) / (longer - 2), 0.5 * high / longer)
@@ -168,7 +170,7 @@ def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figu
     def timed(most: int) -> tuple[float, int]:
         began = time.perf_counter()
         how = {"context": context, "batch_size": size, "device": device, "apart": run.config.documents_apart}
-        batches = evaluation_batches(run.val, most_tokens=most, **how)
+        batches = evaluation_batches(run.data.val, most_tokens=most, **how)
         with out_of_memory():
             _, labelled = evaluate(run.model, batches, run.scope)
         return time.perf_counter() - began, labelled
@@ -187,10 +189,10 @@ def _time_sample(run: Run, seconds: float) -> Figure:
     wanted = run.config.eval.sample_tokens
     if not wanted:
         return Figure(0.0, "counted", "eval.sample_tokens is 0")
-    prompt = run.val.read(0, 1).tolist()
+    prompt = run.data.val.read(0, 1).tolist()
     taken, began = 0, time.perf_counter()
     with run.scope(), out_of_memory():
-        for _ in generate_tokens(run.model, prompt, count=wanted, seed=0, vocab=run.dataset.tokenizer.vocab):
+        for _ in generate_tokens(run.model, prompt, count=wanted, seed=0, vocab=run.data.tokenizer.vocab):
             taken += 1
             if time.perf_counter() - began > seconds and taken >= min(wanted, 8):
                 break

@@ -260,7 +260,7 @@ def _try(
         with Steps(run, after_step=after_step) as stepping:
             early = stepping.take(plan.parity_steps)
             parity = largest_difference([report.loss for report in early], reference)
-            remarks += run.news.take()
+            remarks += run.new_notices.take()
             lost = given_up(remarks, rung)
             if lost is not None:
                 return Outcome("failed", lost, parity, None, run.speed)
@@ -270,7 +270,7 @@ def _try(
             tell("timing")
             typical = statistics.median(report.seconds for report in early[len(early) // 2 :])
             timed = stepping.take(step_count(plan.steps, typical, whole=PERIOD if rung.trick in PERIODIC else 1))
-        remarks += run.news.take()
+        remarks += run.new_notices.take()
         return Outcome("green", "; ".join(remarks), parity, summary_of(run, early, timed), run.speed)
 
 

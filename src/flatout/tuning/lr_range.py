@@ -28,8 +28,9 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.engine.loop import Progress, capture, restore
-from flatout.engine.setup import Run
+from flatout.engine.books import Progress
+from flatout.engine.run import Run
+from flatout.engine.saving import capture, restore
 from flatout.errors import ConfigError
 from flatout.ops.gradients import clear_gradients
 from flatout.tuning.found import config_text, words_of

@@ -30,9 +30,12 @@ import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.data.positions import Schedule
+from flatout.engine.fit_check import out_of_memory
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.pending import PendingReports, StepReport
-from flatout.engine.setup import Run, out_of_memory, setup_run
+from flatout.engine.run import Run
+from flatout.engine.setup import setup_run
 from flatout.ops.quantized import QuantizedWeight
 
 WARMUP = 4  # steps: compile, autotuning's last surprises, 8-bit scales, recording of graphs
@@ -101,8 +104,7 @@ class Steps:
                 batch = next(self.loader, None)
                 if batch is None:
                     raise ValueError(f"the run has only {self.run.steps} steps")
-                with self.run.random.active():
-                    report = self.run.step(batch.tokens, batch.targets, batch.packed)
+                report = self.run.take_step(batch)
                 if self.device.type == "mps":  # its marks are the host's, which would run ahead
                     torch.mps.synchronize()
                 if self.after_step is not None:
@@ -118,6 +120,11 @@ class Steps:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.loader.close()
+
+
+def with_sequences(run: Run, sequences: int) -> Run:
+    """The same run with so many sequences in every step."""
+    return dataclasses.replace(run, schedule=Schedule.constant(sequences, run.config.model.context))
 
 
 def summary_of(run: Run, untimed: Sequence[StepReport], timed: Sequence[StepReport]) -> Measurement:

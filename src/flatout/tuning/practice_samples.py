@@ -18,11 +18,12 @@ import numpy as np
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.config.unused import check_used
-from flatout.data.sample_loader import LargestRows, SampleOrder, fullest_steps, micro_batches, most_rows
-from flatout.data.samples import Samples
+from flatout.data.sample_data import SampleData
+from flatout.data.sample_loader import LargestRows, fullest_steps, micro_batches, most_rows
 from flatout.engine.features import Speed
 from flatout.engine.fine_tuning import open_sample_data, why_samples_are_made
-from flatout.engine.setup import described_config, order_of, rows_of, step_tokens_of, steps_of
+from flatout.engine.opening import described_config, steps_of
+from flatout.engine.run import delivery_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,27 +32,29 @@ class PracticeSamples:
     whole run that may have its largest micro-batch."""
 
     config: RunConfig
-    samples: Samples
-    order: SampleOrder
+    data: SampleData
     fullest: tuple[int, ...]
-    step_tokens: float
     described: str
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens of a step on average."""
+        return self.data.facts.step_tokens or 0.0
 
     def tokens(self, step: int) -> int:
         """Tokens of a step that something is predicted from, as a run counts them."""
-        numbers = self.order.indices(step)
-        return int((self.samples.lengths[numbers] - 1).sum())
+        numbers = self.data.order.indices(step)
+        return int((self.data.train.lengths[numbers] - 1).sum())
 
     @functools.cached_property
     def rows(self) -> int:
         """The most rows of a step."""
-        config = self.config
-        how = {"row_tokens": config.model.context, "packing": config.chat.packing}
-        return most_rows(self.samples, self.order, self.fullest, **how)
+        data = self.data
+        return most_rows(data.train, data.order, self.fullest, row_tokens=data.row_tokens, packing=data.packing)
 
     def spread(self, count: int) -> tuple[int, ...]:
         """So many steps of the first epoch, far apart from each other."""
-        steps = self.order.steps_per_epoch
+        steps = self.data.order.steps_per_epoch
         places = (np.arange(count) + 0.5) * steps / max(count, 1)
         return tuple(dict.fromkeys(int(place) for place in places))
 
@@ -60,8 +63,9 @@ class PracticeSamples:
 
         Activations grow with the tokens, the loss with the labels.
         """
-        how = {**rows_of(self.config, speed), "micro_batch": speed.micro_batch}
-        found = list(micro_batches(self.samples, self.order, self.fullest, **how))
+        data, joined = self.data, delivery_of(speed, speed.micro_batch).joined
+        how = {**data.rows(joined), "micro_batch": speed.micro_batch}
+        found = list(micro_batches(data.train, data.order, self.fullest, **how))
         ways = (LargestRows.by_tokens, LargestRows.by_labels)
         return dict(max(found, key=lambda one, way=way: way(one[1])) for way in reversed(ways))
 
@@ -79,14 +83,7 @@ def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], N
         say(f"making the samples of {config.chat.source}, in a folder for the occasion")
         folder = scratch / "samples"
     config = config.model_copy(update={"data": config.data.model_copy(update={"folder": str(folder)})})
-    data = open_sample_data(config, None, written=written)
-    config = described_config(config, data, loaded.sources)
-    samples, order = data.train.samples, order_of(config, data)
-    return PracticeSamples(
-        config=config,
-        samples=samples,
-        order=order,
-        fullest=fullest_steps(samples, order, steps_of(config, order)),
-        step_tokens=step_tokens_of(data, order) or 0.0,
-        described=described,
-    )
+    base, data = open_sample_data(config, None, written=written)
+    config = described_config(config, base, loaded.sources)
+    fullest = fullest_steps(data.train, data.order, steps_of(config, data.facts))
+    return PracticeSamples(config=config, data=data, fullest=fullest, described=described)

@@ -23,11 +23,13 @@ from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.fit_check import memory_of
 from flatout.engine.graphs import MicroBatchGraph
-from flatout.engine.setup import Run, memory_of, with_speed
+from flatout.engine.run import Run
+from flatout.engine.setup import with_speed
 from flatout.errors import HardwareError, ResourceError
 from flatout.tuning.fragment import TUNED, kept_settings, written_paths
-from flatout.tuning.measure import Steps, borrowed_run, free_memory
+from flatout.tuning.measure import Steps, borrowed_run, free_memory, with_sequences
 from flatout.tuning.search import Candidate, Trial
 
 TIMED_SECONDS = 0.5  # of one length of steps
@@ -98,8 +100,7 @@ class Probe:
         self.context = _held(LoadedConfig(self.config_for(candidate), sources))
         self.run = next(self.context)
         self.vocab = self.run.model.vocab
-        tokens = self.run.dataset.train
-        self.corpus_bytes = (tokens.tokens or 0) * tokens.dtype.itemsize
+        self.corpus_bytes = self.run.data.facts.corpus_bytes or 0
 
     def close(self) -> None:
         self.run = None
@@ -220,7 +221,7 @@ class Probe:
     def _step_seconds(self, run: Run, count: int, known: float | None) -> Timing:
         """The time of a step with `count` micro-batches, from steps with fewer of them."""
         size, short = run.step.micro_batch, min(count, 2)
-        with Steps(dataclasses.replace(run, sequences=short * size)) as steps:
+        with Steps(with_sequences(run, short * size)) as steps:
             # Compiles, makes the moments, records graphs at the third micro-batch; 8-bit scales are a step late.
             steps.take((2 if short > 1 else 4) + (1 if run.speed.execution.fp8 else 0))
             held = self._held_by_graphs(run)
@@ -232,7 +233,7 @@ class Probe:
             return Timing(count * max(first - known, 0.5 * first) / short + known, peak)
         # The longer step lasts for about as long as all of the short ones, and is the whole one where that is short.
         long = min(count, max(short + 1, math.ceil(short * TIMED_SECONDS / max(first, 1e-4))))
-        with Steps(dataclasses.replace(run, sequences=long * size)) as steps:
+        with Steps(with_sequences(run, long * size)) as steps:
             steps.take(1)
             second = statistics.median(report.seconds for report in steps.take(2))
         each = max((second - first) / (long - short), 0.5 * second / long)

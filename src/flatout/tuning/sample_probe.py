@@ -19,11 +19,12 @@ from collections.abc import Sequence
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT
-from flatout.data.sample_loader import LargestRows, SampleOrder
+from flatout.data.sample_loader import LargestRows
 from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.fit_check import memory_of
 from flatout.engine.graphs import WARM_UPS
 from flatout.engine.pending import StepReport
-from flatout.engine.setup import Run, memory_of, rows_of
+from flatout.engine.run import Run, delivery_of
 from flatout.tuning import probe
 from flatout.tuning.measure import Steps
 from flatout.tuning.practice_samples import PracticeSamples
@@ -76,7 +77,7 @@ class SampleProbe(Probe):
         )
 
     def _largest(self, speed: Speed) -> dict[int, LargestRows]:
-        key = (speed.micro_batch, rows_of(self.config, speed)["joined"])
+        key = (speed.micro_batch, delivery_of(speed, speed.micro_batch).joined)
         if key not in self.found:
             self.found[key] = self.practice.largest(speed)
         return self.found[key]
@@ -130,5 +131,4 @@ def _how_many(seconds: float) -> int:
 
 
 def _of_steps(run: Run, steps: tuple[int, ...]) -> Run:
-    assert isinstance(run.order, SampleOrder)
-    return dataclasses.replace(run, order=dataclasses.replace(run.order, chosen=steps))
+    return dataclasses.replace(run, schedule=dataclasses.replace(run.schedule, chosen=steps))

@@ -1,0 +1,308 @@
+"""Token arrays that a program hands over as the data of a run: any iterable of them, a function, or a torch Dataset.
+
+Idea: arrays are documents of any length. They are joined as they come, without anything between them, and windows
+follow each other in that row. What has a length and items by number (a list, a map-style Dataset) is shuffled anew for
+every epoch by the run's seed; any other iterable is read in its own order, and again from its beginning when it ends.
+
+Contract: a position is the array that the next step begins in and the offset in it, so batches after a resume are the
+same if the program hands over the same arrays. Arrays before it are skipped by their number, or drawn and dropped; an
+iterable with `state_dict` and `load_state_dict` is put back to where it was instead.
+Without validation arrays of their own, the first ones are held out and never trained on.
+"""
+
+import hashlib
+import json
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from flatout.data.ahead import Ahead, with_index
+from flatout.data.batch import Batch, BatchLoader
+from flatout.data.loader import as_signed, pinned, window_batch
+from flatout.data.positions import Schedule
+from flatout.data.sampler import WindowOrder
+from flatout.data.stream import HeldTokens, epoch_notices
+from flatout.data.tokenizer import Ids, IdTokenizer, Tokenizer, load_tokenizer, token_dtype
+from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
+from flatout.errors import ConfigError, DataError
+from flatout.files import canonical_json
+
+VAL_TOKENS = 2**16  # held out where eval.tokens does not say
+PLACE = "the arrays given to train"
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """What `train` was given: arrays to train on, and some to evaluate on or None."""
+
+    train: Any
+    val: Any = None
+
+
+@final
+@dataclass(frozen=True)
+class ArrayPosition:
+    """Where the next token comes from: the epoch, its array by number, the offset in it, and the iterable's state."""
+
+    epoch: int = 0
+    array: int = 0
+    offset: int = 0
+    tokens: int = 0  # that came before
+    state: str | None = None  # JSON, from before the array was drawn
+
+
+def open_arrays(
+    arrays: Arrays,
+    schedule: Schedule,
+    *,
+    tokenizer: str,
+    vocab: int | None,
+    seed: int,
+    val_tokens: int | None,
+    val_fraction: float,
+) -> "ArrayData":
+    """Reads the validation arrays. Their vocabulary is that of a tokenizer, or without one `vocab` numbers."""
+    if tokenizer == "char" and vocab is None:
+        raise ConfigError(
+            "the arrays given to train need a vocabulary",
+            "set data.tokenizer to bytes, gpt2 or a tokenizer.json, or model.vocab to the number of ids",
+        )
+    known = IdTokenizer(vocab) if tokenizer == "char" and vocab is not None else load_tokenizer(tokenizer, None)
+    source = ArraySource(arrays.train, known.vocab, seed)
+    wanted = (VAL_TOKENS if val_tokens is None else val_tokens) + 1
+    if arrays.val is not None:
+        held, _ = ArraySource(arrays.val, known.vocab, seed).first(wanted)
+    else:
+        held, source.held = source.first(wanted, None if source.items is None else val_fraction)
+    if len(held) < 2:
+        raise DataError("the validation arrays hold no two tokens", "give arrays with more tokens as val=")
+    return ArrayData(source, HeldTokens(held, PLACE, 0, 0), known, schedule, val_tokens)
+
+
+@final
+class ArraySource:
+    """The arrays of an object from Python, checked, from any position on and without end."""
+
+    def __init__(self, given: Any, vocab: int, seed: int) -> None:
+        self._given: Any = given
+        indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+        self._called = not indexed and not hasattr(given, "__iter__")
+        if self._called and not callable(self._given):
+            raise DataError(
+                f"a {type(given).__name__} was given to train as data",
+                "give an iterable of token arrays, a function that returns an iterator, or a torch Dataset",
+            )
+        self.vocab, self.dtype = vocab, token_dtype(vocab)
+        self.seed = seed
+        self.held = 0  # arrays at the beginning that are not trained on
+        self.items: int | None = len(self._given) if indexed else None
+        self.notices: list[str] = []
+        self._once = not indexed and not self._called and iter(self._given) is given
+        self._drawn = 0  # of an iterator that can be read once
+        self._begin: str | None = None  # the state of an iterable before anything was drawn
+
+    def first(self, tokens: int, share: float | None = None) -> tuple[Ids, int]:
+        """The arrays at the beginning that hold `tokens` tokens, or a share of all, joined and cut; how many."""
+        most = None if share is None or self.items is None else max(1, int(share * self.items))
+        found, count = [np.empty(0, self.dtype)], 0
+        for number, _, ids in self._drawn_from(ArrayPosition()):
+            found.append(ids)
+            count += len(ids)
+            if count >= tokens or number + 1 == most:
+                break
+        return np.concatenate(found)[:tokens], len(found) - 1
+
+    def arrays(self, start: ArrayPosition) -> Generator[tuple[ArrayPosition, Ids]]:
+        """Each array from `start` on, with its position, epoch after epoch."""
+        epoch, first, tokens = start.epoch, max(start.array, self.held), start.tokens - start.offset
+        state = start.state
+        while True:
+            before = tokens
+            for number, earlier, ids in self._epoch(ArrayPosition(epoch, first, state=state)):
+                yield ArrayPosition(epoch, number, 0, tokens, earlier), ids
+                tokens += len(ids)
+            if self._drawn or (first == self.held and tokens == before):
+                raise self._ended()
+            epoch, first, state = epoch + 1, self.held, None
+            self.notices += epoch_notices(epoch, tokens)
+
+    def _epoch(self, start: ArrayPosition) -> Iterator[tuple[int, str | None, Ids]]:
+        if self.items is None:
+            yield from self._drawn_from(start)
+        elif self.items > self.held:
+            order = WindowOrder(self.items - self.held, self.seed)
+            for number in range(start.array, self.items):
+                position = start.epoch * order.windows + number - self.held
+                index = self.held + int(order.indices(position, 1)[0])
+                yield number, None, self._checked(self._given[index], index)
+
+    def _drawn_from(self, start: ArrayPosition) -> Iterator[tuple[int, str | None, Ids]]:
+        """(number, state before it, array) in the order of the object itself."""
+        made: Any = self._given() if self._called else self._given
+        number, state_of = self._drawn, _state_of(made)
+        if state_of is not None:
+            self._begin = self._begin or state_of()
+            made.load_state_dict(json.loads(start.state or self._begin))
+            number = start.array if start.state else 0
+        elif number > start.array:
+            raise DataError(
+                "an iterator can be read once, and it was read beyond where the run goes on",
+                "give train an iterable that can be read again, or a function that returns a new iterator",
+            )
+        items = iter(made) if self.items is None else (made[index] for index in range(self.items))
+        state = None if state_of is None else state_of()
+        for item in items:
+            if self._once and state_of is None:
+                self._drawn = number + 1
+            if number >= start.array:
+                yield number, state, self._checked(item, number)
+            number, state = number + 1, None if state_of is None else state_of()
+
+    def _checked(self, item: Any, number: int) -> Ids:
+        try:
+            array = np.asarray(item.detach().cpu() if isinstance(item, torch.Tensor) else item)
+        except ValueError:  # rows of different lengths
+            array = np.empty((0, 0))
+        if array.ndim != 1:
+            found = f"has {array.ndim} dimensions" if array.ndim else f"is a {type(item).__name__}"
+            raise DataError(f"array {number} of the data {found}", "give rows of token ids: numpy, torch or lists")
+        if not array.size:
+            return np.empty(0, dtype=self.dtype)
+        if not np.issubdtype(array.dtype, np.integer):
+            raise DataError(f"array {number} of the data is of {array.dtype}", "give token ids as integers")
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= self.vocab:
+            raise DataError(
+                f"array {number} of the data holds token id {low if low < 0 else high}, and the vocabulary has "
+                f"{self.vocab}",
+                "set model.vocab, or data.tokenizer to the tokenizer that made the ids",
+            )
+        return array.astype(self.dtype)
+
+    def _ended(self) -> DataError:
+        if self._drawn:
+            return DataError(
+                f"the iterator given to train ended after {self._drawn:,} arrays, before the last step",
+                "give an iterable that can be read again, a function that returns a new iterator, or lower train.steps",
+            )
+        kept = f" besides the {self.held:,} arrays held out for validation" if self.held else ""
+        return DataError(f"the data given to train has no tokens{kept}", "give more, give val=, or lower eval.tokens")
+
+
+def _state_of(made: Any) -> Callable[[], str] | None:
+    """How to ask an iterable for its state; None where it has none that can be saved as JSON."""
+    if not (hasattr(made, "state_dict") and hasattr(made, "load_state_dict")):
+        return None
+    try:
+        json.dumps(made.state_dict())
+    except (TypeError, ValueError):
+        return None
+    return lambda: json.dumps(made.state_dict())
+
+
+@final
+class _Row:
+    """The joined tokens of arrays from a position on."""
+
+    def __init__(self, source: ArraySource, start: ArrayPosition) -> None:
+        self._arrays = source.arrays(start)
+        self._offset = start.offset
+        self._pieces: deque[tuple[ArrayPosition, Ids]] = deque()
+        self._length = -start.offset  # tokens from here on that have been drawn
+
+    def take(self, count: int) -> Ids:
+        """The next `count` tokens and the one after them, which is the first of the next call."""
+        while self._length <= count:
+            self._pieces.append(next(self._arrays))
+            self._length += len(self._pieces[-1][1])
+        row = np.concatenate([ids for _, ids in self._pieces])[self._offset : self._offset + count + 1]
+        self._offset, self._length = self._offset + count, self._length - count
+        while self._offset >= len(self._pieces[0][1]):
+            self._offset -= len(self._pieces.popleft()[1])
+        return row
+
+    def position(self) -> ArrayPosition:
+        start, _ = self._pieces[0]
+        return replace(start, offset=self._offset, tokens=start.tokens + self._offset)
+
+
+@final
+class ArrayLoader(BatchLoader):
+    """Batches of arrays, read ahead by one thread where there may be threads."""
+
+    def __init__(
+        self,
+        source: ArraySource,
+        schedule: Schedule,
+        *,
+        device: torch.device | str,
+        workers: int,
+        first_step: int,
+        last_step: int,
+        position: dict[str, Any] | None = None,
+    ) -> None:
+        self._source, self._schedule = source, schedule
+        self._device = with_index(device)
+        self._row = _Row(source, ArrayPosition() if position is None else ArrayPosition(**position))
+        self._skipped = schedule.at(first_step).start if position is None else 0
+        self._position = position
+        self._notices: list[str] = []
+        span = {"first_step": first_step, "last_step": last_step}
+        self._ahead = Ahead(self._made, workers=min(workers, 1), device=self._device, **span)
+
+    def __next__(self) -> Batch:
+        step, (ids, position, notices) = self._ahead.take()
+        self._position = asdict(position)
+        self._notices += notices
+        raw = ids.to(self._device, non_blocking=self._device.type == "cuda")
+        return window_batch(raw, step, self._schedule.at(step))
+
+    def position(self) -> dict[str, Any] | None:
+        return self._position
+
+    def notices(self) -> list[str]:
+        notices, self._notices = self._notices, []
+        return notices
+
+    def close(self) -> None:
+        self._ahead.close()
+
+    def _made(self, step: int) -> tuple[torch.Tensor, ArrayPosition, list[str]]:
+        context, windows = self._schedule.longest, self._schedule.at(step).windows
+        while self._skipped:  # a later step without a position: what came before it is read and dropped
+            self._row.take(context)
+            self._skipped -= 1
+        row = self._row.take(windows * context)
+        ids = np.lib.stride_tricks.sliding_window_view(row, context + 1)[::context].copy()
+        notices, self._source.notices = self._source.notices, []
+        return pinned(as_signed(ids), self._device), self._row.position(), notices
+
+
+@final
+class ArrayData(TrainingData):
+    """Arrays from a program, with the validation tokens that were read of them."""
+
+    def __init__(
+        self, source: ArraySource, val: HeldTokens, tokenizer: Tokenizer, schedule: Schedule, val_tokens: int | None
+    ) -> None:
+        self.source, self.val, self.tokenizer = source, val, tokenizer
+        self.schedule, self.val_tokens = schedule, val_tokens
+        digest = hashlib.sha256(val.read(0, val.tokens).tobytes()).hexdigest()
+        described = {"format": "flatout-arrays", "tokenizer": tokenizer.fingerprint, "validation": digest}
+        fingerprint = hashlib.sha256(canonical_json(described)).hexdigest()
+        self.facts = DataFacts(fingerprint=fingerprint, place=PLACE, train_tokens=None)
+
+    def batches(
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
+    ) -> BatchLoader:
+        how = {"device": delivery.device, "workers": delivery.workers}
+        return ArrayLoader(self.source, schedule, position=position, **how, **span)
+
+    def notices(self, delivery: Delivery) -> Iterable[str]:
+        if self.source.held:
+            held, tokens = self.source.held, self.val.tokens
+            yield f"the first {held:,} arrays, {tokens:,} tokens, are held out for validation (val= gives others)"

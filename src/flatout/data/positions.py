@@ -1,0 +1,99 @@
+"""Where a step reads: a table from the step number to windows, sequences, their length and their attention window.
+
+Idea: windows of the longest length, in the order of the data, are numbered by positions. A `Stage` says what each step
+takes from its first step on; the position of a step is the sum of what all steps before it took. A stage with shorter
+sequences cuts every window into rows, so that an epoch has the same windows in every stage.
+
+Contract: exact integers, a pure function of the step number, so the table and the step are all that a resume needs.
+Data follows the step number; learning rates follow applied updates, and are no part of this.
+"""
+
+import bisect
+import functools
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import final
+
+
+@final
+@dataclass(frozen=True)
+class Stage:
+    """What each step takes from `first_step` on; `window` replaces the model's attention window where it is given."""
+
+    first_step: int
+    sequences: int
+    length: int
+    window: int | None = None
+
+
+@final
+@dataclass(frozen=True)
+class Reading:
+    """What one step reads: `windows` windows from position `start` on, each cut into `pieces` rows of `length`."""
+
+    start: int
+    windows: int
+    pieces: int
+    length: int
+    window: int | None
+
+
+@final
+@dataclass(frozen=True)
+class Schedule:
+    """Stages over windows of `longest` tokens. `chosen` are steps that come instead, one after the other and again."""
+
+    stages: tuple[Stage, ...]
+    longest: int
+    chosen: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        firsts = [stage.first_step for stage in self.stages]
+        if firsts[:1] != [0] or any(after <= before for before, after in itertools.pairwise(firsts)):
+            raise ValueError(f"stages begin at step 0 and rise, not {firsts}")
+        for stage in self.stages:
+            if stage.length < 1 or self.longest % stage.length or stage.sequences < 1:
+                raise ValueError(f"no {stage.sequences} sequences of {stage.length} in windows of {self.longest}")
+            if stage.sequences % (self.longest // stage.length):
+                raise ValueError(
+                    f"{stage.sequences} sequences of {stage.length} are no whole windows of {self.longest}"
+                )
+
+    @classmethod
+    def constant(cls, sequences: int, length: int) -> "Schedule":
+        return cls((Stage(0, sequences, length),), length)
+
+    def after(self, earlier: "Schedule", step: int) -> "Schedule":
+        """This table from `step` on and `earlier` before it, so that what was read by then stays where it was."""
+        now = bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
+        following = [replace(self.stages[now], first_step=step), *self.stages[now + 1 :]]
+        kept = [stage for stage in earlier.stages if stage.first_step < step]
+        if kept and replace(kept[-1], first_step=step) == following[0]:  # the same stage goes on
+            del following[0]
+        return replace(self, stages=(*kept, *following))
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """The position at which each stage begins."""
+        steps = (after.first_step - before.first_step for before, after in itertools.pairwise(self.stages))
+        taken = (count * self._windows(stage) for count, stage in zip(steps, self.stages, strict=False))
+        return list(itertools.accumulate(taken, initial=0))
+
+    def _windows(self, stage: Stage) -> int:
+        return stage.sequences * stage.length // self.longest
+
+    def at(self, step: int) -> Reading:
+        """What step `step`, counted from 0, reads. The last stage has no end."""
+        step = self.chosen[step % len(self.chosen)] if self.chosen else step
+        number = bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
+        stage = self.stages[number]
+        windows = self._windows(stage)
+        start = self._starts[number] + (step - stage.first_step) * windows
+        return Reading(start, windows, self.longest // stage.length, stage.length, stage.window)
+
+    def steps_until(self, position: float) -> int:
+        """The steps after which `position` windows have been read."""
+        number = max(bisect.bisect_left(self._starts, position) - 1, 0)
+        stage = self.stages[number]
+        return stage.first_step + math.ceil((position - self._starts[number]) / self._windows(stage))

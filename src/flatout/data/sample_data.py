@@ -1,0 +1,170 @@
+"""Samples as the data of a run: how they are ordered, share rows, and are shown to people."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from flatout.data.batch import Batch, BatchLoader
+from flatout.data.chat_template import ChatTemplate
+from flatout.data.make_samples import count_told
+from flatout.data.masking import preview
+from flatout.data.positions import Schedule
+from flatout.data.sample_loader import (
+    LargestRows,
+    SampleLoader,
+    SampleOrder,
+    count_padding,
+    largest_rows,
+    sample_batches,
+)
+from flatout.data.samples import Samples, SampleSet
+from flatout.data.tokenizer import Ids, ModelTokenizer
+from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
+
+_COUNTS = (
+    "rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
+    "turns_without_end_token", "turns_unlabelled", "special_in_content",
+)  # fmt: skip
+
+
+@dataclass
+class SampleSplit:
+    """Samples, answering to what others ask of the tokens of a split."""
+
+    samples: Samples
+    split: str
+    folder: Path
+    tokens: int
+    text_bytes: int = 0  # not known, so loss per byte is not either
+
+    def read(self, start: int, length: int) -> Ids:
+        return self.samples.tokens[start : start + length]
+
+
+@final
+@dataclass(kw_only=True, eq=False)
+class SampleData(TrainingData):
+    """The samples of a run; `batch_samples` is how many a step was asked to take, `described` their model."""
+
+    sample_set: SampleSet
+    tokenizer: ModelTokenizer
+    template: ChatTemplate | None
+    described: dict[str, Any]
+    stops: tuple[int, ...]  # tokens that end an answer
+    row_tokens: int
+    packing: bool
+    batch_samples: int
+    seed: int
+    val_samples: Samples
+    val_tokens: int | None
+    opening_notices: tuple[str, ...] = ()
+
+    @property
+    def train(self) -> Samples:
+        return self.sample_set.train
+
+    def __post_init__(self) -> None:
+        samples, folder = self.train, self.sample_set.folder
+        held, tokens = self.val_samples, len(samples.tokens)
+        self.val = SampleSplit(held, "val", folder, len(held.tokens))
+        # A step has each sample once at most.
+        self.order = order = SampleOrder(len(samples), min(self.batch_samples, len(samples)), self.seed)
+        self.schedule = Schedule.constant(order.batch_samples, self.row_tokens)
+        lengths = samples.lengths.astype(float)
+        self.facts = DataFacts(
+            fingerprint=self.sample_set.fingerprint,
+            place=folder,
+            train_tokens=tokens,
+            windows=order.steps_per_epoch * order.batch_samples,
+            # A token attends inside its own sample: the mean length that a token finds itself in, not that of a row.
+            attended=float((lengths**2).sum() / lengths.sum()),
+            step_tokens=tokens / order.steps_per_epoch,
+            batch_samples=order.batch_samples,
+            epoch_samples=order.samples,
+            steps_per_epoch=order.steps_per_epoch,
+            samples=self._facts_for_reports(),
+        )
+
+    def rows(self, joined: bool) -> dict[str, Any]:
+        """How samples share rows: for attention that goes by bounds, and for our kernels, there need be none."""
+        return {"row_tokens": self.row_tokens, "packing": self.packing, "joined": joined}
+
+    def batches(
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
+    ) -> BatchLoader:
+        rows = {**self.rows(delivery.joined), "micro_batch": delivery.micro_batch}
+        how = {"device": delivery.device, "workers": delivery.workers}
+        return SampleLoader(self.train, self.order, schedule, **rows, **how, **span)
+
+    def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
+        some = first_samples(self.val_samples, self.val_tokens)
+        return sample_batches(some, batch_samples=batch_size, device=delivery.device, **self.rows(delivery.joined))
+
+    def largest(self, delivery: Delivery) -> LargestRows:
+        micro_batch = delivery.micro_batch or self.order.batch_samples
+        return largest_rows(self.train, self.order, micro_batch=micro_batch, **self.rows(delivery.joined))
+
+    def notices(self, delivery: Delivery) -> Iterator[str]:
+        facts, made = self.train.facts(), self.sample_set.made
+        counts = self.sample_set.manifest["counts"]
+        if self.order.batch_samples < self.batch_samples:
+            yield (
+                f"chat.batch_samples is {self.batch_samples:,} and there are {self.order.samples:,} samples to train "
+                "on, so every step takes all of them once, and is an epoch"
+            )
+        yield from self.opening_notices
+        yield (
+            f"samples: {facts['samples']:,} to train on and {len(self.val_samples):,} held out; "
+            f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned"
+        )
+        yield f"samples: {f'made now, since {made}' if made else 'used again'}, in {self.sample_set.folder}"
+        yield from (f"samples: {count_told(name, counts[name])}" for name in _COUNTS if counts.get(name))
+        yield self._notice_on_padding(delivery)
+
+    def _notice_on_padding(self, delivery: Delivery) -> str:
+        micro_batch = delivery.micro_batch or self.order.batch_samples
+        padding = count_padding(self.train, self.order, micro_batch=micro_batch, **self.rows(delivery.joined))
+        return (
+            f"samples: {padding.share:.1%} of what the device works on is padding, in {padding.shapes} "
+            f"{'shape' if padding.shapes == 1 else 'shapes'} (counted over {padding.steps} "
+            f"{'step' if padding.steps == 1 else 'steps'})"
+        )
+
+    def preview(self) -> tuple[tuple[str, bool], ...]:
+        """The first sample in pieces that are learned or not, as people should see it before they train on it."""
+        return tuple((piece.text, piece.labelled) for piece in preview(*self.train.sample(0), self.tokenizer))
+
+    def prompt(self, text: str) -> list[int]:
+        """The first held-out sample up to its first label: something to answer, as the model will be asked."""
+        ids, labelled = self.val_samples.sample(0)
+        first = int(labelled.argmax()) if labelled.any() else len(ids)
+        return ids[: max(1, first)].tolist()
+
+    def saved(self) -> dict[str, Any]:
+        """Who talks to the model later must speak as it was taught."""
+        template = {} if self.template is None else {"template": self.template.to_json()}
+        return {**template, "stops": list(self.stops), "described": self.described}
+
+    def _facts_for_reports(self) -> dict[str, Any]:
+        manifest = self.sample_set.manifest
+        readings = manifest.get("reading") or [{}]
+        return {
+            "files": len(manifest["key"]["source"]),
+            "rows": manifest["counts"].get("rows", 0),
+            "rows_not_used": manifest["counts"].get("rows_not_used", 0),
+            "train": len(self.train),
+            "val": len(self.val_samples),
+            "labelled": self.train.labels,
+            "format": readings[0].get("format"),
+            "template": None if self.template is None else self.template.name,
+        }
+
+
+def first_samples(samples: Samples, most_tokens: int | None) -> Samples:
+    """As many from the start as `most_tokens` hold, and at least one."""
+    if most_tokens is None or most_tokens >= len(samples.tokens):
+        return samples
+    count = max(1, int((samples.offsets <= most_tokens).sum()) - 1)
+    end = int(samples.offsets[count])
+    return Samples(samples.tokens[:end], samples.labelled[:end], samples.offsets[: count + 1])

@@ -1,0 +1,119 @@
+"""Prepared shards as the data of a run: verified, packed where that is asked for, read by the step number alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+
+from flatout.config.schema import CleanConfig, DataConfig
+from flatout.corpus.sources import told_by_type
+from flatout.data.batch import BatchLoader
+from flatout.data.inspect import read_report
+from flatout.data.loader import DeviceLoader, HostLoader, pack_documents, window_order
+from flatout.data.manifest import read_manifest
+from flatout.data.pack import Progress
+from flatout.data.positions import Schedule
+from flatout.data.prepare import check_complete, prepare_data
+from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
+from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
+
+LARGE_CORPUS = 4 * 2**30  # bytes
+
+
+def open_shards(
+    data: DataConfig,
+    clean: CleanConfig,
+    schedule: Schedule,
+    *,
+    seed: int,
+    val_tokens: int | None,
+    apart: bool,
+    progress: Progress | None = None,
+) -> "ShardData":
+    """The dataset that a config names, prepared now where it is not there yet."""
+    folder, fresh = prepare_data(data, clean, progress)
+    if fresh:
+        check_complete(folder)  # where records were dropped, it is trained on only when asked again
+    dataset = open_dataset(folder, verify=_how_to_verify(folder))
+    stride = data.stride or schedule.longest
+    how = {"seed": seed, "best_fit": data.packing == "best_fit", "apart": apart, "val_tokens": val_tokens}
+    return ShardData(dataset, schedule, stride=stride, **how)
+
+
+@final
+class ShardData(TrainingData):
+    """A dataset in shards, with the windows and the order in which they are read."""
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        schedule: Schedule,
+        *,
+        stride: int,
+        seed: int,
+        best_fit: bool,
+        apart: bool,
+        val_tokens: int | None,
+    ) -> None:
+        self.dataset = dataset
+        self.train, self.val, self.tokenizer = dataset.train, dataset.val, dataset.tokenizer
+        self.schedule, self.stride, self.apart, self.val_tokens = schedule, stride, apart, val_tokens
+        context = schedule.longest
+        self.packing = pack_documents(self.train, context) if best_fit else None
+        self.order = window_order(self.train, context=context, stride=stride, seed=seed, packing=self.packing)
+        self.facts = DataFacts(
+            fingerprint=dataset.manifest.fingerprint,
+            place=self.train.folder,
+            train_tokens=self.train.tokens,
+            windows=self.order.windows,
+            corpus_bytes=self.train.tokens * self.train.dtype.itemsize,
+            attended=_attended(self.train, context) if apart else None,
+        )
+
+    def batches(
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
+    ) -> BatchLoader:
+        plan = {"stride": self.stride, "packing": self.packing, "device": delivery.device, **span}
+        if delivery.resident:
+            return DeviceLoader(self.train, self.order, schedule, **plan)
+        rows = {"apart": self.apart, "micro_batch": delivery.micro_batch}
+        return HostLoader(self.train, self.order, schedule, workers=delivery.workers, **rows, **plan)
+
+    def notices(self, delivery: Delivery) -> Iterator[str]:
+        yield from notices_on_folder(Path(self.train.folder))
+        packing = self.packing
+        if packing is not None:
+            share, alone = packing.padding, packing.remainder
+            yield f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"
+
+
+def notices_on_folder(folder: Path) -> Iterator[str]:
+    """What a user should know of how a dataset was prepared and checked."""
+    report = read_report(folder)
+    if report is not None and report["passed_over"]:
+        total = report["files"] + sum(report["passed_over"].values())
+        yield (
+            f"{folder} was prepared from {report['files']:,} of {total:,} files; passed over "
+            f"{told_by_type(report['passed_over'])}"
+        )
+    if report is not None and report["problem_count"]:
+        yield (
+            f"{report['damaged']:,} of {report['records']:,} records of the source could not be used; "
+            f"see {folder / 'problems.jsonl'}"
+        )
+    if _how_to_verify(folder) == "sizes":
+        yield f"only the sizes of the shards in {folder} were checked; `flatout data verify` checks every byte"
+
+
+def _how_to_verify(folder: Path) -> Verify:
+    """Small corpora are checked byte for byte at every start; hashing large ones would take minutes."""
+    return "full" if sum(file.bytes for file in read_manifest(folder).files) <= LARGE_CORPUS else "sizes"
+
+
+def _attended(train: TokenShards, context: int) -> float:
+    """The mean length of the document a token finds itself in; a longer one is cut into windows and a rest."""
+    lengths = np.diff(train.document_starts().astype(np.int64), append=train.tokens)
+    whole, rest = np.divmod(lengths, context)
+    squares = whole.sum() * float(context) ** 2 + (rest.astype(float) ** 2).sum()
+    return float(squares / train.tokens)

@@ -1,0 +1,114 @@
+"""The parts of a run, as setup has put them together and the loop uses them."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from flatout.config.schema import RunConfig
+from flatout.data.batch import Batch, BatchLoader
+from flatout.data.positions import Schedule
+from flatout.data.training_data import Delivery, Span, TrainingData
+from flatout.device import arithmetic, memory_limit, peak_memory_bytes
+from flatout.engine.adapter_folder import files_beside
+from flatout.engine.base_model import Base
+from flatout.engine.features import Speed
+from flatout.engine.graphs import MicroBatchGraph
+from flatout.engine.notices import Notices
+from flatout.engine.randomness import RandomStream
+from flatout.engine.step import TrainStep
+from flatout.engine.trained import Trained
+from flatout.model.adapters import Adapters
+from flatout.model.count import MemoryEstimate
+from flatout.model.gpt import GPT
+from flatout.ops.documents import BY_BOUNDS
+from flatout.world import World
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything the loop needs. Tensors inside change as training goes on; the parts do not."""
+
+    config: RunConfig
+    speed: Speed
+    data: TrainingData
+    schedule: Schedule  # where each step reads: the data's own table, or another
+    model: GPT
+    trained: Trained
+    adapters: Adapters | None
+    step: TrainStep
+    random: RandomStream
+    steps: int
+    flops_per_token: float
+    memory: MemoryEstimate
+    notices: tuple[str, ...]  # known before the first step
+    new_notices: Notices  # those that come up later
+    origin: Base | None = None  # the model that is fine-tuned
+    base: str | None = None  # hash of the frozen weights under adapters
+
+    @property
+    def world(self) -> World:
+        return self.step.world
+
+    @functools.cached_property
+    def files_beside(self) -> dict[str, bytes]:
+        """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
+        assert self.origin is not None, "only a base gets adapters"
+        given = {"description": self.origin.description, "template": self.origin.template, "stops": self.data.stops}
+        return files_beside(self.data.tokenizer, context=self.config.model.context, chat=True, **given)[0]
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""
+        device, graph = self.speed.device.torch_device, self.step.run_micro_batch
+        peak = peak_memory_bytes(device)
+        if isinstance(graph, MicroBatchGraph) and graph.held_bytes:
+            peak = max(peak, torch.cuda.memory_allocated(device) + graph.held_bytes)
+        return peak
+
+    def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:
+        """The training batches from `first_step` to the end; `position` is what the checkpoint of that step says."""
+        delivery = delivery_of(self.speed, self.step.micro_batch)
+        return self.data.batches(self.schedule, delivery, Span(first_step=first_step, last_step=self.steps), position)
+
+    def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
+        """The validation set, in batches of a micro-batch unless told otherwise."""
+        size = batch_size or self.step.micro_batch
+        return self.data.evaluation(size, delivery_of(self.speed, size))
+
+    def take_step(self, batch: Batch) -> torch.Tensor:
+        """One optimizer step; its report stays on the device."""
+        self.step.use_window(batch.window)
+        with self.random.active():
+            return self.step(batch.tokens, batch.targets, batch.packed, batch.pieces)
+
+    def epochs_before(self, step: int) -> int | None:
+        """Whole epochs that have been read when `step` steps are done; None where their end is not known."""
+        windows = self.data.facts.windows
+        return None if windows is None else self.schedule.at(step).start // windows
+
+    def ends_epoch(self, step: int) -> bool:
+        return self.epochs_before(step) != self.epochs_before(step - 1)
+
+    def scope(self) -> contextlib.AbstractContextManager[None]:
+        return device_scope(self.speed, self.config.train.deterministic)
+
+
+@contextlib.contextmanager
+def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
+    """torch's process-wide switches as a run wants them, for one piece of its work: arithmetic and memory limit."""
+    with memory_limit(speed.device), arithmetic(speed.precision, deterministic, speed.device.torch_device):
+        yield
+
+
+def delivery_of(speed: Speed, micro_batch: int) -> Delivery:
+    """How the loader hands batches to these switches."""
+    return Delivery(
+        device=speed.device.torch_device,
+        workers=speed.workers,
+        resident=speed.loader == "device",
+        micro_batch=micro_batch,
+        joined=speed.execution.document_attention in BY_BOUNDS or speed.execution.kernels == "triton",
+    )

@@ -1,0 +1,170 @@
+"""A run's state into a checkpoint and back, and its adapters into PEFT's folder beside the checkpoints."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flatout
+from flatout.data.positions import Schedule, Stage
+from flatout.engine.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
+from flatout.engine.books import JUDGED, Progress
+from flatout.engine.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint, read_verdict
+from flatout.engine.run import Run
+from flatout.engine.run_folder import checkpoint_to_load, checkpoints_of
+from flatout.errors import CheckpointError
+from flatout.model.adapter_files import OccupiedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """What is due at a boundary besides saving. It is saved too: a resume without a verdict does it then."""
+
+    evaluate: str | None = None  # the reason: step, epoch or end
+    sample: bool = False
+
+
+def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None, due: Due | None = None) -> Checkpoint:
+    """The whole state of a run at a step boundary; `position` is where the loader goes on from there."""
+    tensors = {**run.random.tensors(), **run.model.narrow.tensors(), "updates": run.step.updates}
+    if run.step.loss_scale is not None:
+        tensors |= {"scale": run.step.loss_scale.scale, "good_updates": run.step.loss_scale.good_updates}
+    state: dict[str, Any] = {
+        **dataclasses.asdict(progress),
+        "flatout": flatout.__version__,
+        "torch": torch.__version__,
+        "dataset": run.data.facts.fingerprint,
+        "vocab": run.model.vocab,
+        "due": dataclasses.asdict(due or Due()),
+        "threads": torch.get_num_threads(),
+        "schedule": [dataclasses.astuple(stage) for stage in run.schedule.stages],
+        **({} if position is None else {"stream": position}),
+        **run.data.saved(),
+        **({} if run.base is None else {"base": run.base}),
+    }
+    return Checkpoint(
+        model=run.trained.tensors(),
+        optimizer=run.step.optimizer.tensors(),
+        run=tensors,
+        state=state,
+        config=run.config.model_dump(),
+        tokenizer=run.data.tokenizer.to_json(),
+    )
+
+
+def restore(run: Run, checkpoint: Checkpoint) -> Progress:
+    """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
+    run.trained.assign(checkpoint.model, "the checkpoint")
+    for notice in run.step.optimizer.assign(checkpoint.optimizer, "the checkpoint"):
+        run.new_notices.add(notice)
+    run.step.updates.copy_(checkpoint.run["updates"])
+    run.random.assign(checkpoint.run)
+    notice = run.model.narrow.assign(checkpoint.run)
+    if notice is not None:
+        run.new_notices.add(notice)
+    if run.step.loss_scale is not None and "scale" in checkpoint.run:
+        run.step.loss_scale.scale.copy_(checkpoint.run["scale"])
+        run.step.loss_scale.good_updates.copy_(checkpoint.run["good_updates"])
+    numbers = {field.name: checkpoint.state.get(field.name, field.default) for field in dataclasses.fields(Progress)}
+    for name, value in numbers.items():
+        if value is not None and not isinstance(value, int | float):
+            raise CheckpointError(f"the checkpoint's state.json has {name} {value!r}", "name another checkpoint")
+    progress = Progress(**numbers)
+    progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
+    if "tokens" not in checkpoint.state:  # saved before tokens were counted
+        progress.tokens = progress.step * run.config.train.batch_tokens
+    return progress
+
+
+def resumed_schedule(run: Run, checkpoint: Checkpoint) -> Schedule:
+    """The run's table from the checkpoint's step on. Before it, what the checkpoint says was read, where it does."""
+    rows, table = checkpoint.state.get("schedule"), run.schedule
+    if rows is None or run.data.facts.steps_per_epoch is not None:  # samples: every step of an epoch has its own
+        return table
+    try:
+        earlier = dataclasses.replace(table, stages=tuple(Stage(*row) for row in rows))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's state.json has no usable schedule: {error}", "name another checkpoint"
+        ) from error
+    return table.after(earlier, checkpoint.step)
+
+
+def restore_verdict(progress: Progress, origin: Path | None) -> None:
+    """What an evaluation of the checkpoint said, which was written after it."""
+    verdict = None if origin is None else read_verdict(origin)
+    if verdict is not None:
+        for name in JUDGED & verdict.progress.keys():
+            setattr(progress, name, verdict.progress[name])
+
+
+def lacks_verdict(checkpoint: Checkpoint, path: Path) -> bool:
+    """Whether a run was killed between writing a checkpoint and judging it. Old ones were written after evaluation."""
+    return "due" in checkpoint.state and read_verdict(path) is None
+
+
+def due_of(checkpoint: Checkpoint) -> Due:
+    """What was due after the step of a checkpoint, besides saving it."""
+    due = checkpoint.state.get("due")
+    found = due if isinstance(due, dict) else {}
+    reason = found.get("evaluate")
+    return Due(reason if reason in ("step", "epoch", "end") else None, found.get("sample") is True)
+
+
+def recorded_again(checkpoint: Checkpoint, path: Path) -> tuple[str, ...]:
+    """The types of records of a checkpoint's step that resuming from it brings once more."""
+    if not lacks_verdict(checkpoint, path):
+        return ()
+    due = due_of(checkpoint)
+    evaluated = ("eval", "eigenstates", "sample") if due.evaluate else ("sample",) if due.sample else ()
+    return ("checkpoint", "spans", *evaluated)
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def save_run_adapter(run: Run, folder: Path, step: int) -> Iterator[str]:
+    """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load.
+
+    Somebody's files in that folder are left alone, with a notice: the checkpoint has the adapters all the same.
+    """
+    name = run.config.model.init_from
+    if run.adapters is None or name is None:
+        return
+    if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
+        return
+    facts = {"fingerprint": run.base, "quantize": run.config.lora.quantize, "step": step}
+    try:
+        write_adapter(run.adapters, folder / ADAPTER, base=name, files=run.files_beside, **facts)
+    except OccupiedError as error:
+        yield f"the adapter of step {step} was not written: {error.message}"
+
+
+def notice_on_adapter(run: Run, folder: Path) -> Iterator[str]:
+    """Where a run's adapter lies, and who can load it."""
+    place, name, origin = folder / ADAPTER, run.config.model.init_from, run.origin
+    step = step_of(place)
+    if run.adapters is None or step is None:
+        return
+    limit = who_loads(name, origin.description) if origin is not None and name is not None else None
+    known = f"adapter{' for PEFT and vLLM' if limit is None else ''}: {place}, of step {step}"
+    yield "; ".join(filter(None, [known, limit, IN_4_BITS if run.config.lora.quantize != "none" else None]))
+
+
+def mend_run_adapter(run: Run, folder: Path) -> Iterator[str]:
+    """Writes the adapter's folder anew where it is not that of the checkpoint it should be of: after a kill between the
+    two, or a step back to an older checkpoint."""
+    found = dict(list_checkpoints(checkpoints_of(folder)))
+    if run.adapters is None or not found:
+        return
+    chosen = checkpoint_to_load(folder, best=True)
+    step = next((step for step, path in found.items() if path == chosen), None)
+    if step is None or step_of(folder / ADAPTER) == step:
+        return
+    now = {name: tensor.clone() for name, tensor in run.trained.tensors().items()}
+    run.trained.assign(read_checkpoint(chosen).model, str(chosen))
+    yield from save_run_adapter(run, folder, step)
+    run.trained.assign(now, "the run")
+    run.adapters.refresh()

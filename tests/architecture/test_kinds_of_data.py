@@ -1,0 +1,45 @@
+"""The engine asks data what it wants to know, and never what kind it is."""
+
+import ast
+from pathlib import Path
+
+ENGINE = Path(__file__).parents[2] / "src" / "flatout" / "engine"
+KINDS = {
+    "ArrayData", "ArrayLoader", "Dataset", "DeviceLoader", "HostLoader", "SampleData", "SampleLoader", "SampleOrder",
+    "ShardData", "StreamData", "StreamDataset", "StreamLoader", "TokenShards", "TokenStream", "WindowOrder",
+}  # fmt: skip
+MOST_LINES = 60
+
+
+def nodes(path: Path):
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def test_no_isinstance_on_kinds_of_data():
+    asked = [
+        f"{path.name}:{node.lineno}"
+        for path in sorted(ENGINE.rglob("*.py"))
+        for node in nodes(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass", "type")
+        if KINDS & {name.id for argument in node.args[1:] for name in ast.walk(argument) if isinstance(name, ast.Name)}
+    ]
+    assert not asked
+
+
+def test_setup_and_loop_know_no_kind_by_name():
+    for name in ("setup", "loop", "boundary", "books", "saving", "run", "recovery"):
+        imported = {
+            alias.name
+            for node in nodes(ENGINE / f"{name}.py")
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        assert not imported & KINDS, name
+
+
+def test_functions_of_the_run_can_be_read_at_once():
+    for name in ("setup", "opening", "fit_check", "loop", "boundary", "books", "saving", "run", "recovery"):
+        for node in nodes(ENGINE / f"{name}.py"):
+            if isinstance(node, ast.FunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= MOST_LINES, f"{name}.{node.name} has {lines} lines"

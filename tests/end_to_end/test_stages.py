@@ -1,0 +1,115 @@
+"""A run whose table has three stages: batch, length and window change, and a resume anywhere is bit-identical."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout import api
+from flatout.data.positions import Schedule, Stage
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.engine.graphs import MicroBatchGraph
+from flatout.engine.setup import setup_run
+from flatout.records import EpochRecord, EvalRecord, StepRecord
+from tests.unit.test_graphs import FakeRecorder
+
+WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "checkpoint.every=1", "checkpoint.keep=20",
+         "eval.every=3", "eval.epoch_end=true")  # fmt: skip
+
+
+def staged(run, context: int):
+    half = context // 2
+    stages = (Stage(0, 4, half, window=4), Stage(3, 8, half), Stage(6, 4, context))
+    return dataclasses.replace(run, schedule=Schedule(stages, context))
+
+
+@pytest.fixture
+def in_stages(monkeypatch: pytest.MonkeyPatch):
+    def build(loaded, *given, **more):
+        run = setup_run(loaded, *given, **more)
+        return staged(run, run.config.model.context)
+
+    monkeypatch.setattr(api, "setup_run", build)
+
+
+def losses(records) -> dict[int, float]:
+    return {record.step: record.loss for record in records if isinstance(record, StepRecord)}
+
+
+@pytest.mark.parametrize("documents", ["joined", "apart"])
+def test_a_run_in_stages_resumes_bit_identically_at_every_edge(tiny, in_stages, documents: str):
+    words = [*WORDS, f"data.documents={documents}"]
+    whole = list(flatout.train(tiny(*words, "output.folder=whole")))
+    context = tiny().config.model.context
+    tokens = [record.tokens for record in whole if isinstance(record, StepRecord)]
+    if documents == "joined":
+        assert [after - before for before, after in zip([0, *tokens], tokens, strict=False)] == [
+            count * context for count in (2, 2, 2, 4, 4, 4, 4, 4, 4)
+        ]
+    for edge in (2, 3, 4, 6):
+        folder = Path(f"cut{edge}")
+        stops = iter([False] * (edge - 1) + [True])
+        list(flatout.train(tiny(*words, f"output.folder={folder}"), stop=lambda stops=stops: next(stops)))
+        rest = list(flatout.train(tiny(*words, f"output.folder={folder}"), resume="auto"))
+        assert losses(rest) == {step: loss for step, loss in losses(whole).items() if step > edge}
+        one, other = (
+            read_checkpoint(dict(list_checkpoints(path / "checkpoints"))[9]) for path in (Path("whole"), folder)
+        )
+        assert all(torch.equal(one.model[name], other.model[name]) for name in one.model)
+
+
+def test_epochs_are_counted_in_windows_and_evaluation_has_full_length(tiny, in_stages):
+    loaded = tiny("train.steps=200", "model.pattern=AW", "model.window=8", "output.folder=run", "eval.epoch_end=true")
+    run = staged(setup_run(loaded), loaded.config.model.context)
+    windows = run.data.facts.windows
+    records = list(flatout.train(loaded))
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert [record.epoch for record in steps] == [run.schedule.at(step).start / windows for step in range(1, 201)]
+    assert 1 < steps[-1].epoch < 2
+    ends = [record.step for record in records if isinstance(record, EpochRecord)]
+    assert ends == [run.schedule.steps_until(windows)]
+    assert {batch.tokens.shape[1] for batch in run.evaluation()} == {loaded.config.model.context}
+    assert [record for record in records if isinstance(record, EvalRecord)]
+
+
+def test_recordings_of_all_stages_live_side_by_side(tiny):
+    plain, run = (staged(setup_run(tiny(*WORDS, "speed.micro_batch=2")), 16) for _ in range(2))
+    graph = MicroBatchGraph(run.step.forward_backward, run.model, run.new_notices, FakeRecorder())
+    run.step.run_micro_batch, run.step.keep_gradients = graph, True
+
+    def use_window(window: int | None) -> None:
+        run.model.use_window(window)
+        graph.window = window
+
+    run.step.use_window = use_window
+    with plain.batches(0) as left, run.batches(0) as right:
+        for one, other in zip(left, right, strict=True):
+            assert torch.equal(plain.take_step(one), run.take_step(other)), one.step
+    assert graph.recordings.keys() == {
+        ((4, 8), None, 4), ((4, 8), None, None), ((2, 16), None, None),
+    }  # fmt: skip
+    assert run.new_notices.take() == []
+
+
+def test_the_window_of_a_stage_changes_what_is_seen_and_goes_away(tiny):
+    run = setup_run(tiny("model.pattern=AW", "model.window=8"))
+    with run.batches(0) as loader:
+        batch = next(loader)
+    found = []
+    with torch.no_grad():
+        for window in (None, 2, None):
+            run.step.use_window(window)
+            found.append(run.model(batch.tokens, batch.targets).item())
+    assert found[0] == found[2] != found[1]
+
+
+def test_another_batch_size_after_a_resume_goes_on_where_reading_stopped(tiny):
+    words = ["train.steps=6", "output.folder=run", "checkpoint.every=3"]
+    list(flatout.train(tiny(*words, "train.batch_tokens=128"), stop=iter([False, False, True, True]).__next__))
+    records = list(flatout.train(tiny(*words, "train.batch_tokens=256"), resume="auto"))
+    context = tiny().config.model.context
+    first = next(record for record in records if isinstance(record, StepRecord))
+    info = records[next(index for index, record in enumerate(records) if hasattr(record, "windows"))]
+    assert first.epoch == (3 * 128 + 256) / context / info.windows

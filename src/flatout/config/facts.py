@@ -117,7 +117,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Spot:
-    """A value's spot in a config: `trail` holds, from the outside in, each step's path and what the schema says of it."""
+    """A value's spot in a config: `trail` holds, from outside in, each step's path and what the schema says of it."""
 
     trail: tuple[tuple[str, Mapping[str, Any]], ...]
 

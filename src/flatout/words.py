@@ -143,7 +143,7 @@ def check_model(parsed: argparse.Namespace) -> None:
 
 
 def _hardware_here() -> str:
-    from flatout.config.load import hardware_for
+    from flatout.config.catalogue import hardware_for
     from flatout.device import detect_device
 
     device = detect_device()

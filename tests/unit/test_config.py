@@ -14,24 +14,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+from flatout.config.catalogue import DEFAULT_PRESET, copy_preset, hardware_for, list_hardware, list_presets, preset_text
+from flatout.config.data_sections import SourceConfig
 from flatout.config.elsewhere import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
 from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at, with_whole_numbers
 from flatout.config.load import (
-    DEFAULT_PRESET,
-    copy_preset,
     explain,
-    hardware_for,
-    list_hardware,
-    list_presets,
     load_config,
     load_stored,
-    preset_text,
     resolve_from_mapping,
     schema_json,
     show,
     with_hardware,
 )
-from flatout.config.schema import RunConfig, SourceConfig, micro_batch_of
+from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.source import Source
 from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flatout.config.schema import CleanConfig, DataConfig, SourceConfig
+from flatout.config.data_sections import SourceConfig
+from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import sources
 from flatout.corpus.document import Document, Problem
 from flatout.data import plan, stream, stream_loader, stream_parts, workers

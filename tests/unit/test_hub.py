@@ -15,8 +15,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import flatout
-from flatout.config.load import format_value, list_presets
+from flatout.config.catalogue import list_presets
 from flatout.config.schema import ModelConfig
+from flatout.config.yaml_loader import format_value
 from flatout.data.prepare import data_folder
 from flatout.errors import CheckpointError, UsageError, UserError
 from flatout.model import hub_weights

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from flatout.config.load import format_value, resolve_from_mapping
+from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
+from flatout.config.yaml_loader import format_value
 from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
 from flatout.engine.opening import steps_of
 from flatout.engine.run import Run

@@ -117,7 +117,7 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a value stands in a config: `trail` has each path from the outside in, and what the schema says of it."""
+    """A value's spot in a config: `trail` holds, from outside in, each step's path and what the schema says of it."""
 
     trail: tuple[tuple[str, Mapping[str, Any]], ...]
 

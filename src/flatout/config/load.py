@@ -16,22 +16,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from flatout.config.catalogue import (
-    DEFAULT_PRESET,
-    PresetInfo,
-    ShippedKind,
-    copy_preset,
-    hardware_for,
-    list_hardware,
-    list_presets,
-    preset_text,
-    run_name,
-    shipped_names,
-    shipped_path,
-)
+from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, section_class, section_paths, with_whole_numbers
-from flatout.config.schema import FAMILY_DEFAULTS, RunConfig
+from flatout.config.model_section import FAMILY_DEFAULTS
+from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source, SourceKind
 from flatout.config.suggest import nearest_paths, unknown_key
 from flatout.config.yaml_loader import (
@@ -45,26 +34,6 @@ from flatout.config.yaml_loader import (
     shorten,
 )
 from flatout.errors import ConfigError
-
-# All that other layers need of the config, from one module.
-__all__ = [
-    "DEFAULT_PRESET",
-    "ExplainRow",
-    "LoadedConfig",
-    "PresetInfo",
-    "copy_preset",
-    "explain",
-    "format_value",
-    "hardware_for",
-    "list_hardware",
-    "list_presets",
-    "load_config",
-    "preset_text",
-    "resolve_from_mapping",
-    "schema_json",
-    "show",
-    "with_hardware",
-]
 
 _FILE_KEYS = ("preset", "hardware")
 

@@ -8,31 +8,12 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.data_sections import CleanConfig, DataConfig, SourceConfig
+from flatout.config.data_sections import CleanConfig, DataConfig
 from flatout.config.fine_tuning_sections import ChatConfig, LoraConfig
-from flatout.config.model_section import FAMILY_DEFAULTS, ModelConfig
+from flatout.config.model_section import ModelConfig
 from flatout.config.section import Conflict, Section, multiple_near
 from flatout.config.speed_section import SpeedConfig
 from flatout.config.training_sections import CheckpointConfig, EvalConfig, OptimConfig, OutputConfig, TrainConfig
-
-# The whole schema, from one module.
-__all__ = [
-    "FAMILY_DEFAULTS",
-    "ChatConfig",
-    "CheckpointConfig",
-    "CleanConfig",
-    "DataConfig",
-    "EvalConfig",
-    "LoraConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "OutputConfig",
-    "RunConfig",
-    "SourceConfig",
-    "SpeedConfig",
-    "TrainConfig",
-    "micro_batch_of",
-]
 
 
 class RunConfig(Section):

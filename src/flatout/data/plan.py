@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.config.schema import CleanConfig, DataConfig, SourceConfig
+from flatout.config.data_sections import SourceConfig
+from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice

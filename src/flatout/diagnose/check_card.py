@@ -7,7 +7,7 @@ Everything here judges a `Machine` and touches nothing.
 import dataclasses
 from collections.abc import Iterator
 
-from flatout.config.load import hardware_for
+from flatout.config.catalogue import hardware_for
 from flatout.config.schema import RunConfig
 from flatout.diagnose.doctor import Card, Finding, Machine, Status, in_gib
 

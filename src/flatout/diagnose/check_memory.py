@@ -7,7 +7,8 @@ with all of them but an overlay that shortens the context, which is said. torch 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from flatout.config.load import LoadedConfig, hardware_for
+from flatout.config.catalogue import hardware_for
+from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.diagnose.check_fit import Fit, resolved_need
 from flatout.diagnose.doctor import Finding, Machine, Status, Trials, in_gib

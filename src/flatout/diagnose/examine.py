@@ -9,7 +9,8 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from flatout.config.load import LoadedConfig, hardware_for, load_config
+from flatout.config.catalogue import hardware_for
+from flatout.config.load import LoadedConfig, load_config
 from flatout.diagnose import check_fit
 from flatout.diagnose.check_card import check_cards
 from flatout.diagnose.check_config import check_config

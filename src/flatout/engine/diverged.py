@@ -8,8 +8,9 @@ import math
 import shlex
 from pathlib import Path
 
-from flatout.config.load import LoadedConfig, format_value
+from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.config.yaml_loader import format_value
 from flatout.data.array_data import Arrays
 from flatout.engine.books import Progress
 from flatout.engine.boundary import quick_loss

@@ -8,6 +8,7 @@ the compiler work) is tried through `Probes`.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.config.source import Source
@@ -99,33 +100,10 @@ def _text(value: object, asked: object = None) -> str:
 
 
 def _speed(device: Device, used: Used, features: tuple[Feature, ...]) -> Speed:
-    return Speed(
-        device=device,
-        precision=used.precision,
-        execution=Execution(
-            attention=used.attention,
-            document_attention=used.document_attention,
-            scan="chunked" if used.scan == "auto" else used.scan,
-            kernels=used.kernels,
-            products=used.products,
-            residual=used.residual,
-            fused_qkv=used.fused_qkv,
-            loss=used.loss,
-            loss_chunk=used.loss_chunk,
-            pad_vocab=used.pad_vocab,
-            checkpointing=used.checkpointing,
-            activation_offload=used.activation_offload,
-            fp8=used.fp8,
-        ),
-        compile=used.compile,
-        cuda_graphs=used.cuda_graphs,
-        fused_optimizer=used.fused_optimizer,
-        optimizer_state=used.optimizer_state,
-        optimizer_offload=used.optimizer_offload,
-        loader=used.loader,
-        workers=used.workers,
-        micro_batch=used.micro_batch,
-        accumulation=used.accumulation,
-        expandable_segments=used.expandable_segments,
-        features=features,
-    )
+    execution = Execution(**{**_shared(Execution, used), "scan": "chunked" if used.scan == "auto" else used.scan})
+    return Speed(**{**_shared(Speed, used), "device": device, "execution": execution, "features": features})
+
+
+def _shared(kind: type[Execution | Speed], used: Used) -> dict[str, Any]:
+    """The switches that a dataclass has a field for."""
+    return {field.name: vars(used)[field.name] for field in dataclasses.fields(kind) if field.name in vars(used)}

@@ -8,7 +8,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.config.load import LoadedConfig, hardware_for, list_hardware, with_hardware
+from flatout.config.catalogue import hardware_for, list_hardware
+from flatout.config.load import LoadedConfig, with_hardware
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.engine.features import Speed
 from flatout.errors import ConfigError

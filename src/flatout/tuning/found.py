@@ -7,7 +7,8 @@ whether a file may be written over.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.config.load import LoadedConfig, format_value
+from flatout.config.load import LoadedConfig
+from flatout.config.yaml_loader import format_value
 from flatout.tuning.fragment import FIRST_LINE, signed
 
 

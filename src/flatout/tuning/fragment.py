@@ -8,8 +8,9 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.config.load import LoadedConfig, format_value
+from flatout.config.load import LoadedConfig
 from flatout.config.source import Source
+from flatout.config.yaml_loader import format_value
 from flatout.records import TuneRow
 from flatout.tuning.search import Candidate
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 
 import flatout
-from flatout.config.load import LoadedConfig, format_value, load_stored
+from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.config.source import DEFAULT, Source
+from flatout.config.yaml_loader import format_value
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed

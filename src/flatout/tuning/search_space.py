@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from flatout.config.facts import field_facts, section_paths, with_whole_numbers
-from flatout.config.load import LoadedConfig, format_value, load_stored
+from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.suggest import unknown_key
-from flatout.config.yaml_loader import Node, printable, read_yaml, shorten
+from flatout.config.yaml_loader import Node, format_value, printable, read_yaml, shorten
 from flatout.errors import ConfigError
 
 FORMS = {"log": "[low, high]", "range": "[low, high]", "steps": "[low, high, step]", "choices": "[one, other, ...]"}

@@ -11,7 +11,8 @@ from collections.abc import Callable, Generator
 import torch
 
 import flatout
-from flatout.config.load import LoadedConfig, format_value
+from flatout.config.load import LoadedConfig
+from flatout.config.yaml_loader import format_value
 from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
 from flatout.records import TuneProgress, TuneResult, TuneRow

@@ -37,12 +37,14 @@ def config(words: list[str]) -> int:
 
 
 def _config_action(action: str, parsed: argparse.Namespace) -> int:
+    from flatout.config import catalogue
     from flatout.config import load as configs
+    from flatout.config.yaml_loader import format_value
 
     if action == "schema":
         print(json.dumps(configs.schema_json(), indent=2))
     elif action == "presets":
-        for title, rows in (("presets", configs.list_presets()), ("hardware overlays", configs.list_hardware())):
+        for title, rows in (("presets", catalogue.list_presets()), ("hardware overlays", catalogue.list_hardware())):
             print(f"{title}:")
             width = max(len(row.name) for row in rows) + 2
             for row in rows:
@@ -50,7 +52,7 @@ def _config_action(action: str, parsed: argparse.Namespace) -> int:
     elif action == "copy":
         if parsed.file == "":
             raise UsageError("the name of the file to write is empty", "leave it out, or name a .yaml file")
-        print(f"wrote {configs.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
+        print(f"wrote {catalogue.copy_preset(parsed.preset, Path(parsed.file or f'{parsed.preset}.yaml'))}")
     elif action == "show":
         print(configs.show(load(parsed).config), end="")
     else:
@@ -58,9 +60,9 @@ def _config_action(action: str, parsed: argparse.Namespace) -> int:
         if parsed.json:
             print(json.dumps([vars(row) for row in rows], ensure_ascii=False))
             return 0
-        widths = [max(len(row.path) for row in rows), max(len(configs.format_value(row.value)) for row in rows)]
+        widths = [max(len(row.path) for row in rows), max(len(format_value(row.value)) for row in rows)]
         sources = max(len(row.source) for row in rows)
         for row in rows:
-            value = configs.format_value(row.value)
+            value = format_value(row.value)
             print(f"{row.path:<{widths[0]}}  {value:<{widths[1]}}  {row.source:<{sources}}  {row.description}")
     return 0

@@ -64,6 +64,24 @@ def test_bf16_loses_small_updates_and_fp32_does_not(relative, unchanged, lost, k
     torch.testing.assert_close(merged.double(), layer.weight.detach().double() + update, rtol=1e-6, atol=1e-9)
 
 
+def test_the_rounding_of_the_base_is_no_loss_of_the_update():
+    """Of an fp32 base, most rows without an update: written as bf16, all of these move, but not by the adapter."""
+    base = torch.nn.Linear(64, 128, bias=False)
+    layer = AdaptedLinear(base, one_part(128, 4, 1.0), ["x"], dropout=0.0, dora=False)
+    with torch.no_grad():
+        layer.lora_a.normal_(generator=torch.Generator().manual_seed(0))
+        layer.lora_b["x"].zero_()
+        layer.lora_b["x"][:16] = 1.0
+    merged, (sums,) = merged_matrix(layer, torch.bfloat16)
+    assert torch.equal(merged[16:], base.weight[16:].to(torch.bfloat16))
+    assert not torch.equal(merged[16:].float(), base.weight[16:])
+    assert sums.unchanged >= 112 * 64
+    update = (layer.lora_b["x"] @ layer.lora_a)[:16].detach().double()
+    moved = merged[:16].double() - base.weight[:16].detach().bfloat16().double()
+    assert sums.wrong == pytest.approx(float((moved - update).square().sum()), rel=1e-3)
+    assert sums.along == pytest.approx(float((moved * update).sum()), rel=1e-6)
+
+
 @pytest.mark.parametrize(
     "plan",
     [{}, {"dora": True}, {"targets": ("q_proj", "v_proj"), "dora": True}, {"rank_stabilised": True}],

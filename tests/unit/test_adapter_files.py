@@ -158,7 +158,10 @@ def test_names_that_fit_nothing_pass_as_long_as_others_fit(tmp_path):
     save_adapter(trained(targets=("q_proj",)), tmp_path / "a")
     as_a_stranger(tmp_path / "a")
     change(tmp_path / "a", target_modules=["q_proj", "query_key_value"])
-    load_adapter(model(), tmp_path / "a")
+    adapters, origin = load_adapter(model(), tmp_path / "a")
+    assert origin.plan.targets == ("q_proj", "query_key_value")
+    assert {choice.target.name for choice in adapters.choices} == {"q_proj"}
+    assert torch.equal(all_values(adapters), all_values(trained(targets=("q_proj",))))
 
 
 # --- damaged and foreign ----------------------------------------------------------------------------------------------

@@ -258,10 +258,9 @@ def test_folders_that_hold_something_else_are_never_touched(tmp_path: Path, over
 
 def test_an_empty_folder_and_missing_parents_are_fine(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    pack("shakespeare", tmp_path / "empty", "char")
-    pack("shakespeare", tmp_path / "a" / "b" / "c", "char")
-    verify_dataset(tmp_path / "empty")
-    verify_dataset(tmp_path / "a" / "b" / "c")
+    made = [pack(rows(tmp_path), folder, "char") for folder in (tmp_path / "empty", tmp_path / "a" / "b" / "c")]
+    assert made[0] == made[1] == verify_dataset(tmp_path / "empty") == verify_dataset(tmp_path / "a" / "b" / "c")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
@@ -316,6 +315,7 @@ def test_weights_repeat_or_thin_out_training_documents(tmp_path: Path, small_par
 def test_copies_of_a_text_over_several_parts_are_whole(
     tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch, weight: float
 ) -> None:
+    monkeypatch.setattr(plan, "PIECE", 128)
     monkeypatch.setattr(part_module, "read_slice", functools.partial(read_slice, piece=128))
     text = "".join(f"word {number} of a long text\n" for number in range(100))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")

@@ -1,6 +1,5 @@
 """Merging: in fp32, rounded once, and honest about what rounding took."""
 
-import copy
 import warnings
 
 import pytest
@@ -12,8 +11,8 @@ from flatout.model.adapted import AdaptedLinear
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT, build_model
-from flatout.model.merge import compare_logits, merge, merged_matrix, quiet_narrow_products, retention
-from flatout.ops.lora import one_part
+from flatout.model.merge import logit_difference, merge, merged_matrix, quiet_narrow_products, retention
+from tests.parity.checking import one_part
 
 TOKENS = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
 
@@ -160,18 +159,16 @@ def test_a_broken_adapter_does_not_reach_the_weights():
 
 def test_logits_are_compared_as_the_models_are():
     gpt, adapters = adapted()
-    gpt.train()
-    merged = copy.deepcopy(gpt)
-    same = compare_logits(gpt, merged, TOKENS)
+    logits = gpt.logits(TOKENS).detach()
+    same = logit_difference(logits, logits)
     assert (same.largest, same.relative, same.same_choice) == (0.0, 0.0, 1.0)
-    assert gpt.training
     with adapters.disabled():
-        base = gpt.logits(TOKENS)
-        other = compare_logits(merged, gpt, TOKENS)
-    expected = (merged.logits(TOKENS) - base).abs().max()
-    assert other.largest == pytest.approx(float(expected.detach()), rel=1e-5)
-    assert other.relative > 0
-    assert other.same_choice < 1
+        base = gpt.logits(TOKENS).detach()
+    other = logit_difference(logits, base)
+    assert other.largest == pytest.approx(float((logits - base).abs().max()), rel=1e-5)
+    assert other.relative == pytest.approx(float((logits - base).norm() / logits.norm()), rel=1e-5)
+    half = logit_difference(torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[2.0, 1.0], [3.0, 0.0]]))
+    assert half.same_choice == 0.5
 
 
 def test_only_what_torch_says_of_a_cpu_without_bf16_is_not_repeated():

@@ -42,16 +42,16 @@ class TookTooLong(BaseException):
     """A command that did not end by itself."""
 
 
-def call(words: Sequence[str], *, seconds: float = SECONDS, memory: int | None = None) -> Outcome:
-    """Runs one command line as a process would, with streams that are as strict as real ones and an empty input.
+def call(words: Sequence[str], *, typed: str = "", seconds: float = SECONDS, memory: int | None = None) -> Outcome:
+    """Runs one command line as a process would, with streams that are as strict as real ones.
 
-    `memory`: how many bytes the command may map in addition to what is mapped already.
+    `typed`: its standard input. `memory`: how many bytes it may map in addition to what is mapped already.
     """
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     errors = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace", write_through=True)
     code, trouble = None, ""
     with _put_back(), _memory_limit(memory), _time_limit(seconds):
-        sys.stdin = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        sys.stdin = io.TextIOWrapper(io.BytesIO(typed.encode()), encoding="utf-8")
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
             try:
                 code = cli.main(list(words))

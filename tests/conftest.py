@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +16,14 @@ import pytest
 import torch
 
 from flatout.config.load import LoadedConfig, load_config
+from tests.bf16_products import sum_in_fp32
 
 torch.set_num_threads(1)
+sum_in_fp32()
+
+# Without bytecode on the disk, pytest rewrites all assertions again in every process and run: 12 seconds each.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # A shell ignores Ctrl-C for what it runs in the background, and so would every process that a test starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -29,6 +29,7 @@ def main() -> None:
     # Inherited or not, what this process ignores is not part of any scenario.
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print(json.dumps([outcome_of(scenario) for scenario in json.load(sys.stdin)]))
 
 

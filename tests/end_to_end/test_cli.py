@@ -1,5 +1,6 @@
 """The command line as a user meets it: fast, two-line errors, right exit codes, signals that save."""
 
+import contextlib
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +21,13 @@ import torch
 from flatout import cli
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.observe.sinks import read_metrics
+from tests.called import call
 from tests.conftest import TINY
 
 ROOT = Path(__file__).parents[2]
 
 
-def flatout(*words: str, **more) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flatout", *words]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120, **more)
-
-
-def assert_two_lines(code: int, error: str, expected: int = 2) -> None:
+def assert_two_lines(code: int | None, error: str, expected: int = 2) -> None:
     lines = error.splitlines()
     assert code == expected, error
     assert len(lines) == 2, error
@@ -141,24 +138,24 @@ def test_suggestions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")
 def test_hardware_auto_needs_a_gpu():
-    done = flatout("config", "show", "gpt2-124m", "--hardware", "auto")
-    assert_two_lines(done.returncode, done.stderr)
-    assert "looks for a GPU" in done.stderr
+    done = call(["config", "show", "gpt2-124m", "--hardware", "auto"])
+    assert_two_lines(done.code, done.errors)
+    assert "looks for a GPU" in done.errors
 
 
 def test_train_prints_progress_and_a_sample(tiny_words):
-    done = flatout("train", *tiny_words, "train.steps=20", "output.log_every=5")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    done = call(["train", *tiny_words, "train.steps=20", "output.log_every=5"])
+    assert done.code == 0, done.errors + done.trouble
+    lines = done.output.splitlines()
     assert sum(line.startswith("step ") for line in lines) == 5
     assert any(line.startswith("eval at step 20: val loss") for line in lines)
     assert "--- sample at step 20 ---" in lines
-    assert done.stderr == ""
+    assert done.errors == ""
 
 
 def test_a_run_ends_with_pictures_and_trackers_get_its_records(tiny_words):
-    done = flatout("train", *tiny_words, "train.steps=5", "output.plots=true", "output.trackers=[tensorboard]")
-    assert done.returncode == 0, done.stderr
+    done = call(["train", *tiny_words, "train.steps=5", "output.plots=true", "output.trackers=[tensorboard]"])
+    assert done.code == 0, done.errors + done.trouble
     assert {path.name for path in Path("run/plots").iterdir()} == {
         "metrics.png",
         "results.png",
@@ -166,42 +163,20 @@ def test_a_run_ends_with_pictures_and_trackers_get_its_records(tiny_words):
         "evals.csv",
     }
     assert list(Path("run").rglob("events.out.tfevents.*"))
-    done = flatout("train", *tiny_words, "train.steps=5", "output.plots=false", "output.folder=bare")
-    assert done.returncode == 0, done.stderr
+    done = call(["train", *tiny_words, "train.steps=5", "output.plots=false", "output.folder=bare"])
+    assert done.code == 0, done.errors + done.trouble
     assert not Path("bare/plots").exists()
     assert not list(Path("bare").rglob("events.out.tfevents.*"))
 
 
 def test_json_prints_records_only_and_equals_the_metrics_file(tiny_words):
-    done = flatout("train", *tiny_words, "train.steps=5", "--json")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    done = call(["train", *tiny_words, "train.steps=5", "--json"])
+    rows = [json.loads(line) for line in done.output.splitlines()]
     assert rows[0]["type"] == "run"
     assert rows[-1]["type"] == "end"
     assert [row for row in rows if row["type"] == "step"] == [
         row for row in read_metrics(Path("run/metrics.jsonl")) if row["type"] == "step"
     ]
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_saves_and_says_how_to_go_on(tiny_words, number, code):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flatout.cli", "train", *tiny_words, "train.steps=50000", "output.log_every=1"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == code, errors
-    (step, path), *_ = list_checkpoints(Path("run/checkpoints"))
-    assert read_checkpoint(path).step == step
-    assert "flatout train --resume run" in errors
-    resumed = flatout("train", "--resume", "run", f"train.steps={step + 3}", "--json")
-    assert resumed.returncode == 0, resumed.stderr
-    assert [json.loads(line)["step"] for line in resumed.stdout.splitlines() if '"type": "step"' in line] == [
-        step + 1, step + 2, step + 3,
-    ]  # fmt: skip
 
 
 SCENARIOS: dict[str, dict[str, Any]] = {
@@ -210,6 +185,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "all full": {"stdout": "full", "stderr": "full"},
     "left": {"stdout": "left", "encoding": "ascii"},
     "ascii": {"encoding": "ascii", "words": ["--json"]},
+    "interrupt": {"signals": ["SIGINT"], "words": ["train.steps=50000"]},
+    "terminate": {"signals": ["SIGTERM"], "words": ["train.steps=50000"]},
     "hang up": {"signals": ["SIGHUP"], "words": ["train.steps=50000"]},
     "nohup": {
         "ignored": ["SIGHUP", "SIGINT"],
@@ -269,12 +246,21 @@ def test_text_beyond_the_encoding_is_written_as_escapes_that_json_knows(outcomes
     assert any(not row["text"].isascii() for row in kept if row["type"] == "sample")
 
 
-def test_a_hang_up_saves_and_ends(outcomes):
-    outcome = outcomes["hang up"]
-    assert outcome["code"] == 129
+@pytest.mark.parametrize(("name", "code"), [("interrupt", 130), ("terminate", 143), ("hang up", 129)])
+def test_a_signal_saves_and_says_how_to_go_on(outcomes, name, code, monkeypatch):
+    outcome = outcomes[name]
+    monkeypatch.chdir(outcome["folder"].parent)
+    assert outcome["code"] == code, outcome["stderr"]
     (step, path), *_ = list_checkpoints(outcome["folder"] / "checkpoints")
     assert read_checkpoint(path).step == step
-    assert "flatout train --resume" in outcome["stderr"]
+    resume = shlex.split(outcome["stderr"].partition("flatout ")[2].partition("`")[0])
+    assert resume[:2] == ["train", "--resume"]
+    assert Path(resume[2]) == outcome["folder"]
+    resumed = call(["train", "--resume", str(outcome["folder"]), f"train.steps={step + 3}", "--json"])
+    assert resumed.code == 0, resumed.errors + resumed.trouble
+    assert [json.loads(line)["step"] for line in resumed.output.splitlines() if '"type": "step"' in line] == [
+        step + 1, step + 2, step + 3,
+    ]  # fmt: skip
 
 
 def test_ignored_signals_stay_ignored_and_sigusr1_saves_without_ending(outcomes):
@@ -344,28 +330,37 @@ def test_nowhere_to_put_temporary_files(monkeypatch, capsys):
     ]
 
 
+@contextlib.contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """A write beyond `size` fails, as it does on a full disk."""
+    before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
 def test_a_full_disk_keeps_the_last_good_checkpoint(tiny_words):
-    first = flatout("train", *tiny_words, "train.steps=4", "checkpoint.every=2", "checkpoint.best=false")
-    assert first.returncode == 0, first.stderr
+    first = call(["train", *tiny_words, "train.steps=4", "checkpoint.every=2", "checkpoint.best=false"])
+    assert first.code == 0, first.errors + first.trouble
     size = max(file.stat().st_size for file in Path("run/checkpoints/step-00000004").iterdir())
-
-    def small_files() -> None:  # a write past the limit fails as a full disk does
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-
-    longer = [*tiny_words, "train.steps=8", "checkpoint.every=2", "--resume", "auto"]
-    second = flatout("train", *longer, preexec_fn=small_files)
-    assert_two_lines(second.returncode, second.stderr, expected=5)
-    assert "--resume auto" in second.stderr
+    longer = ["train", *tiny_words, "train.steps=8", "checkpoint.every=2", "--resume", "auto"]
+    with small_files(size // 2):
+        second = call(longer)
+    assert_two_lines(second.code, second.errors, expected=5)
+    assert "--resume auto" in second.errors
     assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))][-1] == 4
-    third = flatout("train", *longer)
-    assert third.returncode == 0, third.stderr
+    third = call(longer)
+    assert third.code == 0, third.errors + third.trouble
+    assert list_checkpoints(Path("run/checkpoints"))[-1][0] == 8
 
 
 def test_a_run_folder_that_cannot_be_made_is_told_in_two_lines(tiny_words, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    done = flatout("train", *tiny_words, "output.folder=file/run")
-    assert_two_lines(done.returncode, done.stderr, expected=2)
+    done = call(["train", *tiny_words, "output.folder=file/run"])
+    assert_two_lines(done.code, done.errors, expected=2)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -373,15 +368,15 @@ def test_a_read_only_folder_is_told_in_two_lines(tiny_words, tmp_path):
     locked = tmp_path / "locked"
     locked.mkdir()
     locked.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    done = flatout("train", *tiny_words, "output.folder=locked/run")
-    assert_two_lines(done.returncode, done.stderr, expected=5)
+    done = call(["train", *tiny_words, "output.folder=locked/run"])
+    assert_two_lines(done.code, done.errors, expected=5)
 
 
 def test_divergence_exits_with_4(tiny_words):
     wild = ["optim.learning_rate=100", "optim.clip=0", "optim.warmup_steps=0", "optim.eps=1e-30", "model.qk_norm=false"]
-    done = flatout("train", *tiny_words, *wild, "optim.schedule=constant", "train.steps=500")
-    assert_two_lines(done.returncode, done.stderr, expected=4)
-    assert "batch" in done.stderr
+    done = call(["train", *tiny_words, *wild, "optim.schedule=constant", "train.steps=500"])
+    assert_two_lines(done.code, done.errors, expected=4)
+    assert "batch" in done.errors
 
 
 def test_verbs_on_a_finished_run(tiny_words, tmp_path, capsys: pytest.CaptureFixture[str]):
@@ -401,10 +396,10 @@ def test_verbs_on_a_finished_run(tiny_words, tmp_path, capsys: pytest.CaptureFix
     assert text.startswith("the ")
     assert text == here(*ask)[0]
     assert_two_lines(3, here("generate", "run", "--prompt", "\u2603", expected=3)[1], expected=3)
-    talk = flatout("generate", "run", "--interactive", "--tokens", "5", input="the \n\u2603\nold\n")
-    assert talk.returncode == 0
-    assert "error: " in talk.stderr, "a bad prompt is told"
-    assert talk.stdout.count(">") >= 4, "and the session goes on"
+    talk = call(["generate", "run", "--interactive", "--tokens", "5"], typed="the \n\u2603\nold\n")
+    assert talk.code == 0, talk.trouble
+    assert "error: " in talk.errors, "a bad prompt is told"
+    assert talk.output.count(">") >= 4, "and the session goes on"
     here("export", "run", "out")
     written = ["config.json", "flatout.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(path.name for path in Path("out").iterdir()) == written
@@ -416,41 +411,42 @@ def test_prepare_counts_by_another_context(tiny_words, tmp_path):
     text = tmp_path / "rows.jsonl"
     text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows), encoding="utf-8")
     words = [f"data.source={text}", f"data.folder={tmp_path / 'made'}", "data.val_fraction=0.01", "--context", "256"]
-    told = json.loads(flatout("prepare", *tiny_words, *words, "--json").stdout)
+    told = json.loads(call(["prepare", *tiny_words, *words, "--json"]).output)
     assert told["long_documents"] == {"documents": 2, "tokens": len(rows[0]) + len(rows[2])}
     assert told["context"] == 256
     assert told["windows"] == (told["train_tokens"] - 1) // 256
-    shown = flatout("prepare", *tiny_words, *words).stdout
+    shown = call(["prepare", *tiny_words, *words]).output
     assert "2 of " in shown
     assert "are as long as a window" in shown
-    plain = flatout("prepare", *tiny_words, *words[:-2]).stdout
+    plain = call(["prepare", *tiny_words, *words[:-2]]).output
+    assert "windows" in plain
     assert "as long as a window" not in plain
 
 
 def test_prepare_reports_and_keeps(tiny_words):
-    first = flatout("prepare", *tiny_words, "--json")
-    facts = json.loads(first.stdout)
+    facts = json.loads(call(["prepare", *tiny_words, "--json"]).output)
     assert facts["train_tokens"] > 1000
     before = Path(facts["folder"], "manifest.json").stat().st_mtime_ns
-    assert flatout("prepare", *tiny_words).returncode == 0
+    assert call(["prepare", *tiny_words]).code == 0
     assert Path(facts["folder"], "manifest.json").stat().st_mtime_ns == before
 
 
 def test_config_verbs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "gpt2-124m" in flatout("config", "presets").stdout
-    assert "train.steps" in flatout("config", "explain", "train.steps=7").stdout
-    assert json.loads(flatout("config", "schema").stdout)["type"] == "object"
-    shown = flatout("config", "show", "gpt2-124m", "--hardware", "8gb").stdout
+    assert "gpt2-124m" in call(["config", "presets"]).output
+    assert "train.steps" in call(["config", "explain", "train.steps=7"]).output
+    assert json.loads(call(["config", "schema"]).output)["type"] == "object"
+    shown = call(["config", "show", "gpt2-124m", "--hardware", "8gb"]).output
     (tmp_path / "shown.yaml").write_text(shown)
-    assert flatout("config", "show", "shown.yaml").stdout == shown
-    assert flatout("config", "copy", "shakespeare-char", "mine.yaml").returncode == 0
-    again = flatout("config", "copy", "shakespeare-char", "mine.yaml")
-    assert_two_lines(again.returncode, again.stderr)
+    assert call(["config", "show", "shown.yaml"]).output == shown
+    assert call(["config", "copy", "shakespeare-char", "mine.yaml"]).code == 0
+    again = call(["config", "copy", "shakespeare-char", "mine.yaml"])
+    assert_two_lines(again.code, again.errors)
 
 
 def test_a_closed_pipe_is_no_traceback():
     command = f"{sys.executable} -m flatout.cli config schema | head -1"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False, env=environment)
-    assert "Traceback" not in done.stderr
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) == 1

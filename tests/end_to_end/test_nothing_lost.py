@@ -20,7 +20,7 @@ from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_ve
 from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
 from flatout.model.gpt import GPT
 from flatout.observe.sinks import read_metrics
-from flatout.records import CheckpointRecord, EvalRecord, NoticeRecord
+from flatout.records import CheckpointRecord, EndRecord, EvalRecord, NoticeRecord
 from tests.conftest import TINY
 from tests.disk import snapshot
 
@@ -477,7 +477,9 @@ def test_several_processes_are_refused_by_one_of_them(tiny_words, tmp_path, monk
 def test_one_process_under_a_launcher_trains(tiny, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("RANK", "0")
-    list(flatout.train(tiny("train.steps=1")))
+    *_, last = flatout.train(tiny("train.steps=1"))
+    assert isinstance(last, EndRecord)
+    assert (last.step, last.reason) == (1, "finished")
 
 
 # --- 11: threads ------------------------------------------------------------------------------------------------------

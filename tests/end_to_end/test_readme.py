@@ -1,13 +1,23 @@
-"""The README's Python runs, and its commands exist."""
+"""The README's Python runs and prints what it says, and its commands are taken as they stand."""
 
+import argparse
+import math
 import re
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import flatout
 from flatout import cli
+from flatout.config.catalogue import list_presets
+from flatout.config.complain import field_facts
+from flatout.words import Parser
 
 README = Path(__file__).parents[2] / "README.md"
+SMALLER = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=64", "train.batch_tokens=256",
+           "eval.tokens=1024", "output.plots=false"]  # fmt: skip
 
 
 def blocks(language: str) -> list[str]:
@@ -17,23 +27,57 @@ def blocks(language: str) -> list[str]:
 def test_the_python_of_the_readme_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    """As it stands, with a smaller model."""
     monkeypatch.chdir(tmp_path)
-    snippets = blocks("python")
-    assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), {})
-    assert capsys.readouterr().out
+    load = flatout.load_config
+    monkeypatch.setattr(flatout, "load_config", lambda preset, words: load(preset, [*words, *SMALLER]))
+    (snippet,) = blocks("python")
+    exec(compile(snippet, "README.md", "exec"), {})
+    evaluated, *text, perplexity = capsys.readouterr().out.splitlines()
+    loss = float(re.fullmatch(r"step 20: validation loss (\d+\.\d{3})", evaluated)[1])  # pyright: ignore
+    assert 2.5 < loss < math.log(65), "it learned a little"
+    assert len("\n".join(text)) == 50, "what comes after the prompt"
+    assert math.exp(loss) * 0.8 < float(perplexity) < math.exp(loss) * 1.2
+    assert (tmp_path / "runs" / "demo" / "checkpoints").is_dir()
 
 
-def test_every_flatout_command_of_the_readme_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+class Taken(BaseException):
+    """A command line was understood; what it asks for is not done."""
+
+
+def stop_after(parse: Callable[..., argparse.Namespace]) -> Callable[..., argparse.Namespace]:
+    def parsed(parser: Parser, words: list[str]) -> argparse.Namespace:
+        raise Taken(parse(parser, words))
+
+    return parsed
+
+
+def test_every_command_of_the_readme_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
+    for name in ("parse_words", "parse_mixed"):
+        monkeypatch.setattr(Parser, name, stop_after(getattr(Parser, name)))
     commands = re.findall(r"^flatout (.*)$", "\n".join(blocks("sh")), flags=re.MULTILINE)
-    assert len(commands) >= 6
+    assert {command.split()[0] for command in commands} > {"train", "prepare", "eval", "generate", "tune", "config"}
+    presets = {preset.name for preset in list_presets()}
     for command in commands:
-        assert command.split()[0] in cli.VERBS, command
+        with pytest.raises(Taken) as taken:
+            cli.main(shlex.split(command, comments=True))
+        asked = vars(taken.value.args[0])
+        assert {word.partition("=")[0] for word in asked.get("overrides") or ()} <= field_facts().keys(), command
+        config = asked.get("config")
+        assert config is None or config in presets or config.endswith(".yaml"), command
+
+
+@pytest.mark.parametrize("command", ["train --no-such-option", "config shwo", "generate --tokens many"])
+def test_a_command_that_would_not_be_taken_is_noticed(command: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Parser, "parse_words", stop_after(Parser.parse_words))
+    assert cli.main(shlex.split(command)) == 2
 
 
 def test_the_first_screen_is_a_sentence_two_commands_and_their_output():
     top = README.read_text(encoding="utf-8").splitlines()[:60]
     assert sum(line.strip() in ("make train", "make test") for line in top) == 2
-    assert any(re.match(r"eval at step \d+: val loss 1\.\d+", line) for line in top)
+    losses = [re.match(r"eval at step (\d+): val loss (\d\.\d+)", line) for line in top]
+    told = [(int(found[1]), float(found[2])) for found in losses if found]
+    assert [step for step, _ in told] == [175, 350, 525, 700]
+    assert [loss for _, loss in told] == sorted((loss for _, loss in told), reverse=True)

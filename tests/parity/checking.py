@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flatout.ops.lora import LoraLayout, LoraPart
+
 DEVICES = [
     # With a GPU in the machine the kernels are compiled for it, and this process cannot interpret them as well.
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")),
@@ -134,3 +136,8 @@ def shapes_and_types(
     every = [(*shape, kind) for shape in shapes for kind in types]
     on_gpu = [pytest.param(*many, kind, marks=pytest.mark.gpu) for kind in types]
     return [*every, (*more, types[-1]), *on_gpu]
+
+
+def one_part(outputs: int, rank: int, scale: float) -> LoraLayout:
+    """One adapter for the whole matrix."""
+    return LoraLayout(outputs, (LoraPart(0, outputs, rank, scale),))

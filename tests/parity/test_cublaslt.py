@@ -7,9 +7,14 @@ import torch.nn.functional as F
 from flatout.ops.kernels import cublaslt
 
 
-def test_without_cuda_the_reason_is_told():
-    if torch.version.cuda is None:
-        assert "not found" in (cublaslt.missing() or "")
+@pytest.mark.parametrize(("library", "reason"), [(None, "torch's cuBLASLt was not found"), (object(), None)])
+def test_without_the_library_the_reason_is_told(monkeypatch, library, reason):
+    monkeypatch.setattr(cublaslt, "_library", lambda: library)
+    assert cublaslt.missing() == reason
+
+
+def test_the_library_is_there_where_torch_has_cuda():
+    assert (cublaslt.missing() is None) == (torch.version.cuda is not None)
 
 
 @pytest.mark.parametrize("add", [False, True])

@@ -25,7 +25,7 @@ from flatout.ops.kernels.rotary import prepare_heads
 from flatout.ops.kernels.swiglu_adapters import SwigluPass
 from flatout.ops.kernels.thin import add_adapter_gradients, by_our_kernel, by_products
 from flatout.ops.linear_cross_entropy import linear_cross_entropy
-from flatout.ops.lora import LoraLayout, LoraPart, one_part
+from flatout.ops.lora import LoraLayout, LoraPart
 from flatout.ops.reference import IGNORED
 from tests.parity.checking import (
     DEVICES,
@@ -632,7 +632,7 @@ def test_adapter_gradients_by_one_kernel(rows, inputs, parts, dtype, device):
 )
 def test_swiglu_and_the_gradients_of_adapters_around_it(rows, hidden, ranks, in_place, dtype, device):
     """Every way leaves the gradient of pre, adds to the gradients of A after it and of B before it, and to no other."""
-    down = one_part(48, ranks[0], 1.5)
+    down = LoraLayout(48, (LoraPart(0, 48, ranks[0], 1.5),))
     up = LoraLayout(2 * hidden, (LoraPart(0, hidden, ranks[1], 2.0), LoraPart(hidden, hidden, ranks[2], 2.0)))
     dout = draw(rows, hidden, dtype=dtype, device=device).detach()
     pre = draw(rows, 2 * hidden + 16, dtype=dtype, device=device, seed=1).detach()[:, : 2 * hidden]

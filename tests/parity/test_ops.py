@@ -62,6 +62,23 @@ def test_linear_cross_entropy(pad, smoothing):
     assert_same(fast, slow, [hidden, weight])
 
 
+def test_the_heads_gradient_is_summed_in_fp32_however_many_chunks():
+    """A sum over 256 chunks in bf16 would be off by percents."""
+    hidden, weight = (draw(*shape, seed=seed).float().detach() for shape, seed in (((1024, 8), 0), ((16, 8), 1)))
+    targets = torch.randint(16, (1024,), generator=torch.Generator().manual_seed(2))
+
+    def gradient(chunk: int) -> torch.Tensor:
+        head = weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            linear_cross_entropy(hidden, head, targets, path="fused", chunk=chunk).backward()
+        assert head.grad is not None
+        assert head.grad.dtype == torch.float32
+        return head.grad
+
+    whole = gradient(1024)
+    assert (gradient(4) - whole).norm() < 1e-5 * whole.norm()
+
+
 def test_all_targets_ignored_is_zero_loss_and_zero_gradient():
     hidden, weight = draw(4, 5), draw(13, 5, seed=1)
     loss = linear_cross_entropy(hidden, weight, torch.full((4,), IGNORED))

@@ -113,6 +113,26 @@ def test_it_can_be_read_into_adapters_that_are_there(folder):
         load_into(other, folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours"),
+    [
+        ("rank", 4, 5),
+        ("alpha", 8, 4),
+        ("alphas", (("q_proj", 3.5),), ()),
+        ("ranks", (("q_proj", 2),), ()),
+        ("dora", True, False),
+        ("rank_stabilised", True, False),
+    ],
+)
+def test_adapters_with_other_settings_take_nothing(tmp_path, name, theirs, ours):
+    save_adapter(trained(**{name: theirs}), tmp_path / "adapter")
+    adapters = attach(model(), AdapterPlan(**{"rank": 4, "alpha": 8, name: ours}), seed=9)
+    before = all_values(adapters).clone()
+    with pytest.raises(CheckpointError, match=rf": {name} is .*, here it is "):
+        load_into(adapters, tmp_path / "adapter")
+    assert torch.equal(all_values(adapters), before)
+
+
 def test_training_on_may_have_another_dropout(folder):
     adapters, origin = load_adapter(model(), folder, dropout=0.25)
     assert (adapters.plan.dropout, origin.plan.dropout) == (0.25, 0.0)
@@ -138,7 +158,10 @@ def test_names_that_fit_nothing_pass_as_long_as_others_fit(tmp_path):
     save_adapter(trained(targets=("q_proj",)), tmp_path / "a")
     as_a_stranger(tmp_path / "a")
     change(tmp_path / "a", target_modules=["q_proj", "query_key_value"])
-    load_adapter(model(), tmp_path / "a")
+    adapters, origin = load_adapter(model(), tmp_path / "a")
+    assert origin.plan.targets == ("q_proj", "query_key_value")
+    assert {choice.target.name for choice in adapters.choices} == {"q_proj"}
+    assert torch.equal(all_values(adapters), all_values(trained(targets=("q_proj",))))
 
 
 # --- damaged and foreign ----------------------------------------------------------------------------------------------

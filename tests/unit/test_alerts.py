@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from flatout.config.facts import field_facts
-from flatout.observe.live.alerts import QUIET_STEPS, Alert, Alerts, alerts_of
+from flatout.observe.live.alerts import QUIET_STEPS, Alert, Alerts
 from flatout.records import EvalRecord, NoticeRecord, Record, StepRecord
 from tests.unit.seen import info, machine, step
 
@@ -36,6 +36,11 @@ NOISE: dict[str, Callable[[random.Random], float]] = {
     "skewed": lambda dice: dice.gammavariate(2, 0.1),
     "heavy": lambda dice: 0.05 * heavy(dice),
 }
+
+
+def alerts_of(records: Iterable[Record]) -> list[Alert]:
+    alerts = Alerts()
+    return [alert for record in records for alert in alerts.see(record)]
 
 
 def clean_run(noise: str, seed: int) -> list[Record]:

@@ -367,6 +367,7 @@ example.net/page?id=7
 *.wild.test
 bücher.example
 http://slash.test/
+blocked
 
 word:CasiNo
 word:x-y
@@ -399,6 +400,9 @@ def block_list(tmp_path: Path) -> clean.BlockList:
         "http://a.slash.test/b",
         "http://free-casinos.test/",
         "http://other.test/?q=x-y",
+        "http://blocked/",
+        "http://any.blocked/page",
+        "http://a.b.blocked",
     ],
 )
 def test_a_block_list_meets(block_list: clean.BlockList, url: str) -> None:
@@ -424,6 +428,9 @@ def test_a_block_list_meets(block_list: clean.BlockList, url: str) -> None:
         "http://com/",
         "http://casin.test/o",
         "http://x/y",
+        "http://blocked.test/",
+        "http://other.test/blocked",
+        "http://unblocked/",
     ],
 )
 def test_a_block_list_leaves_alone(block_list: clean.BlockList, url: str) -> None:

@@ -313,6 +313,18 @@ def test_marks_are_found_across_chunks_and_far_apart() -> None:
     assert [piece.offset for piece in later] == [piece.offset for piece in found[1:]]
 
 
+@pytest.mark.parametrize("mark", [b"<page>", b"aab"])
+def test_a_mark_is_found_wherever_a_chunk_ends_inside_it(mark: bytes) -> None:
+    data = b"head\n" + mark + b"one\n \t" + mark + b"two\na" + mark + b"\n" + mark
+    starts = [0, 5, data.index(b" \t"), data.rindex(mark)]
+    for size in range(1, len(mark) + 2):
+        for first in range(size):
+            chunks = [data[:first], *(data[at : at + size] for at in range(first, len(data), size))]
+            found = list(pieces(chunks, mark=mark))
+            assert [piece.offset for piece in found] == starts, (size, first)
+            assert b"".join(piece.raw for piece in found) == data
+
+
 def test_cuts_do_not_change_gpt2_tokens() -> None:
     tokenizer = Gpt2Tokenizer()
     random = Random(0)

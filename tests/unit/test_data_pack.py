@@ -1,6 +1,7 @@
 """Packing: exact splits, documents and offsets, the same bytes every time, and nothing half-made left behind."""
 
 import errno
+import functools
 import io
 import json
 import os
@@ -18,7 +19,9 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import sources
 from flatout.corpus.clean import CleanRules
 from flatout.corpus.document import ReadOptions, Slice
+from flatout.corpus.readers import read_slice
 from flatout.data import pack as pack_module
+from flatout.data import part as part_module
 from flatout.data import plan
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.journal import Journal
@@ -108,6 +111,17 @@ def test_contiguous_cuts_inside_the_document_at_the_border(tmp_path: Path) -> No
     assert dataset.train.document_starts().tolist() == [0, 5]
     assert dataset.val.document_starts().tolist() == [0, 5]
     assert [split.documents for split in dataset.manifest.splits.values()] == [2, 2]
+
+
+def test_contiguous_at_the_end_of_a_document_cuts_none(tmp_path: Path) -> None:
+    pack(rows(tmp_path, ["aaaa", "bb", "cccccc"]), tmp_path / "data", "bytes", "contiguous", 0.5)
+    assert split_tokens(tmp_path / "data") == ([*b"aaaa", 256, *b"bb", 256], [*b"cccccc", 256])
+    dataset = open_dataset(tmp_path / "data")
+    assert dataset.train.document_starts().tolist() == [0, 5]
+    assert dataset.val.document_starts().tolist() == [0]
+    report = read_report(tmp_path / "data")
+    assert report is not None
+    assert report["kept"] == {"train": 2, "val": 1}
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.9])
@@ -244,10 +258,9 @@ def test_folders_that_hold_something_else_are_never_touched(tmp_path: Path, over
 
 def test_an_empty_folder_and_missing_parents_are_fine(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    pack("shakespeare", tmp_path / "empty", "char")
-    pack("shakespeare", tmp_path / "a" / "b" / "c", "char")
-    verify_dataset(tmp_path / "empty")
-    verify_dataset(tmp_path / "a" / "b" / "c")
+    made = [pack(rows(tmp_path), folder, "char") for folder in (tmp_path / "empty", tmp_path / "a" / "b" / "c")]
+    assert made[0] == made[1] == verify_dataset(tmp_path / "empty") == verify_dataset(tmp_path / "a" / "b" / "c")
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["b"]
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
@@ -296,6 +309,21 @@ def test_weights_repeat_or_thin_out_training_documents(tmp_path: Path, small_par
     report = read_report(tmp_path / "plain")
     assert report is not None
     assert report["records"] == 100 == sum(report["kept"].values()) + sum(report["dropped"].values())
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.0, 3.0])
+def test_copies_of_a_text_over_several_parts_are_whole(
+    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch, weight: float
+) -> None:
+    monkeypatch.setattr(plan, "PIECE", 128)
+    monkeypatch.setattr(part_module, "read_slice", functools.partial(read_slice, piece=128))
+    text = "".join(f"word {number} of a long text\n" for number in range(100))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
+    source = [{"path": str(tmp_path / "text.txt"), "weight": weight}]
+    pack(source, tmp_path / "data", more={"val_source": str(tmp_path / "val.txt")})
+    train, _ = texts_of(tmp_path / "data")
+    assert train == [text] * int(weight)
 
 
 @pytest.mark.parametrize("at_once", [4, 4_000_000])

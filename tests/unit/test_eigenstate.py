@@ -248,6 +248,11 @@ def test_gradients_reach_back_through_all_chunks():
     assert gradient[0, 0].norm() > 1e-3 * gradient[0, -1].norm()
 
 
+def horizons(mixer: Eigenstate) -> torch.Tensor:
+    """Tokens after which 1/e of a state is left: [K]."""
+    return -1.0 / mixer.eigenvalues()[0].detach()
+
+
 @pytest.mark.parametrize(("context", "heads", "scales"), [(1024, 1, ()), (32768, 4, ()), (32768, 4, (1, 2, 4, 8))])
 def test_horizons_span_the_context_in_every_head(context, heads, scales):
     shape = EigenstateShape(width=4, states=128, context=context, heads=heads, scales=scales)
@@ -255,7 +260,7 @@ def test_horizons_span_the_context_in_every_head(context, heads, scales):
     for linear in (mixer.inward, mixer.out):  # a pass that draws all linear layers comes first and harms nothing
         nn.init.normal_(linear.weight)
     mixer.init_states(torch.Generator().manual_seed(0))
-    horizon = mixer.memory_horizon()
+    horizon = horizons(mixer)
     assert horizon.shape == (128,)
     assert horizon.min() >= 4.0 * 0.999
     assert context / 2 < horizon.max() <= context * 1.001
@@ -275,7 +280,7 @@ def test_horizons_span_the_context_in_every_head_where_scales_and_heads_do_not_d
     shape = EigenstateShape(width=4, states=96, context=32768, heads=heads, scales=scales)
     mixer = Eigenstate(shape, Execution())
     mixer.init_states(torch.Generator().manual_seed(0))
-    by_head, by_scale = (mixer.memory_horizon().view(count, -1) for count in (heads, len(scales)))
+    by_head, by_scale = (horizons(mixer).view(count, -1) for count in (heads, len(scales)))
     assert (by_head.amin(1) < 4.0 * max(scales) * 4).all()
     assert (by_head.amax(1) > 32768 / 8).all()
     assert (by_scale.amin(1) >= 4.0 * torch.tensor(scales) * 0.999).all()
@@ -296,8 +301,8 @@ def test_a_step_of_an_optimizer_turns_every_state_by_the_same_over_its_horizon()
     before = mixer.eigenvalues()[1].detach()
     with torch.no_grad():
         mixer.detuning_K += 1e-3
-    turned = (mixer.eigenvalues()[1].detach() - before) * mixer.memory_horizon()
-    assert mixer.memory_horizon().max() > 16384
+    turned = (mixer.eigenvalues()[1].detach() - before) * horizons(mixer)
+    assert horizons(mixer).max() > 16384
     torch.testing.assert_close(turned, torch.full_like(turned, 1e-3))
 
 

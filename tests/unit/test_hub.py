@@ -109,18 +109,18 @@ def test_a_sliding_window_must_hold_the_context(kind, values, tmp_path):
         read_description(tmp_path / "m")
     assert "at most 16" in error.value.hint
     assert read_description(tmp_path / "m", context=16).config.context == 16
-    change(tmp_path / "m", sliding_window=32)
-    read_description(tmp_path / "m")
-    change(tmp_path / "m", sliding_window=None)
-    read_description(tmp_path / "m")
+    for window in (32, None):
+        change(tmp_path / "m", sliding_window=window)
+        assert read_description(tmp_path / "m").config.context == 32
 
 
 def test_windows_that_no_layer_uses_do_not_matter(tmp_path):
     write(tmp_path / "m", "qwen2")
+    plain = read_description(tmp_path / "m").config
     change(tmp_path / "m", use_sliding_window=True, sliding_window=16, max_window_layers=2)
-    read_description(tmp_path / "m")
+    assert read_description(tmp_path / "m").config == plain
     change(tmp_path / "m", use_sliding_window=False, max_window_layers=0)
-    read_description(tmp_path / "m")
+    assert read_description(tmp_path / "m").config == plain
 
 
 @pytest.mark.parametrize("how", ["twice", "as the head only"])

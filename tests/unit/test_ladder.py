@@ -83,13 +83,22 @@ def test_a_rung_of_the_ladder_changes_something():
         climbed += [rung] if rung.group == "ladder" else []
 
 
-def test_taking_a_switch_out_takes_out_that_switch():
-    top = settings_of(CUDA[0], [rung for rung in CUDA if rung.group == "ladder"])
-    for rung in CUDA:
-        if rung.group == "without":
-            added = next(step for step in CUDA if step.name == rung.name.removeprefix("without-"))
-            assert any(rung.words.get(path) not in (None, top[path]) for path in rung.words)
-            assert set(rung.words) & set(added.words), rung.name
+@pytest.mark.parametrize(("rungs", "count"), [(CUDA, 16), (CPU, 5)], ids=["cuda", "cpu"])
+def test_taking_a_switch_out_takes_out_that_switch(rungs: list[Any], count: int):
+    """What it set is as it was before; what cannot be without it goes too, and nothing else does."""
+    ladder = [rung for rung in rungs if rung.group == "ladder"]
+    top = settings_of(ladder[-1], ladder[:-1])
+    taken = [rung for rung in rungs if rung.group == "without"]
+    assert len(taken) == count
+    for rung in taken:
+        place = next(i for i, step in enumerate(ladder) if step.name == rung.name.removeprefix("without-"))
+        before, without = settings_of(ladder[place - 1], ladder[: place - 1]), settings_of(rung, ladder)
+        for path in ladder[place].words:
+            assert without[path] == before[path] != ladder[place].words[path], (rung.name, path)
+        changed = {path for path in top if without[path] != top[path]}
+        assert changed, rung.name
+        alone = rung.name not in ("without-bf16", "without-compile", "without-triton")
+        assert changed == set(ladder[place].words) or not alone, rung.name
 
 
 def test_rungs_that_a_device_lacks_leave_no_gap():

@@ -16,11 +16,10 @@ from flatout.ops.lora import (
     joined_input,
     lora_product,
     lora_reference,
-    one_part,
     operands,
     wide_product,
 )
-from tests.parity.checking import draw, strided
+from tests.parity.checking import draw, one_part, strided
 from tests.parity.conftest import guarded_memory
 
 __all__ = ["guarded_memory"]

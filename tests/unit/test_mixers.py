@@ -18,7 +18,7 @@ from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub_weights import export_huggingface
 from flatout.model.layers import LayerCache, WindowCache
-from flatout.model.weights import assign_weights, model_tensors
+from flatout.model.weights import assign_weights
 from flatout.ops.documents import lay_out
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizer import trainables
@@ -232,7 +232,7 @@ def test_weights_depend_on_the_seed_alone_and_horizons_are_in_place():
     assert torch.equal(torch.stack(angles[:2]), torch.stack(angles[2:])), "angles follow from the shape"
     assert not torch.equal(*angles[:2])
     for mixer in mixers:
-        horizon = mixer.memory_horizon()
+        horizon = -1.0 / mixer.eigenvalues()[0]
         assert horizon.min() >= 4.0 * 0.999
         assert 4096 / 4 < horizon.max() <= 4096 * 1.001
     taps_SC = build_model(config_of("E with all"), VOCAB).eigenstates[0].taps_SC
@@ -256,7 +256,7 @@ def test_what_follows_from_the_shape_is_in_place_where_weights_are_read():
 @pytest.mark.parametrize("assign", [assign_weights, lambda model, *more: all_weights(model).assign(*more)])
 def test_weights_of_earlier_eigenstates_are_refused_with_a_way(assign):
     model = build_model(config_of("EA"), VOCAB)
-    earlier = {name.replace("detuning_K", "frequency_K"): value for name, value in model_tensors(model).items()}
+    earlier = {name.replace("detuning_K", "frequency_K"): value for name, value in model.named_parameters()}
     with pytest.raises(CheckpointError, match="has no tensor") as refused:
         assign(model, earlier, "run")
     assert "earlier form" in refused.value.hint

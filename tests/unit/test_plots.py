@@ -751,6 +751,10 @@ def check_mangled(folder: Path, seed: int) -> None:
     for make in (metrics_figure, results_figure, lambda run: comparison_figure([run, run])):
         drawn(lambda make=make: make(run))
     plots.write_tables([run], folder / "s.csv", folder / "e.csv", names=True)
+    for table in ("s.csv", "e.csv"):
+        header, *lines = csv.reader((folder / table).read_text(encoding="utf-8").splitlines())
+        assert header[0] == "run"
+        assert all(len(line) == len(header) for line in lines)
 
 
 @pytest.mark.parametrize("seed", range(3))

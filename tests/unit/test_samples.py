@@ -188,6 +188,17 @@ def test_a_manifest_of_another_shape_is_refused_though_its_hash_is_right(prepare
     assert caught.value.hint
 
 
+def test_an_id_as_large_as_the_vocabulary_is_refused(prepare, tmp_path: Path):
+    prepare()
+    largest = int(open_samples(tmp_path / "samples").train.tokens.max())
+    content = json.loads((tmp_path / "samples" / MANIFEST).read_bytes())
+    rewritten(tmp_path / "samples", tokenizer={**content["tokenizer"], "vocab": largest})
+    with pytest.raises(DataError, match="tokens of train are out of range"):
+        open_samples(tmp_path / "samples")
+    rewritten(tmp_path / "samples", tokenizer={**content["tokenizer"], "vocab": largest + 1})
+    assert int(open_samples(tmp_path / "samples").train.tokens.max()) == largest
+
+
 def test_a_link_or_a_folder_inside_is_not_replaced(prepare, tmp_path: Path):
     prepare()
     (tmp_path / "link").symlink_to(tmp_path / "samples")

@@ -119,10 +119,6 @@ class Adapters:
         """Trained values. The flat tensor may be a little longer: its parts are aligned."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    @property
-    def frozen_count(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters() if not parameter.requires_grad)
-
     def tensors(self) -> Iterator[AdapterTensors]:
         """The adapter of every target, in order."""
         for (layer, linear), module in self.layers.items():

@@ -166,11 +166,6 @@ class Eigenstate(nn.Module):
         rate_K = torch.exp(self.decay_K.to(wide))
         return -rate_K, self.angle_K.to(wide) + self.detuning_K.to(wide) * rate_K
 
-    @torch.no_grad()
-    def memory_horizon(self) -> Tensor:
-        """Tokens after which 1/e of a state is left: [K]."""
-        return -1.0 / self.eigenvalues()[0]
-
     def energy(self) -> Tensor:
         """The mean of |λ|²."""
         return torch.exp(2 * self.eigenvalues()[0]).mean()

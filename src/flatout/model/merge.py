@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from flatout.errors import CheckpointError
 from flatout.model.adapted import AdaptedLinear
 from flatout.model.adapters import Adapters
-from flatout.model.gpt import GPT
 from flatout.ops.lora import adapted_weight, dora_norm
 
 MERGED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -199,18 +198,6 @@ def _convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Parameters only: tables of positions stay in fp32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-
-
-@torch.no_grad()
-def compare_logits(first: GPT, second: GPT, tokens_BT: Tensor) -> LogitDifference:
-    """How far apart two models are on the same tokens: an adapted one and its merge."""
-    modes = [(model, model.training) for model in (first, second)]
-    try:
-        logits = [model.eval().logits(tokens_BT.to(model.embedding.weight.device)).double().cpu() for model, _ in modes]
-    finally:
-        for model, training in modes:
-            model.train(training)
-    return logit_difference(*logits)
 
 
 @contextlib.contextmanager

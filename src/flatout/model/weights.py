@@ -61,8 +61,3 @@ def assign_weights(model: torch.nn.Module, tensors: dict[str, Tensor], origin: s
     with torch.no_grad():
         for name, parameter in expected.items():
             parameter.copy_(tensors[name])
-
-
-def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The trained tensors by name; a tied head appears once."""
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}

@@ -110,11 +110,6 @@ class LoraLayout:
         return x_O
 
 
-def one_part(outputs: int, rank: int, scale: float) -> LoraLayout:
-    """One adapter for the whole matrix."""
-    return LoraLayout(outputs, (LoraPart(0, outputs, rank, scale),))
-
-
 # --- the plain form ---------------------------------------------------------------------------------------------------
 
 

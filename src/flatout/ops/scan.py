@@ -28,7 +28,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PATHS = ("reference", "chunked", "triton")
 CHUNK = 64
 
 Pair = tuple[Tensor, Tensor]  # real and imaginary parts

@@ -6,6 +6,7 @@ Contract: as in `flatout.cli`. The first signal saves and ends the run, and the 
 import argparse
 import contextlib
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -101,10 +102,12 @@ def _follow_training(
     if interrupted and stop.number is not None:
         if checkpoint is not None:
             verb = "finetune" if loaded.config.chat.source is not None else "train"
-            print(f"saved {checkpoint}; go on with: {_program()} {verb} --resume {folder}", file=sys.stderr)
+            way = f"{_program()} {verb} --resume {shlex.quote(str(folder))}"
+            print(f"saved {checkpoint}; go on with: {way}", file=sys.stderr)
         return 128 + stop.number
     if not parsed.json:
-        print(f"try it: {_program()} {'chat' if loaded.config.chat.source is not None else 'generate'} {folder}")
+        verb = "chat" if loaded.config.chat.source is not None else "generate"
+        print(f"try it: {_program()} {verb} {shlex.quote(str(folder))}")
     return 0
 
 
@@ -121,7 +124,7 @@ def _check_rows_named(loaded: "LoadedConfig", resume: str | None) -> None:
 
         run = choose_folder(loaded.config.output, resume)
         if run.exists():  # by its own name it brings its settings along
-            hint = f"go on with what {run} was trained on: flatout finetune --resume {run}"
+            hint = f"go on with what {run} was trained on: flatout finetune --resume {shlex.quote(str(run))}"
     raise UsageError(f"nothing was named to fine-tune on, and {source}, which {origin.where} has, is not there", hint)
 
 

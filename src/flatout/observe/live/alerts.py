@@ -25,7 +25,7 @@ import dataclasses
 import math
 import re
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, final
 
 from flatout.records import EvalRecord, MachineRecord, NoticeRecord, Record, RunInfo, StepRecord
@@ -47,12 +47,6 @@ class Alert:
     step: int
     kind: str
     message: str
-
-
-def alerts_of(records: Iterable[Record]) -> list[Alert]:
-    """All alerts of a run that is read back, oldest first."""
-    alerts = Alerts()
-    return [alert for record in records for alert in alerts.see(record)]
 
 
 @final

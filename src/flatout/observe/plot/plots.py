@@ -95,16 +95,6 @@ def write_comparison(
     return [*written, picture]
 
 
-def draw_metrics(history: RunHistory, path: str | Path) -> None:
-    """How a run ran, to `path`, as PNG or SVG by its suffix."""
-    write_picture(path, lambda: metrics_figure(run_numbers(history)))
-
-
-def draw_results(history: RunHistory, path: str | Path) -> None:
-    """What a run learned, to `path`, as PNG or SVG by its suffix."""
-    write_picture(path, lambda: results_figure(run_numbers(history)))
-
-
 def picture_names(*, each: bool) -> list[str]:
     """What the pictures of one run can be called, without their endings; those of eigenstates not every run has."""
     return [METRICS, RESULTS, EIGENSTATES, *({**PANELS, **EIGENSTATE_PANELS} if each else ())]

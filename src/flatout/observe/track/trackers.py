@@ -26,7 +26,6 @@ from flatout.files import open_to_append
 from flatout.observe.human import printable
 from flatout.records import Record, RunInfo, record_to_json
 
-NAMES = ("tensorboard", "trackio", "wandb")
 MOST_WAITING = 20_000  # records; a step's takes about 1 KB
 CLOSE_SECONDS = 30.0
 _PACKAGES = {"trackio": "trackio", "wandb": "wandb"}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from flatout.model.layers import Rotary
+from flatout.model.rotary import Rotary
 from flatout.ops.kernels import activation as activation_module
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward, activated_linear, linear_gelu
 from flatout.ops.kernels.cross_entropy import cross_entropy_rows

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from flatout.engine.compiling import compile_counts
-from flatout.model.layers import RMSNorm, Rotary, turned
+from flatout.model.norms import RMSNorm
+from flatout.model.rotary import Rotary, turned
 from flatout.ops.attention import causal_attention
 from flatout.ops.linear_cross_entropy import _torch_rows_loss, linear_cross_entropy, padded_logits
 from flatout.ops.reference import (
@@ -86,7 +87,7 @@ def test_rotary(offset):
     x = draw(2, 3, 7, 8)
     rotary = Rotary(8, 32, 10000.0).double()
     rotary.fill()
-    assert_same(turned(x, rotary(offset, x.shape[2])), rotate_reference(x, 10000.0, offset), [x])
+    assert_same(turned(x, rotary(slice(offset, offset + x.shape[2]))), rotate_reference(x, 10000.0, offset), [x])
 
 
 def test_rotary_scores_depend_on_distance_only():
@@ -94,7 +95,8 @@ def test_rotary_scores_depend_on_distance_only():
     rotary.fill()
     q, k = draw(1, 1, 1, 8).detach(), draw(1, 1, 1, 8, seed=1).detach()
     scores = [
-        (turned(q, rotary(position + 3, 1)) * turned(k, rotary(position, 1))).sum().item() for position in (0, 10, 40)
+        (turned(q, rotary(slice(at + 3, at + 4))) * turned(k, rotary(slice(at, at + 1)))).sum().item()
+        for at in (0, 10, 40)
     ]
     assert scores[0] == pytest.approx(scores[1]) == pytest.approx(scores[2])
 

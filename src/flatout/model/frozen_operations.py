@@ -27,6 +27,7 @@ class FrozenOperations(KernelOperations):
     def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
         assert isinstance(block, Block)
         attention = block.attention
+        assert block.mlp_scale is None, "residual scales are for other forms, as engine/features.py says"
         assert isinstance(attention, Attention), "there are no adapters in a model with eigenstates"
         layout, how = shared.layout, self.execution
         attend = functools.partial(causal_attention, backend=how.attention)

@@ -197,6 +197,15 @@ class Block(nn.Module):
             if isinstance(layer, AdaptedLinear):
                 layer.use(execution)
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether nothing but adapters is trained here."""
+        if not isinstance(self.attention, Attention):  # the kernels for such blocks know attention alone
+            return False
+        norms = (self.attention_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
+        own = [module for module in (*norms, *self.linears().values()) if module is not None]
+        return not any(x is not None and x.requires_grad for module in own for x in (module.weight, module.bias))
+
     def linears(self) -> dict[str, nn.Linear]:
         """The linear layers by their names in `speed.fp8`."""
         first = self.attention.qkv if isinstance(self.attention, Attention) else self.attention.inward

@@ -45,7 +45,6 @@ FORMS = {
     "kernels": KERNELS,
     "kernels, again": dataclasses.replace(KERNELS, checkpointing="full"),
 }
-KERNELS_MISS: dict[str, str] = {"residual scales": "no kernel for them"}
 
 
 def built(kind: str, how: Execution, **more) -> GPT:
@@ -70,11 +69,9 @@ def weights_of(model: GPT) -> dict[str, Tensor]:
     return {name: x.detach().double().cpu().requires_grad_() for name, x in model.named_parameters()}
 
 
-def interpreted(how: Execution, kind: str, device: str) -> None:
+def interpreted(how: Execution, device: str) -> None:
     if how.kernels == "triton":
         pytest.importorskip("triton")
-        if kind in KERNELS_MISS:
-            pytest.skip(KERNELS_MISS[kind])
     elif device == "cuda":
         pytest.skip("torch's form is checked on the CPU")
 
@@ -93,7 +90,7 @@ def expected_of(kind: str) -> tuple[Tensor, tuple[Tensor, ...]]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_loss_and_gradients(kind, form, device):
     how = FORMS[form]
-    interpreted(how, kind, device)
+    interpreted(how, device)
     model, (tokens, targets) = built(kind, how), draw()
     expected, gradients = expected_of(kind)
     exact = how.kernels == "torch"
@@ -130,7 +127,7 @@ def test_logits_whole_and_token_by_token(kind):
 @pytest.mark.parametrize("device", DEVICES)
 def test_packed_documents_are_texts_of_their_own(kind, form, device):
     how = FORMS[form]
-    interpreted(how, kind, device)
+    interpreted(how, device)
     lengths = [[3, 4], [1, 6]]
     numbers = np.array([np.repeat(np.arange(len(row)), row) for row in lengths], dtype=np.int32)
     model, (tokens, _) = built(kind, how).eval(), draw()

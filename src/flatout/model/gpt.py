@@ -135,13 +135,15 @@ class GPT(nn.Module):
             places = places if rows is None else rows.positions_BT
         positions_TW = None if self.positions is None else self.positions(places)
         shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding)
-        dropout = config.dropout if self.training else 0.0
-        stream = Stream(self.embedding(tokens_BT, positions_TW, dropout, do))
         layers = [None] * len(self.blocks) if cache is None else cache.layers
+        dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
+        first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
+        pairs = zip(seeds[::2], seeds[1::2], strict=True)
+        stream = Stream(self.embedding(tokens_BT, do, positions_TW, dropout, first))
         inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with self._eager(decoding=cache is not None or inferring):
-            for block, narrow, layer in zip(self.blocks, all_narrow, layers, strict=True):
-                stream = self._recomputed(block, stream, shared, Own(narrow, layer))
+            for block, *own in zip(self.blocks, all_narrow, layers, pairs, strict=True):
+                stream = self._recomputed(block, stream, shared, Own(*own))
         if cache is not None:
             cache.advance(shape[1], counts_B)
         return do.add_norm(stream, self.norm)[1].view(*shape, -1)

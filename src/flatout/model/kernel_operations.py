@@ -3,6 +3,8 @@
 Packed rows become one row here: kernels look positions up by the place in a row.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +15,7 @@ from flatout.model.operations import Branch, Shared, Stream, product_type
 from flatout.model.rotary import Turn
 from flatout.ops.documents import Layout
 from flatout.ops.kernels.activation import activated_linear, linear_gelu
+from flatout.ops.kernels.dropout import dropout as drop
 from flatout.ops.kernels.embedding import embed
 from flatout.ops.kernels.heads import project_heads
 from flatout.ops.kernels.linear import linear
@@ -33,18 +36,31 @@ class KernelOperations:
             return tokens_BT, None
         return tokens_BT.flatten()[None], layout.in_one_row
 
-    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float) -> Tensor:
+    def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
+        # Sixteen bytes apart: Triton compiles a kernel twice if some of its pointers are aligned so and some are not.
+        return torch.randint(2**62, (count, 2), device=device)[:, 0].unbind()
+
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        table_VW: Tensor,
+        positions_TW: Tensor | None,
+        dropout: float = 0.0,
+        seed: Tensor | None = None,
+    ) -> Tensor:
         wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
         dtype = torch.bfloat16 if self.execution.residual == "bf16" else wide
-        return embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
+        x_BTW = embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
+        return x_BTW if seed is None else drop(x_BTW, seed, dropout)
 
     def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
         return None
 
     def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
-        x_BTW, branch_BTW, bias_W, branch_slot, *_ = stream
+        x_BTW, branch_BTW, bias_W, branch_slot, scale_W, dropout, seed = stream
         how = {"centred": norm.centred, "eps": norm.eps, "dtype": product_type(x_BTW)}
         values = (x_BTW, branch_BTW, bias_W, norm.weight, norm.bias)
+        how |= {"scale": scale_W, "dropout": dropout, "seed": seed}
         return add_norm(*values, **how, slot=slot, branch_slot=branch_slot)
 
     def project_heads(

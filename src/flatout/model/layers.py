@@ -6,6 +6,8 @@ go through it, by torch's operations or by our kernels (model/operations.py).
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -26,9 +28,9 @@ class Embedding(nn.Embedding):
     """The token table. Its rows come with those of the positions added, as the residual stream begins."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens_BT: Tensor, positions_TW: Tensor | None, dropout: float, operations: Operations
+        self, tokens_BT: Tensor, operations: Operations, *more: Any
     ) -> Tensor:
-        return operations.embed(tokens_BT, self.weight, positions_TW, dropout)
+        return operations.embed(tokens_BT, self.weight, *more)
 
 
 class Positions(nn.Embedding):
@@ -187,10 +189,11 @@ class Block(nn.Module):
             return whole
         dropout = self.dropout if self.training else 0.0
         x_BTW, h_BTW = do.add_norm(stream, self.attention_norm, input_slot(own.narrow.qkv))
-        stream = Stream(x_BTW, *self.attention(h_BTW, shared, own), scale_W=self.attention_scale, dropout=dropout)
+        branch = self.attention(h_BTW, shared, own)
+        stream = Stream(x_BTW, *branch, scale_W=self.attention_scale, dropout=dropout, seed=own.seeds[0])
         x_BTW, h_BTW = do.add_norm(stream, self.mlp_norm, input_slot(own.narrow.up))
-        stream = Stream(x_BTW, *self.mlp(h_BTW, shared, own), scale_W=self.mlp_scale, dropout=dropout)
-        return do.hand_on(stream)
+        branch = self.mlp(h_BTW, shared, own)
+        return do.hand_on(Stream(x_BTW, *branch, scale_W=self.mlp_scale, dropout=dropout, seed=own.seeds[1]))
 
     def use(self, execution: Execution) -> None:
         for layer in self.linears().values():

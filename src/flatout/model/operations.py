@@ -13,6 +13,7 @@ Shape legend: B batch, T positions of this call, H query heads, G key/value head
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -45,6 +46,7 @@ class Stream(NamedTuple):
     slot: Any = None
     scale_W: Tensor | None = None
     dropout: float = 0.0
+    seed: Tensor | None = None  # of the dropout, where the form wants one
 
 
 class Own(NamedTuple):
@@ -52,6 +54,7 @@ class Own(NamedTuple):
 
     narrow: NarrowBlock = NarrowBlock()
     cache: Any = None  # that of its mixer
+    seeds: Sequence[Tensor | None] = (None, None)  # of the dropout on its two branches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,18 @@ class Operations(Protocol):
         """Tokens and documents in the rows that this form works on."""
         ...
 
-    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float) -> Tensor:
+    def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
+        """Seeds for so many places of dropout in a pass, drawn from torch's random stream where the form wants any."""
+        ...
+
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        table_VW: Tensor,
+        positions_TW: Tensor | None,
+        dropout: float = 0.0,
+        seed: Tensor | None = None,
+    ) -> Tensor:
         """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ."""
         ...
 

@@ -1,5 +1,8 @@
 """The operations of a block by torch's own: any device, any type, and what a compiler looks into."""
 
+from collections.abc import Sequence
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -22,7 +25,17 @@ class TorchOperations:
     def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
         return tokens_BT, layout
 
-    def embed(self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float) -> Tensor:
+    def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
+        return [None] * count  # torch's dropout draws for itself
+
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        table_VW: Tensor,
+        positions_TW: Tensor | None,
+        dropout: float = 0.0,
+        seed: Tensor | None = None,
+    ) -> Tensor:
         x_BTW = F.embedding(tokens_BT, table_VW)
         x_BTW = x_BTW if positions_TW is None else x_BTW + positions_TW
         return F.dropout(x_BTW, dropout) if dropout > 0.0 else x_BTW

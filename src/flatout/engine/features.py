@@ -231,15 +231,19 @@ def _words(values: Sequence[str]) -> str:
 def _kernels(asked: SpeedConfig, device: Device, config: RunConfig, precision: str, probes: Probes) -> tuple[str, str]:
     if asked.kernels == "torch":
         return "torch", ""
-    lora, reason = config.lora, _kernels_missing(device, config.model, probes)
+    lora, reason = config.lora, _no_triton(device, probes)
     if reason is None and lora.rank > 0:
         offload = asked.activation_offload
         reason = adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, offload=offload, fp8=())
+        if config.model.residual_scale is not None:
+            reason = "under adapters they have no residual scales"
     if reason is None and asked.kernels == "auto":
         if asked.compile not in ("auto", "off"):
             reason = "compile was asked for"
         elif not asked.fused_qkv:
             reason = "fused_qkv is off"
+        elif config.model.dropout > 0:
+            reason = "steps with dropout are not recorded, and compiled code launches fewer kernels"
         elif _has_layout(config) and (precision not in ("bf16", "fp16") or config.train.deterministic):
             # They join rows to one, and attention with a mask then looks from every row into every other.
             what = "documents" if config.chat.source is None else "samples"
@@ -250,18 +254,6 @@ def _kernels(asked: SpeedConfig, device: Device, config: RunConfig, precision: s
 def _has_layout(config: RunConfig) -> bool:
     """Whether attention stays inside documents or samples of a row."""
     return config.chat.source is not None or (config.documents_apart and config.model.attends)
-
-
-def _kernels_missing(device: Device, model: ModelConfig, probes: Probes) -> str | None:
-    """Why our Triton kernels cannot run this model here, or None."""
-    reason = _no_triton(device, probes)
-    if reason is not None:
-        return reason
-    if model.dropout > 0:
-        return "they have no dropout"
-    if model.residual_scale is not None:
-        return "they have no residual scales"
-    return None
 
 
 def _no_triton(device: Device, probes: Probes) -> str | None:

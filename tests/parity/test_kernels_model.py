@@ -113,3 +113,30 @@ def test_evaluation_needs_no_gradient(device):
         with torch.no_grad():
             losses.append(built(tokens, tokens).item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+def test_dropout_comes_again_with_the_random_stream(checkpointing, device):
+    """Backward and blocks that are computed again find the same masks; the next pass draws others."""
+    model = {"family": "gpt", "dropout": 0.4, "residual_scale": 0.5}
+    results = []
+    for how in ("none", checkpointing):
+        torch.manual_seed(5)
+        results.append(run(device, Execution(kernels="triton", checkpointing=how), **model))
+    same(results[1], results[0], torch.float32)
+    torch.manual_seed(6)
+    other = run(device, Execution(kernels="triton"), **model)
+    assert abs(other[0].item() - results[0][0].item()) > 1e-3
+
+
+def test_dropout_is_that_of_training_alone_and_right_on_average(device):
+    config = ModelConfig(family="gpt2", layers=1, width=24, heads=4, context=CONTEXT, dropout=0.2)
+    tokens = torch.arange(CONTEXT, device=device)[None]
+    built = build_model(config, VOCAB, seed=3, execution=Execution(kernels="triton")).to(device)
+    plain = build_model(config, VOCAB, seed=3).to(device)
+    with torch.no_grad():
+        assert torch.allclose(built.eval().hidden(tokens), plain.eval().hidden(tokens), atol=1e-5)
+        mine, theirs = (
+            torch.stack([model.train().hidden(tokens) for _ in range(150)]).mean(0) for model in (built, plain)
+        )
+    assert (mine - theirs).abs().mean() < 0.1 * theirs.abs().mean()

@@ -19,6 +19,7 @@ from flatout.ops.documents import lay_out
 from flatout.ops.kernels import scan as kernels_module
 from flatout.ops.kernels.gated_scan import gated_scan
 from flatout.ops.scan import scan
+from tests.mixing import mixed
 from tests.parity.checking import DEVICES, assert_near, compare, draw, strided
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -322,13 +323,14 @@ def test_kernels_over_32768_positions(dtype, varies, resets):
             assert_near(mine, other, dtype, f"{name}, chunk {chunk}", slack=slack)
 
 
+FAST = Execution(scan="triton")
 ALL = {"heads": 4, "modulation": 1.0, "resonance": 0.1, "convolution": 4, "scales": (1, 4)}
 
 
 def mixers(context: int, more: dict) -> tuple[Eigenstate, Eigenstate]:
     """(in our kernels and fp32, in torch's operations and float64), the same weights in both."""
     shape = EigenstateShape(width=64, states=32, context=context, **more)
-    mixer, exact = Eigenstate(shape, Execution(kernels="triton", scan="triton")), Eigenstate(shape, Execution())
+    mixer, exact = Eigenstate(shape), Eigenstate(shape)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in mixer.parameters():
@@ -350,8 +352,8 @@ def test_the_mixer_over_32768_tokens_in_bf16(more):
     mixer, exact = mixers(32768, more)
     x = draw(1, 32768, 64, device="cuda").detach()
     with torch.autocast("cuda", dtype=BF16):
-        y = mixer(x, None, None, 0)
-    expected = exact(x.double(), None, None, 0)
+        y = mixed(mixer, x, how=FAST)
+    expected = mixed(exact, x.double())
     assert apart(y, expected) < 2e-2
     sent = draw(1, 32768, 64, device="cuda", seed=3).detach()
     y.backward(sent.to(y.dtype))
@@ -368,22 +370,22 @@ def test_the_mixer_on_a_gpu(more):
     mixer, exact = mixers(1024, more)
     x = draw(2, 700, 64, device="cuda").detach()
     with torch.no_grad():
-        whole, expected = mixer(x, None, None, 0), exact(x.double(), None, None, 0)
+        whole, expected = mixed(mixer, x, how=FAST), mixed(exact, x.double())
         assert apart(whole, expected) < 1e-3
         for mixer.chunk in CHUNKS:
-            assert apart(mixer(x, None, None, 0), expected) < 1e-3
+            assert apart(mixed(mixer, x, how=FAST), expected) < 1e-3
         moved = x.clone()
         moved[:, 300] += 1
-        change_T = (mixer(moved, None, None, 0) - mixer(x, None, None, 0)).abs().amax((0, 2))
+        change_T = (mixed(mixer, moved, how=FAST) - mixed(mixer, x, how=FAST)).abs().amax((0, 2))
         assert (change_T[:300] == 0).all()
         assert (change_T[300:320] > 0).all()
         cache = mixer.empty_cache(2, FP32, "cuda")
-        parts = [mixer(x[:, :500], None, cache, 0)]
-        parts += [mixer(x[:, t : t + 1], None, cache, t) for t in range(500, 520)]
+        parts = [mixed(mixer, x[:, :500], cache, how=FAST)]
+        parts += [mixed(mixer, x[:, t : t + 1], cache, t, how=FAST) for t in range(500, 520)]
         assert apart(torch.cat(parts, 1), expected[:, :520]) < 1e-3
         numbers = np.repeat(np.arange(2, dtype=np.int32), [333, 367])[None].repeat(2, 0)
-        packed = mixer(x, None, None, 0, lay_out(numbers, None, torch.device("cuda")))
-        assert apart(packed[:, 333:], exact(x[:, 333:].double(), None, None, 0)) < 1e-3
+        packed = mixed(mixer, x, layout=lay_out(numbers, None, torch.device("cuda")), how=FAST)
+        assert apart(packed[:, 333:], mixed(exact, x[:, 333:].double())) < 1e-3
 
 
 @pytest.mark.gpu

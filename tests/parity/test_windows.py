@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatout.ops.attention import causal_attention, window_kernel
+from flatout.ops.attention import causal_attention, masked_attention, window_kernel
 from flatout.ops.flash_attention_4 import fa4_missing
-from flatout.ops.windows import decoding_attention, window_attention, window_mask
+from flatout.ops.windows import window_attention, window_mask
 
 CUDA = [
     pytest.param("flash", marks=pytest.mark.gpu),
@@ -64,10 +64,11 @@ def test_a_token_reaches_exactly_its_window(kernel):
 
 
 @pytest.mark.parametrize(("queries", "window"), [(1, 4), (3, 4), (5, 2), (2, 100)])
-def test_decoding_is_the_end_of_a_full_pass(queries, window):
+def test_attention_through_a_mask_is_the_end_of_a_full_pass(queries, window):
     q, k, v = (x.detach() for x in values(2, 4, 2, 11, 8))
     whole = window_attention(q, k, v, window=window, kernel="reference")
-    torch.testing.assert_close(decoding_attention(q[:, :, -queries:], k, v, window=window), whole[:, :, -queries:])
+    visible = window_mask(queries, 11, window, q.device).expand(2, -1, -1)
+    torch.testing.assert_close(masked_attention(q[:, :, -queries:], k, v, visible), whole[:, :, -queries:])
 
 
 def test_the_mask_counts_the_token_itself():

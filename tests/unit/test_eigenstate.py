@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from flatout.model.eigenstate import Eigenstate, EigenstateShape
 from flatout.model.execution import Execution
 from flatout.ops.documents import lay_out
+from tests.mixing import mixed
 
 WIDTH, STATES, CONTEXT = 12, 8, 64
 VARIANTS = {
@@ -36,7 +37,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 def made(variant: str, *, dtype: torch.dtype = torch.float64, seed: int = 3, **more) -> Eigenstate:
     """A mixer whose parameters are all away from their beginnings, which would hide mistakes."""
     shape = EigenstateShape(**{"width": WIDTH, "states": STATES, "context": CONTEXT, **VARIANTS[variant], **more})
-    mixer = Eigenstate(shape, Execution())
+    mixer = Eigenstate(shape)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for linear in (module for module in mixer.modules() if isinstance(module, nn.Linear)):
@@ -106,7 +107,7 @@ def written_out(mixer: Eigenstate, x_TW: Tensor) -> Tensor:
 @every_variant
 def test_the_mixer_is_what_its_formulas_say(variant):
     mixer, x = made(variant), inputs().requires_grad_()
-    y = mixer(x, None, None, 0)
+    y = mixed(mixer, x)
     expected = torch.stack([written_out(mixer, row) for row in x])
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-12)
     sent = inputs(seed=9)
@@ -124,9 +125,8 @@ def test_no_parameter_is_without_gradient(variant):
             if torch.cuda.is_available() or variant not in ("plain", "all"):
                 continue  # kernels are compiled there, and tests/parity has them; here the interpreter takes its time
         mixer = made(variant, dtype=torch.float32)
-        mixer.execution = Execution(scan=path)
         mixer.chunk = 16
-        mixer(inputs(1, 18, dtype=torch.float32), None, None, 0).square().sum().backward()
+        mixed(mixer, inputs(1, 18, dtype=torch.float32), how=Execution(scan=path)).square().sum().backward()
         for name, parameter in mixer.named_parameters():
             assert parameter.grad is not None, name
             assert torch.isfinite(parameter.grad).all(), name
@@ -138,11 +138,11 @@ def test_no_parameter_is_without_gradient(variant):
 def test_a_position_sees_nothing_after_it(variant):
     mixer, x = made(variant), inputs(1, 40)
     mixer.chunk = 16
-    y = mixer(x, None, None, 0)
+    y = mixed(mixer, x)
     for t in (0, 15, 16, 30, 39):
         moved = x.clone()
         moved[:, t] += 1.0
-        change = (mixer(moved, None, None, 0) - y).abs().amax((0, 2))
+        change = (mixed(mixer, moved) - y).abs().amax((0, 2))
         assert (change[:t] == 0).all(), "what comes later is seen"
         assert (change[t:] > 0).all(), "what came before is not seen"
 
@@ -153,7 +153,7 @@ def test_the_chunk_changes_nothing(variant):
     results = []
     for chunk in (16, 32, 64, 128, 256, 512):
         mixer.chunk = chunk
-        y = mixer(x, None, None, 0)
+        y = mixed(mixer, x)
         results.append([y, *torch.autograd.grad(y.square().sum(), list(mixer.parameters()))])
     for other in results[1:]:
         for mine, first in zip(other, results[0], strict=True):
@@ -166,12 +166,12 @@ def test_a_prompt_and_then_tokens_equal_one_pass(variant, prompt):
     mixer, x = made(variant), inputs(2, 30)
     mixer.chunk = 16
     with torch.no_grad():
-        whole = mixer(x, None, None, 0)
+        whole = mixed(mixer, x)
         cache = mixer.empty_cache(2, torch.float64, "cpu")
         sizes = {name: value.numel() for name, value in vars(cache).items()}
-        parts = [mixer(x[:, :prompt], None, cache, 0)]
-        parts += [mixer(x[:, t : t + 1], None, cache, t) for t in range(prompt, 25)]
-        parts.append(mixer(x[:, 25:], None, cache, 25))  # and several tokens at once in the middle of a text
+        parts = [mixed(mixer, x[:, :prompt], cache)]
+        parts += [mixed(mixer, x[:, t : t + 1], cache, t) for t in range(prompt, 25)]
+        parts.append(mixed(mixer, x[:, 25:], cache, 25))  # and several tokens at once in the middle of a text
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-12)
     assert {name: value.numel() for name, value in vars(cache).items()} == sizes
 
@@ -183,13 +183,13 @@ def test_documents_in_a_row_are_as_if_alone(variant):
     numbers = np.array([np.repeat(np.arange(len(row)), row) for row in lengths], dtype=np.int32)
     layout = lay_out(numbers, None, torch.device("cpu"))
     x.requires_grad_()
-    packed = mixer(x, None, None, 0, layout)
+    packed = mixed(mixer, x, layout=layout)
     alone = []
     for row, counts in zip(x, lengths, strict=True):
         documents = row.split(counts)
-        alone.append(torch.cat([mixer(document[None], None, None, 0)[0] for document in documents]))
+        alone.append(torch.cat([mixed(mixer, document[None])[0] for document in documents]))
     torch.testing.assert_close(packed, torch.stack(alone), rtol=1e-10, atol=1e-12)
-    one_row = mixer(x.flatten(0, 1)[None], None, None, 0, layout.in_one_row)  # as our kernels have it
+    one_row = mixed(mixer, x.flatten(0, 1)[None], layout=layout.in_one_row)  # as our kernels have it
     torch.testing.assert_close(one_row.view_as(packed), packed, rtol=1e-10, atol=1e-12)
     # The second document of the first row depends on itself alone, to the last bit.
     (gradient,) = torch.autograd.grad(packed[0, 1:8].sum(), x)
@@ -202,21 +202,15 @@ def test_the_path_in_our_kernels_equals_the_plain_one():
     pytest.importorskip("triton")
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here")
-    from flatout.model.narrow import NarrowBlock
-
     for variant in ("plain", "all"):
         mixer = made(variant, dtype=torch.float32)
         layout = lay_out(np.array([[0] * 5 + [1] * 15], dtype=np.int32), None, torch.device("cpu"))
         results = []
         for kernels in ("torch", "triton"):
             path = "triton" if kernels == "triton" else "chunked"
-            mixer.execution, mixer.chunk = Execution(kernels=kernels, scan=path), 8
+            mixer.chunk = 8
             x = inputs(1, 20, dtype=torch.float32).requires_grad_()
-            if kernels == "torch":
-                y = mixer(x, None, None, 0, layout)
-            else:
-                y = mixer.fused(x, None, NarrowBlock(), layout)
-                y = y if mixer.out.bias is None else y + mixer.out.bias
+            y = mixed(mixer, x, layout=layout, how=Execution(kernels=kernels, scan=path))
             results.append([y, *torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])])
         for mine, other in zip(*results, strict=True):
             torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * float(other.detach().abs().max()))
@@ -230,12 +224,12 @@ def test_a_projection_that_is_more_than_its_weight_is_asked_itself():
             return 2 * super().forward(input)
 
     mixer, x = made("plain"), inputs()
-    expected = mixer(x, None, None, 0)
+    expected = mixed(mixer, x)
     other = Other(WIDTH, 4 * STATES, bias=False).double()
     with torch.no_grad():
         other.weight.copy_(mixer.inward.weight / 2)
     mixer.inward = other
-    torch.testing.assert_close(mixer(x, None, None, 0), expected)
+    torch.testing.assert_close(mixed(mixer, x), expected)
 
 
 def test_gradients_reach_back_through_all_chunks():
@@ -243,7 +237,7 @@ def test_gradients_reach_back_through_all_chunks():
     mixer = made("plain", context=4096)
     mixer.chunk = 16
     x = inputs(1, 400).requires_grad_()
-    (gradient,) = torch.autograd.grad(mixer(x, None, None, 0)[0, -1].sum(), x)
+    (gradient,) = torch.autograd.grad(mixed(mixer, x)[0, -1].sum(), x)
     assert (gradient[0, 0].abs() > 0).all()
     assert gradient[0, 0].norm() > 1e-3 * gradient[0, -1].norm()
 
@@ -256,7 +250,7 @@ def horizons(mixer: Eigenstate) -> torch.Tensor:
 @pytest.mark.parametrize(("context", "heads", "scales"), [(1024, 1, ()), (32768, 4, ()), (32768, 4, (1, 2, 4, 8))])
 def test_horizons_span_the_context_in_every_head(context, heads, scales):
     shape = EigenstateShape(width=4, states=128, context=context, heads=heads, scales=scales)
-    mixer = Eigenstate(shape, Execution())
+    mixer = Eigenstate(shape)
     for linear in (mixer.inward, mixer.out):  # a pass that draws all linear layers comes first and harms nothing
         nn.init.normal_(linear.weight)
     mixer.init_states(torch.Generator().manual_seed(0))
@@ -278,7 +272,7 @@ def test_horizons_span_the_context_in_every_head(context, heads, scales):
 @pytest.mark.parametrize(("heads", "scales"), [(8, (1, 2, 4)), (4, (1, 2, 4)), (6, (1, 4)), (2, (1, 2, 4))])
 def test_horizons_span_the_context_in_every_head_where_scales_and_heads_do_not_divide(heads, scales):
     shape = EigenstateShape(width=4, states=96, context=32768, heads=heads, scales=scales)
-    mixer = Eigenstate(shape, Execution())
+    mixer = Eigenstate(shape)
     mixer.init_states(torch.Generator().manual_seed(0))
     by_head, by_scale = (horizons(mixer).view(count, -1) for count in (heads, len(scales)))
     assert (by_head.amin(1) < 4.0 * max(scales) * 4).all()
@@ -313,7 +307,7 @@ def test_states_of_all_horizons_have_one_size():
     seen = []
     mixer._read = lambda states_BTC: seen.append(states_BTC) or states_BTC
     with torch.no_grad():
-        mixer(inputs(4, 4000), None, None, 0)
+        mixed(mixer, inputs(4, 4000))
     variance_K = seen[0][:, 1000:].square().mean((0, 1)).view(2, -1).mean(0)
     assert variance_K.min() > 0.2
     assert variance_K.max() < 5.0
@@ -341,7 +335,7 @@ def test_shapes_that_do_not_divide_are_refused():
     mixer = made("plain")
     layout = lay_out(np.zeros((1, 4), dtype=np.int32), None, torch.device("cpu"))
     with pytest.raises(ValueError, match="decoded"):
-        mixer(inputs(1, 4), None, mixer.empty_cache(1, torch.float64, "cpu"), 0, layout)
+        mixed(mixer, inputs(1, 4), mixer.empty_cache(1, torch.float64, "cpu"), layout=layout)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -350,10 +344,10 @@ def test_narrow_inputs_have_wide_states(dtype):
     mixer = made("plain", dtype=torch.float32, context=4096)
     x = inputs(1, 4096, dtype=torch.float32)
     with torch.no_grad():
-        exact = made("plain", context=4096)(x.double(), None, None, 0)
+        exact = mixed(made("plain", context=4096), x.double())
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
             cache = mixer.empty_cache(1, dtype, "cpu")
-            y = mixer(x, None, cache, 0)
+            y = mixed(mixer, x, cache)
     assert cache.state_BC.dtype == torch.float32
     assert y.dtype == dtype
     error = (y.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
@@ -365,7 +359,7 @@ def test_means_over_many_positions_are_added_up_in_fp32():
     mixer = made("plain", dtype=torch.float32, scales=(512,), context=1024)
     x = 1.0 + 0.1 * torch.randn(1, 600, 2 * STATES, generator=torch.Generator().manual_seed(0))
     x = x.to(torch.bfloat16)
-    mean = mixer._filtered(x, None, 0, None)
+    mean = mixer._filtered(x, None, None, None)
     assert mean.dtype == torch.bfloat16
     torch.testing.assert_close(mean[0, -1].double(), x[0, -512:].double().mean(0), rtol=2**-8, atol=0)
 
@@ -382,6 +376,6 @@ def test_a_filter_keeps_no_copy_for_every_position(positions):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        mixer._filtered(x, None, 0, lay_out(np.arange(200, dtype=np.int32)[None] // 70, None, torch.device("cpu")))
+        mixer._filtered(x, None, None, lay_out(np.arange(200, dtype=np.int32)[None] // 70, None, torch.device("cpu")))
     assert mixer.taps_SC is not None
     assert sum(kept.values()) < 2.5 * x.nbytes + mixer.taps_SC.nbytes + 200 * positions

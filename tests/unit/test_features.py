@@ -231,6 +231,8 @@ def test_flash_attention_4_is_not_compiled_and_not_deterministic():
         (CPU, [], "torch", "off"),
         (MPS, [], "torch", "off"),
         (HOPPER, ["model.dropout=0.1"], "torch", "default"),
+        (HOPPER, ["model.dropout=0.1", "speed.kernels=triton"], "triton", "off"),
+        (HOPPER, ["model.residual_scale=0.1", "model.family=gpt"], "triton", "off"),
         (HOPPER, ["speed.kernels=torch"], "torch", "default"),
         (HOPPER, ["speed.kernels=torch", "speed.compile=off"], "torch", "off"),
         (HOPPER, ["speed.compile=off"], "triton", "off"),

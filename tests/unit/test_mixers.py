@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.config.schema import ModelConfig, OptimConfig
 from flatout.engine.trained import all_weights
 from flatout.errors import CheckpointError, ConfigError
 from flatout.generation.decode import generate_tokens
+from flatout.model import eigenstate
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
+from flatout.model.cache import LayerCache, WindowCache
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub_weights import export_huggingface
-from flatout.model.layers import LayerCache, WindowCache
 from flatout.model.weights import assign_weights
 from flatout.ops.documents import lay_out
 from flatout.ops.reference import IGNORED
@@ -109,6 +111,47 @@ def test_a_prompt_and_then_tokens_equal_one_pass(model_name, prompt):
 
 
 @every_model
+def test_rows_of_different_lengths_decode_as_each_alone(model_name):
+    """Prompts padded at their ends, then token after token, then several at once for one row and one for the other."""
+    model, row, counts = built(model_name).eval(), tokens(3, 30), torch.tensor([13, 1, 7])
+    with torch.inference_mode():
+        together, alone = model.empty_cache(3), [model.empty_cache() for _ in counts]
+        prompt = row[:, :13].clone()
+        for index, count in enumerate(counts):
+            prompt[index, count:] = VOCAB - 1  # whatever is there
+        steps = [(prompt, counts), *((row[:, place : place + 1], None) for place in range(13, 21))]
+        steps.append((row[:, 21:27], torch.tensor([1, 6, 3])))
+        steps += [(row[:, place : place + 1], None) for place in range(27, 30)]
+        for part, many in steps:
+            logits = model.logits(part, together, last=True, counts_B=many)
+            for index, cache in enumerate(alone):
+                own = part[index : index + 1, : part.shape[1] if many is None else int(many[index])]
+                expected = model.logits(own, cache, last=True)
+                torch.testing.assert_close(logits[index : index + 1], expected, rtol=1e-9, atol=1e-11)
+    assert together.length_B.tolist() == [int(cache.length_B) for cache in alone] == [25, 18, 21]
+
+
+@every_model
+def test_no_shape_of_decoding_depends_on_how_much_came_before(model_name):
+    model, cache, shapes = built(model_name).eval(), built(model_name).empty_cache(2, 30), []
+
+    class Shapes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            assert function is not torch.ops.aten._local_scalar_dense.default, "the host asked the device"
+            shapes[-1].append((str(function), getattr(result, "shape", None)))
+            return result
+
+    with torch.no_grad():
+        model.logits(tokens(2, 6), cache)
+        for place in range(6, 30):
+            shapes.append([])
+            with Shapes():
+                model.logits(tokens()[:, place : place + 1], cache)
+    assert all(made == shapes[0] for made in shapes)
+
+
+@every_model
 def test_text_with_a_cache_is_that_without(model_name):
     """Also where the context is full and generation goes on from its second half."""
     model = built(model_name)
@@ -121,7 +164,7 @@ def test_caches_hold_what_can_be_seen_and_no_more():
     cache = model.empty_cache()
     window, states, whole = cache.layers
     assert isinstance(window, WindowCache)
-    assert window.k_BGSD.shape[2] == 2 * 5
+    assert window.k_BGSD.shape[2] == 5 + 1, "and a slot for what is not kept"
     assert states.state_BC.shape == (1, 16)
     assert isinstance(whole, LayerCache)
     assert whole.k_BGSD.shape[2] == 4096
@@ -129,8 +172,8 @@ def test_caches_hold_what_can_be_seen_and_no_more():
     with torch.autocast("cpu", torch.bfloat16):
         narrow = model.empty_cache().layers
     assert (narrow[0].k_BGSD.dtype, narrow[1].state_BC.dtype) == (torch.bfloat16, torch.float32)
-    wide = build_model(config_of("W", context=10), VOCAB).empty_cache().layers
-    assert all(isinstance(layer, LayerCache) for layer in wide), "two windows are the context"
+    wide = build_model(config_of("W", context=5), VOCAB).empty_cache().layers
+    assert all(isinstance(layer, LayerCache) for layer in wide), "the window is the context"
 
 
 @every_model
@@ -323,9 +366,11 @@ def test_others_do_not_know_such_models(tmp_path):
         attach(model, AdapterPlan(rank=2), seed=0)
 
 
-def test_other_switches_may_come_later():
-    model, row = build_model(config_of("EA"), VOCAB, seed=1), tokens()
+def test_other_switches_may_come_later(monkeypatch):
+    model, row, paths = build_model(config_of("EA"), VOCAB, seed=1), tokens(), []
+    real = eigenstate.scan
+    monkeypatch.setattr(eigenstate, "scan", lambda *x, path, **how: (paths.append(path), real(*x, path=path, **how))[1])
     before = model(row, row)
     model.use(dataclasses.replace(model.execution, scan="reference"))
-    assert {mixer.execution.scan for mixer in model.eigenstates} == {"reference"}
     torch.testing.assert_close(model(row, row), before)
+    assert paths == ["chunked"] * 2 + ["reference"] * 2

@@ -31,10 +31,9 @@ def compile_model(model: GPT, mode: str, *, our_graphs: bool = False, any_shape:
     if mode == "off":
         return
     if mode == "regional":
-        for block in model.blocks:
-            block.compile(fullgraph=True, dynamic=any_shape)
-        compiled = torch.compile(model.head_and_loss, fullgraph=True, dynamic=any_shape)
-        model.head_and_loss = compiled  # pyright: ignore[reportAttributeAccessIssue]
+        for part in (*model.blocks, model.head):
+            part.compile(fullgraph=True, dynamic=any_shape)
+        model.compiled_apart = True
         return
     if mode == "max-autotune" and our_graphs:
         mode = "max-autotune-no-cudagraphs"

@@ -9,7 +9,7 @@ two that were both written, the one named in the error gives way. To add a switc
 import dataclasses
 from collections.abc import Callable
 
-from flatout.config.schema import ModelConfig, micro_batch_of
+from flatout.config.schema import micro_batch_of
 from flatout.device import allocator_words
 from flatout.engine.attention_switches import attention, document_attention, scan
 from flatout.engine.case import NOT_CUDA, Answer, Case
@@ -51,12 +51,14 @@ def _kernels(case: Case) -> Answer:
         return Answer("torch")
     if case.quantized:
         return Answer("torch", "they know no 4-bit weights")
-    reason = case.no_triton or _model_beyond_kernels(case.model) or _adapters_beyond_kernels(case)
+    reason = case.no_triton or _adapters_beyond_kernels(case)
     if reason is None and asked.kernels == "auto":
         if asked.compile not in ("auto", "off"):
             reason = "compile was asked for"
         elif not asked.fused_qkv:
             reason = "fused_qkv is off"
+        elif case.model.dropout > 0:
+            reason = "steps with dropout are not recorded, and compiled code launches fewer kernels"
         elif case.attends_inside and (_wide(case) or case.config.train.deterministic):
             # They join rows to one, and attention with a mask then looks from every row into every other.
             what = "samples" if case.packed else "documents"
@@ -64,20 +66,13 @@ def _kernels(case: Case) -> Answer:
     return Answer("triton") if reason is None else Answer("torch", reason)
 
 
-def _model_beyond_kernels(model: ModelConfig) -> str | None:
-    """What of this model our Triton kernels do not have, or None."""
-    if model.dropout > 0:
-        return "they have no dropout"
-    if model.residual_scale is not None:
-        return "they have no residual scales"
-    return None
-
-
 def _adapters_beyond_kernels(case: Case) -> str | None:
     """What of these adapters our Triton kernels do not have, or None."""
     lora = case.config.lora
     if not case.adapters:
         return None
+    if case.model.residual_scale is not None:
+        return "under adapters they have no residual scales"
     return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, offload=case.asked.activation_offload, fp8=())
 
 

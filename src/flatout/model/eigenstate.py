@@ -37,8 +37,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatout.model.execution import Execution
-from flatout.model.narrow import NarrowBlock, input_slot
+from flatout.model.cache import Decoding, EigenstateCache
+from flatout.model.operations import Branch, Own, Shared
 from flatout.ops.documents import Layout
 from flatout.ops.scan import scan, state_type
 
@@ -101,17 +101,6 @@ class EigenstateShape:
         return self.fastest * torch.frac((number_K + 0.5) * _GOLDEN)
 
 
-class EigenstateCache:
-    """What decoding carries from token to token: the states, and what filters look back at. Nothing grows."""
-
-    def __init__(self, batch: int, shape: EigenstateShape, dtype: torch.dtype, device: torch.device | str) -> None:
-        both = 2 * shape.states
-        wide = torch.promote_types(dtype, torch.float32)
-        self.state_BC = torch.zeros(batch, both, dtype=wide, device=device)
-        self.convolved_BSC = torch.zeros(batch, max(0, shape.convolution - 1), both, dtype=dtype, device=device)
-        self.averaged_BSC = torch.zeros(batch, max(shape.scales, default=1) - 1, both, dtype=dtype, device=device)
-
-
 class Eigenstate(nn.Module):
     """The mixer. Its weights are to be written yet: the linear layers by whoever draws them, the rest by
     `init_states`."""
@@ -119,10 +108,9 @@ class Eigenstate(nn.Module):
     # Not for weight decay: at 0 they are no simpler than elsewhere.
     undecayed = ("decay_K", "detuning_K", "resonance_HDD", "taps_SC", "scale_weights")
 
-    def __init__(self, shape: EigenstateShape, execution: Execution) -> None:
+    def __init__(self, shape: EigenstateShape) -> None:
         super().__init__()
         self.shape = shape
-        self.execution = execution
         self.chunk: int | None = None  # positions at once in the scan; None leaves it to the scan
         states, heads = shape.states, shape.heads
         # One product for the complex input and for the gate, which has a value for each half of each state.
@@ -172,54 +160,32 @@ class Eigenstate(nn.Module):
 
     def empty_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> EigenstateCache:
         """`dtype` is that of the products."""
-        return EigenstateCache(batch, self.shape, dtype, device)
+        convolved, averaged = max(0, self.shape.convolution - 1), max(self.shape.scales, default=1) - 1
+        return EigenstateCache(batch, 2 * self.shape.states, convolved, averaged, dtype, device)
 
     # --- the mixer -----------------------------------------------------------------------------------------------
 
-    def forward(
-        self,
-        x_BTW: Tensor,
-        turn: tuple[Tensor, Tensor] | None,
-        cache: EigenstateCache | None,
-        position: int,
-        layout: Layout | None = None,
-    ) -> Tensor:
-        """`turn` is not looked at: a state knows by its angle how long ago something was."""
+    def forward(self, x_BTW: Tensor, shared: Shared, own: Own) -> Branch:
+        """Positions are not looked at: a state knows by its angle how long ago something was."""
+        layout, cache = shared.layout, own.cache
         if cache is not None and layout is not None:
             raise ValueError("packed documents are not decoded")
-        log_decay_K, phase_K = self.eigenvalues()
-        plain = type(self.inward) is nn.Linear  # another one has more than its weight, as an adapter
-        scale_C = None if self.modulate is not None else _input_scale(log_decay_K)
-        if plain and scale_C is not None:
-            both_BTC = F.linear(x_BTW, self._scaled(self.inward.weight, scale_C))
-            scale_C = None
-        else:
-            both_BTC = self.inward(x_BTW)
-        y_BTC = self._mixed(x_BTW, both_BTC, scale_C, (log_decay_K, phase_K), cache, position, layout)
-        return self.out(y_BTC)
-
-    def fused(
-        self, h_BTW: Tensor, turn: tuple[Tensor, Tensor] | None, narrow: NarrowBlock, layout: Layout | None = None
-    ) -> Tensor:
-        """The same in our kernels, up to the output's bias, which the residual addition brings along."""
-        from flatout.ops.kernels.linear import linear
-
-        tuned = self.execution.products == "tuned"
+        do, narrow = shared.operations, own.narrow
         log_decay_K, phase_K = self.eigenvalues()
         scale_C = None if self.modulate is not None else _input_scale(log_decay_K)
-        if scale_C is not None and input_slot(narrow.qkv) is None:
-            both_BTC = linear(h_BTW, self._scaled(self.inward.weight, scale_C), tuned=tuned)
-            scale_C = None
-        else:  # 8-bit weights are rounded once per update, before any scaling
-            both_BTC = linear(h_BTW, self.inward.weight, narrow=narrow.qkv, tuned=tuned)
-        if scale_C is None and not self.shape.has_options and self.execution.scan == "triton":
+        weight = None
+        if scale_C is not None and do.scales_weights(self.inward, narrow.qkv):
+            weight, scale_C = self._scaled(self.inward.weight, scale_C), None
+        both_BTC = do.product(x_BTW, self.inward, narrow.qkv, weight).value_BTW
+        how = do.execution
+        if how.kernels == how.scan == "triton" and cache is None and scale_C is None and not self.shape.has_options:
             from flatout.ops.kernels.gated_scan import gated_scan
 
             begins_BT = None if layout is None else document_begins(layout.documents_BT)
             y_BTC = gated_scan(both_BTC, log_decay_K, phase_K, begins_BT, self.chunk)
         else:
-            y_BTC = self._mixed(h_BTW, both_BTC, scale_C, (log_decay_K, phase_K), None, 0, layout)
-        return linear(y_BTC, self.out.weight, narrow=narrow.out, tuned=tuned)
+            y_BTC = self._mixed(x_BTW, both_BTC, scale_C, (log_decay_K, phase_K), shared, cache)
+        return do.product(y_BTC, self.out, narrow.out)
 
     def _scaled(self, weight: Tensor, scale_C: Tensor) -> Tensor:
         """The input's scale in the weights, where it costs nothing; rows of the gate stay."""
@@ -231,15 +197,15 @@ class Eigenstate(nn.Module):
         both_BTC: Tensor,
         scale_C: Tensor | None,
         eigenvalue: tuple[Tensor, Tensor],
+        shared: Shared,
         cache: EigenstateCache | None,
-        position: int,
-        layout: Layout | None,
     ) -> Tensor:
         """Gated states, from inputs and gate side by side. `scale_C` is what the inputs have not been scaled by yet."""
         input_BTC, gate_BTC = both_BTC.chunk(2, dim=-1)
+        layout, decoding = shared.layout, shared.decoding
         if scale_C is not None:
             input_BTC = input_BTC * scale_C.to(input_BTC.dtype)
-        input_BTC = self._filtered(input_BTC, cache, position, layout)
+        input_BTC = self._filtered(input_BTC, cache, decoding, layout)
         log_decay, phase_K = eigenvalue
         if self.modulate is not None:
             log_decay = self._modulated(x_BTW, log_decay)
@@ -250,10 +216,12 @@ class Eigenstate(nn.Module):
             phase_K,
             initial_BC=None if cache is None else cache.state_BC,
             begins_BT=None if layout is None else document_begins(layout.documents_BT),
-            path="reference" if x_BTW.shape[1] == 1 else self.execution.scan,
+            path="reference" if x_BTW.shape[1] == 1 else shared.operations.execution.scan,
             chunk=self.chunk,
         )
         if cache is not None:
+            if decoding is not None and decoding.counts_B is not None:  # the last one that is no padding
+                last_BC = _rows_from(states_BTC, decoding.counts_B - 1, 1)[:, 0]
             cache.state_BC.copy_(last_BC.detach())
         return F.silu(gate_BTC) * self._read(states_BTC)
 
@@ -280,26 +248,29 @@ class Eigenstate(nn.Module):
     # --- filters of a few positions ------------------------------------------------------------------------------
 
     def _filtered(
-        self, input_BTC: Tensor, cache: EigenstateCache | None, position: int, layout: Layout | None
+        self, input_BTC: Tensor, cache: EigenstateCache | None, decoding: Decoding | None, layout: Layout | None
     ) -> Tensor:
         shape = self.shape
+        counts_B = None if decoding is None else decoding.counts_B
         documents_BT = None if layout is None else layout.documents_BT
         if self.taps_SC is not None:
             tail_BSC = None if cache is None else cache.convolved_BSC
             taps_SC = self.taps_SC.to(input_BTC.dtype)
-            past = _Past(input_BTC, tail_BSC, shape.convolution - 1, documents_BT)
+            past = _Past(input_BTC, tail_BSC, shape.convolution - 1, documents_BT, counts_B)
             result_BTC = input_BTC * taps_SC[0]
             for lag in range(1, shape.convolution):
                 result_BTC = result_BTC + past.at(lag, taps_SC[lag])
             input_BTC = result_BTC
         if shape.scales:
             tail_BSC = None if cache is None else cache.averaged_BSC
-            past = _Past(input_BTC, tail_BSC, max(shape.scales) - 1, documents_BT)
-            if layout is None:
-                seen_BT = torch.arange(position + 1, position + 1 + input_BTC.shape[1], device=input_BTC.device)[None]
+            past = _Past(input_BTC, tail_BSC, max(shape.scales) - 1, documents_BT, counts_B)
+            if decoding is not None:
+                positions_BT = decoding.positions_BT
+            elif layout is not None:
+                positions_BT = layout.positions_BT
             else:
-                seen_BT = layout.positions_BT + 1
-            input_BTC = self._averaged(input_BTC, past, seen_BT)
+                positions_BT = torch.arange(input_BTC.shape[1], device=input_BTC.device)[None]
+            input_BTC = self._averaged(input_BTC, past, positions_BT + 1)
         return input_BTC
 
     def _averaged(self, input_BTC: Tensor, past: "_Past", seen_BT: Tensor) -> Tensor:
@@ -319,13 +290,23 @@ class Eigenstate(nn.Module):
 class _Past:
     """Values and what came before them: from a cache, which is brought up to date, or nothing."""
 
-    def __init__(self, x_BTC: Tensor, tail_BSC: Tensor | None, reach: int, documents_BT: Tensor | None) -> None:
+    def __init__(
+        self,
+        x_BTC: Tensor,
+        tail_BSC: Tensor | None,
+        reach: int,
+        documents_BT: Tensor | None,
+        counts_B: Tensor | None,
+    ) -> None:
         self.positions, self.reach, self.documents_BT = x_BTC.shape[1], reach, documents_BT
         if tail_BSC is None:
             self.whole_BTC = F.pad(x_BTC, (0, 0, reach, 0))
         else:
             self.whole_BTC = torch.cat([tail_BSC.to(x_BTC.dtype), x_BTC], dim=1)
-            tail_BSC.copy_(self.whole_BTC[:, self.positions :].detach())
+            last_BSC = self.whole_BTC[:, self.positions :]
+            if counts_B is not None:  # the last ones that are no padding
+                last_BSC = _rows_from(self.whole_BTC, counts_B, reach)
+            tail_BSC.copy_(last_BSC.detach())
 
     def at(self, lag: int, factor_C: Tensor | None = None) -> Tensor:
         """The values `lag` positions earlier, times a factor; nothing where that is another document."""
@@ -336,6 +317,12 @@ class _Past:
             return earlier_BTC
         same_BT = F.pad(self.documents_BT[:, lag:] == self.documents_BT[:, :-lag], (min(lag, self.positions), 0))
         return earlier_BTC.masked_fill(~same_BT[..., None], 0.0)
+
+
+def _rows_from(x_BTC: Tensor, first_B: Tensor, count: int) -> Tensor:
+    """`count` positions of each row, from its own first one."""
+    places_BS = first_B[:, None] + torch.arange(count, device=x_BTC.device)
+    return x_BTC.gather(1, places_BS[..., None].expand(-1, -1, x_BTC.shape[2]))
 
 
 def document_begins(documents_BT: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ Shape legend: B batch, T positions, W width, V vocabulary.
 """
 
 import contextlib
-import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +18,16 @@ from torch import Tensor, nn
 from flatout.config.schema import ModelConfig
 from flatout.model.activations import ActivationOffload, recomputed
 from flatout.model.adapted import AdaptedLinear
+from flatout.model.cache import Cache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
-from flatout.model.layers import Attention, Block, Cache, Norm, Turn, build_norm, build_rotary, product_type
-from flatout.model.narrow import ModelNarrow, gradient_slot
-from flatout.ops.attention import causal_attention
-from flatout.ops.documents import Layout, document_attention
-from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
+from flatout.model.layers import Attention, Block, Embedding, Head, Positions
+from flatout.model.narrow import ModelNarrow, NarrowBlock
+from flatout.model.norms import Norm, build_norm
+from flatout.model.operations import Operations, Own, Shared, Stream, product_type
+from flatout.model.rotary import build_rotary
+from flatout.model.torch_operations import TorchOperations
+from flatout.ops.documents import Layout
 from flatout.ops.reference import IGNORED
 
 
@@ -35,18 +37,20 @@ class GPT(nn.Module):
         self.config = config
         self.vocab = vocab
         self.execution = execution
-        self.embedding = _table(vocab, config.width)
-        self.positions = _table(config.context, config.width) if config.positions == "learned" else None
+        # Given their memory, tables draw nothing: drawing without memory would import torch's compiler.
+        self.embedding = Embedding.from_pretrained(torch.empty(vocab, config.width), freeze=False)
+        places = torch.empty(config.context, config.width)
+        self.positions = Positions.from_pretrained(places, freeze=False) if config.positions == "learned" else None
         self.rotary = build_rotary(config) if config.positions == "rope" and config.attends else None
-        self.dropout = nn.Dropout(config.dropout)
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
-        self.blocks = nn.ModuleList(Block(config, execution, kind, place) for place, kind in enumerate(config.kinds))
+        self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
-        self.head = None if config.tied else nn.Linear(config.width, vocab, bias=False)
+        self.head = Head(config.width, vocab, tied=config.tied)
         self.offload = ActivationOffload(self)
         self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
         # what adapters must do before a pass in our kernels, with the type of its products; theirs to set
         self.freshen: Callable[[torch.dtype], Hashable] | None = None
+        self.compiled_apart = False  # blocks and head were compiled one by one
 
     def use(self, execution: Execution) -> None:
         """Carries on in another way; the weights stay. Code compiled or recorded before must not be used again."""
@@ -58,7 +62,7 @@ class GPT(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        return self.embedding.weight if self.head is None else self.head.weight
+        return self.embedding.weight if self.head.weight is None else self.head.weight
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None
@@ -71,7 +75,7 @@ class GPT(nn.Module):
         if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
             targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
-        loss = self.head_and_loss(hidden_BTW, targets_BT, label_smoothing)
+        loss = self.head(hidden_BTW, self.embedding.weight, self.execution, targets_BT, label_smoothing)
         if self.config.energy and self.training and self.eigenstates:
             # Times the targets, by all of which of a step the sum is divided: however it is cut, the term counts once.
             loss = loss + self.config.energy * self.energy() * (targets_BT != IGNORED).sum()
@@ -92,88 +96,79 @@ class GPT(nn.Module):
         """The mean of |λ|² over all states of all blocks."""
         return torch.stack([mixer.energy() for mixer in self.eigenstates]).mean()
 
-    def head_and_loss(self, hidden_BTW: Tensor, targets_BT: Tensor, label_smoothing: float) -> Tensor:
-        """The last part of `forward`, apart from it so that it can be compiled alone."""
-        how = self.execution
-        return linear_cross_entropy(
-            hidden_BTW.flatten(0, 1),
-            self.head_weight,
-            targets_BT.flatten(),
-            label_smoothing=label_smoothing,
-            pad_vocab=how.pad_vocab,
-            path=how.loss,
-            chunk=how.loss_chunk,
-            kernels=how.kernels,
-            fp8="head" in how.fp8,
-            tuned=how.products == "tuned",
-        )
-
     def logits(
-        self, tokens_BT: Tensor, cache: Cache | None = None, *, last: bool = False, layout: Layout | None = None
+        self,
+        tokens_BT: Tensor,
+        cache: Cache | None = None,
+        *,
+        last: bool = False,
+        layout: Layout | None = None,
+        counts_B: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
-        hidden_BTW = self.hidden(tokens_BT, cache, layout)
-        if last:
+        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended.
+
+        `counts_B` says how many tokens of each row count where rows of different lengths are padded at their ends.
+        """
+        hidden_BTW = self.hidden(tokens_BT, cache, layout, counts_B)
+        if last and counts_B is not None:
+            hidden_BTW = hidden_BTW.take_along_dim((counts_B - 1)[:, None, None], dim=1)
+        elif last:
             hidden_BTW = hidden_BTW[:, -1:]
-        logits_BTV = padded_logits(hidden_BTW, self.head_weight, self.execution.pad_vocab)
-        return logits_BTV.float() if logits_BTV.element_size() < 4 else logits_BTV
+        with self._eager(decoding=True):
+            return self.head(hidden_BTW, self.embedding.weight, self.execution)
 
-    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
-        position = 0 if cache is None else cache.length
-        length = tokens_BT.shape[1]
-        last = position + (length if layout is None else layout.reach)
-        if last > self.config.context:
-            raise ValueError(f"{last} positions do not fit the context of {self.config.context}")
-        if self.execution.kernels == "triton" and cache is None:
-            return self._fused_blocks(tokens_BT, layout)
-        x_BTW = self.embedding(tokens_BT)
-        if self.positions is not None:
-            places = slice(position, position + length) if layout is None else layout.positions_BT
-            x_BTW = x_BTW + self.positions.weight[places]
-        turn = None if self.rotary is None else self.rotary(position, length, layout)
-        x_BTW = self.dropout(x_BTW)
-        decoding = cache is not None or (not torch.compiler.is_compiling() and torch.is_inference_mode_enabled())
-        for index, block in enumerate(self.blocks):
-            layer = None if cache is None else cache.layers[index]
-            # Decoding has another shape for every token: it must not meet blocks that were compiled one by one.
-            function = block.forward if decoding else block
-            x_BTW = self._recomputed(function, x_BTW, turn, layer, position, layout)
+    def hidden(
+        self,
+        tokens_BT: Tensor,
+        cache: Cache | None = None,
+        layout: Layout | None = None,
+        counts_B: Tensor | None = None,
+    ) -> Tensor:
+        """What the head takes, of every position: [B, T, W]."""
+        shape, config = tokens_BT.shape, self.config
+        last = shape[1] if layout is None else layout.reach
         if cache is not None:
-            cache.length = position + length
-        return self.norm(x_BTW)
+            last += cache.most
+            if last > cache.room:
+                raise ValueError(f"{last} positions do not fit a cache of {cache.room}")
+        if last > config.context:
+            raise ValueError(f"{last} positions do not fit the context of {config.context}")
+        do, all_narrow = self._begin(cache)
+        tokens_BT, layout = do.arrange(tokens_BT, layout, config.context)
+        decoding = None if cache is None else cache.begin(shape[1], counts_B)
+        places = slice(0, tokens_BT.shape[1])
+        for rows in (layout, decoding):  # at most one of them is there
+            places = places if rows is None else rows.positions_BT
+        positions_TW = None if self.positions is None else self.positions(places)
+        shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding)
+        layers = [None] * len(self.blocks) if cache is None else cache.layers
+        dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
+        first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
+        pairs = zip(seeds[::2], seeds[1::2], strict=True)
+        stream = Stream(self.embedding(tokens_BT, do, positions_TW, dropout, first))
+        inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        with self._eager(decoding=cache is not None or inferring):
+            for block, *own in zip(self.blocks, all_narrow, layers, pairs, strict=True):
+                stream = self._recomputed(block, stream, shared, Own(*own))
+        if cache is not None:
+            cache.advance(shape[1], counts_B)
+        return do.add_norm(stream, self.norm)[1].view(*shape, -1)
 
-    def _fused_blocks(self, tokens_BT: Tensor, layout: Layout | None) -> Tensor:
-        """The blocks in our kernels. A block's last addition waits for the norm after it: one pass over memory."""
-        from flatout.ops.kernels.embedding import embed
+    def _begin(self, cache: Cache | None) -> tuple[Operations, Sequence[NarrowBlock]]:
+        """Our kernels where the switches ask for them, and what each block has in narrower types, made fresh.
 
-        shape = tokens_BT.shape
-        if layout is not None and layout.alone and shape[1] <= self.config.context:  # rows need not know of it
-            layout = None
-        if layout is not None:  # one row: kernels look positions up by the place in a row
-            tokens_BT, layout = tokens_BT.flatten()[None], layout.in_one_row
-        table_VW = self.embedding.weight
-        places = slice(0, tokens_BT.shape[1]) if layout is None else layout.positions_BT.flatten()
-        positions_TW = None if self.positions is None else self.positions.weight[places]
-        turn = None if self.rotary is None else self.rotary(0, self.config.context, layout)
-        wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
-        stream = torch.bfloat16 if self.execution.residual == "bf16" else wide
-        x_BTW = embed(tokens_BT, table_VW, positions_TW, stream)
-        blocks = [block for block in self.blocks if isinstance(block, Block)]
-        if not self.norm.weight.requires_grad and all(block.is_frozen for block in blocks):
-            return self._frozen_blocks(x_BTW, turn, layout).view(*shape, -1)
-        branch_BTW, bias_W, slot = None, None, None
-        all_narrow = self.narrow.begin(product_type(table_VW), recording=self.training and torch.is_grad_enabled())
-        for block, narrow in zip(self.blocks, all_narrow, strict=True):
-            assert isinstance(block, Block)
-            x_BTW, branch_BTW = self._recomputed(block.fused, x_BTW, branch_BTW, bias_W, turn, narrow, slot, layout)
-            bias_W, slot = block.mlp.out.bias, gradient_slot(narrow.down)
-        return self.norm.after_adding(x_BTW, branch_BTW, bias_W, None, slot)[1].view(*shape, -1)
+        Decoding, a few tokens at a time, is left to torch.
+        """
+        how, nothing = self.execution, [NarrowBlock()] * len(self.blocks)
+        if how.kernels != "triton" or cache is not None:
+            return TorchOperations(how), nothing
+        from flatout.model.frozen_operations import FrozenOperations
+        from flatout.model.kernel_operations import KernelOperations
 
-    def _frozen_blocks(self, x_BTW: Tensor, turn: Turn | None, layout: Layout | None) -> Tensor:
-        """The blocks of a frozen model, whose adapters alone are trained."""
-        from flatout.ops.kernels.frozen import GradientRoom, frozen_end
-
-        dtype = product_type(x_BTW)
+        dtype = product_type(self.embedding.weight)
+        if self.norm.weight.requires_grad or not all(block.is_frozen for block in self.blocks):
+            recording = self.training and torch.is_grad_enabled()
+            return KernelOperations(how), self.narrow.begin(dtype, recording=recording)
         if self.freshen is not None:
             self.freshen(dtype)
         else:  # a copy of a model with adapters: each of its layers for itself
@@ -181,20 +176,12 @@ class GPT(nn.Module):
                 if isinstance(layer, AdaptedLinear):
                     layer.join(dtype)
                     layer.fresh()
-        how = self.execution
-        attend = functools.partial(causal_attention, backend=how.attention)
-        if layout is not None:
-            attend = functools.partial(document_attention, layout=layout, backend=how.document_attention)
-        branch_BTW, bias_W, below = None, None, None
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            last = block.mlp.out
-            above = GradientRoom(last.layout.rank if isinstance(last, AdaptedLinear) and last.enabled else 0)
-            x_BTW, branch_BTW = block.frozen(x_BTW, branch_BTW, bias_W, turn, attend, above, below)
-            bias_W, below = last.bias, above
-        assert branch_BTW is not None, "a model has at least one block"
-        assert below is not None
-        return frozen_end(x_BTW, branch_BTW, bias_W, self.norm.frozen(), dtype, below)
+        return FrozenOperations(how), nothing
+
+    def _eager(self, *, decoding: bool) -> contextlib.AbstractContextManager[None]:
+        """Decoding has another shape for every prompt: it must not meet blocks that were compiled one by one."""
+        apart = decoding and self.compiled_apart
+        return torch.compiler.set_stance("force_eager") if apart else contextlib.nullcontext()
 
     def prepare(self) -> Hashable:
         """What must be done before a recorded pass is replayed; another answer means another recording."""
@@ -203,17 +190,20 @@ class GPT(nn.Module):
         dtype = product_type(self.embedding.weight)
         return self.narrow.prepare(dtype) if self.freshen is None else self.freshen(dtype)
 
-    def _recomputed(self, function: Callable[..., Any], *values: Any) -> Any:
-        """A block, with what it keeps for backward as the switches say. Our kernels are selective by themselves."""
+    def _recomputed(self, block: nn.Module, stream: Stream, shared: Shared, own: Own) -> Stream:
+        """A block, with what it keeps for backward as the switches say."""
         if not (self.training and torch.is_grad_enabled()):
-            return function(*values)
-        how = self.execution
-        what = how.checkpointing
-        keeping = self.offload.hooks() if how.activation_offload else contextlib.nullcontext()
+            return block(stream, shared, own)
+        what, do = self.execution.checkpointing, shared.operations
+        keeping = self.offload.hooks() if self.execution.activation_offload else contextlib.nullcontext()
         with keeping:
-            if what == "full" or (what == "selective" and how.kernels == "torch"):
-                return recomputed(function, *values, what=what, random=self.random)
-            return function(*values)
+            if what in do.recomputes:
+
+                def again(*values: Any) -> Stream:
+                    return block(Stream(*values), shared, own)
+
+                return recomputed(again, *stream, what=what, random=self.random)
+            return block(stream, shared, own)
 
     def empty_cache(self, batch: int = 1, positions: int | None = None) -> Cache:
         """For as many `positions` as will come, the whole context if that is not known."""
@@ -226,7 +216,7 @@ class GPT(nn.Module):
                 layers.append(block.attention.empty_cache(batch, room, dtype, weight.device))
             elif isinstance(block.attention, Eigenstate):
                 layers.append(block.attention.empty_cache(batch, dtype, weight.device))
-        return Cache(layers)
+        return Cache(layers, batch, room, weight.device)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
@@ -244,6 +234,8 @@ class GPT(nn.Module):
                 module.weight.normal_(0.0, scale, generator=generator)
                 if module.bias is not None:
                     module.bias.zero_()
+            elif isinstance(module, Head) and module.weight is not None:
+                module.weight.normal_(0.0, std, generator=generator)
             elif isinstance(module, nn.Embedding):
                 module.weight.normal_(0.0, 0.02, generator=generator)
             elif isinstance(module, Norm):
@@ -288,11 +280,6 @@ def empty_model(
     for mixer in model.eigenstates:
         mixer.fill()
     return model
-
-
-def _table(rows: int, width: int) -> nn.Embedding:
-    """An embedding whose weights `init_weights` draws. Drawing them without memory would import torch's compiler."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def _autocasting(device: torch.device) -> bool:

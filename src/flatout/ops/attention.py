@@ -8,8 +8,8 @@
     fa4         FlashAttention-4 of the package flash-attn-4, which compiles its kernels on first use
     cudnn+fa4   cuDNN's forward pass, FlashAttention-4's backward pass
 
-Contract: forced kernels serve training and evaluation, where queries and keys are the same positions. Decoding (a
-cache, or inference mode) has shapes that some of them refuse, so it always goes through sdpa.
+Contract: forced kernels serve training and evaluation. Inference mode has shapes that some of them refuse, so it always
+goes through sdpa, and so does attention to what a cache holds (`masked_attention`).
 Traps:
 - A forced kernel is chosen by process-wide flags at the moment of the forward call. They are set inside this function
   and put back, because checkpointing calls it again during backward, outside of any scope of ours.
@@ -34,8 +34,8 @@ from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend
 
 from flatout.ops.flash_attention_4 import fa4_missing, flash_attention_4
-from flatout.ops.reference import attention_reference, causal_mask
-from flatout.ops.windows import decoding_attention, window_attention
+from flatout.ops.reference import attention_reference
+from flatout.ops.windows import window_attention
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -55,44 +55,54 @@ _PROBED_POSITIONS = 64  # of a causal result, the first positions depend on them
 
 def causal_attention(
     q_BHTD: Tensor,
-    k_BGSD: Tensor,
-    v_BGSD: Tensor,
+    k_BGTD: Tensor,
+    v_BGTD: Tensor,
     *,
     backend: str,
     dropout: float = 0.0,
     window: int | None = None,
 ) -> Tensor:
-    """Attention of the last T of S positions to everything before them, or to the last `window` of it."""
-    if window is not None and window < k_BGSD.shape[2]:
-        return _within_window(q_BHTD, k_BGSD, v_BGSD, backend, dropout, window)
+    """Attention of every position to itself and everything before it, or to the last `window` of that."""
+    if window is not None and window < k_BGTD.shape[2]:
+        return _within_window(q_BHTD, k_BGTD, v_BGTD, backend, dropout, window)
     if backend == "reference":
-        return attention_reference(q_BHTD, k_BGSD, v_BGSD, keep_BHTS=_dropout_factors(q_BHTD, k_BGSD, dropout))
-    if backend == "sdpa" or _decoding(q_BHTD, k_BGSD):
-        return _torch_attention(q_BHTD, k_BGSD, v_BGSD, dropout)
+        return attention_reference(q_BHTD, k_BGTD, v_BGTD, keep_BHTS=_dropout_factors(q_BHTD, k_BGTD, dropout))
+    if backend == "sdpa" or _inferring():
+        return _torch_attention(q_BHTD, k_BGTD, v_BGTD, dropout)
     if backend == "flex":
-        return _flex(q_BHTD, k_BGSD, v_BGSD, dropout)
+        return _flex(q_BHTD, k_BGTD, v_BGTD, dropout)
     if backend in FA4:
         if dropout > 0.0:
             raise ValueError("FlashAttention-4 has no dropout")
-        return flash_attention_4(q_BHTD, k_BGSD, v_BGSD, cudnn=backend != "fa4")
+        return flash_attention_4(q_BHTD, k_BGTD, v_BGTD, cudnn=backend != "fa4")
     if backend == "efficient":  # it knows no groups: each head gets a copy of its group's keys and values
-        repeats = q_BHTD.shape[1] // k_BGSD.shape[1]
+        repeats = q_BHTD.shape[1] // k_BGTD.shape[1]
         if repeats > 1:
-            k_BGSD, v_BGSD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGSD, v_BGSD))
+            k_BGTD, v_BGTD = (x.repeat_interleave(repeats, dim=1) for x in (k_BGTD, v_BGTD))
     with _only(KERNELS[backend]):
-        return _torch_attention(q_BHTD, k_BGSD, v_BGSD, dropout)
+        return _torch_attention(q_BHTD, k_BGTD, v_BGTD, dropout)
 
 
-def _within_window(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, backend: str, dropout: float, window: int) -> Tensor:
+def _within_window(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, backend: str, dropout: float, window: int) -> Tensor:
     if dropout > 0.0:
         raise ValueError("attention within a window has no dropout")
-    if q_BHTD.shape[2] != k_BGSD.shape[2]:
-        return decoding_attention(q_BHTD, k_BGSD, v_BGSD, window=window)
-    if _decoding(q_BHTD, k_BGSD) and backend != "reference":  # a prompt: of torch's own, and no mask over all of it
+    if _inferring() and backend != "reference":  # a prompt: of torch's own, and no mask over all of it
         backend = "sdpa"
     if backend == "flex":
-        return _flex(q_BHTD, k_BGSD, v_BGSD, 0.0, window)
-    return window_attention(q_BHTD, k_BGSD, v_BGSD, window=window, kernel=window_kernel(backend, q_BHTD))
+        return _flex(q_BHTD, k_BGTD, v_BGTD, 0.0, window)
+    return window_attention(q_BHTD, k_BGTD, v_BGTD, window=window, kernel=window_kernel(backend, q_BHTD))
+
+
+def masked_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor) -> Tensor:
+    """Attention to those of S positions that each query may look at, as out of a cache.
+
+    Queries of one group stand side by side as if they were positions: kernels that take a mask know no groups.
+    """
+    heads, groups = q_BHTD.shape[1], k_BGSD.shape[1]
+    q_BGXD = q_BHTD.unflatten(1, (groups, heads // groups)).flatten(2, 3)
+    mask_B1XS = visible_BTS.repeat(1, heads // groups, 1)[:, None]
+    y_BGXD = F.scaled_dot_product_attention(q_BGXD, k_BGSD, v_BGSD, attn_mask=mask_B1XS)
+    return y_BGXD.unflatten(2, (heads // groups, -1)).flatten(1, 2)
 
 
 def window_kernel(backend: str, x: Tensor) -> str:
@@ -111,19 +121,11 @@ def window_kernel(backend: str, x: Tensor) -> str:
     return "flash" if fits and backend != "efficient" else "blocks"
 
 
-def _torch_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float) -> Tensor:
-    queries, keys = q_BHTD.shape[2], k_BGSD.shape[2]
-    # Only is_causal reaches the fast kernels; an explicit mask would rule them out, so it is kept for the one case
-    # that needs it: several new tokens after a filled cache.
-    mask = None if queries in (1, keys) else causal_mask(queries, keys, q_BHTD.device)
+def _torch_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, dropout: float) -> Tensor:
+    # Only is_causal reaches the fast kernels; an explicit mask would rule them out.
+    causal, grouped = q_BHTD.shape[2] > 1, q_BHTD.shape[1] != k_BGTD.shape[1]
     y_BHTD = F.scaled_dot_product_attention(
-        q_BHTD,
-        k_BGSD,
-        v_BGSD,
-        attn_mask=mask,
-        dropout_p=dropout,
-        is_causal=mask is None and queries > 1,
-        enable_gqa=q_BHTD.shape[1] != k_BGSD.shape[1],
+        q_BHTD, k_BGTD, v_BGTD, dropout_p=dropout, is_causal=causal, enable_gqa=grouped
     )
     return _SameLayout.apply(y_BHTD) if y_BHTD.is_cuda and y_BHTD.requires_grad else y_BHTD  # pyright: ignore
 
@@ -143,16 +145,14 @@ class _SameLayout(torch.autograd.Function):
         return dy_BHTD.contiguous()
 
 
-def _decoding(q_BHTD: Tensor, k_BGSD: Tensor) -> bool:
-    if q_BHTD.shape[2] != k_BGSD.shape[2]:
-        return True
+def _inferring() -> bool:
     return not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
 
 
-def _dropout_factors(q_BHTD: Tensor, k_BGSD: Tensor, dropout: float) -> Tensor | None:
+def _dropout_factors(q_BHTD: Tensor, k_BGTD: Tensor, dropout: float) -> Tensor | None:
     if dropout == 0.0:
         return None
-    shape = (*q_BHTD.shape[:3], k_BGSD.shape[2])
+    shape = (*q_BHTD.shape[:3], k_BGTD.shape[2])
     return F.dropout(torch.ones(shape, dtype=q_BHTD.dtype, device=q_BHTD.device), dropout)
 
 
@@ -219,16 +219,16 @@ def fa3_missing() -> str | None:
 # --- FlexAttention ----------------------------------------------------------------------------------------------------
 
 
-def _flex(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, dropout: float, window: int | None = None) -> Tensor:
+def _flex(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, dropout: float, window: int | None = None) -> Tensor:
     if dropout > 0.0:
         raise ValueError("FlexAttention has no dropout")
     positions = q_BHTD.shape[2]
-    grouped = q_BHTD.shape[1] != k_BGSD.shape[1]
+    grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
     if torch.compiler.is_compiling():  # the compiler around us shares one mask among all layers by itself
         mask = _block_mask(positions, q_BHTD.device, window)
-        return _flex_attention()(q_BHTD, k_BGSD, v_BGSD, block_mask=mask, enable_gqa=grouped)
+        return _flex_attention()(q_BHTD, k_BGTD, v_BGTD, block_mask=mask, enable_gqa=grouped)
     return _compiled_flex(q_BHTD.device.type)(
-        q_BHTD, k_BGSD, v_BGSD, block_mask=_kept_block_mask(positions, q_BHTD.device, window), enable_gqa=grouped
+        q_BHTD, k_BGTD, v_BGTD, block_mask=_kept_block_mask(positions, q_BHTD.device, window), enable_gqa=grouped
     )
 
 

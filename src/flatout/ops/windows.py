@@ -43,16 +43,6 @@ def window_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: 
     return _blocks(q_BHTD, k_BGTD, v_BGTD, window)
 
 
-def decoding_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, window: int) -> Tensor:
-    """The last T of S positions, with keys out of a cache. Older keys than any query sees are left out."""
-    queries, keys = q_BHTD.shape[2], k_BGSD.shape[2]
-    seen = min(keys, queries + window - 1)
-    k_BGSD, v_BGSD = k_BGSD[:, :, keys - seen :], v_BGSD[:, :, keys - seen :]
-    mask = None if queries == 1 else window_mask(queries, seen, window, q_BHTD.device)
-    grouped = q_BHTD.shape[1] != k_BGSD.shape[1]
-    return F.scaled_dot_product_attention(q_BHTD, k_BGSD, v_BGSD, attn_mask=mask, enable_gqa=grouped)
-
-
 def _flash(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tensor:
     batch, _, length, _ = q_BHTD.shape
     q_NHD, k_NGD, v_NGD = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))

@@ -19,7 +19,6 @@ batch, T positions, H query heads, G key/value heads, D head size. Rows of two-d
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,11 +217,29 @@ def _kept(h_NK: Tensor, layer: FrozenLinear, block: FrozenBlock) -> tuple[Tensor
 
 
 @dataclasses.dataclass(eq=False)
-class _Pass:
-    """What backward needs of a forward pass."""
+class _Kept:
+    """What backward needs of a forward pass, and lets go of piece by piece. `u` are thin products, of which a layer
+    without an adapter has none; a norm that is computed again is None."""
 
-    tensors: tuple[Any, ...]  # x1, mean1, rstd1, h1, u1, u2, x2, mean2, rstd2, h2, u3, pre
+    x1: Tensor  # the residual stream before the first norm
+    mean1: Tensor
+    rstd1: Tensor
+    h1: Tensor | None  # that norm
+    u1: Tensor | None  # of queries, keys and values
+    u2: Tensor | None  # of attention's output
+    x2: Tensor  # the residual stream before the second norm
+    mean2: Tensor
+    rstd2: Tensor
+    h2: Tensor | None
+    u3: Tensor | None  # of the MLP's first product
+    pre: Tensor  # the result of that product
+    u4: Tensor | None  # of the MLP's second product
     attended: _Attended
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All but attention, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[:-1])
 
 
 def _up_to_pre(
@@ -234,8 +251,8 @@ def _up_to_pre(
     *,
     again: bool,
     learning: bool,
-) -> tuple[_Pass, Tensor]:
-    """Everything up to the MLP's first product; `again`: for a backward pass that runs the block again."""
+) -> tuple[_Kept, Tensor]:
+    """Everything up to the MLP's first product, and its result; `again`: for a backward pass that runs it again."""
     attended = _attend(block, h1_NK, batch, learning=learning)
     h1, u1 = _kept(h1_NK, block.qkv, block)
     del h1_NK
@@ -248,8 +265,8 @@ def _up_to_pre(
     hidden = block.up.weight_OI.shape[0]
     pre_NC = block.up.output(h2_NK, None, None if pre is None else pre[:, :hidden])
     h2, u3 = _kept(h2_NK, block.up, block)
-    kept = (x1, *first, h1, u1, u2, x2, mean2, rstd2, h2, u3, pre_NC if pre is None else pre)
-    return _Pass(kept, attended), pre_NC
+    last = pre_NC if pre is None else pre
+    return _Kept(x1, *first, h1, u1, u2, x2, mean2, rstd2, h2, u3, last, None, attended), pre_NC
 
 
 class _FrozenBlock(torch.autograd.Function):
@@ -262,23 +279,22 @@ class _FrozenBlock(torch.autograd.Function):
             h1_NK = block.qkv.input_room(x_NW, block.dtype)
             x1, *first = block.first.forward(x_NW, branch_NW, branch_bias, h1_NK[:, : shape[-1]])
             full = block.checkpointing == "full"
-            done, pre = _up_to_pre(
+            kept, pre = _up_to_pre(
                 block, x1, tuple(first), h1_NK, shape[0], again=False, learning=learning and not full
             )
             del h1_NK
-            x2 = done.tensors[6]
             active_NK = block.down.input_room(x1, block.dtype)
             activate(pre, block.up.bias_O, KINDS[block.kind], out=active_NK[:, : block.down.weight_OI.shape[1]])
             branch_out = block.down.output(active_NK)
             u4 = _thin(active_NK, block.down)
         if learning:
-            u4 = None if u4 is None else u4.clone()  # apart from the activation, which goes
-            ctx.save_for_backward(*((x1, *first) if full else done.tensors), u4)
-            ctx.attended = None if full else done.attended
+            kept.u4 = None if u4 is None else u4.clone()  # apart from the activation, which goes
+            ctx.save_for_backward(*((x1, *first, kept.u4) if full else kept.tensors))
+            ctx.attended = None if full else kept.attended
             ctx.block, ctx.shape, ctx.full = block, shape, full
             ctx.states = [layer.state for layer in block.linears]
             ctx.branch_dtype = None if branch is None else branch.dtype
-        return x2.view(shape), branch_out.view(shape)
+        return kept.x2.view(shape), branch_out.view(shape)
 
     @staticmethod
     @once_differentiable
@@ -288,22 +304,20 @@ class _FrozenBlock(torch.autograd.Function):
             raise RuntimeError(_NO_REUSE)
         if ctx.states != [layer.state for layer in block.linears]:
             raise RuntimeError("the adapters were updated between this forward pass and its backward pass")
-        *tensors, u4 = ctx.saved_tensors
         with torch.autocast(dx2.device.type, enabled=False):
             if ctx.full:
-                x1, *first = tensors
+                x1, *first, u4 = ctx.saved_tensors
                 h1_NK = block.qkv.input_room(x1, block.dtype)
                 block.first.forward(x1, None, None, h1_NK[:, : shape[-1]])
-                again = _up_to_pre(block, x1, tuple(first), h1_NK, shape[0], again=True, learning=True)[0]
-                tensors, attended = again.tensors, again.attended
-                del h1_NK, again, x1, first
+                kept = _up_to_pre(block, x1, tuple(first), h1_NK, shape[0], again=True, learning=True)[0]
+                kept.u4 = u4
+                del h1_NK, x1, first
             else:
-                attended, ctx.attended = ctx.attended, None
+                kept = _Kept(*ctx.saved_tensors, ctx.attended)
+                ctx.attended = None
             needs = ctx.needs_input_grad
-            wanted = bool(needs[0] or needs[1])
-            values = [*tensors, u4, attended, _rows(dx2), _rows(dbranch)]
-            del tensors, u4, attended
-            dx, dbelow, gradients = _backward(block, values, wanted=wanted, full=ctx.full, dtype=ctx.branch_dtype)
+            how = {"wanted": bool(needs[0] or needs[1]), "full": ctx.full, "dtype": ctx.branch_dtype}
+            dx, dbelow, gradients = _backward(block, kept, _rows(dx2), _rows(dbranch), **how)
         ctx.block = None
         return (
             None if dx is None else dx.unflatten(0, shape[:-1]),
@@ -320,7 +334,9 @@ def _rows(x: Tensor) -> Tensor:
 
 def _backward(
     block: FrozenBlock,
-    values: list[Any],
+    kept: _Kept,
+    dx2: Tensor,
+    dbranch: Tensor,
     *,
     wanted: bool,
     full: bool,
@@ -328,10 +344,11 @@ def _backward(
 ) -> tuple[Tensor | None, Tensor | None, list[Tensor | None]]:
     """(dx, gradient of the branch, gradients of adapters). A gradient goes as far down as somebody wants one.
 
-    `values` is emptied: whoever calls must not hold on to what is given back on the way.
+    What is large is let go on the way, out of `kept` too.
     """
-    x1, mean1, rstd1, h1, u1, u2, x2, mean2, rstd2, h2, u3, pre, u4, attended, dx2, dbranch = values
-    values.clear()
+    x1, x2, pre, h1, h2 = kept.x1, kept.x2, kept.pre, kept.h1, kept.h2
+    attended, u3 = kept.attended, kept.u3
+    del kept.x2, kept.pre, kept.h1, kept.h2, kept.attended
     qkv, out, up, down = block.linears
     to_qkv = wanted or qkv.rank > 0
     to_middle = to_qkv or out.rank > 0
@@ -360,7 +377,7 @@ def _backward(
     else:
         active = activate(pre[:, :columns].contiguous(), up.bias_O, kind)
     del pre
-    of_down = down.gradients(at_down, dy_NJ, active, u4)
+    of_down = down.gradients(at_down, dy_NJ, active, kept.u4)
     del active, dy_NJ, dbranch
     if not to_pre:
         return None, None, of_down
@@ -377,13 +394,13 @@ def _backward(
         return None, None, [*up.gradients(at_up, dpre_NJ, h2, None if together else u3), *of_down]
     dh = up.input_gradient(dpre_NJ)
     do_NJ = out.gradient_room(x1, block.dtype)
-    dx1 = block.second.backward(dx2, dh, x2, mean2, rstd2, do_NJ[:, :width], h2 if again else None)
+    dx1 = block.second.backward(dx2, dh, x2, kept.mean2, kept.rstd2, do_NJ[:, :width], h2 if again else None)
     del dh, dx2, x2
     of_up = up.gradients(at_up, dpre_NJ, h2, None if together else u3)
     del dpre_NJ, h2
 
     out.thin_gradient(do_NJ)
-    of_out = out.gradients(out.places(), do_NJ, attended.result() if out.rank else None, u2)
+    of_out = out.gradients(out.places(), do_NJ, attended.result() if out.rank else None, kept.u2)
     if not to_qkv:
         return None, None, [*of_out, *of_up, *of_down]
     dqkv = attended.gradients(out.input_gradient(do_NJ))
@@ -402,20 +419,20 @@ def _backward(
     if not wanted:
         if again:
             block.first.forward(x1, None, None, h1)
-        return None, None, [*qkv.gradients(qkv.places(), dqkv_NJ, h1, u1), *of_out, *of_up, *of_down]
+        return None, None, [*qkv.gradients(qkv.places(), dqkv_NJ, h1, kept.u1), *of_out, *of_up, *of_down]
     dh = qkv.input_gradient(dqkv_NJ)
     room = 0 if block.below is None else block.below.rank
     dbelow_NJ = roomy(x1.shape[0], width, room, dtype or x1.dtype, x1.device)
-    dx = block.first.backward(dx1, dh, x1, mean1, rstd1, dbelow_NJ[:, :width], h1 if again else None)
+    dx = block.first.backward(dx1, dh, x1, kept.mean1, kept.rstd1, dbelow_NJ[:, :width], h1 if again else None)
     if block.below is not None:
         block.below.wide_NJ = dbelow_NJ
-    return dx, dbelow_NJ[:, :width], [*qkv.gradients(qkv.places(), dqkv_NJ, h1, u1), *of_out, *of_up, *of_down]
+    return dx, dbelow_NJ[:, :width], [*qkv.gradients(qkv.places(), dqkv_NJ, h1, kept.u1), *of_out, *of_up, *of_down]
 
 
 def frozen_block(
     x_BTW: Tensor, branch_BTW: Tensor | None, branch_bias_W: Tensor | None, block: FrozenBlock
 ) -> tuple[Tensor, Tensor]:
-    """(the residual stream, a branch to be added to it), as `Block.fused` has them."""
+    """(the residual stream, a branch to be added to it), as a block hands them on."""
     adapters = [adapter for layer in block.linears for adapter in layer.adapters]
     inputs = [x for x in (x_BTW, branch_BTW, *adapters) if x is not None]
     learning = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)

@@ -1,10 +1,11 @@
 """Residual addition and normalisation in one pass over memory, forward and backward.
 
-    x_new = x + branch + branch_bias        (in the residual stream's own precision)
-    h     = norm(x_new)                     (in the precision of the products)
+    x_new = x + dropout(branch + branch_bias) * scale       (in the residual stream's own precision)
+    h     = norm(x_new)                                     (in the precision of the products)
 
 A block does nothing else to its residual stream, so the branch's bias and all column sums of backward (the gradients
-of that bias and of the norm's own weights) ride along in the same pass. Statistics are in fp32, of the stored x_new.
+of that bias, of the scale and of the norm's own weights) ride along in the same pass. Statistics are in fp32, of the
+stored x_new. A learned scale keeps the branch for backward; dropout keeps nothing (ops/kernels/dropout.py).
 So do 8-bit copies of h and of the branch's gradient, for 8-bit products (ops/scales.py). Under frozen weights nothing
 is summed (ops/kernels/frozen.py); h and the gradient may then lie in wider rows, with room for a low-rank product
 beside them, and backward can write h again.
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatout.ops.kernels.dropout import kept
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import columns_of, fold, programs_for
 from flatout.ops.scales import Slot
@@ -28,9 +30,10 @@ from flatout.ops.scales import Slot
 @triton.jit
 def _forward(
     x_ptr, branch_ptr, branch_bias_ptr, weight_ptr, bias_ptr, x_new_ptr, h_ptr, mean_ptr, rstd_ptr,
-    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, h_stride, eps,
+    branch_scale_ptr, seed_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, width, h_stride, eps, rate,
     HAS_BRANCH: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr,
-    NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, DROPPED: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -39,9 +42,19 @@ def _forward(
     place = row.to(tl.int64)[:, None] * width + column[None, :]
     x = tl.load(x_ptr + place, mask, 0.0).to(tl.float32)
     if HAS_BRANCH:
-        x += tl.load(branch_ptr + place, mask, 0.0).to(tl.float32)
-        if HAS_BRANCH_BIAS:
-            x += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+        branch = tl.load(branch_ptr + place, mask, 0.0).to(tl.float32)
+        if SCALED or DROPPED:
+            if HAS_BRANCH_BIAS:
+                branch += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+            if DROPPED:
+                branch *= kept(tl.load(seed_ptr), place, rate)
+            if SCALED:
+                branch *= tl.load(branch_scale_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+            x += branch
+        else:
+            x += branch
+            if HAS_BRANCH_BIAS:
+                x += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
         stored = x.to(x_new_ptr.dtype.element_ty)
         tl.store(x_new_ptr + place, stored, mask)
         x = stored.to(tl.float32)
@@ -65,10 +78,11 @@ def _forward(
 @triton.jit
 def _backward(
     dx_new_ptr, dh_ptr, x_new_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, dx_ptr, dbranch_ptr, h_ptr, sums_ptr,
-    narrow_ptr, scale_ptr, seen_ptr, top, rows, width, share, dx_new_stride, dx_stride, dbranch_stride,
+    branch_ptr, branch_bias_ptr, branch_scale_ptr, seed_ptr, narrow_ptr, scale_ptr, seen_ptr, top, rows, width, share,
+    dx_new_stride, dx_stride, dbranch_stride, rate,
     HAS_DX: tl.constexpr, OWN_BRANCH: tl.constexpr, HAS_SUMS: tl.constexpr, HAS_BRANCH_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, AGAIN: tl.constexpr, NARROW: tl.constexpr, RECORD: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, CENTRED: tl.constexpr, AGAIN: tl.constexpr, SCALED: tl.constexpr, DROPPED: tl.constexpr,
+    NARROW: tl.constexpr, RECORD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -78,6 +92,9 @@ def _backward(
     weight_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     bias_sum = tl.zeros((ROWS, BLOCK), tl.float32)
     branch_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    scale_sum = tl.zeros((ROWS, BLOCK), tl.float32)
+    if SCALED:
+        branch_scale = tl.load(branch_scale_ptr + column, inside, 0.0).to(tl.float32)[None, :]
     scale = tl.load(scale_ptr) if NARROW else 1.0
     highest = tl.zeros((ROWS,), tl.float32)  # by row: a fourth array of this width would not fit into registers
     end = tl.minimum(program * share + share, rows)
@@ -111,6 +128,14 @@ def _backward(
         if HAS_DX:
             dx += dx_new.to(tl.float32)
         tl.store(dx_ptr + at * dx_stride + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask)
+        if DROPPED:  # from here on it is the gradient of the branch
+            dx *= kept(tl.load(seed_ptr), place, rate)
+        if SCALED:
+            branch = tl.load(branch_ptr + place, mask, 0.0).to(tl.float32)
+            if branch_bias_ptr is not None:
+                branch += tl.load(branch_bias_ptr + column, inside, 0.0).to(tl.float32)[None, :]
+            scale_sum += tl.where(mask, dx * branch, 0.0)
+            dx *= branch_scale
         if OWN_BRANCH:
             branch_place = at * dbranch_stride + column[None, :]
             tl.store(dbranch_ptr + branch_place, dx.to(dbranch_ptr.dtype.element_ty), mask)
@@ -125,11 +150,13 @@ def _backward(
     if RECORD:
         record(seen_ptr, highest)
     if HAS_SUMS:
-        place = program.to(tl.int64) * 3 * width + column
+        place = program.to(tl.int64) * (4 if SCALED else 3) * width + column
         # All three, zeros where there is nothing to sum: they are folded together, and other memory may hold NaN.
         tl.store(sums_ptr + place, tl.sum(weight_sum, 0), inside)
         tl.store(sums_ptr + place + width, tl.sum(bias_sum, 0), inside)
         tl.store(sums_ptr + place + 2 * width, tl.sum(branch_sum, 0), inside)
+        if SCALED:
+            tl.store(sums_ptr + place + 3 * width, tl.sum(scale_sum, 0), inside)
 
 
 _ON_THE_WAY = 64 * 1024  # bytes of rows that a program has under way into shared memory; a small card has 99 KiB
@@ -148,7 +175,7 @@ def _sizes_back(width: int, *read: Tensor | None) -> tuple[int, int, int]:
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, branch, branch_bias, weight, bias, centred, eps, dtype, slot, branch_slot):
+    def forward(ctx, x, branch, branch_bias, weight, bias, scale, seed, rate, centred, eps, dtype, slot, branch_slot):
         x = x.contiguous()
         width = x.shape[-1]
         rows = x.numel() // width
@@ -160,15 +187,18 @@ class _AddNorm(torch.autograd.Function):
         block, at_once, warps = columns_of(width)
         rounding = rounding_of(slot, h.shape, h.device)
         _forward[(triton.cdiv(rows, at_once),)](
-            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, *rounding.pointers, rows, width, width, eps,
-            HAS_BRANCH=branch is not None, HAS_BRANCH_BIAS=branch_bias is not None, HAS_BIAS=bias is not None,
-            CENTRED=centred, NARROW=rounding.narrow, RECORD=rounding.record, ROWS=at_once, BLOCK=block,
-            num_warps=warps,
+            x, branch, branch_bias, weight, bias, x_new, h, mean, rstd, scale, seed, *rounding.pointers,
+            rows, width, width, eps, rate, HAS_BRANCH=branch is not None,
+            HAS_BRANCH_BIAS=branch_bias is not None, HAS_BIAS=bias is not None,
+            CENTRED=centred, SCALED=scale is not None, DROPPED=rate > 0.0, NARROW=rounding.narrow,
+            RECORD=rounding.record, ROWS=at_once, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         rounding.hand_over(h)
-        ctx.save_for_backward(x_new, weight, mean, rstd)
+        scaled = (None, None, None) if scale is None else (branch, branch_bias, scale)
+        ctx.save_for_backward(x_new, weight, mean, rstd, seed, *scaled)
+        ctx.rate = rate
         ctx.centred, ctx.has_bias = centred, bias is not None
-        ctx.has_sums = any(ctx.needs_input_grad[2:5])
+        ctx.has_sums = any(ctx.needs_input_grad[2:6])
         ctx.branch_dtype = None if branch is None else branch.dtype
         ctx.branch_bias = branch_bias is not None
         ctx.branch_slot = None if branch is None else branch_slot
@@ -178,34 +208,39 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dx_new, dh):
-        x_new, weight, mean, rstd = ctx.saved_tensors
+        x_new, weight, mean, rstd, seed, branch, branch_bias, scale = ctx.saved_tensors
         width = x_new.shape[-1]
-        rows = rstd.numel()
+        rows, plain = rstd.numel(), scale is None and ctx.rate == 0.0
+        if dh is None and not plain:
+            dh = torch.zeros_like(x_new)
         if dh is None:  # nobody used the normalised values
             dbranch = None if ctx.branch_dtype is None or dx_new is None else dx_new.to(ctx.branch_dtype)
             dbranch_bias = dx_new.sum(tuple(range(dx_new.ndim - 1))) if ctx.branch_bias and dx_new is not None else None
-            return dx_new, dbranch, dbranch_bias, *([None] * 7)
+            return dx_new, dbranch, dbranch_bias, *([None] * 10)
         dh = dh.contiguous()
         dx_new = None if dx_new is None else dx_new.contiguous()
         dx = torch.empty_like(x_new)
         # In the residual stream's own precision branch and stream share one gradient.
-        own = ctx.branch_dtype is not None and ctx.branch_dtype != dx.dtype
+        own = ctx.branch_dtype is not None and (ctx.branch_dtype != dx.dtype or not plain)
         dbranch = torch.empty(dx.shape, dtype=ctx.branch_dtype, device=dx.device) if own else dx
         block, warps, stages = _sizes_back(width, dx_new, dh, x_new)
         programs = programs_for(rows, x_new.device)
         share = triton.cdiv(rows, programs)
         has_sums = ctx.has_sums
-        sums = torch.empty(programs if has_sums else 0, 3, width, dtype=torch.float32, device=dx.device)
+        kinds = 3 if scale is None else 4
+        sums = torch.empty(programs if has_sums else 0, kinds, width, dtype=torch.float32, device=dx.device)
         rounding = rounding_of(ctx.branch_slot, dx.shape, dx.device)
         _backward[(programs,)](
-            dx_new, dh, x_new, weight, None, mean, rstd, dx, dbranch, None, sums, *rounding.pointers, rows, width,
-            share, width, width, width, HAS_DX=dx_new is not None, OWN_BRANCH=own, HAS_SUMS=has_sums,
+            dx_new, dh, x_new, weight, None, mean, rstd, dx, dbranch, None, sums, branch, branch_bias, scale, seed,
+            *rounding.pointers, rows, width, share, width, width, width, ctx.rate,
+            HAS_DX=dx_new is not None, OWN_BRANCH=own, HAS_SUMS=has_sums,
             HAS_BRANCH_BIAS=ctx.branch_bias and has_sums, HAS_BIAS=ctx.has_bias, CENTRED=ctx.centred, AGAIN=False,
-            NARROW=rounding.narrow, RECORD=rounding.record, ROWS=1, BLOCK=block, STAGES=stages, num_warps=warps,
+            SCALED=scale is not None, DROPPED=ctx.rate > 0.0, NARROW=rounding.narrow,
+            RECORD=rounding.record, ROWS=1, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         rounding.hand_over(dbranch)
         if not has_sums:  # frozen weights
-            return dx, None if ctx.branch_dtype is None else dbranch, *([None] * 8)
+            return dx, None if ctx.branch_dtype is None else dbranch, *([None] * 11)
         totals = fold(sums)
         return (
             dx,
@@ -213,7 +248,8 @@ class _AddNorm(torch.autograd.Function):
             totals[2] if ctx.branch_bias else None,
             totals[0].to(weight.dtype),
             totals[1] if ctx.has_bias else None,
-            *([None] * 5),
+            None if scale is None else totals[3].to(scale.dtype),
+            *([None] * 7),
         )
 
 
@@ -229,12 +265,17 @@ def add_norm(
     dtype: torch.dtype,
     slot: Slot | None = None,
     branch_slot: Slot | None = None,
+    scale: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(x + branch + branch_bias, its norm in `dtype`). `centred` is LayerNorm, otherwise RMSNorm.
+    """(x + dropout(branch + branch_bias) * scale, its norm in `dtype`). `centred` is LayerNorm, otherwise RMSNorm.
 
     `slot` gets the norm in 8 bits too, `branch_slot` the gradient of the branch.
     """
-    how = (centred, eps, dtype, slot, branch_slot)
+    if branch is None:
+        scale, dropout, seed = None, 0.0, None
+    how = (scale, seed, dropout, centred, eps, dtype, slot, branch_slot)
     return _AddNorm.apply(x, branch, branch_bias, weight, bias, *how)  # pyright: ignore
 
 
@@ -260,11 +301,11 @@ class FrozenNorm:
         rstd_N = torch.empty(rows, dtype=torch.float32, device=x_NW.device)
         block, at_once, warps = columns_of(width)
         _forward[(triton.cdiv(rows, at_once),)](
-            x_NW, branch_NW, branch_bias_W, self.weight_W, self.bias_W, x_new_NW, out_NW, mean_N, rstd_N,
-            *rounding_of(None, x_NW.shape, x_NW.device).pointers, rows, width, out_NW.stride(0), self.eps,
+            x_NW, branch_NW, branch_bias_W, self.weight_W, self.bias_W, x_new_NW, out_NW, mean_N, rstd_N, None,
+            None, *rounding_of(None, x_NW.shape, x_NW.device).pointers, rows, width, out_NW.stride(0), self.eps, 0.0,
             HAS_BRANCH=branch_NW is not None, HAS_BRANCH_BIAS=branch_NW is not None and branch_bias_W is not None,
-            HAS_BIAS=self.bias_W is not None, CENTRED=self.centred, NARROW=False, RECORD=False, ROWS=at_once,
-            BLOCK=block, num_warps=warps,
+            HAS_BIAS=self.bias_W is not None, CENTRED=self.centred, SCALED=False, DROPPED=False, NARROW=False,
+            RECORD=False, ROWS=at_once, BLOCK=block, num_warps=warps,
         )  # fmt: skip
         return x_new_NW, mean_N, rstd_N
 
@@ -289,11 +330,12 @@ class FrozenNorm:
         programs = programs_for(rows, x_new_NW.device)
         _backward[(programs,)](
             dx_new_NW, dh_NW, x_new_NW, self.weight_W, self.bias_W, mean_N, rstd_N, dx_NW, dbranch_NW, again_NW, None,
-            *rounding_of(None, x_new_NW.shape, x_new_NW.device).pointers, rows, width, triton.cdiv(rows, programs),
+            None, None, None, None, *rounding_of(None, x_new_NW.shape, x_new_NW.device).pointers, rows, width,
+            triton.cdiv(rows, programs),
             0 if dx_new_NW is None else dx_new_NW.stride(0), dx_NW.stride(0), dbranch_NW.stride(0),
-            HAS_DX=dx_new_NW is not None, OWN_BRANCH=own, HAS_SUMS=False,
+            0.0, HAS_DX=dx_new_NW is not None, OWN_BRANCH=own, HAS_SUMS=False,
             HAS_BRANCH_BIAS=False, HAS_BIAS=self.bias_W is not None, CENTRED=self.centred,
-            AGAIN=again_NW is not None, NARROW=False, RECORD=False, ROWS=1, BLOCK=block, STAGES=stages,
-            num_warps=warps,
+            AGAIN=again_NW is not None, SCALED=False, DROPPED=False, NARROW=False, RECORD=False,
+            ROWS=1, BLOCK=block, STAGES=stages, num_warps=warps,
         )  # fmt: skip
         return dx_NW

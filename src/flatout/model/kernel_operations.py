@@ -1,0 +1,115 @@
+"""The operations of a block in our kernels. Import it only where they are asked for: it needs triton.
+
+Packed rows become one row here: kernels look positions up by the place in a row.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from flatout.model.execution import Execution
+from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
+from flatout.model.norms import Norm
+from flatout.model.operations import Branch, Shared, Stream, product_type
+from flatout.model.rotary import Turn
+from flatout.ops.documents import Layout
+from flatout.ops.kernels.activation import activated_linear, linear_gelu
+from flatout.ops.kernels.dropout import dropout as drop
+from flatout.ops.kernels.embedding import embed
+from flatout.ops.kernels.heads import project_heads
+from flatout.ops.kernels.linear import linear
+from flatout.ops.kernels.norm import add_norm
+from flatout.ops.kernels.rotary import prepare_heads
+from flatout.ops.scales import NarrowLinear, Slot
+
+
+class KernelOperations:
+    recomputes: tuple[str, ...] = ("full",)  # what is selective to them, they do by themselves
+
+    def __init__(self, execution: Execution) -> None:
+        self.execution = execution
+        self.tuned = execution.products == "tuned"
+
+    def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
+        if layout is None or (layout.alone and tokens_BT.shape[1] <= context):  # rows need not know of it
+            return tokens_BT, None
+        return tokens_BT.flatten()[None], layout.in_one_row
+
+    def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
+        # Sixteen bytes apart: Triton compiles a kernel twice if some of its pointers are aligned so and some are not.
+        return torch.randint(2**62, (count, 2), device=device)[:, 0].unbind()
+
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        table_VW: Tensor,
+        positions_TW: Tensor | None,
+        dropout: float = 0.0,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
+        dtype = torch.bfloat16 if self.execution.residual == "bf16" else wide
+        x_BTW = embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
+        return x_BTW if seed is None else drop(x_BTW, seed, dropout)
+
+    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
+        return None
+
+    def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
+        x_BTW, branch_BTW, bias_W, branch_slot, scale_W, dropout, seed = stream
+        how = {"centred": norm.centred, "eps": norm.eps, "dtype": product_type(x_BTW)}
+        values = (x_BTW, branch_BTW, bias_W, norm.weight, norm.bias)
+        how |= {"scale": scale_W, "dropout": dropout, "seed": seed}
+        return add_norm(*values, **how, slot=slot, branch_slot=branch_slot)
+
+    def project_heads(
+        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        how = {"heads": heads, "groups": groups, "narrow": narrow, "tuned": self.tuned}
+        return project_heads(h_BTW, layer.weight, layer.bias, **how)
+
+    def prepare_heads(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[Norm, Norm] | None, turn: Turn | None
+    ) -> tuple[Tensor, Tensor]:
+        weights, eps = ((None, None), 0.0) if norms is None else ((norms[0].weight, norms[1].weight), norms[0].eps)
+        return prepare_heads(q_BHTD, k_BGTD, *weights, *by_place(turn), eps)
+
+    def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
+        return input_slot(narrow) is None  # 8-bit weights are rounded once per update, before any scaling
+
+    def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
+        if weight is not None:
+            return Branch(linear(x, weight, tuned=self.tuned))
+        y = linear(x, layer.weight, narrow=narrow, tuned=self.tuned)
+        return Branch(y, layer.bias, gradient_slot(narrow))
+
+    def activated_product(
+        self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
+    ) -> Branch:
+        slot, active = gradient_slot(narrow.up), None
+        if self.tuned and kind == "gelu" and up.bias is not None and slot is None:
+            pre, active = linear_gelu(h_BTW, up.weight, up.bias, narrow.up)
+        else:
+            pre = linear(h_BTW, up.weight, narrow=narrow.up, tuned=self.tuned)
+        y_BTW = activated_linear(
+            pre,
+            up.bias,
+            down.weight,
+            kind=kind,
+            keep=self.execution.checkpointing != "selective",
+            narrow=narrow.down,
+            slot=slot,
+            tuned=self.tuned,
+            active=active,
+        )
+        return Branch(y_BTW, down.bias, gradient_slot(narrow.down))
+
+    def hand_on(self, stream: Stream) -> Stream:
+        """As it is: the norm after it adds the branch in the same pass over memory."""
+        return stream
+
+
+def by_place(turn: Turn | None) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Packed rows come as one row, so what has a line for each token serves where each position has one."""
+    return (None, None) if turn is None else (turn[0].flatten(0, -2), turn[1].flatten(0, -2))

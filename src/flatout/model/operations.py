@@ -1,0 +1,139 @@
+"""What a block is made of: a few operations, each in a form of torch's and in a form of our kernels.
+
+Idea: a block's forward pass is written once (model/layers.py), over `Operations`. The residual stream is a `Stream`:
+what is there already, and a branch that has not been added yet. The norm after it adds it, with the branch's bias, its
+dropout and its learned scale, which in our kernels is one pass over memory.
+
+    x_new = x + dropout(branch + bias) * scale          h = norm(x_new)
+
+Three forms: `TorchOperations`, `KernelOperations`, and `FrozenOperations`, in which a block whose adapters alone are
+trained is one step of autograd.
+
+Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from flatout.model.cache import Decoding
+from flatout.model.execution import Execution
+from flatout.model.narrow import NarrowBlock
+from flatout.model.norms import Norm
+from flatout.model.rotary import Turn
+from flatout.ops.documents import Layout
+from flatout.ops.scales import NarrowLinear, Slot
+
+
+class Branch(NamedTuple):
+    """What a mixer or an MLP adds to the residual stream."""
+
+    value_BTW: Tensor
+    bias_W: Tensor | None = None  # where the product has left it to the addition
+    slot: Any = None  # takes the branch's gradient: a `Slot` in 8 bits, a `GradientRoom` under frozen weights
+
+
+class Stream(NamedTuple):
+    """The residual stream between two blocks, and a branch that is still to be added. Flat, so that checkpointing and
+    sharding see its tensors."""
+
+    x_BTW: Tensor
+    branch_BTW: Tensor | None = None
+    bias_W: Tensor | None = None
+    slot: Any = None
+    scale_W: Tensor | None = None
+    dropout: float = 0.0
+    seed: Tensor | None = None  # of the dropout, where the form wants one
+
+
+class Own(NamedTuple):
+    """What one block has to itself in a pass."""
+
+    narrow: NarrowBlock = NarrowBlock()
+    cache: Any = None  # that of its mixer
+    seeds: Sequence[Tensor | None] = (None, None)  # of the dropout on its two branches
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """What all blocks of a pass share."""
+
+    operations: "Operations"
+    turn: Turn | None = None
+    layout: Layout | None = None
+    decoding: Decoding | None = None
+
+
+class Operations(Protocol):
+    """One form of everything that a pass over the model does."""
+
+    execution: Execution
+    recomputes: tuple[str, ...]  # kinds of checkpointing that are for the caller to do, around a block
+
+    def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
+        """Tokens and documents in the rows that this form works on."""
+        ...
+
+    def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
+        """Seeds for so many places of dropout in a pass, drawn from torch's random stream where the form wants any."""
+        ...
+
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        table_VW: Tensor,
+        positions_TW: Tensor | None,
+        dropout: float = 0.0,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ."""
+        ...
+
+    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
+        """The block in one step, where this form has it so."""
+        ...
+
+    def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
+        """(the stream with its branch added, the norm of that); `slot` takes the norm in 8 bits."""
+        ...
+
+    def project_heads(
+        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, D], keys and values [B, G, T, D]."""
+        ...
+
+    def prepare_heads(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[Norm, Norm] | None, turn: Turn | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys with their norms and positions."""
+        ...
+
+    def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
+        """Whether `product` may take another weight in the place of the layer's."""
+        ...
+
+    def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
+        """The layer's result. `weight` takes the place of its own, where `scales_weights`."""
+        ...
+
+    def activated_product(
+        self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
+    ) -> Branch:
+        """An MLP: `up`, the activation of this kind, `down`."""
+        ...
+
+    def hand_on(self, stream: Stream) -> Stream:
+        """The stream as the next block gets it."""
+        ...
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """The type of matrix products: autocast's where it is on, else that of the weights, which is never narrow."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return torch.promote_types(x.dtype, torch.float32)

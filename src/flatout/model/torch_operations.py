@@ -1,0 +1,103 @@
+"""The operations of a block by torch's own: any device, any type, and what a compiler looks into."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatout.model.adapted import AdaptedLinear
+from flatout.model.execution import Execution
+from flatout.model.narrow import NarrowBlock
+from flatout.model.norms import Norm
+from flatout.model.operations import Branch, Shared, Stream
+from flatout.model.rotary import Turn, turned
+from flatout.ops.documents import Layout
+from flatout.ops.scales import NarrowLinear, Slot
+
+
+class TorchOperations:
+    recomputes: tuple[str, ...] = ("selective", "full")
+
+    def __init__(self, execution: Execution) -> None:
+        self.execution = execution
+
+    def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
+        return tokens_BT, layout
+
+    def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
+        return [None] * count  # torch's dropout draws for itself
+
+    def embed(
+        self,
+        tokens_BT: Tensor,
+        table_VW: Tensor,
+        positions_TW: Tensor | None,
+        dropout: float = 0.0,
+        seed: Tensor | None = None,
+    ) -> Tensor:
+        x_BTW = F.embedding(tokens_BT, table_VW)
+        x_BTW = x_BTW if positions_TW is None else x_BTW + positions_TW
+        return F.dropout(x_BTW, dropout) if dropout > 0.0 else x_BTW
+
+    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
+        return None
+
+    def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
+        x_BTW = self.hand_on(stream).x_BTW
+        return x_BTW, norm(x_BTW)
+
+    def project_heads(
+        self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        counts = (heads, groups, groups)
+        size = layer.out_features // sum(counts)
+        parts = self._parts(h_BTW, layer, [count * size for count in counts])
+        q, k, v = (part.unflatten(-1, (-1, size)).transpose(1, 2) for part in parts)
+        return q, k, v
+
+    def _parts(self, h_BTW: Tensor, layer: nn.Linear, sizes: list[int]) -> tuple[Tensor, ...]:
+        if self.execution.fused_qkv:
+            return layer(h_BTW).split(sizes, dim=-1)
+        if isinstance(layer, AdaptedLinear):
+            return layer.separately(h_BTW, sizes)
+        weights = layer.weight.split(sizes)
+        biases = (None, None, None) if layer.bias is None else layer.bias.split(sizes)
+        return tuple(F.linear(h_BTW, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    def prepare_heads(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[Norm, Norm] | None, turn: Turn | None
+    ) -> tuple[Tensor, Tensor]:
+        if norms is not None:
+            q_BHTD, k_BGTD = norms[0](q_BHTD), norms[1](k_BGTD)
+        if turn is not None:
+            q_BHTD, k_BGTD = turned(q_BHTD, turn), turned(k_BGTD, turn)
+        return q_BHTD, k_BGTD
+
+    def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
+        return type(layer) is nn.Linear  # another one has more than its weight, as an adapter
+
+    def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
+        return Branch(layer(x) if weight is None else F.linear(x, weight))
+
+    def activated_product(
+        self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
+    ) -> Branch:
+        h = up(h_BTW)
+        if kind == "swiglu":
+            gate, value = h.chunk(2, dim=-1)
+            h = F.silu(gate) * value
+        elif kind == "relu2":
+            h = F.relu(h).square()
+        else:
+            h = F.gelu(h, approximate="tanh")
+        return Branch(down(h))
+
+    def hand_on(self, stream: Stream) -> Stream:
+        """With its branch added: so all blocks are one to a compiler, and one that is recomputed keeps one tensor."""
+        branch_BTW = stream.branch_BTW
+        if branch_BTW is None:
+            return stream
+        if stream.dropout > 0.0:
+            branch_BTW = F.dropout(branch_BTW, stream.dropout)
+        return Stream(stream.x_BTW + (branch_BTW if stream.scale_W is None else branch_BTW * stream.scale_W))

@@ -1,0 +1,34 @@
+"""A mixer on its own, outside of any block."""
+
+import torch
+from torch import Tensor
+
+from flatout.model.cache import Decoding, EigenstateCache
+from flatout.model.eigenstate import Eigenstate
+from flatout.model.execution import Execution
+from flatout.model.operations import Own, Shared
+from flatout.model.torch_operations import TorchOperations
+from flatout.ops.documents import Layout
+
+
+def mixed(
+    mixer: Eigenstate,
+    x_BTW: Tensor,
+    cache: EigenstateCache | None = None,
+    position: int = 0,
+    layout: Layout | None = None,
+    how: Execution | None = None,
+) -> Tensor:
+    """What it adds to the residual stream; `how.kernels` says in which form."""
+    how = how or Execution()
+    operations, decoding = TorchOperations(how), None
+    if cache is not None:
+        steps_T = torch.arange(position, position + x_BTW.shape[1], device=x_BTW.device)
+        decoding = Decoding(steps_T.expand(x_BTW.shape[:2]), None, fresh=position == 0)
+    elif how.kernels == "triton":
+        from flatout.model.kernel_operations import KernelOperations
+
+        operations = KernelOperations(how)
+    shared = Shared(operations, layout=layout, decoding=decoding)
+    branch = mixer(x_BTW, shared, Own(cache=cache))
+    return branch.value_BTW if branch.bias_W is None else branch.value_BTW + branch.bias_W

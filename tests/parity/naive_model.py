@@ -1,0 +1,143 @@
+"""A whole model written out: one text at a time, position by position, head by head, in float64.
+
+It knows the weights by their names in a checkpoint and the config by its fields, and shares no code with the model: not
+a norm, not a rotation, not a mask. Slow, and nothing here may be made faster. Options of eigenstates are written out in
+unit/test_eigenstate.py; here are the three formulas.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flatout.config.schema import ModelConfig
+
+Weights = dict[str, Tensor]  # in float64
+
+
+def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Tensor:
+    """[T, V] of one text."""
+    stream = [weights["embedding.weight"][token] for token in tokens]
+    if config.positions == "learned":
+        stream = [x + weights["positions.weight"][place] for place, x in enumerate(stream)]
+    for layer, kind in enumerate(config.kinds):
+        own = {name.removeprefix(f"blocks.{layer}."): x for name, x in weights.items() if _inside(name, layer)}
+        h = [_norm(config, own, "attention_norm", x) for x in stream]
+        mixed = _eigenstates(config, own, layer, h) if kind == "E" else _attention(config, own, kind, h)
+        stream = [x + _scaled(own, "attention_scale", y) for x, y in zip(stream, mixed, strict=True)]
+        h = [_norm(config, own, "mlp_norm", x) for x in stream]
+        stream = [x + _scaled(own, "mlp_scale", _mlp(config, own, y)) for x, y in zip(stream, h, strict=True)]
+    head = weights["embedding.weight"] if config.tied else weights["head.weight"]
+    return torch.stack([head @ _norm(config, weights, "norm", x) for x in stream])
+
+
+def naive_loss(config: ModelConfig, weights: Weights, tokens: list[int], targets: list[int]) -> Tensor:
+    """The sum of -log p over targets that are not negative."""
+    total = torch.zeros((), dtype=torch.float64)
+    for logits, target in zip(naive_logits(config, weights, tokens), targets, strict=True):
+        if target >= 0:
+            total = total + torch.log(torch.exp(logits).sum()) - logits[target]
+    return total
+
+
+def _inside(name: str, layer: int) -> bool:
+    return name.startswith(f"blocks.{layer}.")
+
+
+def _scaled(own: Weights, name: str, x: Tensor) -> Tensor:
+    return x * own[name] if name in own else x
+
+
+def _linear(own: Weights, name: str, x: Tensor) -> Tensor:
+    y = own[f"{name}.weight"] @ x
+    return y + own[f"{name}.bias"] if f"{name}.bias" in own else y
+
+
+def _norm(config: ModelConfig, own: Weights, name: str, x: Tensor) -> Tensor:
+    if config.norm == "rmsnorm":
+        return _rms(config, own[f"{name}.weight"], x)
+    apart = x - x.sum() / len(x)
+    y = apart / torch.sqrt((apart * apart).sum() / len(x) + config.norm_eps) * own[f"{name}.weight"]
+    return y + own[f"{name}.bias"] if f"{name}.bias" in own else y
+
+
+def _rms(config: ModelConfig, weight: Tensor, x: Tensor) -> Tensor:
+    return x / torch.sqrt((x * x).sum() / len(x) + config.norm_eps) * weight
+
+
+def _attention(config: ModelConfig, own: Weights, kind: str, h: list[Tensor]) -> list[Tensor]:
+    size, heads = config.size, config.heads
+    groups = config.kv_heads or heads
+    queries, keys, values = [], [], []
+    for place, x in enumerate(h):
+        parts = _linear(own, "attention.qkv", x).split(size)
+        ready = []
+        for number, part in enumerate(parts[: heads + groups]):
+            if config.qk_norm:
+                part = _rms(config, own[f"attention.{'q' if number < heads else 'k'}_norm.weight"], part)
+            ready.append(_turned(config, part, place) if config.positions == "rope" else part)
+        queries.append(ready[:heads])
+        keys.append(ready[heads:])
+        values.append(parts[heads + groups :])
+    results = []
+    for place in range(len(h)):
+        first = max(0, place - config.window + 1) if kind == "W" else 0
+        result = []
+        for head in range(heads):
+            group = head // (heads // groups)
+            scores = [queries[place][head] @ keys[s][group] / math.sqrt(size) for s in range(first, place + 1)]
+            shares = torch.exp(torch.stack(scores))
+            shares = shares / shares.sum()
+            result.append(sum(share * values[first + s][group] for s, share in enumerate(shares)))
+        results.append(_linear(own, "attention.out", torch.cat(result)))
+    return results
+
+
+def _turned(config: ModelConfig, x: Tensor, place: int) -> Tensor:
+    half, angles = config.size // 2, []
+    for i in range(half):
+        rate = config.rope_base ** (-2 * i / config.size)
+        if config.rope_scaling == "linear":
+            rate = rate / config.rope_factor
+        elif config.rope_scaling == "llama3":
+            turns = config.rope_original_context * rate / (2 * math.pi)
+            kept = min(1.0, max(0.0, (turns - config.rope_low) / (config.rope_high - config.rope_low)))
+            rate = (1 - kept) * rate / config.rope_factor + kept * rate
+        angles.append(place * rate)
+    turn = torch.polar(torch.ones(half, dtype=torch.float64), torch.tensor(angles, dtype=torch.float64))
+    y = torch.complex(x[:half], x[half:]) * turn
+    return torch.cat([y.real, y.imag])
+
+
+def _eigenstates(config: ModelConfig, own: Weights, layer: int, h: list[Tensor]) -> list[Tensor]:
+    count = config.states
+    rate = torch.exp(own["attention.decay_K"])
+    golden = (math.sqrt(5.0) - 1.0) / 2.0
+    fixed = [math.pi * (((layer * count + k + 0.5) * golden) % 1.0) for k in range(count)]
+    angle = torch.tensor(fixed, dtype=torch.float64) + own["attention.detuning_K"] * rate
+    real, imaginary = torch.zeros(count, dtype=torch.float64), torch.zeros(count, dtype=torch.float64)
+    results = []
+    for x in h:
+        both = own["attention.inward.weight"] @ x
+        gain = torch.sqrt(1 - torch.exp(-rate) ** 2)
+        by_real, by_imaginary = torch.exp(-rate) * torch.cos(angle), torch.exp(-rate) * torch.sin(angle)
+        real, imaginary = (
+            by_real * real - by_imaginary * imaginary + gain * both[:count],
+            by_real * imaginary + by_imaginary * real + gain * both[count : 2 * count],
+        )
+        gate = both[2 * count :]
+        open_gate = gate / (1 + torch.exp(-gate))
+        results.append(_linear(own, "attention.out", open_gate * torch.cat([real, imaginary])))
+    return results
+
+
+def _mlp(config: ModelConfig, own: Weights, h: Tensor) -> Tensor:
+    pre = _linear(own, "mlp.up", h)
+    if config.mlp == "swiglu":
+        gate, value = pre[: len(pre) // 2], pre[len(pre) // 2 :]
+        active = gate / (1 + torch.exp(-gate)) * value
+    elif config.mlp == "relu2":
+        active = torch.where(pre > 0, pre * pre, torch.zeros_like(pre))
+    else:
+        active = 0.5 * pre * (1 + torch.tanh(math.sqrt(2 / math.pi) * (pre + 0.044715 * pre**3)))
+    return _linear(own, "mlp.out", active)

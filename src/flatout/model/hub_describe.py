@@ -41,6 +41,7 @@ def model_type_of(config: ModelConfig) -> str:
 def _needed(config: ModelConfig) -> dict[str, Any]:
     """Every field that stands in the way, with a value that does not; together they make a model of transformers'."""
     needed: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "mlp": "swiglu", "residual_scale": None}
+    needed["logit_cap"] = None
     if _needs_qwen3(config):
         needed |= {"qk_norm": True, "bias": False, "qkv_bias": None}
     elif config.bias or config.has_qkv_bias:

@@ -61,6 +61,7 @@ OTHER: dict[str, str | list[str]] = {
     "model.qkv_bias": "true",
     "model.qk_norm": "false",
     "model.residual_scale": "0.1",
+    "model.logit_cap": "2.0",
     "model.tied": "false",
     "model.dropout": "0.2",
     "model.init_from": ["model.family=gpt2", "model.init_from=weights"],

@@ -28,7 +28,9 @@ def naive_logits(config: ModelConfig, weights: Weights, tokens: list[int]) -> Te
         h = [_norm(config, own, "mlp_norm", x) for x in stream]
         stream = [x + _scaled(own, "mlp_scale", _mlp(config, own, y)) for x, y in zip(stream, h, strict=True)]
     head = weights["embedding.weight"] if config.tied else weights["head.weight"]
-    return torch.stack([head @ _norm(config, weights, "norm", x) for x in stream])
+    logits = torch.stack([head @ _norm(config, weights, "norm", x) for x in stream])
+    cap = config.logit_cap
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def naive_loss(config: ModelConfig, weights: Weights, tokens: list[int], targets: list[int]) -> Tensor:

@@ -479,10 +479,11 @@ def test_embed_never_reads_beyond_its_table(device):
 # --- cross-entropy -----------------------------------------------------------------------------------------------
 
 
-def loss_reference(logits_NV, targets_N, smoothing):
+def loss_reference(logits_NV, targets_N, smoothing, cap=0.0):
     """(loss per row, gradient of their sum), in float64."""
     exact = logits_NV.detach().double().requires_grad_()
-    log_p = exact - torch.logsumexp(exact, dim=-1, keepdim=True)
+    bent = cap * torch.tanh(exact / cap) if cap else exact
+    log_p = bent - torch.logsumexp(bent, dim=-1, keepdim=True)
     labelled = targets_N != IGNORED
     at_target = log_p.gather(1, targets_N.clamp(min=0)[:, None])[:, 0]
     losses = torch.where(labelled, -(1 - smoothing) * at_target - smoothing * log_p.mean(-1), 0.0)
@@ -490,13 +491,13 @@ def loss_reference(logits_NV, targets_N, smoothing):
     return losses.detach(), gradient
 
 
-def check_rows(logits_NV, targets_N, *, columns, smoothing, dtype, atol):
+def check_rows(logits_NV, targets_N, *, columns, smoothing, dtype, atol, cap=0.0):
     vocab = logits_NV.shape[1]
-    losses, gradient = loss_reference(logits_NV, targets_N, smoothing)
+    losses, gradient = loss_reference(logits_NV, targets_N, smoothing, cap)
     padded = torch.full((logits_NV.shape[0], columns), float("nan"), dtype=dtype, device=logits_NV.device)
     padded[:, :vocab] = logits_NV.detach()
     before = padded.clone()
-    options = {"vocab": vocab, "label_smoothing": smoothing}
+    options = {"vocab": vocab, "label_smoothing": smoothing, "cap": cap}
     evaluated = cross_entropy_rows(padded, targets_N, gradient=False, **options)
     assert torch.equal(padded.nan_to_num(-7.0), before.nan_to_num(-7.0))  # without a gradient nothing is written
     mine = cross_entropy_rows(padded, targets_N, gradient=True, **options)
@@ -527,6 +528,14 @@ def test_cross_entropy_rows(rows, vocab, pad, smoothing, dtype, device):
     targets[1::4] = IGNORED
     columns = vocab + -vocab % pad
     check_rows(logits, targets, columns=columns, smoothing=smoothing, dtype=dtype, atol=2e-6)
+
+
+@pytest.mark.parametrize(("vocab", "smoothing", "cap"), [(101, 0.2, 2.0), (17001, 0.0, 5.0)])
+def test_cross_entropy_with_a_cap(vocab, smoothing, cap, device):
+    logits = draw(4, vocab, device=device, scale=6.0)
+    targets = torch.tensor([0, vocab - 1, IGNORED, 7], device=device)
+    columns = vocab + -vocab % 8
+    check_rows(logits, targets, columns=columns, smoothing=smoothing, dtype=FP32, atol=5e-6, cap=cap)
 
 
 def test_cross_entropy_when_nothing_is_labelled(device):

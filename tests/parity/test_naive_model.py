@@ -30,6 +30,7 @@ KINDS = {
     "llama3": {"rope_scaling": "llama3", "rope_factor": 4.0, "rope_original_context": 8, "qk_norm": False},
     "linear": {"rope_scaling": "linear", "rope_factor": 3.0},
     "residual scales": {"family": "gpt", "residual_scale": 0.7, "bias": True, "norm": "layernorm"},
+    "capped": {"family": "gpt", "logit_cap": 1.5, "tied": False},
     "windows": {"pattern": "WA", "layers": 3, "kv_heads": 2},
     "eigenstates": {"pattern": "E", "bias": True},
     "mixed": {"pattern": "EWA", "layers": 3, "positions": "learned"},

@@ -84,6 +84,16 @@ def test_the_heads_gradient_is_summed_in_fp32_however_many_chunks():
     assert (gradient(4) - whole).norm() < 1e-5 * whole.norm()
 
 
+@pytest.mark.parametrize("path", ["plain", "chunked", "fused"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_a_cap_on_logits(path, smoothing):
+    hidden, weight = draw(11, 5), draw(13, 5, seed=1)
+    targets = torch.tensor([0, 12, 3, IGNORED, 5, 6, 7, IGNORED, 9, 10, 11])
+    how = {"label_smoothing": smoothing, "cap": 1.5}
+    fast = linear_cross_entropy(hidden, weight, targets, path=path, chunk=4, pad_vocab=8, **how)
+    assert_same(fast, linear_cross_entropy_reference(hidden, weight, targets, **how), [hidden, weight])
+
+
 def test_all_targets_ignored_is_zero_loss_and_zero_gradient():
     hidden, weight = draw(4, 5), draw(13, 5, seed=1)
     loss = linear_cross_entropy(hidden, weight, torch.full((4,), IGNORED))

@@ -425,6 +425,7 @@ def test_a_model_of_another_shape_is_not_filled(tmp_path):
     [
         ({"norm": "layernorm", "mlp": "relu2"}, "model.norm=rmsnorm model.mlp=swiglu"),  # as shakespeare-char has it
         ({"positions": "learned", "residual_scale": 0.1}, "model.positions=rope model.residual_scale=null"),
+        ({"logit_cap": 30.0}, "model.logit_cap=null"),
         ({"bias": True}, "model.qk_norm=false"),
         ({"qkv_bias": True}, "model.qk_norm=false"),
         ({"bias": True, "qkv_bias": False}, "model.qk_norm=false model.qkv_bias=null"),

@@ -18,6 +18,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "bias": False,
         "qk_norm": True,
         "residual_scale": None,
+        "logit_cap": None,
         "tied": True,
         "kv_heads": None,
         "head_size": None,
@@ -33,6 +34,7 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         "bias": True,
         "qk_norm": False,
         "residual_scale": None,
+        "logit_cap": None,
         "tied": True,
         "kv_heads": None,
         "head_size": None,
@@ -133,6 +135,9 @@ class ModelConfig(Section):
     qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys per head before the product.")
     residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = Field(
         default=None, description="Initial value of learned scales on both residual branches; null has no scales."
+    )
+    logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
+        default=None, description="Bends logits to stay below this: cap·tanh(logits / cap); null leaves them alone."
     )
     tied: bool = Field(default=True, description="Share one matrix between token embedding and output head.")
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.0, description="Dropout share in training.")

@@ -75,6 +75,12 @@ NORM = Feature(
     ),
 )
 
+LOGIT_CAP = Feature(
+    fields=("logit_cap",),
+    without={"logit_cap": None},
+    no_export="the formats written here have no cap on the logits",
+)
+
 RESIDUAL_SCALE = Feature(
     fields=("residual_scale",),
     values=lambda model, kind: 0 if model.residual_scale is None else 2 * model.width,
@@ -219,7 +225,7 @@ START = Feature(
     no_export="they say how a model is begun; the size of its vocabulary is written as it came out",
 )
 
-FEATURES = (STREAM, CONTEXT, NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, HEAD, DROPOUT, START)
+FEATURES = (STREAM, CONTEXT, NORM, *MIXING, MLP, BIAS, RESIDUAL_SCALE, LOGIT_CAP, HEAD, DROPOUT, START)
 
 
 def projections(model: ModelConfig) -> dict[str, tuple[str, Piece]]:

@@ -45,7 +45,7 @@ class GPT(nn.Module):
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
-        self.head = Head(config.width, vocab, tied=config.tied)
+        self.head = Head(config, vocab)
         self.offload = ActivationOffload(self)
         self.narrow = ModelNarrow([block.linears() for block in self.blocks if isinstance(block, Block)], execution)
         # what adapters must do before a pass in our kernels, with the type of its products; theirs to set
@@ -148,8 +148,8 @@ class GPT(nn.Module):
         stream = Stream(self.embedding(tokens_BT, do, positions_TW, dropout, first))
         inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with self._eager(decoding=cache is not None or inferring):
-            for block, *own in zip(self.blocks, all_narrow, layers, pairs, strict=True):
-                stream = self._recomputed(block, stream, shared, Own(*own))
+            for block, narrow, layer, pair in zip(self.blocks, all_narrow, layers, pairs, strict=True):
+                stream = self._recomputed(block, stream, shared, Own(narrow, layer, pair))
         if cache is not None:
             cache.advance(shape[1], counts_B)
         return do.add_norm(stream, self.norm)[1].view(*shape, -1)

@@ -43,9 +43,10 @@ class Positions(nn.Embedding):
 class Head(nn.Module):
     """The output head, with its loss or without. A tied one has no weight of its own and takes the embedding's."""
 
-    def __init__(self, width: int, vocab: int, *, tied: bool) -> None:
+    def __init__(self, config: ModelConfig, vocab: int) -> None:
         super().__init__()
-        self.weight = None if tied else nn.Parameter(torch.empty(vocab, width))
+        self.cap = config.logit_cap or 0.0
+        self.weight = None if config.tied else nn.Parameter(torch.empty(vocab, config.width))
 
     def forward(
         self,
@@ -58,8 +59,7 @@ class Head(nn.Module):
         """The summed loss; without targets logits [B, T, V] in at least fp32."""
         weight_VW = table_VW if self.weight is None else self.weight
         if targets_BT is None:
-            logits_BTV = padded_logits(hidden_BTW, weight_VW, how.pad_vocab)
-            return logits_BTV.float() if logits_BTV.element_size() < 4 else logits_BTV
+            return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap)
         return linear_cross_entropy(
             hidden_BTW.flatten(0, 1),
             weight_VW,
@@ -71,6 +71,7 @@ class Head(nn.Module):
             kernels=how.kernels,
             fp8="head" in how.fp8,
             tuned=how.products == "tuned",
+            cap=self.cap,
         )
 
 

@@ -42,43 +42,46 @@ def linear_cross_entropy(
     kernels: str = "torch",
     fp8: bool = False,
     tuned: bool = False,
+    cap: float = 0.0,
 ) -> Tensor:
-    """Sum of the cross-entropy over targets that are not IGNORED, as a scalar of at least fp32."""
+    """Sum of the cross-entropy over targets that are not IGNORED, as a scalar of at least fp32.
+
+    With a `cap` above 0 logits are cap·tanh(logits / cap).
+    """
     if path == "fused":
         # Asked here: what autograd tells a function of its inputs is the same without gradients.
         learning = torch.is_grad_enabled() and (hidden_NW.requires_grad or weight_VW.requires_grad)
         frozen = learning and not weight_VW.requires_grad
-        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen)
+        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
         return _FusedLoss.apply(hidden_NW, weight_VW, targets_N, *how)  # pyright: ignore
     if path == "plain" or hidden_NW.shape[0] <= chunk:
-        return _plain_loss(hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab)
+        return _plain_loss(hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, cap)
     total = hidden_NW.new_zeros((), dtype=torch.promote_types(hidden_NW.dtype, torch.float32))
     for hidden, targets in zip(hidden_NW.split(chunk), targets_N.split(chunk), strict=True):
-        arguments = (hidden, weight_VW, targets, label_smoothing, pad_vocab)
+        arguments = (hidden, weight_VW, targets, label_smoothing, pad_vocab, cap)
         total = total + checkpoint(_plain_loss, *arguments, use_reentrant=False, preserve_rng_state=False)
     return total
 
 
 def _plain_loss(
-    hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor, label_smoothing: float, pad_vocab: int
+    hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor, label_smoothing: float, pad_vocab: int, cap: float
 ) -> Tensor:
-    logits_NV = padded_logits(hidden_NW, weight_VW, pad_vocab)
-    if logits_NV.element_size() < 4:
-        logits_NV = logits_NV.float()
+    logits_NV = padded_logits(hidden_NW, weight_VW, pad_vocab, cap)
     return F.cross_entropy(logits_NV, targets_N, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
 
 
-def padded_logits(hidden: Tensor, weight_VW: Tensor, pad_vocab: int) -> Tensor:
-    """`hidden @ weight.T`, the product computed for V rounded up to a multiple of `pad_vocab` and cut back to V.
+def padded_logits(hidden: Tensor, weight_VW: Tensor, pad_vocab: int, cap: float = 0.0) -> Tensor:
+    """`hidden @ weight.T` in at least fp32, the product computed for V rounded up to a multiple of `pad_vocab`.
 
     A row length that is no multiple of 8 elements keeps matrix units from their fast layout. The padding exists only
     inside this product: the parameter, its optimizer state and its checkpoint never see it.
     """
     vocab = weight_VW.shape[0]
     missing = -vocab % pad_vocab
-    if missing == 0:
-        return F.linear(hidden, weight_VW)
-    return F.linear(hidden, F.pad(weight_VW, (0, 0, 0, missing)))[..., :vocab]
+    padded_PW = weight_VW if missing == 0 else F.pad(weight_VW, (0, 0, 0, missing))
+    logits = F.linear(hidden, padded_PW)[..., :vocab] if missing else F.linear(hidden, padded_PW)
+    logits = logits.float() if logits.element_size() < 4 else logits
+    return cap * torch.tanh(logits / cap) if cap > 0.0 else logits
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -86,11 +89,23 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen
+        ctx,
+        hidden_NW,
+        weight_VW,
+        targets_N,
+        label_smoothing,
+        pad_vocab,
+        chunk,
+        kernels,
+        fp8,
+        tuned,
+        learning,
+        frozen,
+        cap,
     ):
         kind = hidden_NW.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NW.dtype
-        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen)
+        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
         if torch.compiler.is_compiling():
             # Rounded out here, where the compiler can do it together with the norm before.
             total, *gradients = _one_operation(hidden_NW.to(narrow), weight_VW, targets_N, *how)
@@ -115,7 +130,7 @@ class _FusedLoss(torch.autograd.Function):
         return (
             scaled(dhidden_NW, dtotal).to(ctx.hidden_dtype),
             scaled(of_weight[0], dtotal)[: ctx.vocab].to(ctx.weight_dtype) if of_weight else None,
-            *([None] * 9),
+            *([None] * 10),
         )
 
 
@@ -131,6 +146,7 @@ class _Work:
     tuned: bool
     learning: bool
     frozen: bool  # learning without a gradient of the weights
+    cap: float  # 0: none
     narrow: torch.dtype
     rows_loss: Callable[..., Tensor]
 
@@ -168,10 +184,11 @@ class _Work:
                     logits_CP = head.logits(part, self.narrow)
                 narrow_CP = head.room_for_gradient(logits_CP) if head is not None and self.learning else None
                 if self.kernels == "triton":
-                    how = (vocab, self.label_smoothing, self.learning, narrow_CP)
+                    how = (vocab, self.label_smoothing, self.learning, self.cap, narrow_CP)
                     losses_C = _triton_rows_loss(logits_CP, targets_C, *how)
                 else:
-                    losses_C = self.rows_loss(logits_CP, targets_C, vocab, self.label_smoothing, self.learning)
+                    how = (vocab, self.label_smoothing, self.learning, self.cap)
+                    losses_C = self.rows_loss(logits_CP, targets_C, *how)
                 total += losses_C.sum(dtype=total.dtype)
                 if not self.learning:
                     continue
@@ -198,13 +215,14 @@ def _one_operation(
     tuned: bool,
     learning: bool,
     frozen: bool,
+    cap: float,
 ) -> list[Tensor]:
     """The fused loss for compiled code, which calls it without a look inside. Products are in the type of `hidden_NW`.
 
     A CPU spends its time in the products and compiles slowly, so that only a GPU has the softmax compiled.
     """
     rows_loss = _compiled_rows_loss() if hidden_NW.is_cuda else _torch_rows_loss
-    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen)
+    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
     work = _Work(*how, hidden_NW.dtype, rows_loss)
     room = work.room(hidden_NW, weight_VW)
     # torch runs the first call of compiled code under a watch of its own, in which tensors seem to be of another kind.
@@ -228,8 +246,9 @@ def _(
     tuned: bool,
     learning: bool,
     frozen: bool,
+    cap: float,
 ) -> list[Tensor]:
-    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen)
+    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
     return _Work(*how, hidden_NW.dtype, _torch_rows_loss).room(hidden_NW, weight_VW)
 
 
@@ -273,6 +292,7 @@ def _triton_rows_loss(
     vocab: int,
     label_smoothing: float,
     gradient: bool,
+    cap: float,
     narrow_CP: Tensor | None,
 ) -> Tensor:
     """`_torch_rows_loss` by our kernel, which writes the gradient in 8 bits too where there is room for it."""
@@ -287,15 +307,18 @@ def _triton_rows_loss(
         gradient=gradient,
         narrow_NP=narrow_CP,
         narrow_scale=GRADIENT_SCALE,
+        cap=cap,
     )
 
 
 def _torch_rows_loss(
-    logits_CP: Tensor, targets_C: Tensor, vocab: int, label_smoothing: float, gradient: bool
+    logits_CP: Tensor, targets_C: Tensor, vocab: int, label_smoothing: float, gradient: bool, cap: float = 0.0
 ) -> Tensor:
     """Loss per row; with `gradient` the logits are overwritten with their gradient."""
     wide = logits_CP[:, :vocab].to(torch.promote_types(logits_CP.dtype, torch.float32))
-    log_p_CV = torch.log_softmax(wide, dim=-1)
+    if cap > 0.0:
+        wide = torch.tanh(wide / cap)
+    log_p_CV = torch.log_softmax(cap * wide if cap > 0.0 else wide, dim=-1)
     labelled_C = targets_C != IGNORED
     index_C1 = targets_C.clamp(min=0)[:, None]
     losses_C = (label_smoothing - 1) * log_p_CV.gather(1, index_C1)[:, 0]
@@ -308,6 +331,8 @@ def _torch_rows_loss(
         else:
             share_CV = log_p_CV.exp_().sub_(label_smoothing / vocab)
             share_CV.scatter_add_(1, index_C1, torch.full_like(share_CV[:, :1], label_smoothing - 1.0))
+        if cap > 0.0:
+            share_CV = share_CV * (1 - wide.square())
         logits_CP[:, :vocab] = share_CV * labelled_C[:, None]
         logits_CP[:, vocab:] = 0.0
     return losses_C * labelled_C

@@ -60,10 +60,14 @@ def rotate_reference(x_BHTD: Tensor, base: float, offset: int = 0) -> Tensor:
 
 
 def linear_cross_entropy_reference(
-    hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor, *, label_smoothing: float = 0.0
+    hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor, *, label_smoothing: float = 0.0, cap: float = 0.0
 ) -> Tensor:
-    """Sum over labelled tokens of -log p(target); smoothing mixes in the uniform distribution over V."""
-    log_p_NV = torch.log_softmax(hidden_NW @ weight_VW.T, dim=-1)
+    """Sum over labelled tokens of -log p(target); smoothing mixes in the uniform distribution over V.
+
+    A cap above 0 bends logits so that none reaches it.
+    """
+    logits_NV = hidden_NW @ weight_VW.T
+    log_p_NV = torch.log_softmax(cap * torch.tanh(logits_NV / cap) if cap > 0 else logits_NV, dim=-1)
     total = hidden_NW.new_zeros(())
     for row, target in zip(log_p_NV, targets_N.tolist(), strict=True):
         if target != IGNORED:

@@ -15,9 +15,23 @@ from flatout.ops.reference import IGNORED
 
 
 @triton.jit
+def _soft(x, cap, CAPPED: tl.constexpr):
+    """cap·tanh(x / cap)."""
+    if CAPPED:
+        x = cap * (2.0 / (1.0 + tl.exp(-2.0 * x / cap)) - 1.0)
+    return x
+
+
+@triton.jit
+def _slope(x, cap, CAPPED: tl.constexpr):
+    """What the cap leaves of a gradient, from its result."""
+    return 1.0 - (x / cap) * (x / cap) if CAPPED else 1.0
+
+
+@triton.jit
 def _rows(
-    logits_ptr, targets_ptr, losses_ptr, narrow_ptr, vocab, columns, smoothing, ignored, narrow_scale,
-    SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, targets_ptr, losses_ptr, narrow_ptr, vocab, columns, smoothing, ignored, narrow_scale, cap,
+    CAPPED: tl.constexpr, SMOOTH: tl.constexpr, GRADIENT: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     LOG2E: tl.constexpr = 1.4426950408889634
     row = tl.program_id(0).to(tl.int64)
@@ -44,10 +58,10 @@ def _rows(
         plain_sum = tl.zeros((BLOCK,), tl.float32)
         whole = vocab // (4 * BLOCK) * (4 * BLOCK)
         for start in range(0, whole, 4 * BLOCK):
-            x0 = tl.load(row_ptr + start + lane).to(tl.float32) * LOG2E
-            x1 = tl.load(row_ptr + start + BLOCK + lane).to(tl.float32) * LOG2E
-            x2 = tl.load(row_ptr + start + 2 * BLOCK + lane).to(tl.float32) * LOG2E
-            x3 = tl.load(row_ptr + start + 3 * BLOCK + lane).to(tl.float32) * LOG2E
+            x0 = _soft(tl.load(row_ptr + start + lane).to(tl.float32), cap, CAPPED) * LOG2E
+            x1 = _soft(tl.load(row_ptr + start + BLOCK + lane).to(tl.float32), cap, CAPPED) * LOG2E
+            x2 = _soft(tl.load(row_ptr + start + 2 * BLOCK + lane).to(tl.float32), cap, CAPPED) * LOG2E
+            x3 = _soft(tl.load(row_ptr + start + 3 * BLOCK + lane).to(tl.float32), cap, CAPPED) * LOG2E
             if SMOOTH:
                 plain_sum += (x0 + x1) + (x2 + x3)
             higher = tl.maximum(highest, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
@@ -56,7 +70,9 @@ def _rows(
             highest = higher
         for start in range(whole, vocab, BLOCK):
             inside = start + lane < vocab
-            x = tl.load(row_ptr + start + lane, inside, -float("inf")).to(tl.float32) * LOG2E
+            x = _soft(tl.load(row_ptr + start + lane, inside, -float("inf")).to(tl.float32), cap, CAPPED) * LOG2E
+            if CAPPED:
+                x = tl.where(inside, x, -float("inf"))
             if SMOOTH:
                 plain_sum += tl.where(inside, x, 0.0)
             higher = tl.maximum(highest, x)
@@ -64,7 +80,7 @@ def _rows(
             highest = higher
         top = tl.max(highest, 0)
         lse = top + tl.log2(tl.sum(total * tl.exp2(highest - top), 0))  # in powers of two, as is everything here
-        at_target = tl.load(row_ptr + target).to(tl.float32) * LOG2E
+        at_target = _soft(tl.load(row_ptr + target).to(tl.float32), cap, CAPPED) * LOG2E
         loss = (1.0 - smoothing) * (lse - at_target)
         if SMOOTH:
             loss += smoothing * (lse - tl.sum(plain_sum, 0) / vocab)
@@ -72,15 +88,15 @@ def _rows(
         if GRADIENT:
             even = smoothing / vocab
             for start in range(0, whole, 4 * BLOCK):
-                x0 = tl.load(row_ptr + start + lane).to(tl.float32)
-                x1 = tl.load(row_ptr + start + BLOCK + lane).to(tl.float32)
-                x2 = tl.load(row_ptr + start + 2 * BLOCK + lane).to(tl.float32)
-                x3 = tl.load(row_ptr + start + 3 * BLOCK + lane).to(tl.float32)
+                x0 = _soft(tl.load(row_ptr + start + lane).to(tl.float32), cap, CAPPED)
+                x1 = _soft(tl.load(row_ptr + start + BLOCK + lane).to(tl.float32), cap, CAPPED)
+                x2 = _soft(tl.load(row_ptr + start + 2 * BLOCK + lane).to(tl.float32), cap, CAPPED)
+                x3 = _soft(tl.load(row_ptr + start + 3 * BLOCK + lane).to(tl.float32), cap, CAPPED)
                 kind: tl.constexpr = logits_ptr.dtype.element_ty
-                x0 = tl.exp2(x0 * LOG2E - lse) - even
-                x1 = tl.exp2(x1 * LOG2E - lse) - even
-                x2 = tl.exp2(x2 * LOG2E - lse) - even
-                x3 = tl.exp2(x3 * LOG2E - lse) - even
+                x0 = (tl.exp2(x0 * LOG2E - lse) - even) * _slope(x0, cap, CAPPED)
+                x1 = (tl.exp2(x1 * LOG2E - lse) - even) * _slope(x1, cap, CAPPED)
+                x2 = (tl.exp2(x2 * LOG2E - lse) - even) * _slope(x2, cap, CAPPED)
+                x3 = (tl.exp2(x3 * LOG2E - lse) - even) * _slope(x3, cap, CAPPED)
                 tl.store(row_ptr + start + lane, x0.to(kind))
                 tl.store(row_ptr + start + BLOCK + lane, x1.to(kind))
                 tl.store(row_ptr + start + 2 * BLOCK + lane, x2.to(kind))
@@ -93,14 +109,16 @@ def _rows(
                     tl.store(narrow_row_ptr + start + 3 * BLOCK + lane, (x3 * narrow_scale).to(small))
             for start in range(whole, columns, BLOCK):
                 column = start + lane
-                x = tl.load(row_ptr + column, column < vocab, 0.0).to(tl.float32)
-                gradient = tl.where(column < vocab, tl.exp2(x * LOG2E - lse) - even, 0.0)
+                x = _soft(tl.load(row_ptr + column, column < vocab, 0.0).to(tl.float32), cap, CAPPED)
+                gradient = (tl.exp2(x * LOG2E - lse) - even) * _slope(x, cap, CAPPED)
+                gradient = tl.where(column < vocab, gradient, 0.0)
                 tl.store(row_ptr + column, gradient.to(logits_ptr.dtype.element_ty), column < columns)
                 if NARROW:
                     small_gradient = (gradient * narrow_scale).to(narrow_ptr.dtype.element_ty)
                     tl.store(narrow_row_ptr + column, small_gradient, column < columns)
             tl.debug_barrier()  # another warp wrote the target's column
             mended = tl.exp2(at_target - lse) - even - (1.0 - smoothing)
+            mended *= _slope(at_target / LOG2E, cap, CAPPED)
             tl.store(row_ptr + target, mended.to(logits_ptr.dtype.element_ty))
             if NARROW:
                 tl.store(narrow_row_ptr + target, (mended * narrow_scale).to(narrow_ptr.dtype.element_ty))
@@ -118,18 +136,20 @@ def cross_entropy_rows(
     gradient: bool,
     narrow_NP: Tensor | None = None,
     narrow_scale: float = 1.0,
+    cap: float = 0.0,
 ) -> Tensor:
     """Loss of every row in fp32, zero where the target is IGNORED. With `gradient` the logits become their gradient.
 
-    `narrow_NP` is filled with that gradient times `narrow_scale`, in a type of its own.
+    `narrow_NP` is filled with that gradient times `narrow_scale`, in a type of its own. With a `cap` above 0 the loss
+    is that of cap·tanh(logits / cap).
     """
     assert logits_NP.is_contiguous()
     assert targets_N.is_contiguous()
     rows, columns = logits_NP.shape
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NP.device)
     _rows[(rows,)](
-        logits_NP, targets_N, losses_N, narrow_NP, vocab, columns, label_smoothing, IGNORED, narrow_scale,
-        SMOOTH=label_smoothing > 0.0, GRADIENT=gradient, NARROW=gradient and narrow_NP is not None,
+        logits_NP, targets_N, losses_N, narrow_NP, vocab, columns, label_smoothing, IGNORED, narrow_scale, cap,
+        CAPPED=cap > 0.0, SMOOTH=label_smoothing > 0.0, GRADIENT=gradient, NARROW=gradient and narrow_NP is not None,
         BLOCK=min(_BLOCK, triton.next_power_of_2(columns)), num_warps=_WARPS,
     )  # fmt: skip
     return losses_N

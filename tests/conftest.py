@@ -17,6 +17,7 @@ import torch
 
 from flatout.config.load import LoadedConfig, load_config
 from tests.bf16_products import sum_in_fp32
+from tests.interpreter import replace_once
 
 torch.set_num_threads(1)
 sum_in_fp32()
@@ -32,6 +33,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not torch.cuda.is_available():
     # Triton reads this when it is first imported, which torch.compile does too; it does not mind.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    if find_spec("triton"):
+        replace_once()
 
 TINY = [
     "model.layers=2",

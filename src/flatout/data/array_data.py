@@ -91,7 +91,7 @@ class ArraySource:
         self._given: Any = given
         indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
         self._called = not indexed and not hasattr(given, "__iter__")
-        if self._called and not callable(self._given):
+        if self._called and not callable(given):
             raise DataError(
                 f"a {type(given).__name__} was given to train as data",
                 "give an iterable of token arrays, a function that returns an iterator, or a torch Dataset",

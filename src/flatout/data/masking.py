@@ -28,7 +28,7 @@ import numpy.typing as npt
 from flatout.corpus.document import Problem, ProblemKind
 from flatout.data.chat_template import ChatTemplate, TemplateRefusal
 from flatout.data.conversations import Conversation
-from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
+from flatout.data.tokenizer import Ids, ModelTokenizer, Tokenizer, token_dtype
 
 TrainOn = Literal["assistant", "last", "all"]
 TRAIN_ON: tuple[TrainOn, ...] = get_args(TrainOn)
@@ -317,7 +317,7 @@ def _with_ends(
     return ids, labelled
 
 
-def preview(ids: npt.NDArray[Any], labelled: npt.NDArray[np.bool_], tokenizer: ModelTokenizer) -> list[Piece]:
+def preview(ids: npt.NDArray[Any], labelled: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> list[Piece]:
     """A sample as text, in pieces that are learned or not."""
     borders = [0, *(np.flatnonzero(labelled[1:] != labelled[:-1]) + 1).tolist(), len(ids)]
     pieces: list[Piece] = []

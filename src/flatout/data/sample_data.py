@@ -19,7 +19,7 @@ from flatout.data.sample_loader import (
     sample_batches,
 )
 from flatout.data.samples import Samples, SampleSet
-from flatout.data.tokenizer import Ids, ModelTokenizer
+from flatout.data.tokenizer import Ids, Tokenizer
 from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
 
 _COUNTS = (
@@ -48,7 +48,7 @@ class SampleData(TrainingData):
     """The samples of a run; `batch_samples` is how many a step was asked to take, `described` their model."""
 
     sample_set: SampleSet
-    tokenizer: ModelTokenizer
+    tokenizer: Tokenizer
     template: ChatTemplate | None
     described: dict[str, Any]
     stops: tuple[int, ...]  # tokens that end an answer

@@ -6,6 +6,9 @@ dropout and its learned scale, which in our kernels is one pass over memory.
 
     x_new = x + dropout(branch + bias) * scale          h = norm(x_new)
 
+Between blocks only our kernels leave a branch waiting. torch's form adds it before it hands the stream on (`hand_on`):
+so the first block is the same code to a compiler as the others, and a block that is recomputed keeps one tensor.
+
 Three forms: `TorchOperations`, `KernelOperations`, and `FrozenOperations`, in which a block whose adapters alone are
 trained is one step of autograd.
 

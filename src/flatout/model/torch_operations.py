@@ -94,7 +94,7 @@ class TorchOperations:
         return Branch(down(h))
 
     def hand_on(self, stream: Stream) -> Stream:
-        """With its branch added: so all blocks are one to a compiler, and one that is recomputed keeps one tensor."""
+        """With its branch added; why, see model/operations.py."""
         branch_BTW = stream.branch_BTW
         if branch_BTW is None:
             return stream

@@ -25,6 +25,7 @@ class Decoding:
     positions_BT: Tensor
     counts_B: Tensor | None  # tokens of each row, what follows them is padding; None: all are tokens
     fresh: bool  # nothing came before
+    masks: dict[tuple[int, int | None], Tensor] = dataclasses.field(default_factory=dict)  # made once for all layers
 
     @property
     def real_BT(self) -> Tensor:
@@ -51,8 +52,11 @@ class LayerCache:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """All keys and values with the new ones among them, and who sees which: [B, T, S]."""
         self.write(k_BGTD, v_BGTD, decoding)
-        positions_S = torch.arange(self.k_BGSD.shape[2], device=self.k_BGSD.device)
-        return self.k_BGSD, self.v_BGSD, _visible(decoding.positions_BT, positions_S[None], window)
+        kind = self.k_BGSD.shape[2], window
+        if kind not in decoding.masks:
+            positions_S = torch.arange(self.k_BGSD.shape[2], device=self.k_BGSD.device)
+            decoding.masks[kind] = _visible(decoding.positions_BT, positions_S[None], window)
+        return self.k_BGSD, self.v_BGSD, decoding.masks[kind]
 
 
 class WindowCache:

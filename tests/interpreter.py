@@ -45,7 +45,9 @@ def replace_once() -> None:
 
     def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
         for name in builtins_of(package):
-            interpreter._patch_attr(package, name, getattr(package, name), builder, scope)
+            member = getattr(package, name)
+            if language.core.is_builtin(member):  # else it is replaced already, by a launch around this one
+                interpreter._patch_attr(package, name, member, builder, scope)
 
     kept = functools.cache(interpreter._get_np_dtype)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import flatout
-from flatout import api
+from flatout.api import training
 from flatout.data.positions import Schedule, Stage
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.graphs import MicroBatchGraph
@@ -31,7 +31,7 @@ def in_stages(monkeypatch: pytest.MonkeyPatch):
         run = setup_run(loaded, *given, **more)
         return staged(run, run.config.model.context)
 
-    monkeypatch.setattr(api, "setup_run", build)
+    monkeypatch.setattr(training, "setup_run", build)
 
 
 def losses(records) -> dict[int, float]:

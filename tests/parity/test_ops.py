@@ -196,7 +196,7 @@ def test_the_compiler_does_not_look_into_the_fused_loss(learning):
 @pytest.mark.parametrize(("learning", "frozen"), [(False, False), (True, False), (True, True)])
 def test_the_fused_loss_tells_the_compiler_what_it_will_return(dtype, learning, frozen):
     hidden, weight, targets = torch.randn(20, 6, dtype=dtype), torch.randn(11, 6), torch.arange(20) % 11
-    how = (0.1, 8, 8, "torch", False, False, learning, frozen)
+    how = (0.1, 8, 8, "torch", False, False, learning, frozen, 0.0)
     operation = torch.ops.flatout.loss_and_gradients.default
     torch.library.opcheck(operation, (hidden, weight, targets, *how))
     with FakeTensorMode():  # no card is needed to ask what the operation would do on one

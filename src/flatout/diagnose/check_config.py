@@ -10,7 +10,6 @@ from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.unused import cut_pattern, wide_window
 from flatout.diagnose.check_tokens import steps_of
 from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status
-from flatout.engine.trained import checkpoint_size
 
 MOST_STEPS = 20_000_000
 _BIG_SHARE = 0.2  # of a run's time for anything but training
@@ -259,6 +258,8 @@ def _saving(
     if parameters is None or step_seconds is None or rate is None:
         yield _finding("saving", "ok", f"every {every:,} steps")
         return
+    from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
+
     one = checkpoint_size(parameters, config.optim, config.speed) / rate
     share = one / (one + every * step_seconds)
     found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share, 'up to about')} of the run's time"

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from flatout.config.schema import RunConfig
 from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status, in_gib
-from flatout.engine.trained import checkpoint_size
 
 _CHUNK = 2**22
 _SLOW = 50e6  # bytes per second; an ordinary hard disk gives more
@@ -104,6 +103,8 @@ def _space(
         yield _finding("space", "warn" if low else "ok", f"{in_gib(free)} free at {disk.nearest}", advice)
         return
     # Those it keeps, the best one, and the one being written before an old one is removed.
+    from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
+
     count, one = config.checkpoint.keep + 2, checkpoint_size(parameters, config.optim, config.speed)
     need = count * one
     shards = data.to_prepare_bytes or 0

@@ -12,7 +12,6 @@ from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.diagnose.check_fit import Fit, resolved_need
 from flatout.diagnose.doctor import Finding, Machine, Status, Trials, in_gib
-from flatout.optim.rules import state_bytes
 
 _TIGHT = 0.92  # of the memory: fragmentation and evaluation want the rest
 # Switches that save memory, the cheapest in time first, each on top of nothing.
@@ -75,6 +74,8 @@ def _on_host(config: RunConfig, machine: Machine, fitted: Fit) -> Iterator[Findi
     """What an optimizer keeps on the host has to fit there."""
     if fitted.speed is None or not fitted.speed.optimizer_offload or fitted.parameters is None:
         return
+    from flatout.optim.rules import state_bytes  # the doctor starts without torch
+
     state = state_bytes(config.optim, state=fitted.speed.optimizer_state, offload=True)
     need, have = int(state.host * fitted.parameters), machine.available_bytes
     if have is not None and need > 0.8 * have:

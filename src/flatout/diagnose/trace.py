@@ -24,19 +24,9 @@ BOOKKEEPING, UNKNOWN = "bookkeeping", "unknown"
 
 # Kernels in src/flatout/ops/kernels by their names in a trace. The update in 8 bits counts as optimizer.
 OUR_KERNELS = (
-    *("_backward", "_carry", "_ends", "_fold", "_forward", "_gate_backward", "_gate_forward", "_gradients", "_maxima"),
-    *(
-        "_pack",
-        "_pack_back",
-        "_round",
-        "_round_delayed",
-        "_rows",
-        "_scale",
-        "_spread",
-        "_states",
-        "_swiglu_backward",
-        "_table",
-    ),
+    *("_backward", "_carry", "_drop", "_ends", "_fold", "_forward", "_gate_backward", "_gate_forward", "_gradients"),
+    *("_maxima", "_pack", "_pack_back", "_round", "_round_delayed", "_rows", "_scale", "_spread", "_states"),
+    *("_swiglu_backward", "_table"),
 )
 # First match wins: a library's attention is full of words for products, and torch's copies are elementwise kernels.
 _KERNEL_KINDS = (

@@ -2,11 +2,12 @@
 
     python benchmarks/two_trees.py OLD NEW OLD_COMMIT NEW_COMMIT [CASE ...] >> benchmarks/two_trees.jsonl
 
-OLD and NEW are folders with `src` and `benchmarks`, such as git worktrees. Each case runs in two processes at once, one
-per tree. Both set up and warm up side by side; then they take turns, so that only one of them has the device. A row
-has the medians of both, the ratio new to old, and the peak memory of each. Pretraining cases are the real loader and
-the real step of a preset on the bundled text; LoRA cases are those of each tree's own `finetune.py`. Losses of the
-first steps stand in the row: with the same seed and data they say whether both trees still compute the same.
+OLD and NEW are folders with `src` and `benchmarks`, such as git worktrees. Each case runs in two processes, one a tree.
+They set up and warm up one after the other, because tuned products are chosen by their times; then they take turns, so
+that only one of them has the device. A row has the medians of both, the ratio new to old, and the peak memory of each.
+Pretraining cases are the real loader and the real step of a preset on the bundled text; LoRA cases are those of each
+tree's own `finetune.py`. Losses of the first steps stand in the row: with the same seed and data they say whether both
+trees still compute the same.
 `--small` is for a try on a CPU.
 """
 
@@ -67,9 +68,12 @@ class Worker:
 
 
 def compare(case: str, old: Path, new: Path, *, small: bool) -> dict[str, Any]:
-    workers = {"old": Worker(old, case, small=small), "new": Worker(new, case, small=small)}
+    workers: dict[str, Worker] = {}
+    ready: dict[str, Any] = {}
     try:
-        ready = {name: worker.answer() for name, worker in workers.items()}
+        for name, tree in (("old", old), ("new", new)):
+            workers[name] = Worker(tree, case, small=small)
+            ready[name] = workers[name].answer()
         taken: dict[str, list[float]] = {"old": [], "new": []}
         for turn in range(TURNS):
             for name in ("old", "new") if turn % 2 == 0 else ("new", "old"):
@@ -101,6 +105,7 @@ def spread(values: list[float]) -> float:
 def work(case: str, *, small: bool) -> None:
     import torch
 
+    sys.path.remove(str(Path(__file__).resolve().parent))  # `finetune` is to be the tree's own
     cuda = torch.cuda.is_available()
     with contextlib.ExitStack() as stack:
         take, peak, losses, count = (lora if case in LORA else pretraining)(case, stack, small=small)

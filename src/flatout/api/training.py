@@ -53,9 +53,7 @@ def train(
     resume = None if resume is None else str(resume)
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
-    if val is not None and data is None:
-        raise UsageError("train was given val= without data=", "give data= too, or set data.val_source in the config")
-    arrays = None if data is None else Arrays(data, val)
+    arrays = _arrays(data, val)
     check_trackers(plain(config).output.trackers)
     folder = choose_folder(plain(config).output, resume)
     with run_lock(folder) as lock:
@@ -91,6 +89,12 @@ def train(
                 traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
                 free_memory(device)
                 raise with_way_back(error, config, folder, vocab, arrays) from error
+
+
+def _arrays(data: Any, val: Any) -> Arrays | None:
+    if val is not None and data is None:
+        raise UsageError("train was given val= without data=", "give data= too, or set data.val_source in the config")
+    return None if data is None else Arrays(data, val)
 
 
 def _set_up(config: Config, origin: Origin, progress: Progress | None, arrays: Arrays | None) -> Run:

@@ -84,7 +84,7 @@ class GPT(nn.Module):
     def use_window(self, window: int | None) -> None:
         """Gives blocks of kind W another attention window; None gives them back their own."""
         for block, kind in zip(self.blocks, self.config.kinds, strict=True):
-            if kind == "W":
+            if kind == "W" and isinstance(block.attention, Attention):
                 block.attention.window = window or self.config.window
 
     @property

@@ -57,9 +57,13 @@ def linear_cross_entropy(
     if path == "plain" or hidden_NW.shape[0] <= chunk:
         return _plain_loss(hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, cap)
     total = hidden_NW.new_zeros((), dtype=torch.promote_types(hidden_NW.dtype, torch.float32))
-    for hidden, targets in zip(hidden_NW.split(chunk), targets_N.split(chunk), strict=True):
-        arguments = (hidden, weight_VW, targets, label_smoothing, pad_vocab, cap)
-        total = total + checkpoint(_plain_loss, *arguments, use_reentrant=False, preserve_rng_state=False)
+    kind = hidden_NW.device.type
+    autocasting, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    # Each chunk casts the weight for itself: through a cached copy their gradients would be summed in its narrow type.
+    with torch.autocast(kind, dtype, enabled=autocasting, cache_enabled=False):
+        for hidden, targets in zip(hidden_NW.split(chunk), targets_N.split(chunk), strict=True):
+            arguments = (hidden, weight_VW, targets, label_smoothing, pad_vocab, cap)
+            total = total + checkpoint(_plain_loss, *arguments, use_reentrant=False, preserve_rng_state=False)
     return total
 
 

@@ -64,6 +64,16 @@ def test_other_arrays_are_refused_when_a_run_resumes():
         list(flatout.train(resume="run"))
 
 
+def test_a_generator_that_was_read_before_is_refused_when_a_run_resumes():
+    held = list(arrays(7))
+    list(flatout.train(config("output.folder=run"), data=arrays, val=held, stop=lambda: True))
+    begun = arrays()
+    next(begun)
+    with pytest.raises(DataError, match="not the one that the run read there"):
+        list(flatout.train(resume="run", data=begun, val=held))
+    assert len(losses(flatout.train(resume="run", data=arrays(), val=held))) == 11
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [

@@ -1,5 +1,6 @@
 """Arrays from a program: joined in order or shuffled by number, checked, held out, and gone on from any position."""
 
+import itertools
 import json
 from typing import Any
 
@@ -166,13 +167,16 @@ def test_stages_cut_windows_here_too():
     [
         ([np.array([1, 50])], "token id 50, and the vocabulary has 50"),
         ([np.array([3, -1])], "token id -1"),
-        ([np.array([1.0, 2.0])], "is of float64"),
+        ([np.array([1.0, 2.0])], "has type float64"),
         ([np.ones((2, 2), int)], "has 2 dimensions"),
         ([[[1], [2, 3]]], "has 2 dimensions"),
-        ([{"input_ids": [1]}], "is a dict"),
-        (["text"], "is a str"),
+        ([{"input_ids": [1]}], "is of type dict"),
+        (["text"], "is of type str"),
         (7, "a int was given"),
-        ([[], []], "hold no two tokens"),
+        ([[], []], "holds no two tokens"),
+        ({0: [1, 2]}, "a dict was given"),
+        (np.array([1, 2]), "is of type int64"),
+        (lambda: itertools.repeat([]), "arrays in a row are empty"),
     ],
 )
 def test_what_are_no_arrays_of_ids_is_refused(train: Any, words: str):

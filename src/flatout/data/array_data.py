@@ -6,14 +6,15 @@ every epoch by the run's seed; any other iterable is read in its own order, and 
 
 Contract: a position is the array that the next step begins in and the offset in it, so batches after a resume are the
 same if the program hands over the same arrays. Arrays before it are skipped by their number, or drawn and dropped; an
-iterable with `state_dict` and `load_state_dict` is put back to where it was instead.
+iterable with `state_dict` and `load_state_dict` is put back to where it was instead. A resume compares the array at its
+position with the one that was there, so a generator that was read before is noticed.
 Without validation arrays of their own, the first ones are held out and never trained on.
 """
 
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, final
 
@@ -33,6 +34,9 @@ from flatout.files import canonical_json
 
 VAL_TOKENS = 2**16  # held out where eval.tokens does not say
 PLACE = "the arrays given to train"
+MOST_EMPTY = 100_000  # arrays in a row
+COMPARED = 4096  # tokens of an array, and its length: a hash of them comes with every step
+READ_BEFORE = "give the function that makes a generator, not a generator that was read before"
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class ArrayPosition:
     offset: int = 0
     tokens: int = 0  # that came before
     state: str | None = None  # JSON, from before the array was drawn
+    digest: str | None = None  # of the array
 
 
 def open_arrays(
@@ -78,6 +83,8 @@ def open_arrays(
         held, _ = ArraySource(arrays.val, known.vocab, seed).first(wanted)
     else:
         held, source.held = source.first(wanted, None if source.items is None else val_fraction)
+    if len(held) < 2 and arrays.val is None:
+        raise DataError("the data given to train holds no two tokens", f"give arrays with more tokens; {READ_BEFORE}")
     if len(held) < 2:
         raise DataError("the validation arrays hold no two tokens", "give arrays with more tokens as val=")
     return ArrayData(source, HeldTokens(held, PLACE, 0, 0), known, schedule, val_tokens)
@@ -91,7 +98,7 @@ class ArraySource:
         self._given: Any = given
         indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
         self._called = not indexed and not hasattr(given, "__iter__")
-        if self._called and not callable(given):
+        if isinstance(given, Mapping) or (self._called and not callable(given)):
             raise DataError(
                 f"a {type(given).__name__} was given to train as data",
                 "give an iterable of token arrays, a function that returns an iterator, or a torch Dataset",
@@ -154,12 +161,16 @@ class ArraySource:
                 "give train an iterable that can be read again, or a function that returns a new iterator",
             )
         items = iter(made) if self.items is None else (made[index] for index in range(self.items))
-        state = None if state_of is None else state_of()
+        state, empty = None if state_of is None else state_of(), 0
         for item in items:
             if self._once and state_of is None:
                 self._drawn = number + 1
             if number >= start.array:
-                yield number, state, self._checked(item, number)
+                ids = self._checked(item, number)
+                empty = 0 if len(ids) else empty + 1
+                if empty == MOST_EMPTY:
+                    raise DataError(f"{empty:,} arrays in a row are empty", "give arrays with tokens")
+                yield number, state, ids
             number, state = number + 1, None if state_of is None else state_of()
 
     def _checked(self, item: Any, number: int) -> Ids:
@@ -168,17 +179,24 @@ class ArraySource:
         except ValueError:  # rows of different lengths
             array = np.empty((0, 0))
         if array.ndim != 1:
-            found = f"has {array.ndim} dimensions" if array.ndim else f"is a {type(item).__name__}"
-            raise DataError(f"array {number} of the data {found}", "give rows of token ids: numpy, torch or lists")
+            found = f"has {array.ndim} dimensions" if array.ndim else f"is of type {type(item).__name__}"
+            raise DataError(
+                f"array {number} of the data {found}",
+                "give one-dimensional arrays of token ids (numpy, torch or lists); a single one goes into a list",
+            )
         if not array.size:
             return np.empty(0, dtype=self.dtype)
         if not np.issubdtype(array.dtype, np.integer):
-            raise DataError(f"array {number} of the data is of {array.dtype}", "give token ids as integers")
+            raise DataError(f"array {number} of the data has type {array.dtype}", "give token ids as integers")
         low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= self.vocab:
+        if low < 0:
             raise DataError(
-                f"array {number} of the data holds token id {low if low < 0 else high}, and the vocabulary has "
-                f"{self.vocab}",
+                f"array {number} of the data holds token id {low}",
+                "leave out padding and masked labels; ids begin at 0",
+            )
+        if high >= self.vocab:
+            raise DataError(
+                f"array {number} of the data holds token id {high}, and the vocabulary has {self.vocab} ids from 0 on",
                 "set model.vocab, or data.tokenizer to the tokenizer that made the ids",
             )
         return array.astype(self.dtype)
@@ -210,7 +228,7 @@ class _Row:
 
     def __init__(self, source: ArraySource, start: ArrayPosition) -> None:
         self._arrays = source.arrays(start)
-        self._offset = start.offset
+        self._offset, self._digest = start.offset, start.digest
         self._pieces: deque[tuple[ArrayPosition, Ids]] = deque()
         self._length = -start.offset  # tokens from here on that have been drawn
 
@@ -218,6 +236,10 @@ class _Row:
         """The next `count` tokens and the one after them, which is the first of the next call."""
         while self._length <= count:
             self._pieces.append(next(self._arrays))
+            if self._digest not in (None, _digest(self._pieces[-1][1])):
+                number = self._pieces[-1][0].array
+                raise DataError(f"array {number} of the data is not the one that the run read there", READ_BEFORE)
+            self._digest = None
             self._length += len(self._pieces[-1][1])
         row = np.concatenate([ids for _, ids in self._pieces])[self._offset : self._offset + count + 1]
         self._offset, self._length = self._offset + count, self._length - count
@@ -226,8 +248,12 @@ class _Row:
         return row
 
     def position(self) -> ArrayPosition:
-        start, _ = self._pieces[0]
-        return replace(start, offset=self._offset, tokens=start.tokens + self._offset)
+        start, ids = self._pieces[0]
+        return replace(start, offset=self._offset, tokens=start.tokens + self._offset, digest=_digest(ids))
+
+
+def _digest(ids: Ids) -> str:
+    return hashlib.sha256(ids[:COMPARED].astype("<u4").tobytes() + len(ids).to_bytes(8, "little")).hexdigest()
 
 
 @final

@@ -23,7 +23,10 @@ def data_folder(data: DataConfig) -> Path:
     if data.folder is not None:
         return Path(data.folder)
     if data.source is None:
-        raise ConfigError("neither data.source nor data.folder is set", "set data.source to a text file or folder")
+        raise ConfigError(
+            "neither data.source nor data.folder is set",
+            "set data.source to a text file or folder; a run on token arrays needs them again, as data= in Python",
+        )
     return Path("data") / f"{_source_name(data)}-{Path(data.tokenizer).stem}"
 
 

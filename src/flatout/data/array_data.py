@@ -34,6 +34,7 @@ from flatout.files import canonical_json
 
 VAL_TOKENS = 2**16  # held out where eval.tokens does not say
 PLACE = "the arrays given to train"
+AT_ONCE = 1024  # arrays whose place in the order is worked out together
 MOST_EMPTY = 100_000  # arrays in a row
 COMPARED = 4096  # tokens of an array, and its length: a hash of them comes with every step
 READ_BEFORE = "give the function that makes a generator, not a generator that was read before"
@@ -45,6 +46,11 @@ class Arrays:
 
     train: Any
     val: Any = None
+
+    @property
+    def once(self) -> bool:
+        """Whether they can be read only once: an iterator."""
+        return hasattr(self.train, "__next__")
 
 
 @final
@@ -142,10 +148,11 @@ class ArraySource:
             yield from self._drawn_from(start)
         elif self.items > self.held:
             order = WindowOrder(self.items - self.held, self.seed)
-            for number in range(start.array, self.items):
-                position = start.epoch * order.windows + number - self.held
-                index = self.held + int(order.indices(position, 1)[0])
-                yield number, None, self._checked(self._given[index], index)
+            for begin in range(start.array, self.items, AT_ONCE):
+                numbers = range(begin, min(begin + AT_ONCE, self.items))
+                indices = self.held + order.indices(start.epoch * order.windows + begin - self.held, len(numbers))
+                for number, index in zip(numbers, indices.tolist(), strict=True):
+                    yield number, None, self._checked(self._given[index], index)
 
     def _drawn_from(self, start: ArrayPosition) -> Iterator[tuple[int, str | None, Ids]]:
         """(number, state before it, array) in the order of the object itself."""
@@ -241,7 +248,11 @@ class _Row:
                 raise DataError(f"array {number} of the data is not the one that the run read there", READ_BEFORE)
             self._digest = None
             self._length += len(self._pieces[-1][1])
-        row = np.concatenate([ids for _, ids in self._pieces])[self._offset : self._offset + count + 1]
+        offset, missing, parts = self._offset, count + 1, []
+        for _, ids in self._pieces:  # cut first: an array may be far longer than a step
+            parts.append(ids[offset : offset + missing])
+            offset, missing = 0, missing - len(parts[-1])
+        row = np.concatenate(parts)
         self._offset, self._length = self._offset + count, self._length - count
         while self._offset >= len(self._pieces[0][1]):
             self._offset -= len(self._pieces.popleft()[1])

@@ -36,13 +36,17 @@ def with_way_back(
 ) -> DivergedError:
     """The error with the command that trains on. Let go of the run first: it may have to be built again."""
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
-    found = _newest_sound(folder, vocab)
+    found, gentle = _newest_sound(folder, vocab), " ".join(f"{path}={value}" for path, value in gentler(config).items())
+    if found is None and arrays is not None and arrays.once:  # what it gave is gone, and with it the held-out arrays
+        return DivergedError(error.message, f"start again with {gentle}")
     where = "the newest checkpoint that is not known to be bad" if found is not None else "the starting weights"
     try:
         point = found if found is not None else _save_start(loaded, folder, arrays)
     except UserError as failed:  # of the disk or the memory: what the user has to know first is the divergence
-        words = " ".join(f"{path}={value}" for path, value in gentler(config).items())
-        return DivergedError(error.message, f"start again with {words} ({failed.message})")
+        return DivergedError(error.message, f"start again with {gentle} ({failed.message})")
+    if arrays is not None:
+        given = f"flatout.train with the same data=, resume={str(point)!r} and {gentle} in its config"
+        return DivergedError(error.message, f"go on from {where}, in Python: {given}")
     verb = "train" if config.chat.source is None else "finetune"
     words = {**_changed(config, point), **gentler(config)}
     settings = [shlex.quote(f"{path}={value}") for path, value in words.items()]

@@ -27,7 +27,8 @@ class FrozenOperations(KernelOperations):
     def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
         assert isinstance(block, Block)
         attention = block.attention
-        assert block.mlp_scale is None, "residual scales are for other forms, as engine/features.py says"
+        assert block.mlp_scale is None, "residual scales are for other forms, as engine/switches.py says"
+        assert stream.dropout == 0.0, "samples have no dropout, as the config says"
         assert isinstance(attention, Attention), "there are no adapters in a model with eigenstates"
         layout, how = shared.layout, self.execution
         attend = functools.partial(causal_attention, backend=how.attention)

@@ -47,7 +47,7 @@ class Optimizers:
         return torch.tensor(rows, dtype=torch.float64).to(self.parameters[0].device, torch.float32)
 
     def follow(self, rates: Schedule) -> None:
-        """Replaces all rates: the last rule's by `rates`, another rule's by `rates` times the ratio of the two peaks."""
+        """Replaces all rates: the last rule's by `rates`, another rule's by `rates` times the ratio of their peaks."""
         peaks = {id(group.rule.rate): max(group.rule.rate) for group in self.groups}
         last = max(self.groups[-1].rule.rate)
         scaled = {key: [rate * (peak / last) for rate in rates] for key, peak in peaks.items()}

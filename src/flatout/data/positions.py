@@ -1,8 +1,8 @@
 """Where a step reads: a table from the step number to windows, sequences, their length and their attention window.
 
-Idea: windows of the longest length, in the order of the data, are numbered by positions. A `Stage` says what each step
-takes from its first step on; the position of a step is the sum of what all steps before it took. A stage with shorter
-sequences cuts every window into rows, so that an epoch has the same windows in every stage.
+Idea: the data is a sequence of windows of `longest` tokens; a position is a window's number in reading order. A `Stage`
+says what each step takes from its first step on; the position of a step is the sum of what all steps before it took. A
+stage with shorter sequences cuts every window into rows, so that an epoch has the same windows in every stage.
 
 Contract: exact integers, a pure function of the step number, so the table and the step are all that a resume needs.
 Data follows the step number; learning rates follow applied updates, and are no part of this.
@@ -42,7 +42,10 @@ class Reading:
 @final
 @dataclass(frozen=True)
 class Schedule:
-    """Stages over windows of `longest` tokens. `chosen` are steps that come instead, one after the other and again."""
+    """Stages over windows of `longest` tokens.
+
+    If `chosen` is given, only these steps are read, in a cycle (`tune` measures fine-tuning with them).
+    """
 
     stages: tuple[Stage, ...]
     longest: int
@@ -54,10 +57,13 @@ class Schedule:
             raise ValueError(f"stages begin at step 0 and rise, not {firsts}")
         for stage in self.stages:
             if stage.length < 1 or self.longest % stage.length or stage.sequences < 1:
-                raise ValueError(f"no {stage.sequences} sequences of {stage.length} in windows of {self.longest}")
+                raise ValueError(
+                    f"{stage.sequences} sequences of {stage.length} tokens: the length must divide the window length "
+                    f"{self.longest}, and both must be at least 1"
+                )
             if stage.sequences % (self.longest // stage.length):
                 raise ValueError(
-                    f"{stage.sequences} sequences of {stage.length} are no whole windows of {self.longest}"
+                    f"{stage.sequences} sequences of {stage.length} do not fill whole windows of {self.longest}"
                 )
 
     @classmethod
@@ -65,7 +71,7 @@ class Schedule:
         return cls((Stage(0, sequences, length),), length)
 
     def after(self, earlier: "Schedule", step: int) -> "Schedule":
-        """This table from `step` on and `earlier` before it, so that what was read by then stays where it was."""
+        """This table from `step` on and `earlier` before it, so that positions read before `step` stay."""
         now = bisect.bisect_right(self.stages, step, key=lambda stage: stage.first_step) - 1
         following = [replace(self.stages[now], first_step=step), *self.stages[now + 1 :]]
         kept = [stage for stage in earlier.stages if stage.first_step < step]
@@ -93,7 +99,7 @@ class Schedule:
         return Reading(start, windows, self.longest // stage.length, stage.length, stage.window)
 
     def steps_until(self, position: float) -> int:
-        """The steps after which `position` windows have been read."""
+        """The steps after which `position` windows have been read; a float, because `train.epochs` may be 1.5."""
         number = max(bisect.bisect_left(self._starts, position) - 1, 0)
         stage = self.stages[number]
         return stage.first_step + math.ceil((position - self._starts[number]) / self._windows(stage))

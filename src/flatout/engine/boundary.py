@@ -1,7 +1,7 @@
 """What happens at a boundary, a step after which something is due: saving, evaluating, sampling, judging.
 
-Order: read all reports, write the checkpoint, evaluate, sample, write the verdict into the checkpoint, remove older
-ones. DO NOT change it:
+Order: read all reports (done by the loop), write the checkpoint, evaluate, sample, write the verdict into the
+checkpoint, remove older ones. DO NOT change it:
 - an evaluation that fails costs nothing, because the weights are on disk already;
 - a checkpoint without a verdict is evaluated when it is resumed from, so an evaluation is neither repeated nor skipped;
 - nothing is removed before the newest checkpoint is known to have a finite loss.
@@ -47,9 +47,10 @@ class Boundary:
     totals: SpanTotals
     evaluation_batch: int
     checkpoint: str | None  # the last one written
-    looked: int  # the step at which eigenstates were looked at last
+    eigenstates_seen_at: int  # the last step at which `look_at_eigenstates` was called
     saves: bool = True
-    kept: set[Path] = dataclasses.field(default_factory=set)  # checkpoints with somebody's files, of which a notice was
+    # checkpoints that could not be removed and that a notice has already named
+    kept: set[Path] = dataclasses.field(default_factory=set)
     exhausted: bool = False
 
     def pass_through(
@@ -70,7 +71,7 @@ class Boundary:
             yield from notices_at(step, notices)
             yield record
             yield from look_at_eigenstates(run.model, step)
-            self.looked, loss = step, record.loss
+            self.eigenstates_seen_at, loss = step, record.loss
         improved = self.progress.best_step == step
         self.exhausted = out_of_patience(run, self.progress) and not self.progress.bad_steps
         if (due.sample or self.exhausted) and run.config.eval.sample_tokens:
@@ -78,6 +79,7 @@ class Boundary:
         wanted = self.exhausted or (improved and loss is not None and run.config.checkpoint.best)
         began = time.perf_counter()
         if saved is None and wanted and self.saves and not self.progress.bad_steps:
+            # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
             saved, size = write_checkpoint(checkpoints_of(self.folder), capture(run, self.progress, position, Due()))
         if saved is None:
             return
@@ -156,7 +158,7 @@ class Boundary:
 
 
 def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:
-    """Keeps the books of an evaluation; whether it is the best so far."""
+    """Records a validation loss in `progress`; returns whether it is the best so far."""
     progress.val_loss = loss
     # Comparisons with NaN are false, so a NaN is never the best, and later losses are never compared with it.
     best = loss < (math.inf if progress.best_loss is None else progress.best_loss)

@@ -51,8 +51,9 @@ def train_loop(
 ) -> Generator[Record]:
     """Trains `run` to its end, or until `stop()` says so at a step boundary; saves into `folder`, where it `saves`.
 
-    `save()` is asked after every step, too: where it is true, the run saves and goes on. `recorded` is whether there is
-    a record of the checkpoint that is resumed from: a kill may come between the two.
+    `save()` is asked after every step, too: where it is true, the run saves and goes on. `recorded`: metrics.jsonl
+    already has the CheckpointRecord of the checkpoint that is resumed from; a kill can come after the save and before
+    the record.
     """
     progress = Progress()
     if resumed is not None:
@@ -79,12 +80,12 @@ def train_loop(
     spent = out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
     position = None if resumed is None else resumed.state.get("stream")
     steps = _Steps(boundary, stop, save, position, reason="early_stop" if spent else "finished")
-    yield from steps.run(run.steps if spent else progress.step)
+    yield from steps.run(run.steps if spent else progress.step)  # starting at the last step means no step at all
     yield from notices_at(progress.step, () if spent else run.data.last_notices(steps.position))
     yield from notices_at(progress.step, run.new_notices.take())
     if resumed is None or resumed.step != run.steps:
         yield from notices_at(progress.step, notice_on_adapter(run, folder))
-    if boundary.looked != progress.step:
+    if boundary.eigenstates_seen_at != progress.step:
         yield from look_at_eigenstates(run.model, progress.step)
     yield EndRecord(
         step=progress.step,
@@ -153,7 +154,7 @@ class _Steps:
         if not (due.evaluate or due.sample or saving):
             return False
         yield from settle(run, progress, self.totals, self.pending.drain())
-        if progress.bad_steps and not ending:  # it ends in a good step or, very soon, in an error
+        if progress.bad_steps and not ending:  # wait: a good step ends the count, or the third bad one ends the run
             self.owed, saving, stopping = saving, False, False
         else:
             self.owed = False

@@ -1,12 +1,11 @@
-"""The modules of a decoder. Each takes plain values, none has heard of a config file.
+"""The modules of a decoder. Each takes the model section or plain values, never a whole config.
 
 A block's forward pass is written here, once: training, evaluation, decoding, packed documents, windows and eigenstates
-go through it, by torch's operations or by our kernels (model/operations.py).
+go through it, by torch's operations or by our kernels. `Own`, `Shared`, `Stream` and `Branch`, which every `forward`
+takes or returns, are defined in model/operations.py.
 
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +24,17 @@ from flatout.ops.linear_cross_entropy import linear_cross_entropy, padded_logits
 
 
 class Embedding(nn.Embedding):
-    """The token table. Its rows come with those of the positions added, as the residual stream begins."""
+    """The token table. Returns token rows plus position rows: the first values of the residual stream."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, tokens_BT: Tensor, operations: Operations, *more: Any
+        self,
+        tokens_BT: Tensor,
+        operations: Operations,
+        positions_TW: Tensor | None,
+        dropout: float = 0.0,
+        seed: Tensor | None = None,
     ) -> Tensor:
-        return operations.embed(tokens_BT, self.weight, *more)
+        return operations.embed(tokens_BT, self.weight, positions_TW, dropout, seed)
 
 
 class Positions(nn.Embedding):
@@ -113,7 +117,7 @@ class Attention(nn.Module):
         if shared.layout is None:
             return causal_attention(*qkv, backend=how.attention, dropout=dropout, window=self.window)
         if dropout > 0.0:
-            raise ValueError("attention between packed documents has no dropout")
+            raise ValueError("attention inside packed documents has no dropout")
         return document_attention(*qkv, shared.layout, backend=how.document_attention, window=self.window)
 
     def empty_cache(
@@ -125,7 +129,10 @@ class Attention(nn.Module):
 
 
 def mlp_width_of(config: ModelConfig) -> int:
-    """4·W, or two thirds of it for swiglu so that its three matrices hold as much as two would, in steps of 8."""
+    """4·W; for swiglu 8/3 of W, rounded up to a multiple of 8.
+
+    swiglu has three matrices, which then hold as many values as the two of another MLP.
+    """
     if config.mlp_width is not None:
         return config.mlp_width
     if config.mlp == "swiglu":
@@ -168,7 +175,7 @@ def build_mixer(config: ModelConfig, kind: str, place: int) -> Attention | Eigen
 class Block(nn.Module):
     """Pre-norm: x + attention(norm(x)), then x + mlp(norm(x)); the branches may carry learned scales.
 
-    In blocks of kind E eigenstates are in the place of attention, and under its name.
+    In blocks of kind E, `self.attention` holds an `Eigenstate` instead.
     """
 
     def __init__(self, config: ModelConfig, kind: str = "A", place: int = 0) -> None:
@@ -183,7 +190,7 @@ class Block(nn.Module):
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
 
     def forward(self, stream: Stream, shared: Shared, own: Own) -> Stream:
-        """Takes the branch that the block before has not added yet, and leaves its own."""
+        """Adds the waiting branch of the block before, if any; its own MLP branch may wait for the next block."""
         do = shared.operations
         whole = do.whole(self, stream, shared)
         if whole is not None:
@@ -203,8 +210,8 @@ class Block(nn.Module):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether nothing but adapters is trained here."""
-        if not isinstance(self.attention, Attention):  # the kernels for such blocks know attention alone
+        """Whether the frozen-block kernels may run it: attention, and nothing but adapters trained."""
+        if not isinstance(self.attention, Attention):
             return False
         norms = (self.attention_norm, self.mlp_norm, self.attention.q_norm, self.attention.k_norm)
         own = [module for module in (*norms, *self.linears().values()) if module is not None]

@@ -1,8 +1,10 @@
-"""All that a run trains, each tensor with the optimizer of the rule that takes it.
+"""Builds the optimizers of a run: each trained tensor goes to the first rule that takes it.
 
-The first rule that takes a tensor gets it; a tensor that no rule takes is refused. Schedules are tables on the device,
-looked up by the count of applied updates: an update that was skipped for a non-finite gradient must not advance them,
-and only the device knows of it. State goes to checkpoints and back by parameter name.
+A tensor that no rule takes is refused. Schedules are tables on the device, looked up by the count of applied updates:
+an update that was skipped for a non-finite gradient must not advance them, and only the device knows of it. State goes
+to checkpoints and back by parameter name.
+
+Shape legend: K schedules, U updates.
 """
 
 import collections
@@ -22,7 +24,7 @@ class Optimizers:
         self.named: dict[str, nn.Parameter] = {one.name: one.parameter for one in trained}
         self.parameters = list(self.named.values())
         taken = deal(rules, trained)
-        # Rules that share a schedule share its row.
+        # Keyed by id(): rules that hold the same list share one row of the table.
         numbers = [number for rule in taken for number in rule.numbers.values()]
         self._schedules = {id(number): number for number in numbers if isinstance(number, Sequence)}
         self.schedules_KU = self._tabulate(list(self._schedules.values()))
@@ -45,7 +47,7 @@ class Optimizers:
         return torch.tensor(rows, dtype=torch.float64).to(self.parameters[0].device, torch.float32)
 
     def follow(self, rates: Schedule) -> None:
-        """Another schedule of the last rule's rate; the others' stay in proportion to it, by their peaks."""
+        """Replaces all rates: the last rule's by `rates`, another rule's by `rates` times the ratio of their peaks."""
         peaks = {id(group.rule.rate): max(group.rule.rate) for group in self.groups}
         last = max(self.groups[-1].rule.rate)
         scaled = {key: [rate * (peak / last) for rate in rates] for key, peak in peaks.items()}
@@ -61,12 +63,12 @@ class Optimizers:
         return rate
 
     def update(self, divisor: Tensor, finite: Tensor) -> None:
-        """Updates everything that has a gradient, by the numbers that were looked up, or nothing."""
+        """Updates all that has a gradient, with the rates of the last `look_up`; nothing where `finite` is false."""
         for optimizer in self.optimizers:
             optimizer.update(divisor, finite)
 
     def create_state(self) -> None:
-        """Makes what is missing of the state, before the first update uses any of it."""
+        """Creates missing state tensors before the first update."""
         if not self._complete:
             for optimizer in self.optimizers:
                 optimizer.create_state()
@@ -87,7 +89,7 @@ class Optimizers:
         }
 
     def assign(self, tensors: Mapping[str, Tensor], origin: str) -> list[str]:
-        """Puts saved state back; the counterpart of `tensors`. Returns what there is to tell."""
+        """Puts saved state back; the counterpart of `tensors`. Returns notices."""
         saved: dict[str, dict[str, Tensor]] = {}
         for full_name, tensor in tensors.items():
             name, _, key = full_name.rpartition(".")

@@ -4,12 +4,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.utils._device
 
 from tests.parity.checking import GuardedMemory
 
 
 @pytest.fixture
 def guarded_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[GuardedMemory]:
+    # torch keeps a list of the functions that `torch.device("meta")` redirects: it must be made of the real ones.
+    torch.utils._device._device_constructors()
     guarded = GuardedMemory()
     monkeypatch.setattr(torch, "empty", guarded.make)
     monkeypatch.setattr(torch, "empty_like", guarded.make_like)

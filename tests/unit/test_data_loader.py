@@ -341,7 +341,7 @@ def test_arguments_that_contradict_each_other_are_refused(train: TokenShards) ->
     for changes in ({"rank": 2, "world_size": 2}, {"rank": 0, "world_size": 4}):
         with pytest.raises(ValueError, match="no share"):
             device(train, 0, 1, **changes)
-    with pytest.raises(ValueError, match="no 0 sequences"):
+    with pytest.raises(ValueError, match="0 sequences of 16 tokens"):
         device(train, 0, 1, sequences=0)
     with pytest.raises(ValueError, match="workers"):
         host(train, 0, 1, workers=-1)

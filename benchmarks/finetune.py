@@ -41,22 +41,21 @@ import torch
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import IN_PYTHON
-from flatout.data.batch import Batch
+from flatout.data.batch import Batch, Span
 from flatout.data.positions import Schedule
-from flatout.data.sample_loader import SampleLoader, SampleOrder
+from flatout.data.sample_loader import SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fine_tuning import adapter_plan
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
-from flatout.engine.run import device_scope
+from flatout.engine.run import delivery_of, device_scope
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import only_adapters
 from flatout.errors import UserError
 from flatout.model.adapters import attach
 from flatout.model.gpt import empty_model
-from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
@@ -151,11 +150,11 @@ def our_step(config: RunConfig, *, mixed: bool, small: bool) -> tuple[TrainStep,
 def batches_of(config: RunConfig, speed: Speed, *, mixed: bool, small: bool) -> SampleLoader:
     samples = samples_of(mixed=mixed, small=small)
     order = SampleOrder(len(samples), config.chat.batch_samples, 0)
-    span = {"first_step": 0, "last_step": order.steps_per_epoch, "device": speed.device.torch_device}
-    joined = speed.execution.document_attention in BY_BOUNDS or speed.execution.kernels == "triton"
-    rows = {"row_tokens": config.model.context, "packing": mixed, "joined": joined, "micro_batch": speed.micro_batch}
+    delivery = delivery_of(speed, speed.micro_batch)
+    how = {"row_tokens": config.model.context, "packing": mixed, "joined": delivery.joined}
+    rows = SampleRows(samples, batch_samples=order.batch_samples, **how)
     schedule = Schedule.constant(order.batch_samples, config.model.context)
-    return SampleLoader(samples, order, schedule, workers=speed.workers, **rows, **span)
+    return SampleLoader(rows, order, schedule, delivery, Span(first_step=0, last_step=order.steps_per_epoch))
 
 
 def recorded(

@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from flatout.data.batch import Delivery, Span
 from flatout.data.best_fit import best_fit
-from flatout.data.loader import HostLoader, pack_documents, window_order
+from flatout.data.loader import HostLoader, windows_of
 from flatout.data.manifest import MANIFEST, OFFSET_DTYPE, TOKENIZER, VERSION, FileInfo, Manifest, SplitInfo
 from flatout.data.positions import Schedule
-from flatout.data.sampler import window_starts
 from flatout.data.shards import TokenShards
 from flatout.data.tokenizer import ByteTokenizer
 
@@ -149,14 +150,14 @@ def cpu_seconds() -> float:
 
 def measure_method(folder: Path, method: str, state: str) -> dict[str, Any]:
     shards = TokenShards(folder, "train")
-    order = window_order(shards, context=CONTEXT, stride=CONTEXT, seed=SEED)
+    order = windows_of(shards, context=CONTEXT, stride=CONTEXT, seed=SEED).order
     gather = shards.gather if method == "announced" else other_gather(folder, shards, method)
     # Cold and warm runs of all methods read other windows than each other, so that none finds those of another cached.
     first = 10_000 * (2 * METHODS.index(method) + (state == "warm"))
     set_cache(folder, state)
     before, read, began, batches = memory_mib(), disk_bytes(), time.perf_counter(), 0
     while batches < 400 and time.perf_counter() - began < SECONDS:
-        starts = window_starts(order.indices((first + batches) * SEQUENCES, SEQUENCES), CONTEXT)
+        starts = order.indices((first + batches) * SEQUENCES, SEQUENCES) * CONTEXT
         rows = gather(starts, CONTEXT + 1)
         if not batches:
             assert np.array_equal(rows, shards.gather(starts, CONTEXT + 1)), "all methods give the same batches"
@@ -209,16 +210,15 @@ def other_gather(folder: Path, shards: TokenShards, method: str) -> Callable[[np
 
 def measure_loader(folder: Path, size: int, packing: str) -> dict[str, Any]:
     shards = TokenShards(folder, "train")
-    packed = pack_documents(shards, CONTEXT) if packing == "best_fit" else None
-    order = window_order(shards, context=CONTEXT, stride=CONTEXT, seed=SEED, packing=packed)
+    how = {"seed": SEED, "best_fit": packing == "best_fit"}
+    windows = windows_of(shards, context=CONTEXT, stride=CONTEXT, **how)
     batches = size // (SEQUENCES * CONTEXT * 2)
     set_cache(folder, "cold")
     memory, rates, read = [], [], disk_bytes()
-    arguments: dict[str, Any] = {"stride": CONTEXT, "device": "cpu"}
-    arguments["packing"] = packed
+    delivery = Delivery(device=torch.device("cpu"), workers=1)
     schedule = Schedule.constant(SEQUENCES, CONTEXT)
     usage_before = cpu_seconds()
-    with HostLoader(shards, order, schedule, workers=1, first_step=0, last_step=batches, **arguments) as loader:
+    with HostLoader(windows, schedule, delivery, Span(first_step=0, last_step=batches)) as loader:
         next(loader)
         memory.append(memory_mib())
         began = last = time.perf_counter()
@@ -235,7 +235,7 @@ def measure_loader(folder: Path, size: int, packing: str) -> dict[str, Any]:
         "packing": packing,
         "state": "cold",
         "corpus_gib": round(shards.tokens * 2 / 2**30, 2),
-        "epochs": round(batches * SEQUENCES / order.windows, 3),
+        "epochs": round(batches * SEQUENCES / windows.order.windows, 3),
         "read_gib": round(done * SEQUENCES * CONTEXT * 2 / 2**30, 2),
         "disk_gib": round((disk_bytes() - read) / 2**30, 2),
         "workers": 1,

@@ -21,7 +21,7 @@ WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "checkpoint.ever
 
 def staged(run, context: int):
     half = context // 2
-    stages = (Stage(0, 4, half, window=4), Stage(3, 8, half), Stage(6, 4, context))
+    stages = (Stage(0, 4, half, attention_window=4), Stage(3, 8, half), Stage(6, 4, context))
     return dataclasses.replace(run, schedule=Schedule(stages, context))
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from flatout.data.array_data import ArrayData, Arrays, open_arrays
+from flatout.data.batch import Delivery, Span
 from flatout.data.positions import Schedule, Stage
-from flatout.data.training_data import Delivery, Span
 from flatout.errors import DataError, UserError
 
 SCHEDULE = Schedule.constant(3, 8)
@@ -156,7 +156,7 @@ def test_validation_arrays_are_held_out_and_known_again():
 
 
 def test_stages_cut_windows_here_too():
-    stages = Schedule((Stage(0, 4, 4), Stage(2, 2, 8, window=5)), 8)
+    stages = Schedule((Stage(0, 4, 4), Stage(2, 2, 8, attention_window=5)), 8)
     found = batches(opened(Iterable(documents()), [np.arange(50)]), 0, 4, schedule=stages)
     assert [tuple(tokens.shape) for tokens, *_ in found] == [(4, 4), (4, 4), (2, 8), (2, 8)]
     assert np.array_equal(row_of(found), np.concatenate(documents())[:64])

@@ -1,5 +1,6 @@
 """Loaders: the same batches from host and device, any workers, any shards, any rank; and prompt, clean endings."""
 
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -10,25 +11,19 @@ import pytest
 import torch
 
 from flatout.data import loader as module
-from flatout.data.ahead import PREFETCH
-from flatout.data.batch import Batch
-from flatout.data.loader import (
-    IGNORED,
-    DeviceLoader,
-    HostLoader,
-    evaluation_batches,
-    pack_documents,
-    window_order,
-)
+from flatout.data.batch import PREFETCH, Batch, Delivery, Span
+from flatout.data.loader import IGNORED, DeviceLoader, HostLoader, Windows, evaluation_batches, windows_of
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import TokenShards
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
 from flatout.errors import DataError, ResourceError
 from flatout.ops.documents import PackedRows
+from flatout.world import World
 from tests.handmade import write_dataset
 
 SHAPE: dict[str, Any] = {"sequences": 6, "context": 16, "stride": 16, "device": "cpu"}
+CPU = torch.device("cpu")
 
 
 def prepare(folder: Path, text: str, tokenizer: str = "bytes", shard_tokens: int = 10**8) -> Path:
@@ -44,38 +39,22 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
     return TokenShards(prepare(tmp_path_factory.mktemp("loader"), text), "train")
 
 
-def order_of(shards: TokenShards, arguments: dict[str, Any]) -> WindowOrder:
-    shape = {name: arguments.get(name) for name in ("context", "stride", "packing")}
-    return window_order(shards, **shape, seed=9)
-
-
-def schedule_of(arguments: dict[str, Any]) -> Schedule:
-    return Schedule.constant(arguments["sequences"], arguments["context"])
-
-
-def without_shape(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in arguments.items() if name not in ("sequences", "context")}
+def parts(shards: TokenShards, first: int, last: int, changes: dict[str, Any]) -> tuple[Windows, Any, Any, Any]:
+    """What loaders are made of."""
+    arguments = SHAPE | changes
+    shape = {name: value for name, value in arguments.items() if name in ("context", "stride", "best_fit", "apart")}
+    how = {name: arguments[name] for name in ("workers", "world") if name in arguments}
+    schedule = Schedule.constant(arguments["sequences"], arguments["context"])
+    delivery = Delivery(device=torch.device(arguments["device"]), **how)
+    return windows_of(shards, seed=9, **shape), schedule, delivery, Span(first_step=first, last_step=last)
 
 
 def host(shards: TokenShards, first: int, last: int, workers: int = 0, **changes: Any) -> HostLoader:
-    arguments = SHAPE | changes
-    order = order_of(shards, arguments)
-    schedule = arguments.pop("schedule", None) or schedule_of(arguments)
-    return HostLoader(
-        shards, order, schedule, workers=workers, first_step=first, last_step=last, **without_shape(arguments)
-    )
+    return HostLoader(*parts(shards, first, last, {**changes, "workers": workers}))
 
 
 def device(shards: TokenShards, first: int, last: int, **changes: Any) -> DeviceLoader:
-    arguments = SHAPE | changes
-    order = order_of(shards, arguments)
-    schedule = arguments.pop("schedule", None) or schedule_of(arguments)
-    return DeviceLoader(shards, order, schedule, first_step=first, last_step=last, **without_shape(arguments))
-
-
-def loader_over(shards: TokenShards, order: WindowOrder, **more: Any) -> HostLoader:
-    how = without_shape(SHAPE) | more
-    return HostLoader(shards, order, schedule_of(SHAPE), workers=0, first_step=0, last_step=1, **how)
+    return DeviceLoader(*parts(shards, first, last, changes))
 
 
 def assert_same(left: list[Batch], right: list[Batch]) -> None:
@@ -83,10 +62,6 @@ def assert_same(left: list[Batch], right: list[Batch]) -> None:
     for one, other in zip(left, right, strict=True):
         assert torch.equal(one.tokens, other.tokens)
         assert torch.equal(one.targets, other.targets)
-        assert (one.documents is None) == (other.documents is None)
-        if one.documents is not None and other.documents is not None:
-            assert one.documents.dtype == other.documents.dtype == torch.int32
-            assert torch.equal(one.documents, other.documents)
 
 
 def loader_threads() -> list[str]:
@@ -129,7 +104,7 @@ def test_starting_at_a_step_continues_exactly(train: TokenShards) -> None:
 def test_ranks_share_each_batch_in_order(train: TokenShards, world_size: int) -> None:
     reference = list(host(train, 0, 5))
     for build in (host, device):
-        ranks = [list(build(train, 0, 5, rank=rank, world_size=world_size)) for rank in range(world_size)]
+        ranks = [list(build(train, 0, 5, world=World(rank, world_size))) for rank in range(world_size)]
         for step, whole in enumerate(reference):
             assert torch.equal(torch.cat([batches[step].tokens for batches in ranks]), whole.tokens)
             assert torch.equal(torch.cat([batches[step].targets for batches in ranks]), whole.targets)
@@ -186,18 +161,23 @@ def many(tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]]) -
 
 
 def test_packed_windows_hold_every_pair_of_every_document_once(many: TokenShards, documents: list[list[int]]) -> None:
-    packing = pack_documents(many, 16)
-    [batch] = host(many, 0, 1, packing=packing, sequences=packing.windows)
-    assert batch.documents is not None
-    assert batch.tokens.shape == batch.targets.shape == batch.documents.shape == (packing.windows, 16)
+    windows = windows_of(many, context=16, stride=16, seed=9, best_fit=True).order.windows
+    [joined] = host(many, 0, 1, best_fit=True, sequences=windows)
+    [batch] = host(many, 0, 1, best_fit=True, sequences=windows, apart=True)
+    assert_same([joined], [batch])
+    assert joined.packed is None
+    assert batch.packed is not None
+    documents_BT = torch.from_numpy(batch.packed.documents_BT)
+    assert documents_BT.dtype == torch.int32
+    assert batch.tokens.shape == batch.targets.shape == documents_BT.shape == (windows, 16)
     real = batch.targets != IGNORED
     # Each id occurs once in the stream, so that a pair names its place.
     found = sorted(zip(batch.tokens[real].tolist(), batch.targets[real].tolist(), strict=True))
     assert found == [(a, a + 1) for document in documents for a in document[:-1]]
-    assert torch.equal(batch.documents >= 0, real)
+    assert torch.equal(documents_BT >= 0, real)
     assert bool((batch.tokens[~real] == 0).all())
     owner = {token: number for number, document in enumerate(documents) for token in document}
-    for tokens, numbers in zip(batch.tokens.tolist(), batch.documents.tolist(), strict=True):
+    for tokens, numbers in zip(batch.tokens.tolist(), documents_BT.tolist(), strict=True):
         used = [number for number in numbers if number >= 0]
         assert numbers == used + [-1] * (16 - len(used))
         owners = [owner[token] for token in tokens[: len(used)]]
@@ -206,15 +186,13 @@ def test_packed_windows_hold_every_pair_of_every_document_once(many: TokenShards
 
 
 def test_packed_batches_are_the_same_from_host_and_device_and_any_workers(many: TokenShards) -> None:
-    packing = pack_documents(many, 16)
-    assert packing.windows == window_order(many, context=16, stride=16, seed=9, packing=packing).windows
-    reference = list(host(many, 0, 30, packing=packing))
+    reference = list(host(many, 0, 30, best_fit=True))
     for workers in (1, 3):
-        assert_same(list(host(many, 0, 30, workers, packing=packing)), reference)
-    assert_same(list(device(many, 0, 30, packing=packing)), reference)
-    assert_same(list(host(many, 11, 30, packing=packing)), reference[11:])
+        assert_same(list(host(many, 0, 30, workers, best_fit=True)), reference)
+    assert_same(list(device(many, 0, 30, best_fit=True)), reference)
+    assert_same(list(host(many, 11, 30, best_fit=True)), reference[11:])
     for build in (host, device):
-        ranks = [list(build(many, 0, 5, packing=packing, rank=rank, world_size=3)) for rank in range(3)]
+        ranks = [list(build(many, 0, 5, best_fit=True, world=World(rank, 3))) for rank in range(3)]
         for step in range(5):
             assert torch.equal(torch.cat([batches[step].tokens for batches in ranks]), reference[step].tokens)
 
@@ -226,7 +204,7 @@ def test_documents_of_joined_windows_are_numbered_where_they_stay_apart(
     owner = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
     shape: dict[str, Any] = {"context": context, "stride": stride}
     plain = list(host(many, 0, 8, **shape))
-    assert {batch.documents for batch in plain} == {None}
+    assert {batch.packed for batch in plain} == {None}
     for batch, same in zip(host(many, 0, 8, apart=True, **shape), plain, strict=True):
         assert torch.equal(batch.tokens, same.tokens)
         assert batch.packed is not None
@@ -234,26 +212,19 @@ def test_documents_of_joined_windows_are_numbered_where_they_stay_apart(
             assert np.array_equal(numbers, owner[tokens] - owner[tokens[0]])
 
 
-def test_a_packing_that_does_not_fit_is_refused(many: TokenShards, tmp_path: Path) -> None:
-    packing = pack_documents(many, 16)
-    with pytest.raises(ValueError, match="context of 16, not of 8"):
-        host(many, 0, 1, context=8, packing=packing)
-    with pytest.raises(ValueError, match="order is over"):
-        loader_over(many, WindowOrder(3, 0), packing=packing)
+def test_documents_without_a_pair_of_tokens_are_not_packed(tmp_path: Path) -> None:
     single = TokenShards(write_dataset(tmp_path / "data", [b"a", b"b", b"c"]), "train")
-    packing = pack_documents(single, 16)
-    assert (packing.windows, packing.remainder) == (0, 3)
     with pytest.raises(DataError, match="has two tokens") as caught:
-        window_order(single, context=16, stride=16, seed=0, packing=packing)
+        windows_of(single, context=16, stride=16, seed=0, best_fit=True)
     assert "concat" in caught.value.hint
 
 
 def test_documents_that_do_not_follow_each_other_are_not_packed(tmp_path: Path) -> None:
     folder = write_dataset(tmp_path / "data", [b"abc", b"defg", b"hi"])
-    for starts in ([1, 3, 7], [0, 7, 3], [0, 3, 9]):
+    for starts, how in itertools.product(([1, 3, 7], [0, 7, 3], [0, 3, 9]), ({"best_fit": True}, {"apart": True})):
         (folder / "train.offsets.bin").write_bytes(np.array(starts, dtype="<u8").tobytes())
         with pytest.raises(DataError, match=r"train\.offsets\.bin is damaged"):
-            pack_documents(TokenShards(folder, "train"), 16)
+            windows_of(TokenShards(folder, "train"), context=16, stride=16, seed=0, **how)
 
 
 # Ends and errors
@@ -323,24 +294,17 @@ def test_a_split_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
     shards = TokenShards(prepare(tmp_path, "x" * 20), "train")
     assert shards.tokens == 16
     with pytest.raises(DataError) as caught:
-        window_order(shards, context=16, stride=16, seed=0)
+        windows_of(shards, context=16, stride=16, seed=0)
     assert "16 tokens" in caught.value.message
     assert "17" in caught.value.message
     assert "model.context" in caught.value.hint
-    order = WindowOrder(1, 0)
-    with pytest.raises(DataError):
-        loader_over(shards, order)
-    with pytest.raises(DataError):
-        DeviceLoader(shards, order, schedule_of(SHAPE), first_step=0, last_step=1, **without_shape(SHAPE))
     assert len(list(host(shards, 0, 2, context=15))) == 2
 
 
 def test_arguments_that_contradict_each_other_are_refused(train: TokenShards) -> None:
-    with pytest.raises(ValueError, match="order is over 3 windows"):
-        loader_over(train, WindowOrder(3, 0))
-    for changes in ({"rank": 2, "world_size": 2}, {"rank": 0, "world_size": 4}):
+    for world in (World(2, 2), World(0, 4)):
         with pytest.raises(ValueError, match="no share"):
-            device(train, 0, 1, **changes)
+            next(device(train, 0, 1, world=world))
     with pytest.raises(ValueError, match="0 sequences of 16 tokens"):
         device(train, 0, 1, sequences=0)
     with pytest.raises(ValueError, match="workers"):
@@ -370,7 +334,7 @@ def test_evaluation_covers_every_target_once(
 ) -> None:
     stream = train.read(0, train.tokens).astype(np.int64)
     count = min(train.tokens - 1, most_tokens or 10**9)
-    arguments: dict[str, Any] = {"context": context, "batch_size": batch_size, "device": "cpu"}
+    arguments: dict[str, Any] = {"context": context, "batch_size": batch_size, "device": CPU}
     batches = list(evaluation_batches(train, most_tokens=most_tokens, **arguments))
     assert len(batches) == -(-count // (batch_size * context))
     tokens = torch.cat([batch.tokens.flatten() for batch in batches])
@@ -387,9 +351,9 @@ def test_evaluation_refuses_a_split_without_a_target_at_once(tmp_path: Path) -> 
     val = TokenShards(write_dataset(tmp_path / "data", [b"abcdefghi"], [b"j"]), "val")
     assert val.tokens == 1
     with pytest.raises(DataError, match="has 1 tokens"):
-        evaluation_batches(val, context=8, batch_size=2, device="cpu")
+        evaluation_batches(val, context=8, batch_size=2, device=CPU)
     with pytest.raises(ValueError, match="no batches"):
-        evaluation_batches(val, context=8, batch_size=2, device="cpu", most_tokens=0)
+        evaluation_batches(val, context=8, batch_size=2, device=CPU, most_tokens=0)
 
 
 @pytest.mark.gpu
@@ -410,12 +374,10 @@ def test_batches_on_a_gpu_equal_those_on_the_cpu(train: TokenShards, name: str) 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_packed_batches_on_a_gpu_equal_those_on_the_cpu(many: TokenShards) -> None:
-    packing = pack_documents(many, 16)
-    reference = list(host(many, 0, 20, packing=packing))
+    reference = list(host(many, 0, 20, best_fit=True))
     for build in (host, device):
-        for arrived, same in zip(build(many, 0, 20, packing=packing, device="cuda"), reference, strict=True):
-            assert arrived.documents is not None
-            moved = Batch(arrived.tokens.cpu(), arrived.targets.cpu(), arrived.step, arrived.documents.cpu())
+        for arrived, same in zip(build(many, 0, 20, best_fit=True, device="cuda"), reference, strict=True):
+            moved = Batch(arrived.tokens.cpu(), arrived.targets.cpu(), arrived.step)
             assert_same([moved], [same])
 
 
@@ -425,5 +387,5 @@ def test_packed_rows_wait_in_pinned_memory_for_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.shape) or tensor)
     rows, documents = np.zeros((2, 4), dtype=np.int64), np.zeros((2, 4), dtype=np.int32)
     for device, count in [("cpu", 0), ("cuda", 2)]:
-        batch = module._packed_batch(PackedRows(rows, documents, rows), 3, torch.device(device))
+        batch = Batch.of_rows(PackedRows(rows, documents, rows), 3, torch.device(device))
         assert (batch.step, len(pinned)) == (3, count)

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from flatout.config.data_sections import SourceConfig
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import sources
 from flatout.corpus.document import Document, Problem
 from flatout.data import plan, stream, stream_loader, stream_parts, workers
+from flatout.data.batch import Delivery, Span
 from flatout.data.pack import pack_corpus
 from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartResult, run_part
 from flatout.data.plan import Inputs, request_of
@@ -30,6 +32,7 @@ from flatout.data.stream_loader import StreamLoader
 from flatout.data.stream_parts import Position, Workers
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.errors import ConfigError, DataError, ResourceError
+from flatout.world import World
 
 END = 256  # of the tokenizer `bytes`
 CONTEXT = 8
@@ -87,16 +90,9 @@ def prepared(data: DataConfig, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 def loader_of(
     opened: StreamDataset, first: int, last: int, position: Position | None = None, batch: int = 4, **more: Any
 ) -> StreamLoader:
-    return StreamLoader(
-        opened.train,
-        Schedule.constant(batch, CONTEXT),
-        seed=3,
-        device="cpu",
-        first_step=first,
-        last_step=last,
-        position=position,
-        **more,
-    )
+    delivery, span = Delivery(device=torch.device("cpu"), **more), Span(first_step=first, last_step=last)
+    schedule = Schedule.constant(batch, CONTEXT)
+    return StreamLoader(opened.train, schedule, delivery, span, seed=3, position=position)
 
 
 def check_against_prepared(data: DataConfig, folder: Path) -> None:
@@ -180,7 +176,7 @@ def test_long_windows_have_small_blocks():
 def test_ranks_share_a_batch(source: Path):
     opened = open_stream(settings(source))
     whole = [batch.tokens.numpy() for batch in loader_of(opened, 2, 5)]
-    shares = [[batch.tokens.numpy() for batch in loader_of(opened, 2, 5, rank=rank, world_size=2)] for rank in range(2)]
+    shares = [[batch.tokens.numpy() for batch in loader_of(opened, 2, 5, world=World(rank, 2))] for rank in range(2)]
     for step in range(3):
         assert np.array_equal(np.concatenate([share[step] for share in shares]), whole[step])
 

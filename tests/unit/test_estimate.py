@@ -61,7 +61,7 @@ def test_length_and_windows_are_those_of_the_run(tiny, words: list[str]):
     loaded = tiny("train.steps=null", *words)
     run = setup_run(loaded)
     assert isinstance(run.data, ShardData)
-    assert _windows(run.config, run.data.dataset) == run.data.facts.windows
+    assert _windows(run.config, run.data.train) == run.data.facts.windows
     assert _steps(run.config, run.data.facts.windows) == run.steps
 
 

@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from flatout.data.loader import DeviceLoader, HostLoader, window_order
+from flatout.data.batch import Delivery, Span
+from flatout.data.loader import DeviceLoader, HostLoader, windows_of
 from flatout.data.positions import Schedule, Stage
 from flatout.data.shards import TokenShards
 from tests.handmade import write_dataset
 
-STAGES = (Stage(0, 4, 4), Stage(3, 8, 4, window=2), Stage(5, 4, 8))
+STAGES = (Stage(0, 4, 4), Stage(3, 8, 4, attention_window=2), Stage(5, 4, 8))
 TABLE = Schedule(STAGES, 8)
 
 
@@ -25,7 +26,7 @@ def test_positions_are_the_sum_of_what_was_read():
         reading = TABLE.at(step)
         assert (reading.start, reading.windows) == (sum(windows[:step]), expected)
     assert [TABLE.at(step).length for step in range(7)] == [4, 4, 4, 4, 4, 8, 8]
-    assert [TABLE.at(step).window for step in range(7)] == [None, None, None, 2, 2, None, None]
+    assert [TABLE.at(step).attention_window for step in range(7)] == [None, None, None, 2, 2, None, None]
     assert TABLE.at(10**15).start == 14 + 4 * (10**15 - 5)
 
 
@@ -56,15 +57,15 @@ def test_another_table_after_a_resume_leaves_what_was_read():
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_shorter_stages_read_the_same_windows_in_rows(train: TokenShards, apart: bool):
-    order = window_order(train, context=8, stride=8, seed=3)
-    how = {"stride": 8, "device": "cpu", "first_step": 0, "last_step": 7}
-    batches = list(HostLoader(train, order, TABLE, workers=2, apart=apart, micro_batch=2, **how))
+    windows = windows_of(train, context=8, stride=8, seed=3, apart=apart)
+    how = TABLE, Delivery(device=torch.device("cpu"), workers=2, micro_batch=2), Span(first_step=0, last_step=7)
+    batches = list(HostLoader(windows, *how))
     assert [tuple(batch.tokens.shape) for batch in batches] == [(4, 4)] * 3 + [(8, 4)] * 2 + [(4, 8)] * 2
     assert [batch.pieces for batch in batches] == [2] * 5 + [1] * 2
-    assert [batch.window for batch in batches] == [None] * 3 + [2, 2] + [None] * 2
+    assert [batch.attention_window for batch in batches] == [None] * 3 + [2, 2] + [None] * 2
     whole = torch.cat([batch.tokens.reshape(-1, 8) for batch in batches])
-    windows = order.indices(0, TABLE.at(7).start)
-    assert torch.equal(whole, torch.from_numpy(train.gather(windows * 8, 8).astype(np.int64)))
+    numbers = windows.order.indices(0, TABLE.at(7).start)
+    assert torch.equal(whole, torch.from_numpy(train.gather(numbers * 8, 8).astype(np.int64)))
     for batch in batches:
         if batch.packed is not None:
             kept = batch.targets >= 0
@@ -72,14 +73,14 @@ def test_shorter_stages_read_the_same_windows_in_rows(train: TokenShards, apart:
             assert torch.equal(batch.targets[kept], batch.tokens[kept] + 1)
             assert (batch.packed.documents_BT[:, 0] == 0).all()
     if not apart:
-        same = DeviceLoader(train, order, TABLE, **how)
+        same = DeviceLoader(windows, *how)
         assert all(torch.equal(one.targets, other.targets) for one, other in zip(same, batches, strict=True))
 
 
 def test_an_epoch_of_stages_has_every_window_once(train: TokenShards):
-    order = window_order(train, context=8, stride=8, seed=3)
-    steps = TABLE.steps_until(order.windows)
-    how = {"stride": 8, "device": "cpu", "first_step": 0, "last_step": steps}
-    rows = [tuple(row) for batch in HostLoader(train, order, TABLE, workers=0, **how)
+    windows = windows_of(train, context=8, stride=8, seed=3)
+    order = windows.order
+    span = Span(first_step=0, last_step=TABLE.steps_until(order.windows))
+    rows = [tuple(row) for batch in HostLoader(windows, TABLE, Delivery(device=torch.device("cpu")), span)
             for row in batch.tokens.reshape(-1, 8).tolist()]  # fmt: skip
     assert len(set(rows[: order.windows])) == order.windows

@@ -10,20 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.data.batch import Batch
+from flatout.data.batch import Batch, Delivery, Span
 from flatout.data.positions import Schedule
-from flatout.data.sample_loader import (
-    SampleLoader,
-    SampleOrder,
-    count_padding,
-    fullest_steps,
-    micro_batches,
-    most_rows,
-    row_lengths,
-    sample_batches,
-)
+from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows, fullest_steps, row_lengths
 from flatout.data.samples import Samples
 from flatout.ops.reference import IGNORED
+
+CPU = torch.device("cpu")
 
 
 def made(lengths: list[int], seed: int = 0, share: float = 0.5) -> Samples:
@@ -37,18 +30,21 @@ def made(lengths: list[int], seed: int = 0, share: float = 0.5) -> Samples:
 
 
 def batches(samples: Samples, batch_samples: int, first: int, last: int, **more) -> list[Batch]:
-    order = SampleOrder(len(samples), batch_samples, seed=3)
-    given = {"row_tokens": 256, "packing": True, "workers": 0, **more}
-    span = {"device": "cpu", "first_step": first, "last_step": last}
-    with SampleLoader(samples, order, Schedule.constant(batch_samples, 256), **span, **given) as loader:
+    with loader_of(samples, SampleOrder(len(samples), batch_samples, seed=3), first, last, **more) as loader:
         return list(loader)
+
+
+def loader_of(samples: Samples, order: SampleOrder, first: int, last: int, **more) -> SampleLoader:
+    schedule = more.pop("schedule", Schedule.constant(order.batch_samples, 256))
+    delivery = Delivery(device=CPU, workers=more.pop("workers", 0), micro_batch=more.pop("micro_batch", None))
+    rows = SampleRows(samples, batch_samples=order.batch_samples, **{"row_tokens": 256, "packing": True, **more})
+    return SampleLoader(rows, order, schedule, delivery, Span(first_step=first, last_step=last))
 
 
 def documents_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
     """(inputs, targets) of each document of a batch."""
-    assert batch.documents is not None
     found = []
-    for tokens, targets, documents in zip(batch.tokens, batch.targets, batch.documents, strict=True):
+    for tokens, targets, documents in zip(*tensors(batch), strict=True):
         present = [number for number in documents.unique().tolist() if number >= 0]
         assert present == list(range(len(present)))
         for number in present:
@@ -90,8 +86,7 @@ def test_every_sample_once_in_each_epoch(lengths: list[int], batch_samples: int,
             seen.update(check_documents(batch, samples))
             labels += int((batch.targets != IGNORED).sum())
             assert batch.tokens.dtype == batch.targets.dtype == torch.int64
-            assert batch.documents is not None
-            assert batch.documents.dtype == torch.int32
+            assert tensors(batch)[2].dtype == torch.int32
             assert batch.tokens.shape[1] in row_lengths(256)
         assert seen == Counter(range(len(lengths)))
         assert labels == samples.labels
@@ -123,8 +118,8 @@ def test_resuming_at_any_step_gives_the_same_batches():
 
 
 def tensors(batch: Batch) -> tuple[torch.Tensor, ...]:
-    assert batch.documents is not None
-    return batch.tokens, batch.targets, batch.documents
+    assert batch.packed is not None
+    return batch.tokens, batch.targets, torch.from_numpy(batch.packed.documents_BT)
 
 
 def test_the_last_step_of_an_epoch_takes_what_is_left():
@@ -165,7 +160,7 @@ def test_mixed_lengths_leave_little_padding():
 def test_evaluation_sees_every_sample_once_in_order():
     samples = made([3, 50, 200, 17, 64, 65, 2])
     for packing in (False, True):
-        found = list(sample_batches(samples, row_tokens=256, batch_samples=3, packing=packing, device="cpu"))
+        found = list(SampleRows(samples, batch_samples=3, row_tokens=256, packing=packing).in_order(CPU))
         assert [sorted(check_documents(batch, samples)) for batch in found] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
@@ -175,25 +170,14 @@ def test_what_cannot_be_loaded_is_refused():
         batches(samples, 2, 0, 1, row_tokens=98)
     assert batches(samples, 2, 0, 1, row_tokens=99)
     with pytest.raises(ValueError, match="over 5 samples"):
-        SampleLoader(
-            samples,
-            SampleOrder(5, 1, 0),
-            Schedule.constant(1, 99),
-            row_tokens=99,
-            packing=True,
-            device="cpu",
-            workers=0,
-            first_step=0,
-            last_step=1,
-        )
+        loader_of(samples, SampleOrder(5, 1, 0), 0, 1)
     with pytest.raises(ValueError, match="at least one sample"):
         SampleOrder(5, 0, 0)
 
 
 def test_closing_ends_the_threads():
     samples = made([30] * 50)
-    how = {"row_tokens": 64, "packing": True, "device": "cpu", "workers": 2, "first_step": 0, "last_step": 99}
-    loader = SampleLoader(samples, SampleOrder(50, 2, 0), Schedule.constant(2, 64), **how)
+    loader = loader_of(samples, SampleOrder(50, 2, 0), 0, 99, workers=2, row_tokens=64)
     next(loader)
     loader.close()
     loader.close()
@@ -227,10 +211,10 @@ def test_joined_batches_hold_the_same_samples_with_less_padding():
         assert labels == int((batch.targets != IGNORED).sum())
         filled += batch.packed.tokens
     order = SampleOrder(len(samples), 32, seed=3)
-    padding = count_padding(samples, order, joined=True, micro_batch=3, **rows)
+    padding = SampleRows(samples, batch_samples=32, joined=True, **rows).padding(order, 3)
     assert (padding.steps, padding.tokens, padding.places, padding.shapes) == (20, filled, places, len(shapes))
     assert padding.share < 0.06
-    in_rows = count_padding(samples, order, joined=False, micro_batch=3, **rows)
+    in_rows = SampleRows(samples, batch_samples=32, **rows).padding(order, 3)
     assert in_rows.tokens == filled
     assert padding.share < in_rows.share
 
@@ -261,8 +245,7 @@ def test_chosen_steps_come_again_and_again():
     order = SampleOrder(40, 4, seed=3)
     only = dataclasses.replace(Schedule.constant(4, 256), chosen=(7, 12))
     whole = batches(samples, 4, 0, 13)
-    how = {"row_tokens": 256, "packing": True, "workers": 2, "device": "cpu", "first_step": 0, "last_step": 4}
-    with SampleLoader(samples, order, only, **how) as loader:
+    with loader_of(samples, order, 0, 4, workers=2, schedule=only) as loader:
         for batch, step in zip(loader, (7, 12, 7, 12), strict=True):
             assert torch.equal(batch.tokens, whole[step].tokens)
 
@@ -279,13 +262,13 @@ def test_the_fullest_steps_are_among_those_looked_at(lengths: list[int], size: i
     longest = [samples.lengths[order.indices(step)].max() for step in range(steps)]
     assert max(sums) == max(sums[step] for step in found)
     assert max(longest) == max(longest[step] for step in found)
-    how = {"row_tokens": 64, "packing": True}
-    assert most_rows(samples, order, found, **how) <= size
-    one_by_one = {"row_tokens": 64, "packing": False, "micro_batch": size}
-    most = max(one.by_tokens()[0] for _, one in micro_batches(samples, order, range(steps), **one_by_one))
-    assert most == max(one.by_tokens()[0] for _, one in micro_batches(samples, order, found, **one_by_one))
-    labels = max(one.by_labels()[0] for _, one in micro_batches(samples, order, range(steps), **one_by_one))
-    assert labels == max(one.by_labels()[0] for _, one in micro_batches(samples, order, found, **one_by_one))
+    packed, one_by_one = (
+        SampleRows(samples, batch_samples=size, row_tokens=64, packing=packing) for packing in (True, False)
+    )
+    assert packed.most_rows(order, found) <= size
+    for by in (LargestRows.by_tokens, LargestRows.by_labels):
+        most = max(by(one)[0] for _, one in one_by_one.micro_batches(order, range(steps), size))
+        assert most == max(by(one)[0] for _, one in one_by_one.micro_batches(order, found, size))
 
 
 def test_a_run_shorter_than_an_epoch_is_looked_at_as_far_as_it_goes():

@@ -8,7 +8,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.loader import evaluation_batches
 from flatout.data.prepare import data_folder
 from flatout.data.sample_data import first_samples
-from flatout.data.sample_loader import sample_batches
+from flatout.data.sample_loader import SampleRows
 from flatout.data.samples import SampleSet, holds_samples, open_samples
 from flatout.data.shards import Tokens, open_dataset
 from flatout.data.stream import open_stream
@@ -114,13 +114,8 @@ def _evaluate_samples(
     config, device = _known(loaded.config), loaded.device.torch_device
     part = samples.val if split == "val" else samples.train
     assert part is not None, "a run holds some out"
-    batches = sample_batches(
-        first_samples(part, tokens),
-        row_tokens=config.model.context,
-        batch_samples=batch_size,
-        packing=config.chat.packing,
-        device=device,
-    )
+    how = {"batch_samples": batch_size, "row_tokens": config.model.context, "packing": config.chat.packing}
+    batches = SampleRows(first_samples(part, tokens), **how).in_order(device)
     with out_of_memory():
         loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
     return Evaluation(

@@ -21,14 +21,12 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from flatout.data.ahead import Ahead, with_index
-from flatout.data.batch import Batch, BatchLoader
-from flatout.data.loader import as_signed, pinned, window_batch
+from flatout.data.batch import Batch, BatchLoader, Delivery, Raw, Span, as_signed
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.stream import HeldTokens, epoch_notices
 from flatout.data.tokenizer import Ids, IdTokenizer, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
+from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import ConfigError, DataError
 from flatout.files import canonical_json
 
@@ -275,48 +273,37 @@ class ArrayLoader(BatchLoader):
         self,
         source: ArraySource,
         schedule: Schedule,
-        *,
-        device: torch.device | str,
-        workers: int,
-        first_step: int,
-        last_step: int,
+        delivery: Delivery,
+        span: Span,
         position: dict[str, Any] | None = None,
     ) -> None:
-        self._source, self._schedule = source, schedule
-        self._device = with_index(device)
+        super().__init__(schedule, delivery, span, workers=min(delivery.workers, 1))
+        self._source = source
         self._row = _Row(source, ArrayPosition() if position is None else ArrayPosition(**position))
-        self._skipped = schedule.at(first_step).start if position is None else 0
+        self._skipped = schedule.at(span["first_step"]).start if position is None else 0
         self._position = position
-        self._notices: list[str] = []
-        span = {"first_step": first_step, "last_step": last_step}
-        self._ahead = Ahead(self._made, workers=min(workers, 1), device=self._device, **span)
+        self._after: dict[int, tuple[ArrayPosition, list[str]]] = {}  # by step: position and notices
 
     def __next__(self) -> Batch:
-        step, (ids, position, notices) = self._ahead.take()
+        batch = super().__next__()
+        position, notices = self._after.pop(batch.step)
         self._position = asdict(position)
         self._notices += notices
-        raw = ids.to(self._device, non_blocking=self._device.type == "cuda")
-        return window_batch(raw, step, self._schedule.at(step))
+        return batch
 
     def position(self) -> dict[str, Any] | None:
         return self._position
 
-    def notices(self) -> list[str]:
-        notices, self._notices = self._notices, []
-        return notices
-
-    def close(self) -> None:
-        self._ahead.close()
-
-    def _made(self, step: int) -> tuple[torch.Tensor, ArrayPosition, list[str]]:
-        context, windows = self._schedule.longest, self._schedule.at(step).windows
+    def _made(self, step: int) -> Raw:
+        context, reading = self.schedule.longest, self.schedule.at(step)
         while self._skipped:  # a later step without a position: what came before it is read and dropped
             self._row.take(context)
             self._skipped -= 1
-        row = self._row.take(windows * context)
+        row = self._row.take(reading.windows * context)
         ids = np.lib.stride_tricks.sliding_window_view(row, context + 1)[::context].copy()
         notices, self._source.notices = self._source.notices, []
-        return pinned(as_signed(ids), self._device), self._row.position(), notices
+        self._after[step] = self._row.position(), notices
+        return Raw(step, reading, as_signed(ids)).pinned(self.device)
 
 
 @final
@@ -336,8 +323,7 @@ class ArrayData(TrainingData):
     def batches(
         self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> BatchLoader:
-        how = {"device": delivery.device, "workers": delivery.workers}
-        return ArrayLoader(self.source, schedule, position=position, **how, **span)
+        return ArrayLoader(self.source, schedule, delivery, span, position)
 
     def notices(self, delivery: Delivery) -> Iterable[str]:
         if self.source.held:

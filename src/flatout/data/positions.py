@@ -15,16 +15,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import final
 
+import torch
+
+from flatout.world import World
+
 
 @final
 @dataclass(frozen=True)
 class Stage:
-    """What each step takes from `first_step` on; `window` replaces the model's attention window where it is given."""
+    """What each step takes from `first_step` on; `attention_window` replaces the model's where it is given."""
 
     first_step: int
     sequences: int
     length: int
-    window: int | None = None
+    attention_window: int | None = None
 
 
 @final
@@ -36,7 +40,18 @@ class Reading:
     windows: int
     pieces: int
     length: int
-    window: int | None
+    attention_window: int | None
+
+    def share(self, world: World) -> "Reading":
+        """What one process of several reads: each has a contiguous share."""
+        if not 0 <= world.rank < world.size or self.windows % world.size:
+            raise ValueError(f"no share of {self.windows} windows for rank {world.rank} of {world.size}")
+        windows = self.windows // world.size
+        return replace(self, start=self.start + world.rank * windows, windows=windows)
+
+    def cut(self, windows_BT: torch.Tensor) -> torch.Tensor:
+        """Whole windows as rows of this length."""
+        return windows_BT if self.pieces == 1 else windows_BT.reshape(-1, self.length)
 
 
 @final
@@ -96,7 +111,7 @@ class Schedule:
         stage = self.stages[number]
         windows = self._windows(stage)
         start = self._starts[number] + (step - stage.first_step) * windows
-        return Reading(start, windows, self.longest // stage.length, stage.length, stage.window)
+        return Reading(start, windows, self.longest // stage.length, stage.length, stage.attention_window)
 
     def steps_until(self, position: float) -> int:
         """The steps after which `position` windows have been read; a float, because `train.epochs` may be 1.5."""

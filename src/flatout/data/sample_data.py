@@ -5,22 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from flatout.data.batch import Batch, BatchLoader
+from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.make_samples import count_told
 from flatout.data.masking import preview
 from flatout.data.positions import Schedule
-from flatout.data.sample_loader import (
-    LargestRows,
-    SampleLoader,
-    SampleOrder,
-    count_padding,
-    largest_rows,
-    sample_batches,
-)
+from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.tokenizer import Ids, Tokenizer
-from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
+from flatout.data.training_data import DataFacts, TrainingData
 
 _COUNTS = (
     "rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
@@ -86,24 +79,25 @@ class SampleData(TrainingData):
             samples=self._facts_for_reports(),
         )
 
-    def rows(self, joined: bool) -> dict[str, Any]:
+    def rows(self, delivery: Delivery) -> SampleRows:
         """How samples share rows: for attention that goes by bounds, and for our kernels, there need be none."""
-        return {"row_tokens": self.row_tokens, "packing": self.packing, "joined": joined}
+        return self._rows(self.train, self.order.batch_samples, delivery)
+
+    def _rows(self, samples: Samples, batch_samples: int, delivery: Delivery) -> SampleRows:
+        how = {"row_tokens": self.row_tokens, "packing": self.packing, "joined": delivery.joined}
+        return SampleRows(samples, batch_samples=batch_samples, **how)
 
     def batches(
         self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> BatchLoader:
-        rows = {**self.rows(delivery.joined), "micro_batch": delivery.micro_batch}
-        how = {"device": delivery.device, "workers": delivery.workers}
-        return SampleLoader(self.train, self.order, schedule, **rows, **how, **span)
+        return SampleLoader(self.rows(delivery), self.order, schedule, delivery, span)
 
     def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
         some = first_samples(self.val_samples, self.val_tokens)
-        return sample_batches(some, batch_samples=batch_size, device=delivery.device, **self.rows(delivery.joined))
+        return self._rows(some, batch_size, delivery).in_order(delivery.device)
 
     def largest(self, delivery: Delivery) -> LargestRows:
-        micro_batch = delivery.micro_batch or self.order.batch_samples
-        return largest_rows(self.train, self.order, micro_batch=micro_batch, **self.rows(delivery.joined))
+        return self.rows(delivery).largest(self.order, delivery.micro_batch or self.order.batch_samples)
 
     def notices(self, delivery: Delivery) -> Iterator[str]:
         facts, made = self.train.facts(), self.sample_set.made
@@ -123,8 +117,7 @@ class SampleData(TrainingData):
         yield self._notice_on_padding(delivery)
 
     def _notice_on_padding(self, delivery: Delivery) -> str:
-        micro_batch = delivery.micro_batch or self.order.batch_samples
-        padding = count_padding(self.train, self.order, micro_batch=micro_batch, **self.rows(delivery.joined))
+        padding = self.rows(delivery).padding(self.order, delivery.micro_batch or self.order.batch_samples)
         return (
             f"samples: {padding.share:.1%} of what the device works on is padding, in {padding.shapes} "
             f"{'shape' if padding.shapes == 1 else 'shapes'} (counted over {padding.steps} "

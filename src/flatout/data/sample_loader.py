@@ -13,15 +13,14 @@ Trap: steps have different numbers of labelled tokens, so their mean loss must b
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flatout.data.ahead import Ahead, with_index
-from flatout.data.batch import Batch, BatchLoader
+from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.best_fit import Layout, best_fit
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
@@ -73,77 +72,6 @@ def row_lengths(most: int) -> list[int]:
 
 
 @final
-class SampleLoader(BatchLoader):
-    """Batches of samples, made ahead of time by `workers` threads, or in the loop when there are none.
-
-    `row_tokens` is how much a row may hold; a sample of n tokens takes n - 1, since its last one is a target only.
-    `joined` is for kernels that know no rows. `micro_batch` is how many rows will be asked for at once: parts of that
-    size are made ahead of time, others where they are needed.
-    """
-
-    def __init__(
-        self,
-        samples: Samples,
-        order: SampleOrder,
-        schedule: Schedule,
-        *,
-        row_tokens: int,
-        packing: bool,
-        joined: bool = False,
-        micro_batch: int | None = None,
-        device: torch.device | str,
-        workers: int,
-        first_step: int,
-        last_step: int,
-    ) -> None:
-        if order.samples != len(samples):
-            raise ValueError(f"the order is over {order.samples} samples, and there are {len(samples)}")
-        if any(schedule.at(stage.first_step).windows != order.batch_samples for stage in schedule.stages):
-            raise ValueError(f"every step takes {order.batch_samples} samples, whatever its stage")
-        self._rows = _Rows(samples, row_tokens, packing, joined, order.batch_samples)
-        self._order = order
-        self._schedule = schedule
-        self._micro_batch = micro_batch
-        self._device = with_index(device)
-        span = {"first_step": first_step, "last_step": last_step}
-        self._ahead = Ahead(self._made, workers=workers, device=self._device, **span)
-
-    def __next__(self) -> Batch:
-        return _moved(self._ahead.take()[1], self._device)
-
-    def close(self) -> None:
-        self._ahead.close()
-
-    def _made(self, step: int) -> Batch:
-        reading = self._schedule.at(step)
-        numbers = self._order.indices(reading.start // self._order.batch_samples)
-        batch = replace(self._rows.batch(numbers, step), window=reading.window)
-        cuda = self._device.type == "cuda"
-        if self._micro_batch is not None and batch.packed is not None:
-            batch.packed.prepare(self._micro_batch, pin=cuda)
-        if not cuda:
-            return batch
-        tokens, targets, documents = (tensor.pin_memory() for tensor in _tensors(batch))
-        return replace(batch, tokens=tokens, targets=targets, documents=documents)
-
-
-def sample_batches(
-    samples: Samples,
-    *,
-    row_tokens: int,
-    batch_samples: int,
-    packing: bool,
-    joined: bool = False,
-    device: torch.device | str,
-) -> Iterator[Batch]:
-    """Every sample once, in order: for evaluation."""
-    rows = _Rows(samples, row_tokens, packing, joined, batch_samples)
-    for step, start in enumerate(range(0, len(samples), batch_samples)):
-        numbers = np.arange(start, min(start + batch_samples, len(samples)))
-        yield _moved(rows.batch(numbers, step), torch.device(device))
-
-
-@final
 @dataclass(frozen=True)
 class LargestRows:
     """The most that a micro-batch of packed samples holds."""
@@ -157,16 +85,6 @@ class LargestRows:
 
     def by_labels(self) -> tuple[int, int]:
         return self.labels, self.rows * self.row_tokens
-
-
-def largest_rows(
-    samples: Samples, order: SampleOrder, *, row_tokens: int, micro_batch: int, packing: bool, joined: bool = False
-) -> LargestRows:
-    """The largest micro-batch of the first epoch: its fullest steps are laid out as the loader will do it. Other epochs
-    draw other steps, which differ by little."""
-    steps = fullest_steps(samples, order)
-    how = {"row_tokens": row_tokens, "micro_batch": micro_batch, "packing": packing, "joined": joined}
-    return max((one for _, one in micro_batches(samples, order, steps, **how)), key=LargestRows.by_tokens)
 
 
 def fullest_steps(samples: Samples, order: SampleOrder, steps: int | None = None) -> tuple[int, ...]:
@@ -188,33 +106,6 @@ def fullest_steps(samples: Samples, order: SampleOrder, steps: int | None = None
     return tuple(sorted(found))
 
 
-def micro_batches(
-    samples: Samples,
-    order: SampleOrder,
-    steps: Iterable[int],
-    *,
-    row_tokens: int,
-    micro_batch: int,
-    packing: bool,
-    joined: bool = False,
-) -> Iterator[tuple[int, LargestRows]]:
-    """The micro-batches of some steps as the loader will make them: (step, what it holds)."""
-    maker = _Rows(samples, row_tokens, packing, joined, order.batch_samples)
-    for step in steps:
-        packed = maker.batch(order.indices(step), step).packed
-        assert packed is not None
-        for part in packed.cuts(micro_batch):
-            targets = packed.part(part, torch.device("cpu"))[1]
-            rows, length = targets.shape
-            yield step, LargestRows(rows, length, int((targets != IGNORED).sum()))
-
-
-def most_rows(samples: Samples, order: SampleOrder, steps: Iterable[int], *, row_tokens: int, packing: bool) -> int:
-    """The most rows that one of these steps takes."""
-    maker = _Rows(samples, row_tokens, packing, False, order.batch_samples)
-    return max(len(maker.batch(order.indices(step), step).tokens) for step in steps)
-
-
 @final
 @dataclass(frozen=True)
 class Padding:
@@ -230,46 +121,31 @@ class Padding:
         return 1.0 - self.tokens / self.places
 
 
-def count_padding(
-    samples: Samples,
-    order: SampleOrder,
-    *,
-    row_tokens: int,
-    packing: bool,
-    joined: bool,
-    micro_batch: int,
-    most_steps: int = 64,
-) -> Padding:
-    """How much of the first steps is padding."""
-    rows = _Rows(samples, row_tokens, packing, joined, order.batch_samples)
-    steps, tokens, places, shapes = min(most_steps, order.steps_per_epoch), 0, 0, set()
-    for step in range(steps):
-        packed = rows.batch(order.indices(step), step).packed
-        assert packed is not None
-        tokens, places = tokens + packed.tokens, places + packed.places(micro_batch)
-        for part in packed.cuts(micro_batch):
-            shapes.add(packed.part(part, torch.device("cpu"))[2].sizes)
-    return Padding(steps, len(shapes), tokens, places)
-
-
 @final
-class _Rows:
-    """Lays samples out in rows."""
+class SampleRows:
+    """Lays samples out in rows, a batch of at most `batch_samples` at a time.
 
-    def __init__(self, samples: Samples, row_tokens: int, packing: bool, joined: bool, batch_samples: int) -> None:
+    `row_tokens` is how much a row may hold; a sample of n tokens takes n - 1, since its last one is a target only.
+    `joined` is for kernels that know no rows.
+    """
+
+    def __init__(
+        self, samples: Samples, *, batch_samples: int, row_tokens: int, packing: bool, joined: bool = False
+    ) -> None:
         longest = int(samples.lengths.max()) - 1
         if longest > row_tokens:
             raise ValueError(f"a row of {row_tokens} tokens has no room for a sample of {longest + 1}")
-        self._samples = samples
+        self.samples = samples
+        self._batch_samples = batch_samples
         self._packing = packing
         # Who wants a row for each sample gets them with their padding.
         self._room = Room(min(batch_samples, len(samples)), longest, joined and packing)
         lengths = row_lengths(row_tokens)
         self._lengths = lengths[-1:] if self._room.joined else lengths
 
-    def batch(self, numbers: npt.NDArray[np.int64], step: int) -> Batch:
-        """The batch of these samples, on the host."""
-        samples, starts = self._samples, self._samples.offsets[numbers]
+    def packed(self, numbers: npt.NDArray[np.int64]) -> PackedRows:
+        """The rows of these samples."""
+        samples, starts = self.samples, self.samples.offsets[numbers]
         sizes = samples.offsets[numbers + 1] - starts
         before = np.cumsum(sizes) - sizes
         places = np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))
@@ -284,8 +160,45 @@ class _Rows:
         following = np.where(padding, 0, inputs + 1)
         tokens = np.where(padding, 0, ids[inputs])
         targets = np.where(padding | ~labelled[following], IGNORED, ids[following])
-        packed = PackedRows(tokens, documents, targets, self._room)
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), step, torch.from_numpy(documents), packed)
+        return PackedRows(tokens, documents, targets, self._room)
+
+    def in_order(self, device: torch.device) -> Iterator[Batch]:
+        """Every sample once, in order: for evaluation."""
+        count, size = len(self.samples), self._batch_samples
+        for step, start in enumerate(range(0, count, size)):
+            packed = self.packed(np.arange(start, min(start + size, count)))
+            yield Batch.of_rows(packed, step, device).on(device)
+
+    def micro_batches(
+        self, order: SampleOrder, steps: Iterable[int], micro_batch: int
+    ) -> Iterator[tuple[int, LargestRows]]:
+        """The micro-batches of some steps as the loader will make them: (step, what it holds)."""
+        for step in steps:
+            packed = self.packed(order.indices(step))
+            for part in packed.cuts(micro_batch):
+                targets = packed.part(part, torch.device("cpu"))[1]
+                rows, length = targets.shape
+                yield step, LargestRows(rows, length, int((targets != IGNORED).sum()))
+
+    def largest(self, order: SampleOrder, micro_batch: int) -> LargestRows:
+        """The largest micro-batch of the first epoch: its fullest steps are laid out as the loader will do it. Other
+        epochs draw other steps, which differ by little."""
+        steps = fullest_steps(self.samples, order)
+        return max((one for _, one in self.micro_batches(order, steps, micro_batch)), key=LargestRows.by_tokens)
+
+    def most_rows(self, order: SampleOrder, steps: Iterable[int]) -> int:
+        """The most rows that one of these steps takes."""
+        return max(len(self.packed(order.indices(step)).tokens_BT) for step in steps)
+
+    def padding(self, order: SampleOrder, micro_batch: int, most_steps: int = 64) -> Padding:
+        """How much of the first steps is padding."""
+        steps, tokens, places, shapes = min(most_steps, order.steps_per_epoch), 0, 0, set()
+        for step in range(steps):
+            packed = self.packed(order.indices(step))
+            tokens, places = tokens + packed.tokens, places + packed.places(micro_batch)
+            for part in packed.cuts(micro_batch):
+                shapes.add(packed.part(part, torch.device("cpu"))[2].sizes)
+        return Padding(steps, len(shapes), tokens, places)
 
     def _packed(self, sizes: npt.NDArray[np.int64]) -> Layout:
         """As few rows as best fit finds, and of the lengths with which it finds no more the shortest."""
@@ -312,13 +225,23 @@ class _Rows:
         return np.where(inside, before[:, None] + places, -1), np.where(inside, 0, -1).astype(np.int32)
 
 
-def _tensors(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    assert batch.documents is not None
-    return batch.tokens, batch.targets, batch.documents
+@final
+class SampleLoader(BatchLoader):
+    """Batches of samples. Parts of a micro-batch's rows are made ahead of time, others where they are needed."""
 
+    def __init__(
+        self, rows: SampleRows, order: SampleOrder, schedule: Schedule, delivery: Delivery, span: Span
+    ) -> None:
+        if order.samples != len(rows.samples):
+            raise ValueError(f"the order is over {order.samples} samples, and there are {len(rows.samples)}")
+        if any(schedule.at(stage.first_step).windows != order.batch_samples for stage in schedule.stages):
+            raise ValueError(f"every step takes {order.batch_samples} samples, whatever its stage")
+        super().__init__(schedule, delivery, span, workers=delivery.workers)
+        self._rows, self._order = rows, order
 
-def _moved(batch: Batch, device: torch.device) -> Batch:
-    if device.type == "cpu":
-        return batch
-    tokens, targets, documents = (tensor.to(device, non_blocking=True) for tensor in _tensors(batch))
-    return replace(batch, tokens=tokens, targets=targets, documents=documents)
+    def _made(self, step: int) -> Batch:
+        reading = self.schedule.at(step)
+        packed = self._rows.packed(self._order.indices(reading.start // self._order.batch_samples))
+        if self.delivery.micro_batch is not None:
+            packed.prepare(self.delivery.micro_batch, pin=self.device.type == "cuda")
+        return Batch.of_rows(packed, step, self.device, attention_window=reading.attention_window)

@@ -41,11 +41,6 @@ def remainder(tokens: int, context: int, stride: int) -> int:
     return tokens - (windows - 1) * min(stride, context + 1) - (context + 1) if windows else tokens
 
 
-def window_starts(indices: npt.NDArray[np.int64], stride: int) -> npt.NDArray[np.int64]:
-    """The token at which each window begins."""
-    return indices * stride
-
-
 @final
 @dataclass(frozen=True)
 class WindowOrder:

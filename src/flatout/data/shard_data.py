@@ -8,15 +8,15 @@ import numpy as np
 
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.sources import told_by_type
-from flatout.data.batch import BatchLoader
+from flatout.data.batch import BatchLoader, Delivery, Span
 from flatout.data.inspect import read_report
-from flatout.data.loader import DeviceLoader, HostLoader, pack_documents, window_order
+from flatout.data.loader import DeviceLoader, HostLoader, windows_of
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.positions import Schedule
 from flatout.data.prepare import check_complete, prepare_data
 from flatout.data.shards import Dataset, TokenShards, Verify, open_dataset
-from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
+from flatout.data.training_data import DataFacts, TrainingData
 
 LARGE_CORPUS = 4 * 2**30  # bytes
 
@@ -56,17 +56,16 @@ class ShardData(TrainingData):
         apart: bool,
         val_tokens: int | None,
     ) -> None:
-        self.dataset = dataset
         self.train, self.val, self.tokenizer = dataset.train, dataset.val, dataset.tokenizer
-        self.schedule, self.stride, self.apart, self.val_tokens = schedule, stride, apart, val_tokens
+        self.schedule, self.apart, self.val_tokens = schedule, apart, val_tokens
         context = schedule.longest
-        self.packing = pack_documents(self.train, context) if best_fit else None
-        self.order = window_order(self.train, context=context, stride=stride, seed=seed, packing=self.packing)
+        how = {"stride": stride, "seed": seed, "best_fit": best_fit, "apart": apart}
+        self.windows = windows_of(self.train, context=context, **how)
         self.facts = DataFacts(
             fingerprint=dataset.manifest.fingerprint,
             place=self.train.folder,
             train_tokens=self.train.tokens,
-            windows=self.order.windows,
+            windows=self.windows.order.windows,
             corpus_bytes=self.train.tokens * self.train.dtype.itemsize,
             attended=_attended(self.train, context) if apart else None,
         )
@@ -74,15 +73,12 @@ class ShardData(TrainingData):
     def batches(
         self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> BatchLoader:
-        plan = {"stride": self.stride, "packing": self.packing, "device": delivery.device, **span}
-        if delivery.resident:
-            return DeviceLoader(self.train, self.order, schedule, **plan)
-        rows = {"apart": self.apart, "micro_batch": delivery.micro_batch}
-        return HostLoader(self.train, self.order, schedule, workers=delivery.workers, **rows, **plan)
+        loader = DeviceLoader if delivery.resident else HostLoader
+        return loader(self.windows, schedule, delivery, span)
 
     def notices(self, delivery: Delivery) -> Iterator[str]:
         yield from notices_on_folder(Path(self.train.folder))
-        packing = self.packing
+        packing = self.windows.packing
         if packing is not None:
             share, alone = packing.padding, packing.remainder
             yield f"best fit: {packing.windows:,} windows, {share:.2%} padding, {alone:,} tokens without a pair"

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from typing import Any, final
 
-from flatout.data.batch import BatchLoader
+from flatout.data.batch import BatchLoader, Delivery, Span
 from flatout.data.positions import Schedule
 from flatout.data.stream import TOLD_PROBLEMS, StreamDataset
 from flatout.data.stream_loader import StreamLoader
 from flatout.data.stream_parts import Position
-from flatout.data.training_data import DataFacts, Delivery, Span, TrainingData
+from flatout.data.training_data import DataFacts, TrainingData
 
 
 @final
@@ -25,9 +25,7 @@ class StreamData(TrainingData):
         self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> BatchLoader:
         start = None if position is None else Position(**position)
-        return StreamLoader(
-            self.dataset.train, schedule, seed=self.seed, position=start, device=delivery.device, **span
-        )
+        return StreamLoader(self.dataset.train, schedule, delivery, span, seed=self.seed, position=start)
 
     def notices(self, delivery: Delivery) -> Iterable[str]:
         return self.dataset.notices

@@ -19,10 +19,8 @@ from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from flatout.data.batch import Batch, BatchLoader
-from flatout.data.loader import as_signed, check_shares, pinned, window_batch
+from flatout.data.batch import BatchLoader, Delivery, Raw, Span, as_signed
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.stream import TokenStream
@@ -62,66 +60,46 @@ class StreamLoader(BatchLoader):
         self,
         stream: TokenStream,
         schedule: Schedule,
+        delivery: Delivery,
+        span: Span,
         *,
         seed: int,
-        device: torch.device | str,
-        first_step: int,
-        last_step: int,
         position: Position | None = None,
-        rank: int = 0,
-        world_size: int = 1,
     ) -> None:
-        check_shares(schedule, rank, world_size)
-        self._context = context = schedule.longest
+        super().__init__(schedule, delivery, span, workers=0)
+        context = schedule.longest
         self._order = WindowOrder(block_windows(context), seed)
-        self._schedule = schedule
-        self._rank, self._world_size = rank, world_size
-        self._device = torch.device(device)
-        self._next_step = first_step
-        self._last_step = last_step
         self._held: dict[int, Block] = {}
         self._positions: dict[int, Position] = {}
-        self._notices: list[str] = []
-        first, inside = divmod(schedule.at(first_step).start, self._order.windows)
+        first, inside = divmod(schedule.at(self._next_step).start, self._order.windows)
         # The notices of a block are given when it is taken up, which was before a step that begins inside of it.
         self._old = first if inside else -1
         self._ahead: _Ahead | None = None
-        if first_step < last_step:
+        if self._next_step < self._last_step:
             self._ahead = _Ahead(stream, position or Position(), first, self._order.windows, context)
 
-    def __next__(self) -> Batch:
-        step = self._next_step
-        if step >= self._last_step or self._ahead is None:
-            self.close()
-            raise StopIteration
-        reading = self._schedule.at(step)
-        share = reading.windows // self._world_size
-        first = reading.start + self._rank * share
-        blocks = np.arange(first, first + share) // self._order.windows
-        try:
-            while int(blocks[-1]) not in self._held:
-                self._take(self._ahead.next())
-        except BaseException:
-            self.close()
-            raise
-        raw = pinned(as_signed(self._gather(self._order.indices(first, share), blocks)), self._device)
-        self._next_step = step + 1
-        self._forget()
-        return window_batch(raw.to(self._device, non_blocking=self._device.type == "cuda"), step, reading)
-
     def position(self) -> dict[str, Any]:
-        return self._positions[self._next_block()].to_json()
-
-    def notices(self) -> list[str]:
-        notices, self._notices = self._notices, []
-        return notices
+        return self._positions[self._block_of(self._next_step)].to_json()
 
     def close(self) -> None:
-        self._last_step = self._next_step
+        super().close()
         self._held.clear()
         if self._ahead is not None:
             self._ahead.close()
             self._ahead = None
+
+    def _made(self, step: int) -> Raw:
+        reading = self.reading(step)
+        blocks = np.arange(reading.start, reading.start + reading.windows) // self._order.windows
+        while int(blocks[-1]) not in self._held:
+            assert self._ahead is not None
+            self._take(self._ahead.next())
+        ids = self._gather(self._order.indices(reading.start, reading.windows), blocks)
+        next_block = self._block_of(step + 1)
+        for kept in (self._held, self._positions):  # no later step asks for the blocks before
+            for number in [number for number in kept if number < next_block]:
+                del kept[number]
+        return Raw(step, reading, as_signed(ids)).pinned(self.device)
 
     def _take(self, block: Block) -> None:
         self._held[block.number] = block
@@ -131,28 +109,17 @@ class StreamLoader(BatchLoader):
             self._notices += block.notices
 
     def _gather(self, windows: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]) -> Ids:
-        length = self._context + 1
-        ids: Ids | None = None
+        context = self.schedule.longest
+        ids = np.empty((len(windows), context + 1), dtype=self._held[int(blocks[0])].ids.dtype)
         for number in range(int(blocks[0]), int(blocks[-1]) + 1):
-            held = self._held[number].ids
             # Row i is window i: a view with overlapping rows.
-            rows = np.lib.stride_tricks.sliding_window_view(held, length)[:: self._context]
-            here = blocks == number
-            if ids is None:
-                ids = np.empty((len(windows), length), dtype=held.dtype)
-            ids[here] = rows[windows[here]]
-        assert ids is not None
+            rows = np.lib.stride_tricks.sliding_window_view(self._held[number].ids, context + 1)[::context]
+            ids[blocks == number] = rows[windows[blocks == number]]
         return ids
 
-    def _forget(self) -> None:
-        """Let go of the blocks before the next step's."""
-        next_block = self._next_block()
-        for kept in (self._held, self._positions):
-            for number in [number for number in kept if number < next_block]:
-                del kept[number]
-
-    def _next_block(self) -> int:
-        return self._schedule.at(self._next_step).start // self._order.windows
+    def _block_of(self, step: int) -> int:
+        """The block that a step begins in."""
+        return self.schedule.at(step).start // self._order.windows
 
 
 @final

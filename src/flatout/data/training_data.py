@@ -9,12 +9,11 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
-import torch
 
-from flatout.data.batch import Batch, BatchLoader
+from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.loader import evaluation_batches
 from flatout.data.positions import Schedule
 from flatout.data.sample_loader import LargestRows
@@ -23,17 +22,6 @@ from flatout.data.tokenizer import Tokenizer
 from flatout.errors import DataError
 
 _DOCUMENTS = 4096  # whose first tokens are looked at; a mean over so many is as good as one over all
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delivery:
-    """How batches reach the device. A matter of speed: the tokens are the same."""
-
-    device: torch.device
-    workers: int = 0
-    resident: bool = False  # all tokens are kept on the device
-    micro_batch: int | None = None  # windows or rows that are worked on at once
-    joined: bool = False  # for kernels that go by the bounds of samples and know no rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +40,6 @@ class DataFacts:
     epoch_samples: int | None = None  # the last step of an epoch takes what is left
     steps_per_epoch: int | None = None
     samples: dict[str, Any] | None = None  # as `RunInfo` has them
-
-
-class Span(TypedDict):
-    """Steps from `first_step` to the one before `last_step`."""
-
-    first_step: int
-    last_step: int
 
 
 class TrainingData(abc.ABC):

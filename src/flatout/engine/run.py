@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from flatout.config.schema import RunConfig
-from flatout.data.batch import Batch, BatchLoader
+from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.positions import Schedule
-from flatout.data.training_data import Delivery, Span, TrainingData
+from flatout.data.training_data import TrainingData
 from flatout.device import arithmetic, memory_limit, peak_memory_bytes
 from flatout.engine.adapter_folder import files_beside
 from flatout.engine.base_model import Base
@@ -80,7 +80,7 @@ class Run:
 
     def take_step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; its report stays on the device."""
-        self.step.use_window(batch.window)
+        self.step.use_window(batch.attention_window)
         with self.random.active():
             return self.step(batch.tokens, batch.targets, batch.packed, batch.pieces)
 

@@ -30,8 +30,8 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
-from flatout.data.loader import pack_documents, window_order
-from flatout.data.shards import Dataset, open_dataset
+from flatout.data.loader import windows_of
+from flatout.data.shards import TokenShards, open_dataset
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fit_check import check_fits, memory_of, ways
@@ -208,7 +208,7 @@ class _Look:
         self.parameters = parameter_count(config.model, self.vocab)
         self.base = _resident_bytes() if self.device.kind == "cpu" else 0
         self.sequences = config.train.batch_tokens // config.model.context
-        self.windows = None if made_up or self.streaming else _windows(config, dataset)
+        self.windows = None if made_up or self.streaming else _windows(config, dataset.train)
         asked = config.eval.tokens
         there = None if made_up or self.streaming else dataset.val.tokens - 1
         self.validation_tokens = min((count for count in (asked, there) if count is not None), default=None)
@@ -368,13 +368,10 @@ def _mfu(timed: Timed | None) -> Figure:
     return Figure(timed.mfu, "measured")
 
 
-def _windows(config: RunConfig, dataset: Dataset) -> int:
-    context, seed = config.model.context, config.train.seed
-    packing = pack_documents(dataset.train, context) if config.data.packing == "best_fit" else None
-    order = window_order(
-        dataset.train, context=context, stride=config.data.stride or context, seed=seed, packing=packing
-    )
-    return order.windows
+def _windows(config: RunConfig, train: TokenShards) -> int:
+    how = {"seed": config.train.seed, "best_fit": config.data.packing == "best_fit"}
+    context = config.model.context
+    return windows_of(train, context=context, stride=config.data.stride or context, **how).order.windows
 
 
 def _steps(config: RunConfig, windows: int | None) -> int:

@@ -14,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.config.unused import check_used
+from flatout.data.batch import Delivery
 from flatout.data.sample_data import SampleData
-from flatout.data.sample_loader import LargestRows, fullest_steps, micro_batches, most_rows
+from flatout.data.sample_loader import LargestRows, fullest_steps
 from flatout.engine.features import Speed
 from flatout.engine.fine_tuning import open_sample_data, why_samples_are_made
 from flatout.engine.opening import described_config, steps_of
@@ -49,8 +51,8 @@ class PracticeSamples:
     @functools.cached_property
     def rows(self) -> int:
         """The most rows of a step."""
-        data = self.data
-        return most_rows(data.train, data.order, self.fullest, row_tokens=data.row_tokens, packing=data.packing)
+        rows = self.data.rows(Delivery(device=torch.device("cpu")))
+        return rows.most_rows(self.data.order, self.fullest)
 
     def spread(self, count: int) -> tuple[int, ...]:
         """So many steps of the first epoch, far apart from each other."""
@@ -63,9 +65,8 @@ class PracticeSamples:
 
         Activations grow with the tokens, the loss with the labels.
         """
-        data, joined = self.data, delivery_of(speed, speed.micro_batch).joined
-        how = {**data.rows(joined), "micro_batch": speed.micro_batch}
-        found = list(micro_batches(data.train, data.order, self.fullest, **how))
+        rows = self.data.rows(delivery_of(speed, speed.micro_batch))
+        found = list(rows.micro_batches(self.data.order, self.fullest, speed.micro_batch))
         ways = (LargestRows.by_tokens, LargestRows.by_labels)
         return dict(max(found, key=lambda one, way=way: way(one[1])) for way in reversed(ways))
 

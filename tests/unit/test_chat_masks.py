@@ -455,8 +455,8 @@ def test_labelled_text_is_what_the_assistant_says(model, family: Family, data: s
     if not counts["straddling"] and family.tokenizer != "pieces":
         assert tokenizer.decode(ids[labelled]) == "".join(said)
         shown = preview(ids, labelled, tokenizer)
-        assert "".join(piece.text for piece in shown) == rendered[0].text
-        assert "".join(piece.text for piece in shown if piece.labelled) == "".join(said)
+        assert "".join(text for text, _ in shown) == rendered[0].text
+        assert "".join(text for text, learned in shown if learned) == "".join(said)
 
 
 @given(contents=st.lists(WORDS, min_size=2, max_size=4))
@@ -475,6 +475,6 @@ def test_preview_keeps_spaces_of_pieces(model, tmp_path: Path):
     rendered = render(conversation(TWO_TURNS), template, "assistant", tokenizer.special_texts, Counter())
     assert isinstance(rendered, list)
     pieces = preview(*tokenize(rendered, tokenizer, Counter())[0], tokenizer)
-    assert [piece.labelled for piece in pieces] == [False, True, False, True]
-    assert pieces[1].text.strip() == "Hello</s>"
-    assert pieces[3].text.strip() == "one two</s>"
+    assert [learned for _, learned in pieces] == [False, True, False, True]
+    assert pieces[1][0].strip() == "Hello</s>"
+    assert pieces[3][0].strip() == "one two</s>"

@@ -310,11 +310,11 @@ def test_changed_and_missing_files_are_named_with_both_values(tmp_path: Path) ->
     (folder / "report.json").write_bytes(whole + b" ")
     assert f"has {len(whole) + 1} bytes and should have {len(whole)}" in refused(read_report, folder).message
     (folder / "report.json").unlink()
-    assert "cannot read" in refused(read_report, folder).message
+    assert "report.json is missing" in refused(read_report, folder).message
     (folder / "problems.jsonl").write_bytes(b"")
     assert "has 0 bytes" in refused(read_problems, folder, 1).message
     (folder / "problems.jsonl").unlink()
-    assert "cannot read" in refused(read_problems, folder, 1).message
+    assert "problems.jsonl is missing" in refused(read_problems, folder, 1).message
 
 
 # Damage in the tokens

@@ -46,7 +46,7 @@ NAMES = ["bytes", "gpt2", "char", "char-replace", "char-with-mark", "bpe", "bpe4
 def test_transformers_gives_our_ids(tokenizers, name, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     ours = tokenizers[name]
-    files, remarks = tokenizer_files(ours, 128)
+    files, notices = tokenizer_files(ours, 128)
     for file, content in files.items():
         (tmp_path / file).write_bytes(content)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -55,7 +55,7 @@ def test_transformers_gives_our_ids(tokenizers, name, tmp_path: Path):
         assert theirs(text, add_special_tokens=False).input_ids == ids, text
         assert theirs.decode(ids) == text
     assert theirs.eos_token_id == ours.end_of_text
-    assert bool(remarks) == (ours.end_of_text is None)
+    assert bool(notices) == (ours.end_of_text is None)
     if name.startswith("char-"):
         assert theirs("\u4242").input_ids == ours.encode("\u4242").tolist() == [ours.vocab - 1]
 

@@ -22,15 +22,16 @@ from flatout.corpus.document import Document, Problem
 from flatout.data import plan, stream, stream_loader, stream_parts, workers
 from flatout.data.batch import Delivery, Span
 from flatout.data.pack import pack_corpus
-from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartResult, run_part
+from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartHead, PartResult, run_part
 from flatout.data.plan import Inputs, request_of
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.shards import open_dataset
 from flatout.data.stream import StreamDataset, TokenStream, open_stream
 from flatout.data.stream_loader import StreamLoader
-from flatout.data.stream_parts import Position, Workers
+from flatout.data.stream_parts import Position
 from flatout.data.tokenizer import ByteTokenizer
+from flatout.data.workers import ProcessEngine
 from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.world import World
 
@@ -102,7 +103,6 @@ def check_against_prepared(data: DataConfig, folder: Path) -> None:
     assert np.array_equal(opened.val.read(0, opened.val.tokens), val)
     info = opened.val
     assert info.text_bytes == open_dataset(folder).manifest.splits["val"].text_bytes
-    assert info.documents == open_dataset(folder).manifest.splits["val"].documents
 
 
 def test_the_row_is_what_prepare_writes_epoch_after_epoch(source: Path, tmp_path: Path):
@@ -325,8 +325,8 @@ def result_of(rows: list[tuple[list[int], int, float, str | None]]) -> PartResul
     table = [(len(ids), len(ids), len(ids), int(share * 2**64), 0, flags) for ids, flags, share, _ in rows]
     ids = [number for piece, *_ in rows for number in piece]
     rejected = {number: rule for number, (*_, rule) in enumerate(rows) if rule}
-    pieces = np.array(table, dtype=PIECE).tobytes()
-    return PartResult(np.array(ids, dtype="<u2").tobytes(), pieces, b"", len(rows), 0, {}, (), rejected)
+    head = PartHead(0, 0, 0, len(ids), 0, len(rows), 0, {}, (), rejected)
+    return PartResult(head, np.array(ids, dtype="<u2").tobytes(), np.array(table, dtype=PIECE), b"")
 
 
 def test_a_long_document_is_chosen_piece_by_piece(source: Path):
@@ -450,13 +450,13 @@ def test_what_needs_the_whole_corpus_is_refused(source, data, clean, message):
 
 
 def test_the_fingerprint_is_of_what_is_learned_from(source: Path):
-    one = open_stream(settings(source)).manifest.fingerprint
-    assert open_stream(settings(source, shard_tokens=1000)).manifest.fingerprint == one
-    assert open_stream(settings(source, document_start="oak")).manifest.fingerprint != one
-    assert open_stream(settings(source), CleanConfig(min_characters=3)).manifest.fingerprint != one
+    one = open_stream(settings(source)).train.fingerprint
+    assert open_stream(settings(source, shard_tokens=1000)).train.fingerprint == one
+    assert open_stream(settings(source, document_start="oak")).train.fingerprint != one
+    assert open_stream(settings(source), CleanConfig(min_characters=3)).train.fingerprint != one
     with (source / "b.txt").open("a") as file:
         file.write(" more")
-    assert open_stream(settings(source)).manifest.fingerprint != one
+    assert open_stream(settings(source)).train.fingerprint != one
 
 
 # --- threads and processes --------------------------------------------------------------------------------------------
@@ -559,12 +559,12 @@ def test_a_slow_part_keeps_the_others_in_order_and_few(monkeypatch: pytest.Monke
         def kill(self) -> None:
             pass
 
-    monkeypatch.setattr(stream_parts, "Worker", Threaded)
-    with Workers(3) as pool:
+    monkeypatch.setattr(workers, "Worker", Threaded)
+    with ProcessEngine(3) as pool:
         timer = threading.Timer(0.3, go.set)
         timer.start()
-        results = pool.results(None, parts())  # type: ignore[arg-type]
-        assert next(results)[2] == 0
+        results = pool.in_order("tokens", None, parts())  # type: ignore[arg-type]
+        assert next(results)[1] == 0
         assert len(taken) == 6
         assert [result for *_, result in results] == list(range(1, 50))
         timer.join()

@@ -153,7 +153,7 @@ def _streamed_validation(loaded: LoadedModel, split: str) -> Tokens:
             "measure on --split val, or name prepared shards with --data",
         )
     dataset = open_stream(config.data, config.clean, val_tokens=config.eval.tokens)
-    if dataset.manifest.fingerprint != loaded.dataset:
+    if dataset.train.fingerprint != loaded.dataset:
         raise DataError(
             f"{dataset.train.folder} is no longer what {loaded.origin} was trained on",
             "restore the source, or name prepared shards with --data",

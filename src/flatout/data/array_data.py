@@ -24,7 +24,8 @@ import torch
 from flatout.data.batch import Batch, BatchLoader, Delivery, Raw, Span, as_signed
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
-from flatout.data.stream import HeldTokens, epoch_notices
+from flatout.data.shards import HeldTokens
+from flatout.data.stream import epoch_notices
 from flatout.data.tokenizer import Ids, IdTokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.errors import ConfigError, DataError
@@ -91,7 +92,7 @@ def open_arrays(
         raise DataError("the data given to train holds no two tokens", f"give arrays with more tokens; {READ_BEFORE}")
     if len(held) < 2:
         raise DataError("the validation arrays hold no two tokens", "give arrays with more tokens as val=")
-    return ArrayData(source, HeldTokens(held, PLACE, 0, 0), known, schedule, val_tokens)
+    return ArrayData(source, HeldTokens(held, PLACE), known, schedule, val_tokens)
 
 
 @final

@@ -36,6 +36,7 @@ from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import DataError
 
 Message = Mapping[str, Any]
+Objects = Sequence[Any] | None
 
 MODEL = "model"
 NONE = "none"
@@ -101,11 +102,11 @@ class ChatTemplate:
         """A description of plain JSON values from which `template_from_json` makes the same template."""
         return {"name": self.name, "texts": self.texts, "variables": self.variables}
 
-    def has_marks(self, tools: Sequence[Any] | None = None) -> bool:
+    def has_marks(self, tools: Objects = None) -> bool:
         """Whether the template says itself what the assistant writes."""
         return self._form(tools) in self._marked
 
-    def prompts_always(self, tools: Sequence[Any] | None = None) -> bool:
+    def prompts_always(self, tools: Objects = None) -> bool:
         """Whether it writes the prompt that makes a model answer although nobody asked for it, as old ones do."""
         form = self._form(tools)
         if form not in self._always:
@@ -116,7 +117,7 @@ class ChatTemplate:
         turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
         asks = [(1, True), (1, False), (2, False), (3, False)]
         try:
-            asked, one, two, three = map(_text, self._rendered(form, turns, asks, None, None))
+            asked, one, two, three = map(_text, self._ask(form, asks, self._values(turns, None, None)))
         except TemplateRefusal:
             return False
         # Both end in the same header, which is not there any more when the conversation goes on.
@@ -128,8 +129,8 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
+        tools: Objects = None,
+        documents: Objects = None,
         add_generation_prompt: bool = False,
     ) -> str:
         """The text of a conversation; with `add_generation_prompt`, up to where the assistant would begin to write."""
@@ -139,29 +140,24 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         asks: Sequence[tuple[int, bool]],
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
+        tools: Objects = None,
+        documents: Objects = None,
     ) -> "list[str | TemplateRefusal]":
         """Several renderings of one conversation: of how many messages each, and whether with the prompt for an answer.
 
         To ask for them at once is much faster: the conversation goes to the child process and back a single time.
         """
-        return self._rendered(self._form(tools), messages, asks, tools, documents)
+        return self._ask(self._form(tools), asks, self._values(messages, tools, documents))
 
     def marked_spans(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        *,
-        tools: Sequence[Any] | None = None,
-        documents: Sequence[Any] | None = None,
+        self, messages: Sequence[Message], text: str, tools: Objects = None, documents: Objects = None
     ) -> list[tuple[int, int]] | None:
         """Where in `text`, the rendering of `messages`, the template's own marks lie; None where it has none."""
         form = self._form(tools)
         if form not in self._marked or BEGIN in text or END in text:
             return None
-        whole = [(len(messages), False)]
-        marked = _text(self._rendered(form, messages, whole, tools, documents, marks=True)[0])
+        values = self._values(messages, tools, documents)
+        marked = _text(self._ask(form, [(len(messages), False)], values, marks=True)[0])
         spans: list[tuple[int, int]] = []
         begins: list[int] = []
         length = 0
@@ -183,28 +179,15 @@ class ChatTemplate:
         if not self._ours:
             child().close()
 
-    def _form(self, tools: Sequence[Any] | None) -> str:
+    def _form(self, tools: Objects) -> str:
         if tools and _TOOLS in self.texts:
             return _TOOLS
         return DEFAULT if DEFAULT in self.texts else next(iter(self.texts))
 
-    def _rendered(
-        self,
-        form: str,
-        messages: Sequence[Message],
-        asks: Sequence[tuple[int, bool]],
-        tools: Sequence[Any] | None,
-        documents: Sequence[Any] | None,
-        *,
-        marks: bool = False,
-    ) -> "list[str | TemplateRefusal]":
-        values = {
-            **self.variables,
-            "messages": [_with_reasoning(message) for message in messages],
-            "tools": list(tools) if tools else None,
-            "documents": list(documents) if documents else None,
-        }
-        return self._ask(form, asks, values, marks=marks)
+    def _values(self, messages: Sequence[Message], tools: Objects, documents: Objects) -> dict[str, Any]:
+        """What a template sees."""
+        given = {"tools": list(tools) if tools else None, "documents": list(documents) if documents else None}
+        return {**self.variables, "messages": [_with_reasoning(message) for message in messages], **given}
 
     def _ask(
         self, form: str, asks: Sequence[tuple[int, bool]], values: dict[str, Any], *, marks: bool = False

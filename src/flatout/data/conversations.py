@@ -17,7 +17,7 @@ another format further down are problems. What was taken, and why, is told.
 import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast, get_args
 
 from flatout.corpus.document import Problem, ProblemKind, Row, shown
@@ -57,6 +57,12 @@ _NEEDED: Mapping[Format, tuple[Mapping[str, str], ...]] = {
     "prompt-completion": tuple({"prompt": prompt, "completion": completion} for prompt, completion in _PAIRS),
     "text": ({"text": "text"},),
 }
+# Lists of messages under the other format's name, and what a message names its speaker by.
+_ALSO: Mapping[str, tuple[Mapping[str, str], ...]] = {
+    "messages": ({"messages": "conversations"}, {"messages": "conversation"}),
+    "sharegpt": ({"conversations": "messages"},),
+}
+_SPEAKERS = {"messages": "role", "sharegpt": "from"}
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function", "ipython"})
 _SHAREGPT_ROLES = {
     "human": "user", "user": "user",
@@ -94,7 +100,9 @@ class Reading:
     why: str
 
 
-class _RowError(Exception):
+class RowError(Exception):
+    """What is wrong with a row, which is told of and left out."""
+
     def __init__(self, kind: ProblemKind, message: str) -> None:
         super().__init__(message)
         self.kind: ProblemKind = kind
@@ -132,7 +140,7 @@ def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row],
     rows = [row.value for row in first if isinstance(row.value, dict)]
     for row in rows:
         for known in FORMATS:
-            if set(fields) <= set(FIELDS[known]) and (found := _DETECTORS[known](row, fields)):
+            if set(fields) <= set(FIELDS[known]) and (found := _detected(known, row, fields)):
                 mapped = {name: fields.get(name, found.get(name, name)) for name in FIELDS[known]}
                 return Reading(known, mapped, f"the first rows have {_columns(found)}")
     if not first:
@@ -183,9 +191,9 @@ def conversation_of(row: Row, reading: Reading, file: str) -> Conversation | Pro
     """The conversation of a row, or what is wrong with it."""
     try:
         if not isinstance(row.value, dict):
-            raise _RowError("field", f"the row is {_kind(row.value)}, not an object with fields")
-        return _READERS[reading.format](row.value, reading.fields, file, row.place)
-    except _RowError as error:
+            raise RowError("field", f"the row is {_kind(row.value)}, not an object with fields")
+        return replace(_READERS[reading.format](row.value, reading.fields), file=file, place=row.place)
+    except RowError as error:
         return Problem(file, row.place, error.kind, error.message, records=1)
 
 
@@ -196,43 +204,16 @@ def _is_list_of(value: object, name: str) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(item, dict) and name in item for item in value)
 
 
-def _detect_messages(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, str] | None:
-    names = [fields["messages"]] if "messages" in fields else ["messages", "conversations", "conversation"]
-    role = fields.get("role", "role")
-    return next(({"messages": name} for name in names if _is_list_of(_parsed(row.get(name)), role)), None)
-
-
-def _detect_sharegpt(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, str] | None:
-    names = [fields["conversations"]] if "conversations" in fields else ["conversations", "conversation", "messages"]
-    speaker = fields.get("from", "from")
-    return next(({"conversations": name} for name in names if _is_list_of(_parsed(row.get(name)), speaker)), None)
-
-
-def _detect_alpaca(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, str] | None:
-    columns = {name: fields.get(name, name) for name in ("instruction", "output")}
-    return columns if all(isinstance(row.get(column), str) for column in columns.values()) else None
-
-
-def _detect_pair(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, str] | None:
-    for prompt, completion in _PAIRS:
-        columns = {"prompt": fields.get("prompt", prompt), "completion": fields.get("completion", completion)}
-        if all(isinstance(row.get(column), (str, list)) for column in columns.values()):
-            return columns
+def _detected(known: Format, row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, str] | None:
+    inside, kinds = _SPEAKERS.get(known), (str, list) if known == "prompt-completion" else str
+    for columns in (*_NEEDED[known], *_ALSO.get(known, ())):
+        named = {name: fields.get(name, column) for name, column in columns.items()}
+        values = [row.get(column) for column in named.values()]
+        if inside is None and all(isinstance(value, kinds) for value in values):
+            return named
+        if inside is not None and _is_list_of(_parsed(values[0]), fields.get(inside, inside)):
+            return named
     return None
-
-
-def _detect_text(row: dict[str, Any], fields: Mapping[str, str]) -> dict[str, str] | None:
-    column = fields.get("text", "text")
-    return {"text": column} if isinstance(row.get(column), str) else None
-
-
-_DETECTORS: Mapping[Format, Callable[[dict[str, Any], Mapping[str, str]], dict[str, str] | None]] = {
-    "messages": _detect_messages,
-    "sharegpt": _detect_sharegpt,
-    "alpaca": _detect_alpaca,
-    "prompt-completion": _detect_pair,
-    "text": _detect_text,
-}
 
 
 def _columns(found: Mapping[str, str]) -> str:
@@ -242,22 +223,23 @@ def _columns(found: Mapping[str, str]) -> str:
 # Rows of each format.
 
 
-def _read_messages(row: dict[str, Any], fields: Mapping[str, str], file: str, place: str) -> Conversation:
+def _read_messages(row: dict[str, Any], fields: Mapping[str, str]) -> Conversation:
     values = _list_at(row, fields["messages"])
     read = [_message(value, number, fields["role"], fields["content"]) for number, value in enumerate(values, 1)]
     read = _with_system(read, _optional_text(row, fields["system"]))
-    return _conversation(read, file, place, _tools(row, fields["tools"]), _documents(row, fields["documents"]))
+    documents = _objects(row, fields["documents"], "documents")
+    return _conversation(read, tools=_tools(row, fields["tools"]), documents=documents)
 
 
-def _read_sharegpt(row: dict[str, Any], fields: Mapping[str, str], file: str, place: str) -> Conversation:
+def _read_sharegpt(row: dict[str, Any], fields: Mapping[str, str]) -> Conversation:
     read: list[tuple[dict[str, Any], bool | None]] = []
     for number, value in enumerate(_list_at(row, fields["conversations"]), 1):
         if not isinstance(value, dict):
-            raise _RowError("field", f"message {number} is {_kind(value)}, not an object")
+            raise RowError("field", f"message {number} is {_kind(value)}, not an object")
         speaker = value.get(fields["from"])
         if not isinstance(speaker, str) or speaker not in _SHAREGPT_ROLES:
             known = ", ".join(_SHAREGPT_ROLES)
-            raise _RowError("role", f"message {number} is from {_shown_value(speaker)}; known are {known}")
+            raise RowError("role", f"message {number} is from {_shown_value(speaker)}; known are {known}")
         role = _SHAREGPT_ROLES[speaker]
         content = value.get(fields["value"])
         if role == "function_call":
@@ -266,10 +248,10 @@ def _read_sharegpt(row: dict[str, Any], fields: Mapping[str, str], file: str, pl
             message = {"role": role, "content": _content(content, number, fields["value"])}
         read.append((message, _flag(value, role, number)))
     read = _with_system(read, _optional_text(row, fields["system"]))
-    return _conversation(read, file, place, _tools(row, fields["tools"]))
+    return _conversation(read, tools=_tools(row, fields["tools"]))
 
 
-def _read_alpaca(row: dict[str, Any], fields: Mapping[str, str], file: str, place: str) -> Conversation:
+def _read_alpaca(row: dict[str, Any], fields: Mapping[str, str]) -> Conversation:
     instruction, output = _text_at(row, fields["instruction"]), _text_at(row, fields["output"])
     extra = _optional_text(row, fields["input"])
     prompt = f"{instruction}\n\n{extra}" if extra and instruction else instruction or extra
@@ -278,14 +260,14 @@ def _read_alpaca(row: dict[str, Any], fields: Mapping[str, str], file: str, plac
     turns: list[dict[str, Any]] = []
     for number, pair in enumerate(_parsed(row.get(fields["history"])) or [], 1):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise _RowError("field", f"entry {number} of {fields['history']!r} is no pair of two texts")
+            raise RowError("field", f"entry {number} of {fields['history']!r} is no pair of two texts")
         turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     turns += [{"role": "user", "content": prompt}, {"role": "assistant", "content": output}]
     read = _with_system([(turn, None) for turn in turns], _optional_text(row, fields["system"]))
-    return _conversation(read, file, place)
+    return _conversation(read)
 
 
-def _read_pair(row: dict[str, Any], fields: Mapping[str, str], file: str, place: str) -> Conversation:
+def _read_pair(row: dict[str, Any], fields: Mapping[str, str]) -> Conversation:
     prompt, completion = (_present(row, fields[name]) for name in ("prompt", "completion"))
     tools = _tools(row, fields["tools"])
     if isinstance(prompt, list) and isinstance(completion, list):
@@ -293,10 +275,10 @@ def _read_pair(row: dict[str, Any], fields: Mapping[str, str], file: str, place:
         read = [_message(value, number, "role", "content") for number, value in enumerate(both, 1)]
         # What is learned is the completion, whoever else has spoken in the prompt.
         read = [(message, flag if number >= len(prompt) else False) for number, (message, flag) in enumerate(read)]
-        return _conversation(_with_system(read, _optional_text(row, fields["system"])), file, place, tools)
+        return _conversation(_with_system(read, _optional_text(row, fields["system"])), tools=tools)
     if not isinstance(prompt, str) or not isinstance(completion, str):
         kinds = f"{_kind(prompt)} and {_kind(completion)}"
-        raise _RowError(
+        raise RowError(
             "field", f"{fields['prompt']!r} and {fields['completion']!r} are {kinds}, not two texts or lists"
         )
     _not_blank(prompt, fields["prompt"])
@@ -305,16 +287,16 @@ def _read_pair(row: dict[str, Any], fields: Mapping[str, str], file: str, place:
     system = _optional_text(row, fields["system"])
     read = _with_system([(turn, None) for turn in turns], system)
     bare = prompt if not system else None  # without a template there is no place for a system text
-    return _conversation(read, file, place, tools, prompt=bare, completion=completion)
+    return _conversation(read, tools=tools, prompt=bare, completion=completion)
 
 
-def _read_text(row: dict[str, Any], fields: Mapping[str, str], file: str, place: str) -> Conversation:
+def _read_text(row: dict[str, Any], fields: Mapping[str, str]) -> Conversation:
     text = _text_at(row, fields["text"])
     _not_blank(text, fields["text"])
-    return Conversation(file, place, (), (), prompt="", completion=text)
+    return _conversation([], prompt="", completion=text)
 
 
-_READERS: Mapping[Format, Callable[[dict[str, Any], Mapping[str, str], str, str], Conversation]] = {
+_READERS: Mapping[Format, Callable[[dict[str, Any], Mapping[str, str]], Conversation]] = {
     "messages": _read_messages,
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,
@@ -326,26 +308,17 @@ _READERS: Mapping[Format, Callable[[dict[str, Any], Mapping[str, str], str, str]
 # Parts of a row.
 
 
-def _conversation(
-    read: Sequence[tuple[dict[str, Any], bool | None]],
-    file: str,
-    place: str,
-    tools: tuple[Any, ...] | None = None,
-    documents: tuple[Any, ...] | None = None,
-    prompt: str | None = None,
-    completion: str | None = None,
-) -> Conversation:
-    messages, train = tuple(message for message, _ in read), tuple(flag for _, flag in read)
-    return Conversation(file, place, messages, train, tools, documents, prompt, completion)
+def _conversation(read: Sequence[tuple[dict[str, Any], bool | None]], **more: Any) -> Conversation:
+    return Conversation("", "", tuple(message for message, _ in read), tuple(flag for _, flag in read), **more)
 
 
 def _message(value: object, number: int, role_name: str, content_name: str) -> tuple[dict[str, Any], bool | None]:
     if not isinstance(value, dict):
-        raise _RowError("field", f"message {number} is {_kind(value)}, not an object")
+        raise RowError("field", f"message {number} is {_kind(value)}, not an object")
     role = value.get(role_name)
     if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(sorted(_ROLES))
-        raise _RowError("role", f"message {number} has the role {_shown_value(role)}; known are {known}")
+        raise RowError("role", f"message {number} has the role {_shown_value(role)}; known are {known}")
     ours = (role_name, content_name, *_FLAGS, "tool_calls")
     message = {name: item for name, item in value.items() if item is not None and name not in ours}
     calls = value.get("tool_calls")
@@ -364,29 +337,29 @@ def _content(value: object, number: int, name: str) -> str:
         parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part for part in value]
         if all(isinstance(part, str) for part in parts):
             return "".join(str(part) for part in parts)
-        raise _RowError("field", f"message {number} has parts that are no text; only text can be learned")
-    raise _RowError("field", f"message {number} has {_kind(value)} as {name!r}, not a text")
+        raise RowError("field", f"message {number} has parts that are no text; only text can be learned")
+    raise RowError("field", f"message {number} has {_kind(value)} as {name!r}, not a text")
 
 
 def _flag(value: Mapping[str, Any], role: str, number: int) -> bool | None:
     """What a message says about being learned."""
     train, weight = value.get("train"), value.get("weight")
     if train is not None and not isinstance(train, bool):
-        raise _RowError("field", f"message {number} has {_shown_value(train)} as 'train', not true or false")
+        raise RowError("field", f"message {number} has {_shown_value(train)} as 'train', not true or false")
     if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise _RowError("field", f"message {number} has {_shown_value(weight)} as 'weight', not 0 or 1")
+        raise RowError("field", f"message {number} has {_shown_value(weight)} as 'weight', not 0 or 1")
     if train is not None and weight is not None and train != bool(weight):
-        raise _RowError("field", f"message {number} says two things about being learned: 'train' and 'weight'")
+        raise RowError("field", f"message {number} says two things about being learned: 'train' and 'weight'")
     flag = bool(weight) if weight is not None else train
     if flag and role not in ("assistant", "function_call"):
-        raise _RowError("role", f"message {number} of role {role} asks to be learned; only assistant turns can be")
+        raise RowError("role", f"message {number} of role {role} asks to be learned; only assistant turns can be")
     return flag
 
 
 def _tool_calls(value: object, number: int) -> list[dict[str, Any]]:
     calls = _parsed(value)
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise _RowError("field", f"message {number} has tool calls that are no list of objects")
+        raise RowError("field", f"message {number} has tool calls that are no list of objects")
     return [_tool_call(call, number) for call in calls]
 
 
@@ -394,10 +367,10 @@ def _tool_call(call: dict[str, Any], number: int) -> dict[str, Any]:
     """A call with its arguments as an object: files often hold them as a text of JSON, which templates would quote."""
     inner = call.get("function", call)
     if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise _RowError("field", f"message {number} has a tool call without the name of a function")
+        raise RowError("field", f"message {number} has a tool call without the name of a function")
     arguments = _parsed(inner.get("arguments", inner.get("parameters", {})))
     if not isinstance(arguments, dict):
-        raise _RowError("field", f"message {number} has a tool call whose arguments are no JSON object")
+        raise RowError("field", f"message {number} has a tool call whose arguments are no JSON object")
     outer = {name: item for name, item in call.items() if item is not None} if "function" in call else {}
     return {**outer, "type": "function", "function": {"name": inner["name"], "arguments": arguments}}
 
@@ -406,32 +379,27 @@ def _called(value: object, number: int) -> list[dict[str, Any]]:
     calls = _parsed(value)
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list) or not calls:
-        raise _RowError("field", f"message {number} is a function call and holds no JSON of one")
+        raise RowError("field", f"message {number} is a function call and holds no JSON of one")
     return _tool_calls(calls, number)
 
 
-def _tools(row: Mapping[str, Any], column: str) -> tuple[Any, ...] | None:
+def _objects(row: Mapping[str, Any], column: str, what: str) -> tuple[dict[str, Any], ...] | None:
     value = _parsed(row.get(column))
     if value is None or value == "" or value == []:
         return None
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
-        raise _RowError("field", f"{column!r} is no list of tools")
-    bare = ("name", "parameters")
-    return tuple(
-        {"type": "function", "function": tool}
-        if "function" not in tool and any(name in tool for name in bare)
-        else tool
-        for tool in value
-    )
-
-
-def _documents(row: Mapping[str, Any], column: str) -> tuple[Any, ...] | None:
-    value = _parsed(row.get(column))
-    if value is None or value == "" or value == []:
-        return None
-    if not isinstance(value, list) or not all(isinstance(document, dict) for document in value):
-        raise _RowError("field", f"{column!r} is no list of documents")
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RowError("field", f"{column!r} is no list of {what}")
     return tuple(value)
+
+
+def _tools(row: Mapping[str, Any], column: str) -> tuple[dict[str, Any], ...] | None:
+    tools = _objects(row, column, "tools")
+    if tools is None:
+        return None
+    bare = [("name" in tool or "parameters" in tool) and "function" not in tool for tool in tools]
+    return tuple(
+        {"type": "function", "function": tool} if alone else tool for tool, alone in zip(tools, bare, strict=True)
+    )
 
 
 def _with_system(
@@ -440,42 +408,43 @@ def _with_system(
     if not system:
         return read
     if read and read[0][0]["role"] in ("system", "developer"):
-        raise _RowError("turns", "the row has a system text of its own and a first message that is one")
+        raise RowError("turns", "the row has a system text of its own and a first message that is one")
     return [({"role": "system", "content": system}, None), *read]
 
 
 def _present(row: Mapping[str, Any], column: str) -> Any:
     if column not in row:
-        raise _RowError("field", f"the row lacks the field {column!r}; there are: {names_shown(list(row))}")
+        raise RowError("field", f"the row lacks the field {column!r}; there are: {names_shown(list(row))}")
     return _parsed_list(row[column])
 
 
 def _text_at(row: Mapping[str, Any], column: str) -> str:
-    value = _present(row, column)
-    if not isinstance(value, str):
-        raise _RowError("field", f"the field {column!r} is {_kind(value)}, not a text")
-    return value
+    return _text(_present(row, column), column)
 
 
 def _optional_text(row: Mapping[str, Any], column: str) -> str:
     value = row.get(column)
-    if value is not None and not isinstance(value, str):
-        raise _RowError("field", f"the field {column!r} is {_kind(value)}, not a text")
-    return value or ""
+    return "" if value is None else _text(value, column)
+
+
+def _text(value: object, column: str) -> str:
+    if not isinstance(value, str):
+        raise RowError("field", f"the field {column!r} is {_kind(value)}, not a text")
+    return value
 
 
 def _list_at(row: Mapping[str, Any], column: str) -> list[Any]:
     value = _parsed(_present(row, column))
     if not isinstance(value, list):
-        raise _RowError("field", f"the field {column!r} is {_kind(value)}, not a list of messages")
+        raise RowError("field", f"the field {column!r} is {_kind(value)}, not a list of messages")
     if not value:
-        raise _RowError("empty", f"the field {column!r} is an empty list")
+        raise RowError("empty", f"the field {column!r} is an empty list")
     return value
 
 
 def _not_blank(text: str, column: str) -> None:
     if not text or text.isspace():
-        raise _RowError("empty", f"the field {column!r} is empty")
+        raise RowError("empty", f"the field {column!r} is empty")
 
 
 def _parsed(value: object) -> Any:
@@ -495,18 +464,14 @@ def _parsed_list(value: object) -> Any:
 
 
 def _kind(value: object) -> str:
-    if value is None:
-        return "null"
-    names = {
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "a text",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), type(value).__name__)
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 def _shown_value(value: object) -> str:
     return repr(shown(value)[:40]) if isinstance(value, str) else _kind(value)
+
+
+_KINDS: Mapping[type, str] = {
+    type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list",
+    dict: "an object",
+}  # fmt: skip

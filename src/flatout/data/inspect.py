@@ -13,8 +13,7 @@ shards are checked by `verify_dataset` only.
 import hashlib
 import itertools
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flatout.data.manifest import PREPARE_AGAIN, SPLITS, FileInfo, read_manifest
+from flatout.data.manifest import PREPARE_AGAIN, SPLITS, read_manifest
 from flatout.data.sampler import remainder, window_count
-from flatout.data.shards import Dataset, TokenShards, open_dataset
+from flatout.data.shards import Dataset, TokenShards, check_size, checked_chunks, open_dataset, unreadable
 from flatout.data.tokenizer import Tokenizer
 from flatout.errors import DataError
 from flatout.records import DataSummary, DocumentSample, SplitSummary, TokenCount
@@ -87,9 +86,7 @@ def read_report(folder: str | Path) -> dict[str, Any] | None:
     if info is None:
         return None
     path = Path(folder) / info.name
-    raw = _content(path, info)
-    if (found := hashlib.sha256(raw).hexdigest()) != info.sha256:
-        raise DataError(f"{path} is damaged: its SHA-256 is {found} and should be {info.sha256}", PREPARE_AGAIN)
+    raw = b"".join(checked_chunks(Path(folder), info))
     try:
         report = json.loads(raw)
         _check_report(report)
@@ -105,13 +102,13 @@ def read_problems(folder: str | Path, most: int) -> list[dict[str, Any]]:
         return []
     path = Path(folder) / info.name
     problems: list[dict[str, Any]] = []
+    check_size(Path(folder), info)
     try:
-        _check_size(path, info)
         with path.open("rb") as lines:
             while len(problems) < most and (line := lines.readline()):
                 problems.append(_problem_from(line))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         place = f"line {len(problems) + 1}"
         raise DataError(f"{path} is damaged in {place}: {type(error).__name__}: {error}", PREPARE_AGAIN) from error
@@ -124,23 +121,6 @@ def shown(text: str) -> str:
         letter if letter.isprintable() and letter != "\\" else letter.encode("unicode_escape").decode("ascii")
         for letter in text
     )
-
-
-def _content(path: Path, info: FileInfo) -> bytes:
-    try:
-        _check_size(path, info)
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _check_size(path: Path, info: FileInfo) -> None:
-    if (found := os.stat(path).st_size) != info.bytes:
-        raise DataError(f"{path} has {found} bytes and should have {info.bytes}", PREPARE_AGAIN)
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"cannot read {path}: {error.strerror}", PREPARE_AGAIN)
 
 
 def _check_report(report: Any) -> None:
@@ -191,29 +171,29 @@ class _Lengths:
     most: int
 
 
-def tokens_in_long_documents(shards: TokenShards, context: int) -> dict[str, int]:
-    """How many documents have `context` tokens or more, and how many tokens those have."""
-    starts, found = shards.document_starts(), {"documents": 0, "tokens": 0}
+def _document_lengths(shards: TokenShards) -> Iterator[Counts]:
+    """The tokens of each document, in pieces."""
+    starts = shards.document_starts()
     for first in range(0, len(starts), _CHUNK):
         bounds = starts[first : first + _CHUNK + 1].astype(np.int64)
-        lengths = np.diff(np.append(bounds, shards.tokens) if first + _CHUNK >= len(starts) else bounds)
+        yield np.diff(np.append(bounds, shards.tokens) if first + _CHUNK >= len(starts) else bounds)
+
+
+def tokens_in_long_documents(shards: TokenShards, context: int) -> dict[str, int]:
+    """How many documents have `context` tokens or more, and how many tokens those have."""
+    found = {"documents": 0, "tokens": 0}
+    for lengths in _document_lengths(shards):
         long = lengths[lengths >= context]
         found = {"documents": found["documents"] + len(long), "tokens": found["tokens"] + int(long.sum())}
     return found
 
 
 def _count_lengths(shards: TokenShards) -> _Lengths:
-    starts = shards.document_starts()
-    number = len(starts)
     documents = np.zeros(_fine_bin(np.array([shards.tokens]))[0] + 1, dtype=np.int64)
     tokens = np.zeros_like(documents)
-    least, most = shards.tokens, 0
-    for first in range(0, number, _CHUNK):
-        bounds = starts[first : first + _CHUNK + 1].astype(np.int64)
-        if first + _CHUNK >= number:
-            bounds = np.append(bounds, shards.tokens)
-        lengths = np.diff(bounds)
-        if (first == 0 and bounds[0] != 0) or int(lengths.min()) < 1 or int(lengths.max()) > shards.tokens:
+    least, most, begins = shards.tokens, 0, int(shards.document_starts()[0])
+    for lengths in _document_lengths(shards):
+        if begins or int(lengths.min()) < 1 or int(lengths.max()) > shards.tokens:
             raise DataError(
                 f"the document starts of split {shards.split} in {shards.folder} do not rise from 0 to below "
                 f"{shards.tokens}",

@@ -17,14 +17,14 @@ import json
 import os
 import re
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, final
 
 import numpy as np
 
 from flatout.corpus.document import Problem
-from flatout.data.part import PIECE, PartResult, Pieces
+from flatout.data.part import PIECE, PartHead, PartResult
 from flatout.data.plan import Done
 from flatout.errors import DataError
 from flatout.files import canonical_json, sync_folder, write_whole
@@ -46,32 +46,6 @@ class PassingError(DataError):
     """An error that is no fault of the input: the same command gets past it, and goes on with the finished parts."""
 
 
-@dataclass(frozen=True)
-class PartHead:
-    """What is known of a finished part beside its arrays."""
-
-    source: int
-    bytes: int
-    files: int
-    tokens: int
-    documents: int
-    records: int
-    replaced: int
-    dropped: dict[str, int]
-    problems: tuple[Problem, ...]
-    rejected: dict[int, str]
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """A finished part, read back."""
-
-    head: PartHead
-    tokens: bytes
-    pieces: Pieces
-    signatures: bytes
-
-
 @final
 class Journal(Done):
     """The finished parts of one plan."""
@@ -82,21 +56,26 @@ class Journal(Done):
         self._notes = folder / _READ_HERE
         wanted = canonical_json(plan)
         self._plan = hashlib.sha256(wanted).hexdigest()
-        if not _same(folder / _PLAN, wanted):
+        plan_file = folder / _PLAN
+        if not plan_file.exists() or plan_file.read_bytes() != wanted:
             # The old plan goes first: without it, whatever is left of its parts belongs to nobody.
-            (folder / _PLAN).unlink(missing_ok=True)
+            plan_file.unlink(missing_ok=True)
             sync_folder(folder)
-            _remove_parts(folder)
+            for path in _entries(folder):
+                if path.parent.name == _PARTS and _is_own(path, folder):
+                    path.unlink()
             self._notes.unlink(missing_ok=True)
-            write_whole(folder / _PLAN, wanted, durable=True)
+            write_whole(plan_file, wanted, durable=True)
         self._parts.mkdir(exist_ok=True)
         sync_folder(folder)
         self._good: set[int] = set()
         self._known = self._read_notes()
 
     def has(self, number: int) -> bool:
-        if number not in self._good and self._is_whole(number):
-            self._good.add(number)
+        if number not in self._good:
+            with contextlib.suppress(DataError):
+                self.read(number)
+                self._good.add(number)
         return number in self._good
 
     def parts_of(self, file: int) -> int | None:
@@ -107,26 +86,13 @@ class Journal(Done):
         sealed = {"plan": self._plan, "parts": self._known, "sha256": self._seal(self._known)}
         write_whole(self._notes, canonical_json(sealed), durable=True)
 
-    def write(self, number: int, source: int, size: int, files: int, result: PartResult, itemsize: int) -> PartHead:
+    def write(self, number: int, result: PartResult) -> None:
         """Keep a result; when this returns, a kill cannot lose it."""
-        pieces = np.frombuffer(result.pieces, dtype=PIECE)
-        head = PartHead(
-            source=source,
-            bytes=size,
-            files=files,
-            tokens=len(result.tokens) // itemsize,
-            documents=int(np.count_nonzero(pieces["flags"] & 1)),
-            records=result.records,
-            replaced=result.replaced,
-            dropped=result.dropped,
-            problems=result.problems,
-            rejected=result.rejected,
-        )
-        body = [result.tokens, result.pieces, result.signatures]
+        body = [result.tokens, result.pieces.tobytes(), result.signatures]
         described = {
             "plan": self._plan,
             "number": number,
-            "head": asdict(head),
+            "head": asdict(result.head),
             "sizes": [len(part) for part in body],
             "sha256": [hashlib.sha256(part).hexdigest() for part in body],
         }
@@ -134,7 +100,6 @@ class Journal(Done):
         lead = _LEAD.pack(hashlib.sha256(raw).digest(), len(raw))
         write_whole(self._path(number), b"".join([lead, raw, *body]), durable=True)
         self._good.add(number)
-        return head
 
     def head(self, number: int) -> PartHead:
         """All of a finished part but its arrays."""
@@ -144,7 +109,7 @@ class Journal(Done):
         except (OSError, ValueError) as error:
             raise self._damaged(number, error) from error
 
-    def read(self, number: int, *, tokens: bool = True, signatures: bool = True) -> StoredPart:
+    def read(self, number: int, *, tokens: bool = True, signatures: bool = True) -> PartResult:
         """A finished part, checked; arrays that are not asked for are empty."""
         try:
             with self._path(number).open("rb") as file:
@@ -152,24 +117,15 @@ class Journal(Done):
                 wanted = (tokens, True, signatures)
                 body: list[bytes] = []
                 for size, digest, want in zip(described["sizes"], described["sha256"], wanted, strict=True):
+                    raw = file.read(size) if want else b""
+                    if want and hashlib.sha256(raw).hexdigest() != digest:
+                        raise ValueError("its content is not what was written")
                     if not want:
                         file.seek(size, os.SEEK_CUR)
-                        body.append(b"")
-                        continue
-                    raw = file.read(size)
-                    if hashlib.sha256(raw).hexdigest() != digest:
-                        raise ValueError("its content is not what was written")
                     body.append(raw)
         except (OSError, ValueError) as error:
             raise self._damaged(number, error) from error
-        return StoredPart(_head_from(described["head"]), body[0], np.frombuffer(body[1], dtype=PIECE), body[2])
-
-    def _is_whole(self, number: int) -> bool:
-        try:
-            self.read(number)
-        except DataError:
-            return False
-        return True
+        return PartResult(_head_from(described["head"]), body[0], np.frombuffer(body[1], dtype=PIECE), body[2])
 
     def _described(self, file: IO[bytes], number: int) -> dict[str, Any]:
         """What stands before the arrays of a part, proven to be what was written for this part of this plan."""
@@ -213,35 +169,27 @@ class Journal(Done):
 
 def foreign_in(folder: Path) -> str | None:
     """The first entry of a work folder that no journal put there, or that is a link; None if there is none."""
-    for path in sorted(folder.iterdir()):
-        if path.name == _PARTS and path.is_dir() and not path.is_symlink():
-            found = next((part for part in sorted(path.iterdir()) if not _is_own(part, folder)), None)
-        else:
-            found = None if _is_own(path, folder) else path
-        if found is not None:
-            return found.relative_to(folder).as_posix()
-    return None
+    found = next((path for path in _entries(folder) if not _is_own(path, folder)), None)
+    return None if found is None else found.relative_to(folder).as_posix()
 
 
 def clear(folder: Path) -> None:
     """Removes a work folder: the files that a journal put there, and the folder if nothing else is in it."""
-    _remove_parts(folder)
-    own = [path for path in folder.iterdir() if _is_own(path, folder)]
+    own = [path for path in _entries(folder) if _is_own(path, folder)]
     for path in sorted(own, key=lambda path: path.name == MARK):  # the mark last: a kill leaves a folder of ours
         path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+    for place in (folder / _PARTS, folder):
+        with contextlib.suppress(OSError):
+            place.rmdir()
 
 
-def _remove_parts(folder: Path) -> None:
-    parts = folder / _PARTS
-    if parts.is_symlink() or not parts.is_dir():
-        return
-    for path in list(parts.iterdir()):
-        if _is_own(path, folder):
-            path.unlink()
-    with contextlib.suppress(OSError):
-        parts.rmdir()
+def _entries(folder: Path) -> list[Path]:
+    """What lies in a work folder, with what is in its folder of parts in place of that. Links are not followed."""
+    found: list[Path] = []
+    for path in sorted(folder.iterdir()):
+        parts = path.name == _PARTS and path.is_dir() and not path.is_symlink()
+        found += sorted(path.iterdir()) if parts else [path]
+    return found
 
 
 def _is_own(path: Path, folder: Path) -> bool:
@@ -253,10 +201,3 @@ def _head_from(content: dict[str, Any]) -> PartHead:
     problems = tuple(Problem(**problem) for problem in content["problems"])
     rejected = {int(row): reason for row, reason in content["rejected"].items()}
     return PartHead(**{**content, "problems": problems, "rejected": rejected})
-
-
-def _same(path: Path, wanted: bytes) -> bool:
-    try:
-        return path.read_bytes() == wanted
-    except FileNotFoundError:
-        return False

@@ -31,16 +31,18 @@ from flatout.corpus.document import InputFile, Problem, Row, shown
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.conversations import LOOK_AT, Conversation, Reading, check_fields, choose_reading, conversation_of
-from flatout.data.masking import TRAIN_ON, Rendered, TrainOn, render, tokenize
+from flatout.data.conversations import LOOK_AT, Conversation, Reading, choose_reading, conversation_of
+from flatout.data.masking import Rendered, TrainOn, render, tokenize
 from flatout.data.samples import VERSION, Samples, SampleSet, check_target, open_samples, why_not, write_samples
 from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
 from flatout.errors import ConfigError, DataError
 from flatout.files import hash_file
 from flatout.records import PrepareProgress
 
+_SEED = 0  # of the hash that rows are held out by: the same rows whatever the seed of the run
 _CHUNK = 512
 _CHUNK_CHARACTERS = 2**23  # the library that tokenizes takes 130 bytes for each
+_MOST_BAD = 0.2  # the share of rows that may be unusable before the dataset is refused
 _ROWS = ("json", "jsonl", "csv", "tsv", "parquet")
 
 TooLong = Literal["truncate", "drop"]
@@ -49,10 +51,9 @@ Progress = Callable[[PrepareProgress], None]
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """What samples are made of. Held out are `val_rows` rows, about `val_fraction` of them, or those of `val_source`.
+    """What samples are made of. Held out are about `val_fraction` of the rows, or those of `val_source`.
 
-    `most_bad` is the share of rows that may be unusable before the dataset is refused. `limit` is the setting that
-    `context` comes from, for messages alone.
+    `limit` is the setting that `context` comes from, for messages alone.
     """
 
     source: str
@@ -63,9 +64,6 @@ class SampleRequest:
     train_on: TrainOn = "assistant"
     too_long: TooLong = "truncate"
     val_fraction: float = 0.0
-    val_rows: int | None = None
-    seed: int = 0
-    most_bad: float = 0.2
     limit: str = "model.context"
 
 
@@ -118,33 +116,23 @@ def prepare_samples(
     The process that renders the template has ended afterwards.
     """
     try:
-        return _prepared(request, tokenizer, template, folder, progress)
+        target, train_files, val_files, key = _asked(request, tokenizer, template, folder)
+        why = why_not(target, key)
+        if not why:
+            return open_samples(target)
+        maker = _Maker(request, tokenizer, template, progress, [*train_files, *val_files])
+        train = maker.read(train_files, request.source)
+        held_out = None if request.val_source is None else maker.read(val_files, request.val_source)
+        splits = _split(train, request.val_fraction) if held_out is None else {"train": train, "val": held_out}
+        for name, made in splits.items():
+            _check_learnable(made, name, request, maker)
+        maker.tell("merging")
+        arrays = {name: _arrays(made, token_dtype(tokenizer.vocab)) for name, made in splits.items()}
+        write_samples(target, key, arrays, maker.told(), maker.problems, tokenizer, template)
+        return dataclasses.replace(open_samples(target), made=why)
     finally:
         if template is not None:
             template.release()
-
-
-def _prepared(
-    request: SampleRequest,
-    tokenizer: ModelTokenizer,
-    template: ChatTemplate | None,
-    folder: str | Path,
-    progress: Progress | None,
-) -> SampleSet:
-    target, train_files, val_files, key = _asked(request, tokenizer, template, folder)
-    why = why_not(target, key)
-    if not why:
-        return open_samples(target)
-    maker = _Maker(request, tokenizer, template, progress, [*train_files, *val_files])
-    train = maker.read(train_files, request.source)
-    held_out = None if request.val_source is None else maker.read(val_files, request.val_source)
-    splits = _split(train, request) if held_out is None else {"train": train, "val": held_out}
-    for name, made in splits.items():
-        _check_learnable(made, name, request, maker)
-    maker.tell("merging")
-    arrays = {name: _arrays(made, token_dtype(tokenizer.vocab)) for name, made in splits.items()}
-    write_samples(target, key, arrays, maker.told(), maker.problems, tokenizer, template)
-    return dataclasses.replace(open_samples(target), made=why)
 
 
 def why_made(
@@ -159,37 +147,27 @@ def _asked(
     request: SampleRequest, tokenizer: ModelTokenizer, template: ChatTemplate | None, folder: str | Path
 ) -> tuple[Path, list[InputFile], list[InputFile], dict[str, Any]]:
     """(folder, files to train on, files to evaluate on, what samples made of them are known by)"""
-    _check_request(request)
-    target = Path(folder).resolve()
-    train_files = row_files(request.source, "chat.source")
-    val_files = [] if request.val_source is None else row_files(request.val_source, "chat.val_source")
-    key = _key(request, train_files, val_files, tokenizer, template)
-    check_target(target)
-    return target, train_files, val_files, key
-
-
-def _check_request(request: SampleRequest) -> None:
-    check_fields(request.format, request.fields)
-    if request.train_on not in TRAIN_ON:
-        raise ConfigError(f"chat.train_on is {request.train_on!r}", f"the choices are {', '.join(TRAIN_ON)}")
-    if request.too_long not in ("truncate", "drop"):
-        raise ConfigError(f"chat.too_long is {request.too_long!r}", "the choices are truncate and drop")
-    if request.context < 1:
-        raise ConfigError(f"model.context is {request.context}", "give at least 1 token")
     if not 0.0 <= request.val_fraction < 1.0:
         raise ConfigError(
             f"chat.val_fraction is {request.val_fraction}", "give a share from 0 up to, but not including, 1"
         )
-    if request.val_rows is not None and request.val_rows < 1:
-        raise ConfigError(f"val_rows is {request.val_rows}", "give 1 or more rows, or leave it out")
-    if not 0.0 <= request.most_bad <= 1.0:
-        raise ConfigError(f"most_bad is {request.most_bad}", "give a share from 0 to 1")
-    ways = (request.val_source is not None) + (request.val_rows is not None) + (request.val_fraction > 0)
-    if ways > 1:
-        raise ConfigError(
-            "rows are to be held out in more than one way",
-            "give one of chat.val_source, val_rows and chat.val_fraction",
-        )
+    target = Path(folder).resolve()
+    train_files = row_files(request.source, "chat.source")
+    val_files = [] if request.val_source is None else row_files(request.val_source, "chat.val_source")
+    settings = dataclasses.asdict(request)
+    del settings["source"], settings["val_source"]  # content counts, not where it lies
+    del settings["limit"]  # the number counts
+    key = {
+        "version": VERSION,
+        # The first three were settings once, and are what folders of samples are known by.
+        "settings": {"val_rows": None, "seed": _SEED, "most_bad": _MOST_BAD, **settings},
+        "source": [[file.format, hash_file(Path(file.path))] for file in train_files],
+        "val_source": [[file.format, hash_file(Path(file.path))] for file in val_files],
+        "tokenizer": tokenizer.fingerprint,
+        "template": None if template is None else template.fingerprint,
+    }
+    check_target(target)
+    return target, train_files, val_files, key
 
 
 def row_files(source: str, field: str) -> list[InputFile]:
@@ -211,46 +189,17 @@ def row_files(source: str, field: str) -> list[InputFile]:
     return list(found.files)
 
 
-def _key(
-    request: SampleRequest,
-    train: list[InputFile],
-    val: list[InputFile],
-    tokenizer: ModelTokenizer,
-    template: ChatTemplate | None,
-) -> dict[str, Any]:
-    """All that the bytes depend on."""
-    settings = dataclasses.asdict(request)
-    del settings["source"], settings["val_source"]  # content counts, not where it lies
-    del settings["limit"]  # the number counts
-    return {
-        "version": VERSION,
-        "settings": {**settings, "fields": dict(request.fields)},
-        "source": [[file.format, hash_file(Path(file.path))] for file in train],
-        "val_source": [[file.format, hash_file(Path(file.path))] for file in val],
-        "tokenizer": tokenizer.fingerprint,
-        "template": None if template is None else template.fingerprint,
-    }
-
-
 @final
 @dataclass(frozen=True, eq=False)
 class _Made:
     """Samples with the number of the conversation each is of, and for each conversation a hash of its text."""
 
-    ids: list[Ids]
-    labelled: list[npt.NDArray[np.bool_]]
-    conversation: list[int]
+    samples: list[tuple[Ids, npt.NDArray[np.bool_], int]]  # ids, labels, conversation
     hashes: list[int]
 
     def chosen(self, which: npt.NDArray[np.bool_]) -> "_Made":
         """The samples of the conversations that are chosen."""
-        keep = [number for number, owner in enumerate(self.conversation) if which[owner]]
-        return _Made(
-            [self.ids[number] for number in keep],
-            [self.labelled[number] for number in keep],
-            [self.conversation[number] for number in keep],
-            self.hashes,
-        )
+        return _Made([sample for sample in self.samples if which[sample[2]]], self.hashes)
 
 
 @final
@@ -272,17 +221,14 @@ class _Maker:
         self._tokenizer = tokenizer
         self._template = template
         self._progress = progress
-        self._total_bytes = sum(file.bytes for file in files)
-        self._total_files = len(files)
-        self._files = 0
-        self._bytes_before = 0
+        self._told = PrepareProgress("reading", 0, len(files), 0, sum(file.bytes for file in files), 0, 0, 0)
         self._bytes = 0  # of the file that is being read
-        self._characters = 0  # that are rendered and not tokenized yet
+        self._pending: list[tuple[int, Rendered]] = []  # with the number of the conversation; not tokenized yet
         # Hardly any text holds one of these, so that most need not be searched for hundreds of tokens.
         self._special_beginnings = {text[:2] for text in tokenizer.special_texts}
 
     def read(self, files: list[InputFile], source: str) -> _Made:
-        made = _Made([], [], [], [])
+        made = _Made([], [])
         rows_before, problems_before = self.counts["rows"], len(self.problems)
         stream = iter(itertools.chain.from_iterable(self._rows(file) for file in files))
         head = list(itertools.islice(stream, LOOK_AT))
@@ -290,15 +236,14 @@ class _Maker:
         if first or self._request.format != "auto":
             reading = choose_reading(self._request.format, self._request.fields, first, source)
             self.readings.append(reading)
-            pending: list[Rendered] = []
-            owners: list[int] = []
+            characters = 0
             for file, row in itertools.chain(head, stream):
-                self._take(
-                    row if isinstance(row, Problem) else conversation_of(row, reading, file.name), made, pending, owners
-                )
-                if len(pending) >= _CHUNK or self._characters > _CHUNK_CHARACTERS:
-                    self._flush(made, pending, owners)
-            self._flush(made, pending, owners)
+                said = row if isinstance(row, Problem) else conversation_of(row, reading, file.name)
+                characters += self._note(said) if isinstance(said, Problem) else self._take(said, made)
+                if len(self._pending) >= _CHUNK or characters > _CHUNK_CHARACTERS:
+                    self._flush(made)
+                    characters = 0
+            self._flush(made)
         else:
             for _, row in head:
                 if isinstance(row, Problem):
@@ -314,19 +259,15 @@ class _Maker:
             if isinstance(row, Problem):
                 _check_readable(file, row)
             yield file, row
-        self._files += 1
-        self._bytes_before += file.bytes
+        self._told = dataclasses.replace(self._told, files=self._told.files + 1, bytes=self._told.bytes + file.bytes)
         self._bytes = 0
 
-    def _take(self, row: Conversation | Problem, made: _Made, pending: list[Rendered], owners: list[int]) -> None:
-        if isinstance(row, Problem):
-            self._note(row)
-            return
+    def _take(self, row: Conversation, made: _Made) -> int:
+        """Renders a row, and returns how many characters that gives."""
         counts: Counter[str] = Counter()
         rendered = render(row, self._template, self._request.train_on, self._tokenizer.special_texts, counts)
         if isinstance(rendered, Problem):
-            self._note(rendered)
-            return
+            return self._note(rendered)
         if rendered[-1].bare and self._tokenizer.end_of_text is None:
             raise DataError(
                 "the tokenizer names no end-of-text token, so that a model could never learn to stop",
@@ -335,10 +276,9 @@ class _Maker:
         self.counts["rows"] += 1
         self.counts.update(counts)
         self.counts["special_in_content"] += self._spells_special(row)
-        pending.extend(rendered)
-        self._characters += sum(len(sample.text) for sample in rendered)
-        owners.extend([len(made.hashes)] * len(rendered))
-        made.hashes.append(_hash_of(rendered[-1].text, self._request.seed))
+        self._pending += [(len(made.hashes), sample) for sample in rendered]
+        made.hashes.append(_hash_of(rendered[-1].text))
+        return sum(len(sample.text) for sample in rendered)
 
     def _spells_special(self, row: Conversation) -> bool:
         """Whether what somebody said spells a special token: it becomes that token, as in every other program."""
@@ -349,14 +289,17 @@ class _Maker:
             for text in said
         )
 
-    def _note(self, problem: Problem) -> None:
+    def _note(self, problem: Problem) -> int:
+        """Lists a row that cannot be used, which gives no text."""
         self.problems.append(problem)
         self.counts["rows"] += problem.records
         self.counts["rows_not_used"] += problem.records
+        return 0
 
-    def _flush(self, made: _Made, pending: list[Rendered], owners: list[int]) -> None:
-        most = self._request.context + 1
-        for owner, (ids, labelled) in zip(owners, tokenize(pending, self._tokenizer, self.counts), strict=True):
+    def _flush(self, made: _Made) -> None:
+        most, pending = self._request.context + 1, self._pending
+        tokenized = tokenize([sample for _, sample in pending], self._tokenizer, self.counts)
+        for (owner, _), (ids, labelled) in zip(pending, tokenized, strict=True):
             if not labelled.any():
                 self.counts["dropped_unlabelled"] += 1
                 continue
@@ -374,29 +317,17 @@ class _Maker:
                 if not labelled.any():
                     self.counts["dropped_labels_cut"] += 1
                     continue
-            made.ids.append(ids)
-            made.labelled.append(labelled)
-            made.conversation.append(owner)
+            made.samples.append((ids, labelled, owner))
             self.counts["tokens"] += len(ids)
         pending.clear()
-        self._characters = 0
-        owners.clear()
         self.tell("reading")
 
     def tell(self, phase: str) -> None:
         if self._progress is not None:
-            self._progress(
-                PrepareProgress(
-                    phase=phase,
-                    files=self._files,
-                    total_files=self._total_files,
-                    bytes=min(self._bytes_before + self._bytes, self._total_bytes),
-                    total_bytes=self._total_bytes,
-                    documents=self.counts["rows"],
-                    tokens=self.counts["tokens"],
-                    problems=len(self.problems),
-                )
-            )
+            read = min(self._told.bytes + self._bytes, self._told.total_bytes)
+            counts = {"documents": self.counts["rows"], "tokens": self.counts["tokens"]}
+            told = dataclasses.replace(self._told, phase=phase, bytes=read, problems=len(self.problems), **counts)
+            self._progress(told)
 
     def told(self) -> dict[str, Any]:
         """What the manifest keeps of how the samples were made."""
@@ -408,7 +339,7 @@ class _Maker:
         }
 
     def _check_share(self, source: str, rows: int, problems: list[Problem], any_left: bool) -> None:
-        if any_left and sum(problem.records for problem in problems) <= self._request.most_bad * rows:
+        if any_left and sum(problem.records for problem in problems) <= _MOST_BAD * rows:
             return
         if not problems:
             raise DataError(f"{shown(source)} has no rows", "give a file with at least one row")
@@ -458,38 +389,30 @@ _HINTS = {
 }
 
 
-def _hash_of(text: str, seed: int) -> int:
-    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=str(seed).encode("ascii"))
+def _hash_of(text: str) -> int:
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8, key=str(_SEED).encode("ascii"))
     return int.from_bytes(digest.digest(), "big")
 
 
-def _split(made: _Made, request: SampleRequest) -> dict[str, _Made]:
+def _split(made: _Made, val_fraction: float) -> dict[str, _Made]:
     """Some conversations held out, by their hashes. Where rows are few, at least one is on either side."""
-    if (request.val_rows is None and request.val_fraction == 0.0) or not made.ids:
+    if val_fraction == 0.0 or not made.samples:
         return {"train": made}
     hashes = np.array(made.hashes, dtype=np.uint64)
-    used = np.unique(hashes[made.conversation])
+    used = np.unique(hashes[[owner for *_, owner in made.samples]])
     if len(used) < 2:
         raise DataError(
             "there are fewer than two different conversations, of which one cannot be held out",
             "give more rows, or name a file to evaluate on in chat.val_source",
         )
-    if request.val_rows is not None:
-        if request.val_rows >= len(used):
-            raise DataError(
-                f"{request.val_rows} rows are to be held out, and there are {len(used)} different ones",
-                "set val_rows to less than that",
-            )
-        border = used[request.val_rows - 1]
-    else:
-        within = int(np.searchsorted(used, np.uint64(min(int(request.val_fraction * 2.0**64), 2**64 - 1))))
-        border = used[min(max(within, 1), len(used) - 1) - 1]
+    within = int(np.searchsorted(used, np.uint64(min(int(val_fraction * 2.0**64), 2**64 - 1))))
+    border = used[min(max(within, 1), len(used) - 1) - 1]
     held_out = hashes <= border
     return {"train": made.chosen(~held_out), "val": made.chosen(held_out)}
 
 
 def _check_learnable(made: _Made, split: str, request: SampleRequest, maker: _Maker) -> None:
-    if made.ids:
+    if made.samples:
         return
     counts = maker.counts
     which = "" if split == "train" else " of the rows that are held out"
@@ -507,6 +430,6 @@ def _check_learnable(made: _Made, split: str, request: SampleRequest, maker: _Ma
 
 
 def _arrays(made: _Made, dtype: np.dtype[Any]) -> Samples:
-    offsets = np.zeros(len(made.ids) + 1, dtype=np.int64)
-    np.cumsum([len(ids) for ids in made.ids], out=offsets[1:])
-    return Samples(np.concatenate(made.ids).astype(dtype), np.concatenate(made.labelled), offsets)
+    ids, labelled, _ = zip(*made.samples, strict=True)
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    return Samples(np.concatenate(ids).astype(dtype), np.concatenate(labelled), offsets)

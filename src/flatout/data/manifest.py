@@ -18,9 +18,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from flatout.data.tokenizer import token_dtype
 from flatout.errors import DataError
@@ -37,6 +38,7 @@ SPLITS = ("train", "val")
 # Every file a dataset may consist of. Names from a manifest are matched against it before they touch the file system.
 FILE_NAME = re.compile(r"(train|val)(-\d{5,}|\.offsets)\.bin|(tokenizer|report|manifest)\.json|problems\.jsonl")
 OFFSET_DTYPE = np.dtype("<u8")
+Whole = Annotated[int, Field(strict=True, ge=0)]
 PREPARE_AGAIN = "prepare the dataset again with --overwrite, or restore its folder from a copy"
 
 
@@ -45,7 +47,7 @@ class FileInfo:
     """A file of the dataset: its name in the folder, its size and the SHA-256 of its content."""
 
     name: str
-    bytes: int
+    bytes: Whole
     sha256: str
 
 
@@ -53,9 +55,9 @@ class FileInfo:
 class SplitInfo:
     """What a split holds. `text_bytes` is the UTF-8 size of its text, from which bits per byte are reckoned."""
 
-    tokens: int
-    documents: int
-    text_bytes: int
+    tokens: Whole
+    documents: Whole
+    text_bytes: Whole
     shards: tuple[FileInfo, ...]
     offsets: FileInfo
 
@@ -64,9 +66,9 @@ class SplitInfo:
 class Manifest:
     """The table of contents of a dataset."""
 
-    version: int
+    version: Whole
     dtype: str
-    vocab: int
+    vocab: Whole
     tokenizer_kind: str
     tokenizer_fingerprint: str
     tokenizer: FileInfo
@@ -138,8 +140,8 @@ def _check_version(content: Any, path: Path) -> None:
         )
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
-    version = _whole(content["version"])
-    if version > VERSION:
+    version = content["version"]
+    if type(version) is int and version > VERSION:
         raise DataError(
             f"{path} has format version {version}, and this flatout knows versions up to {VERSION}",
             "update flatout, or prepare the dataset again with this version",
@@ -147,35 +149,11 @@ def _check_version(content: Any, path: Path) -> None:
 
 
 def _manifest_from(content: dict[str, Any]) -> Manifest:
-    return Manifest(
-        version=_whole(content["version"]),
-        dtype=_text(content["dtype"]),
-        vocab=_whole(content["vocab"]),
-        tokenizer_kind=_text(content["tokenizer_kind"]),
-        tokenizer_fingerprint=_text(content["tokenizer_fingerprint"]),
-        tokenizer=_file_from(content["tokenizer"]),
-        splits={_text(name): _split_from(split) for name, split in content["splits"].items()},
-        settings=_mapping(content["settings"]),
-        report=_file_from(content["report"]) if "report" in content else None,
-        problems=_file_from(content["problems"]) if "problems" in content else None,
-    )
-
-
-def _split_from(content: dict[str, Any]) -> SplitInfo:
-    return SplitInfo(
-        tokens=_whole(content["tokens"]),
-        documents=_whole(content["documents"]),
-        text_bytes=_whole(content["text_bytes"]),
-        shards=tuple(_file_from(shard) for shard in content["shards"]),
-        offsets=_file_from(content["offsets"]),
-    )
-
-
-def _file_from(content: dict[str, Any]) -> FileInfo:
-    name = _text(content["name"])
-    if not FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not the name of a file of a dataset")
-    return FileInfo(name, _whole(content["bytes"]), _text(content["sha256"]))
+    try:
+        return TypeAdapter(Manifest).validate_python(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def _check_consistent(manifest: Manifest) -> None:
@@ -185,6 +163,9 @@ def _check_consistent(manifest: Manifest) -> None:
     if not manifest.splits.keys() <= set(SPLITS):  # a missing one is told by who asks for it
         raise ValueError(f"its splits are not {' and '.join(SPLITS)}")
     names = [file.name for file in manifest.files]
+    for name in names:
+        if not FILE_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is not the name of a file of a dataset")
     if len(set(names)) != len(names):
         raise ValueError("it names a file twice")
     for name, split in manifest.splits.items():
@@ -193,21 +174,3 @@ def _check_consistent(manifest: Manifest) -> None:
             raise ValueError(f"split {name} has {split.tokens} tokens in {stored} bytes of {dtype.name}")
         if split.offsets.bytes != split.documents * OFFSET_DTYPE.itemsize or not split.documents:
             raise ValueError(f"split {name} has {split.documents} documents in {split.offsets.bytes} bytes of offsets")
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is not a whole number")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is not text")
-    return value
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{value!r} is not a mapping")
-    return value

@@ -20,18 +20,17 @@ import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, final, get_args
+from typing import Any, Literal, final
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.corpus.document import Problem, ProblemKind
+from flatout.corpus.document import Problem
 from flatout.data.chat_template import ChatTemplate, TemplateRefusal
-from flatout.data.conversations import Conversation
+from flatout.data.conversations import Conversation, RowError
 from flatout.data.tokenizer import Ids, ModelTokenizer, Tokenizer, token_dtype
 
 TrainOn = Literal["assistant", "last", "all"]
-TRAIN_ON: tuple[TrainOn, ...] = get_args(TrainOn)
 Span = tuple[int, int]
 
 
@@ -42,21 +41,6 @@ class Rendered:
     text: str
     spans: tuple[Span, ...]
     bare: bool = False
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A stretch of a sample's text that is learned as a whole, or not at all."""
-
-    text: str
-    labelled: bool
-
-
-class _Unusable(Exception):  # a row is told of and left out
-    def __init__(self, kind: ProblemKind, message: str) -> None:
-        super().__init__(message)
-        self.kind: ProblemKind = kind
-        self.message = message
 
 
 def render(
@@ -71,7 +55,7 @@ def render(
         if template is None or not conversation.messages:
             rendered = [_bare(conversation)]
         elif template.prompts_always(conversation.tools):
-            raise _Unusable(
+            raise RowError(
                 "template",
                 "the template writes an assistant's header after every conversation, asked for or not, so that the end "
                 "of a turn cannot be told",
@@ -82,7 +66,7 @@ def render(
             rendered = _turns(conversation, template, train_on, special_texts, counts)
         for sample in rendered:
             _check_unicode(sample.text)
-    except _Unusable as error:
+    except RowError as error:
         return Problem(conversation.file, conversation.place, error.kind, error.message, records=1)
     except TemplateRefusal as error:
         message = f"the chat template refuses it: {' '.join(str(error).split())[:300]}"
@@ -93,7 +77,7 @@ def render(
 def _bare(conversation: Conversation) -> Rendered:
     prompt, completion = conversation.prompt, conversation.completion
     if prompt is None or completion is None or conversation.tools:
-        raise _Unusable("template", "it has turns, a system text or tools, and there is no chat template to write them")
+        raise RowError("template", "it has turns, a system text or tools, and there is no chat template to write them")
     return Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), bare=True)
 
 
@@ -111,9 +95,7 @@ def _everything(conversation: Conversation, template: ChatTemplate) -> Rendered:
             before = texts(number) if number else ""
             upto = texts(number + 1)
             if not (text.startswith(before) and text.startswith(upto)):
-                raise _Unusable(
-                    "template", "a message is not to be learned, and the template does not show where it is"
-                )
+                raise RowError("template", "a message is not to be learned, and the template does not show where it is")
             spans.append((begin, len(before)))
             begin = len(upto)
     spans.append((begin, len(text)))
@@ -130,15 +112,15 @@ def _turns(
     messages = conversation.messages
     spoken = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not spoken:
-        raise _Unusable("turns", "it has no assistant turn, so there is nothing to learn")
+        raise RowError("turns", "it has no assistant turn, so there is nothing to learn")
     learned = [
         number for number in (spoken[-1:] if train_on == "last" else spoken) if conversation.train[number] is not False
     ]
     if not learned:
-        raise _Unusable("turns", "its assistant turns are all marked as not to be learned")
+        raise RowError("turns", "its assistant turns are all marked as not to be learned")
     empty = [number for number in learned if _is_empty(messages[number])]
     if len(empty) == len(learned):
-        raise _Unusable("empty", "what its assistant says is empty")
+        raise RowError("empty", "what its assistant says is empty")
     counts["empty_answers"] += len(empty)
     last = learned[-1]
     asks = [(number + 1, False) for number in learned]
@@ -162,7 +144,7 @@ def _turns(
         counts["turns"] += 1
         counts["turns_without_end_token"] += not ends
         if start >= end:
-            raise _Unusable("template", f"the template writes nothing for message {number + 1}, which is to be learned")
+            raise RowError("template", f"the template writes nothing for message {number + 1}, which is to be learned")
         _check_written(messages[number], number, upto[start:end], counts)
         if within:
             spans.append((start, end))
@@ -179,7 +161,7 @@ def _check_written(message: dict[str, Any], number: int, turn: str, counts: Coun
     """Notice a template that leaves out what a turn should teach: some have no form for tool calls, and say nothing."""
     for call in message.get("tool_calls", ()):
         if call["function"]["name"] not in turn:
-            raise _Unusable("template", f"the template leaves out the tool call of message {number + 1}")
+            raise RowError("template", f"the template leaves out the tool call of message {number + 1}")
     counts["contents_changed"] += message["content"].strip() not in turn
 
 
@@ -193,10 +175,10 @@ def _start(texts: "_Texts", number: int, upto: str, counts: Counter[str]) -> int
     if upto.startswith(prompt):
         return len(prompt)
     if not number:
-        raise _Unusable("turns", "it begins with an assistant turn, and the template does not show where that begins")
+        raise RowError("turns", "it begins with an assistant turn, and the template does not show where that begins")
     before = texts(number)
     if not (upto.startswith(before) and prompt.startswith(before)):
-        raise _Unusable(
+        raise RowError(
             "template",
             f"the template writes what comes before message {number + 1} differently once that is there, "
             "so that where it begins cannot be told",
@@ -212,7 +194,7 @@ def _marks(
     if not template.has_marks(conversation.tools):
         return None
     messages = conversation.messages[: number + 1]
-    spans = template.marked_spans(messages, text, tools=conversation.tools, documents=conversation.documents)
+    spans = template.marked_spans(messages, text, conversation.tools, conversation.documents)
     turns = sum(1 for place in spoken if place <= number)
     return spans if spans is not None and len(spans) == turns else None
 
@@ -266,7 +248,7 @@ def _check_unicode(text: str) -> None:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             half = f"{text[error.start]!a}"
-            raise _Unusable(
+            raise RowError(
                 "surrogate", f"it escapes half of a surrogate pair, {half}, which is not Unicode text"
             ) from error
 
@@ -317,17 +299,19 @@ def _with_ends(
     return ids, labelled
 
 
-def preview(ids: npt.NDArray[Any], labelled: npt.NDArray[np.bool_], tokenizer: Tokenizer) -> list[Piece]:
-    """A sample as text, in pieces that are learned or not."""
+def preview(
+    ids: npt.NDArray[Any], labelled: npt.NDArray[np.bool_], tokenizer: Tokenizer
+) -> tuple[tuple[str, bool], ...]:
+    """A sample as text, in pieces that are each learned as a whole, or not at all."""
     borders = [0, *(np.flatnonzero(labelled[1:] != labelled[:-1]) + 1).tolist(), len(ids)]
-    pieces: list[Piece] = []
+    pieces: list[tuple[str, bool]] = []
     before = ""
     for start, end in itertools.pairwise(borders):
         # By the difference of two beginnings: many decoders take the space away from what stands first.
         upto = tokenizer.decode(ids[:end])
-        pieces.append(Piece(upto[len(before) :], bool(labelled[start])))
+        pieces.append((upto[len(before) :], bool(labelled[start])))
         before = upto
-    return [piece for piece in pieces if piece.text]
+    return tuple(piece for piece in pieces if piece[0])
 
 
 _ANSWER = "Flatout"

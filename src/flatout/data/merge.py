@@ -13,11 +13,12 @@ the border separates: its text is read again, cut, and tokenized as two.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any, final
@@ -25,12 +26,23 @@ from typing import IO, Any, final
 import numpy as np
 import numpy.typing as npt
 
-from flatout.corpus.document import Problem
+from flatout.corpus.document import Document
 from flatout.corpus.near import SLOTS, near_duplicates
-from flatout.data.journal import SIGNATURES, Journal, StoredPart
-from flatout.data.manifest import OFFSET_DTYPE, PROBLEMS, REPORT, SPLITS, FileInfo, SplitInfo
-from flatout.data.part import BEGINS, ENDS, REJECTED
-from flatout.data.plan import Inputs, Request
+from flatout.data.journal import SIGNATURES, Journal
+from flatout.data.manifest import (
+    MANIFEST,
+    OFFSET_DTYPE,
+    PROBLEMS,
+    REPORT,
+    SPLITS,
+    TOKENIZER,
+    VERSION,
+    FileInfo,
+    Manifest,
+    SplitInfo,
+)
+from flatout.data.part import BEGINS, ENDS, REJECTED, PartResult, Recipe, copies_of, judged, share_of
+from flatout.data.plan import Inputs, Request, find_part
 from flatout.data.tokenizer import Ids, Tokenizer, token_dtype
 from flatout.errors import DataError
 from flatout.files import canonical_json
@@ -40,9 +52,20 @@ _REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"
 _DOCUMENTS_AT_ONCE = 4_000_000
 Flags = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
-# Gives the text of the piece with that hash in the part of that number.
-FindText = Callable[[int, int, int], str]
-Tick = Callable[[int], None]
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The finished parts of a request, in a journal, and what they were made by."""
+
+    journal: Journal
+    parts: int
+    inputs: Inputs
+    request: Request
+    recipe: Recipe
+    tokenizer: Tokenizer
+    settings: dict[str, Any]
 
 
 @dataclass
@@ -61,11 +84,11 @@ class _Long:
 class Decisions:
     """What becomes of each document, numbered through all parts by where it begins."""
 
-    def __init__(self, journal: Journal, parts: int, request: Request) -> None:
-        self._journal = journal
-        self._request = request
-        self.parts = parts
-        self.heads = [journal.head(number) for number in range(parts)]
+    def __init__(self, finished: Finished) -> None:
+        self._journal = finished.journal
+        self._request = request = finished.request
+        self.parts = parts = finished.parts
+        self.heads = [finished.journal.head(number) for number in range(parts)]
         self.bounds = np.cumsum([0, *(head.documents for head in self.heads)], dtype=np.int64)
         self.status: Flags = np.zeros(int(self.bounds[-1]), dtype=np.uint8)
         self._long: dict[int, _Long] = {}
@@ -80,23 +103,21 @@ class Decisions:
             if count := int(np.count_nonzero(self.status == status)):
                 self.dropped[reason] += count
 
-    def index(self, number: int, stored: StoredPart | None = None) -> tuple[npt.NDArray[np.int64], Numbers, Numbers]:
+    def index(self, number: int, stored: PartResult | None = None) -> tuple[npt.NDArray[np.int64], Numbers, Numbers]:
         """For each piece of a part its document (-1: of none), and the two halves of the documents' hashes."""
         pieces = (stored or self._journal.read(number, tokens=False, signatures=False)).pieces
         begins = pieces["flags"] & BEGINS != 0
         documents = np.cumsum(begins, dtype=np.int64) - 1 + self.bounds[number]
         high, low = pieces["high"][begins].copy(), pieces["low"][begins].copy()
-        for document in self._long:
+        for document, long in self._long.items():
             if self.bounds[number] <= document < self.bounds[number + 1]:
-                high[document - self.bounds[number]], low[document - self.bounds[number]] = self._long[
-                    document
-                ].halves()
+                row = document - self.bounds[number]
+                high[row], low[row] = long.halves()
         return documents, high, low
 
-    def copies(self, number: int, high: Numbers, low: Numbers) -> npt.NDArray[np.int64]:
+    def copies(self, number: int, low: Numbers) -> npt.NDArray[np.int64]:
         """How often each document that begins in a part is taken, by the weight of its source."""
-        weight = self._request.sources[self.heads[number].source].weight
-        return int(weight) + (_share(low) < weight - int(weight)).astype(np.int64)
+        return copies_of(self._request.sources[self.heads[number].source].weight, low)
 
     def _find_long_documents(self) -> None:
         current: int | None = None
@@ -161,53 +182,63 @@ class Decisions:
         if all(source.weight >= 1 for source in self._request.sources):
             return
         for number in range(self.parts):
-            _, high, low = self.index(number)
+            _, _, low = self.index(number)
             here = self.status[self.bounds[number] : self.bounds[number + 1]]
-            here[(self.copies(number, high, low) == 0) & (here == KEPT)] = UNCHOSEN
+            here[(self.copies(number, low) == 0) & (here == KEPT)] = UNCHOSEN
 
 
-@dataclass(frozen=True)
-class Merged:
-    """The splits as they lie on disk, and the two files that tell what became of the input."""
-
-    splits: dict[str, SplitInfo]
-    report: FileInfo
-    problems: FileInfo
-
-
-def merge_parts(
-    journal: Journal,
-    parts: int,
-    inputs: Inputs,
-    request: Request,
-    tokenizer: Tokenizer,
-    folder: Path,
-    find_text: FindText,
-    tick: Tick = lambda number: None,
-) -> Merged:
-    """Write the shards, offsets, report and list of problems of `parts` finished parts into `folder`."""
-    decisions = Decisions(journal, parts, request)
+def merge_parts(finished: Finished, folder: Path, tick: Tick) -> Manifest:
+    """Write the dataset of the finished parts into `folder`; the manifest comes last."""
+    tokenizer, inputs = finished.tokenizer, finished.inputs
+    decisions = Decisions(finished)
     if not np.any(decisions.status == KEPT):
         raise _nothing_left(decisions, inputs)
-    border = _border(journal, decisions, request)
-    writer = _Splitter(journal, decisions, request, tokenizer, folder, border, find_text)
-    with contextlib.closing(writer):
+    with contextlib.closing(_Splitter(finished, decisions, folder)) as writer:
         splits = writer.write(tick)
-    problems = _write_problems(folder, journal, parts, inputs)
-    report = _report(decisions, inputs, writer.kept, splits)
-    return Merged(splits, write_file(folder / REPORT, [canonical_json(report)]), problems)
+    listed = itertools.chain(inputs.problems, *(head.problems for head in decisions.heads))
+    lines = (
+        json.dumps(asdict(problem), ensure_ascii=True, sort_keys=True).encode("ascii") + b"\n" for problem in listed
+    )
+    problems = write_file(folder / PROBLEMS, lines)
+    report = canonical_json(_report(decisions, inputs, writer.kept, splits))
+    manifest = Manifest(
+        version=VERSION,
+        dtype=token_dtype(tokenizer.vocab).name,
+        vocab=tokenizer.vocab,
+        tokenizer_kind=tokenizer.kind,
+        tokenizer_fingerprint=tokenizer.fingerprint,
+        tokenizer=write_file(folder / TOKENIZER, [json.dumps(tokenizer.to_json()).encode("ascii"), b"\n"]),
+        splits=splits,
+        settings=finished.settings,
+        report=write_file(folder / REPORT, [report]),
+        problems=problems,
+    )
+    write_file(folder / MANIFEST, [manifest.to_bytes()])
+    return manifest
 
 
-def _border(journal: Journal, decisions: Decisions, request: Request) -> int | None:
+def _border(finished: Finished, decisions: Decisions) -> int | None:
     """The character, counted over what is kept, at which a contiguous split begins validation."""
-    if request.data.split != "contiguous" or request.data.val_source is not None:
+    data = finished.request.data
+    if data.split != "contiguous" or data.val_source is not None:
         return None
     characters = 0
-    for number in range(decisions.parts):
-        stored = journal.read(number, tokens=False, signatures=False)
+    for number in range(finished.parts):
+        stored = finished.journal.read(number, tokens=False, signatures=False)
         documents, _, _ = decisions.index(number, stored)
         characters += int(stored.pieces["characters"][_kept(decisions, documents)].sum())
-    return int(characters * (1.0 - request.data.val_fraction))
+    return int(characters * (1.0 - data.val_fraction))
+
+
+def _text_of(finished: Finished, number: int, piece: Any) -> str:
+    """The text of a piece of the part of that number, read again."""
+    wanted = int(piece["high"]).to_bytes(8, "big") + int(piece["low"]).to_bytes(8, "big")
+    for _, item in judged(finished.recipe, find_part(finished.inputs, finished.recipe.options, number)):
+        if isinstance(item, Document):
+            raw = item.text.encode("utf-8", "surrogatepass")
+            if hashlib.sha256(raw).digest()[:16] == wanted:
+                return item.text
+    raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
 
 
 def _kept(decisions: Decisions, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -215,47 +246,28 @@ def _kept(decisions: Decisions, documents: npt.NDArray[np.int64]) -> npt.NDArray
     return (documents >= 0) & (decisions.status[documents] == KEPT)
 
 
-@dataclass(frozen=True)
-class _Carried:
-    """Hash and copies of the last document so far, for its pieces in the next part."""
-
-    high: int = 0
-    copies: int = 1
-
-
 @final
 class _Splitter:
     """Writes the kept pieces of all parts into the splits."""
 
-    def __init__(
-        self,
-        journal: Journal,
-        decisions: Decisions,
-        request: Request,
-        tokenizer: Tokenizer,
-        folder: Path,
-        border: int | None,
-        find_text: FindText,
-    ) -> None:
+    def __init__(self, finished: Finished, decisions: Decisions, folder: Path) -> None:
         self.kept: Counter[str] = Counter()
-        self._journal = journal
-        self._decisions = decisions
-        self._request = request
-        self._tokenizer = tokenizer
-        self._border = border
-        self._find_text = find_text
-        self._dtype = token_dtype(tokenizer.vocab)
-        self._writers = {name: _SplitWriter(folder, name, self._dtype, request.data.shard_tokens) for name in SPLITS}
+        self._finished, self._decisions = finished, decisions
+        self._request, self._tokenizer = finished.request, finished.tokenizer
+        self._border = _border(finished, decisions)
+        self._dtype = token_dtype(finished.tokenizer.vocab)
+        shard_tokens = finished.request.data.shard_tokens
+        self._writers = {name: _SplitWriter(folder, name, self._dtype, shard_tokens) for name in SPLITS}
 
     def write(self, tick: Tick) -> dict[str, SplitInfo]:
         start = position = 0  # in characters: where the source begins, and where its last part ended
         for source, spec in enumerate(self._request.sources):
             numbers = [n for n, head in enumerate(self._decisions.heads) if head.source == source]
             for copy in range(max(1, math.ceil(spec.weight))):
-                position, carried = start, _Carried()
+                position, carried = start, (0, 1)
                 for number in numbers:
                     position, carried = self._write_part(number, copy, position, carried)
-                    tick(number)
+                    tick()
             start = position
         for name, writer in self._writers.items():
             if not writer.tokens:
@@ -269,16 +281,19 @@ class _Splitter:
         for writer in self._writers.values():
             writer.close()
 
-    def _write_part(self, number: int, copy: int, position: int, carried: _Carried) -> tuple[int, _Carried]:
-        """Write a part once. `position` is the character it begins at; `carried` tells of the last document so far."""
-        stored = self._journal.read(number, signatures=False)
+    def _write_part(
+        self, number: int, copy: int, position: int, carried: tuple[int, int]
+    ) -> tuple[int, tuple[int, int]]:
+        """Write a part once. `position` is the character it begins at; `carried` are hash and copies of the last
+        document so far, for its pieces in this part. Both are returned for the next."""
+        stored = self._finished.journal.read(number, signatures=False)
         pieces = stored.pieces
         documents, high, low = self._decisions.index(number, stored)
         kept = _kept(self._decisions, documents)
         # Row 0 stands for the document that began in an earlier part.
         local = documents - self._decisions.bounds[number] + 1
-        hashes = np.concatenate([np.array([carried.high], dtype=np.uint64), high])
-        taken = np.concatenate([[carried.copies], self._decisions.copies(number, high, low)])
+        hashes = np.concatenate([np.array([carried[0]], dtype=np.uint64), high])
+        taken = np.concatenate([[carried[1]], self._decisions.copies(number, low)])
         copies = taken[local]
         ends = position + np.cumsum(np.where(kept, pieces["characters"], 0).astype(np.int64))
         in_val = self._in_val(stored.head.source, hashes[local], ends - pieces["characters"].astype(np.int64))
@@ -294,29 +309,25 @@ class _Splitter:
             before, after = chosen.copy(), chosen.copy()
             before[cut:], after[: cut + 1] = False, False
             self._add(name, ids, pieces, before, first_copy=not copy)
-            if copies[cut] > copy:
-                border = self._border_in(pieces, ends, cut)
+            if copies[cut] > copy and self._border is not None:
+                border = self._border - (int(ends[cut]) - int(pieces["characters"][cut]))
                 self._add_cut(name, number, pieces[cut], border, first_copy=not copy)
             self._add(name, ids, pieces, after, first_copy=not copy)
         end = int(ends[-1]) if len(ends) else position
-        return end, _Carried(int(hashes[-1]), int(taken[-1]))
+        return end, (int(hashes[-1]), int(taken[-1]))
 
     def _in_val(self, source: int, hashes: Numbers, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         if self._request.data.val_source is not None:
             return np.full(len(starts), source == len(self._request.sources) - 1)
         if self._border is not None:
             return starts >= self._border
-        return _share(hashes) < self._request.data.val_fraction
+        return share_of(hashes) < self._request.data.val_fraction
 
     def _cut_row(self, kept: npt.NDArray[np.bool_], ends: npt.NDArray[np.int64], characters: Numbers) -> int | None:
         if self._border is None:
             return None
         rows = np.flatnonzero(kept & (ends > self._border) & (ends - characters.astype(np.int64) < self._border))
         return int(rows[0]) if len(rows) else None
-
-    def _border_in(self, pieces: Any, ends: npt.NDArray[np.int64], row: int) -> int:
-        assert self._border is not None
-        return self._border - (int(ends[row]) - int(pieces["characters"][row]))
 
     def _add(self, name: str, ids: Ids, pieces: Any, chosen: npt.NDArray[np.bool_], *, first_copy: bool) -> None:
         if not chosen.any():
@@ -331,7 +342,7 @@ class _Splitter:
 
     def _add_cut(self, name: str, number: int, piece: Any, border: int, *, first_copy: bool) -> None:
         """Write the head of the piece in which the border falls to training, its tail to validation."""
-        text = self._find_text(number, int(piece["high"]), int(piece["low"]))
+        text = _text_of(self._finished, number, piece)
         text = text[:border] if name == "train" else text[border:]
         ids = self._tokenizer.encode(text)
         if name == "val" and piece["flags"] & ENDS and self._tokenizer.end_of_text is not None:
@@ -341,11 +352,6 @@ class _Splitter:
         self._writers[name].add(ids, starts, len(text.encode("utf-8", "surrogatepass")))
         if first_copy and name == "train" and piece["flags"] & BEGINS:
             self.kept[name] += 1  # a document in both splits is counted where it begins
-
-
-def _share(half: Numbers) -> npt.NDArray[np.float64]:
-    """A hash as a number from 0 to 1."""
-    return half.astype(np.float64) / 2.0**64
 
 
 def _empty_hint(request: Request) -> str:
@@ -378,9 +384,8 @@ def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
 def _report(decisions: Decisions, inputs: Inputs, kept: Counter[str], splits: dict[str, SplitInfo]) -> dict[str, Any]:
     heads = decisions.heads
     dropped = sum((Counter(head.dropped) for head in heads), Counter(decisions.dropped))
-    problems = [len(head.problems) for head in heads]
-    damaged = sum(problem.records for head in heads for problem in head.problems)
-    damaged += sum(problem.records for problem in inputs.problems)
+    problems = [*inputs.problems, *(problem for head in heads for problem in head.problems)]
+    damaged = sum(problem.records for problem in problems)
     records = sum(head.records for head in heads) + sum(problem.records for problem in inputs.problems)
     if records != sum(kept.values()) + sum(dropped.values()) + damaged:
         raise RuntimeError(f"{records} records became {dict(kept)} kept, {dict(dropped)} dropped and {damaged} damaged")
@@ -390,25 +395,13 @@ def _report(decisions: Decisions, inputs: Inputs, kept: Counter[str], splits: di
         "kept": {name: kept[name] for name in SPLITS},
         "dropped": dict(dropped),
         "damaged": damaged,
-        "problem_count": sum(problems) + len(inputs.problems),
+        "problem_count": len(problems),
         "replaced_characters": sum(head.replaced for head in heads),
         "files": len(inputs.files),
         "passed_over": dict(inputs.passed_over),
         "input_bytes": inputs.bytes,
         "text_bytes": sum(split.text_bytes for split in splits.values()),
     }
-
-
-def _write_problems(folder: Path, journal: Journal, parts: int, inputs: Inputs) -> FileInfo:
-    def every() -> Iterator[Problem]:
-        yield from inputs.problems
-        for number in range(parts):
-            yield from journal.head(number).problems
-
-    lines = (
-        json.dumps(asdict(problem), ensure_ascii=True, sort_keys=True).encode("ascii") + b"\n" for problem in every()
-    )
-    return write_file(folder / PROBLEMS, lines)
 
 
 @final

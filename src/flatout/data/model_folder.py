@@ -49,8 +49,7 @@ def read_model_tokenizer(folder: str | Path, *, ignore_code: bool = False) -> Mo
             "give the folder of a Hugging Face model with its fast tokenizer, or save one there",
         )
     content = _json_object(path)
-    config = _json_object(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    older = _json_object(folder / SPECIAL_TOKENS) if (folder / SPECIAL_TOKENS).is_file() else {}
+    config, older = _object_if_there(folder / CONFIG), _object_if_there(folder / SPECIAL_TOKENS)
     if config.get("auto_map") and not ignore_code:
         raise DataError(
             f"{shown(folder / CONFIG)} names code of the tokenizer's own (auto_map), which Flatout never runs",
@@ -79,10 +78,8 @@ def read_templates(folder: str | Path) -> dict[str, str]:
     """The chat templates of the model in `folder` by name; most have one, `default`, and some have none."""
     folder = Path(folder)
     found: dict[str, str] = {}
-    if (folder / CONFIG).is_file():
-        found |= _named(_json_object(folder / CONFIG).get("chat_template"), folder / CONFIG)
-    if (folder / OLD_TEMPLATE).is_file():
-        found |= _named(_json_object(folder / OLD_TEMPLATE).get("chat_template"), folder / OLD_TEMPLATE)
+    for path in (folder / CONFIG, folder / OLD_TEMPLATE):
+        found |= _named(_object_if_there(path).get("chat_template"), path)
     files = {path.stem: _text(path, folder) for path in sorted((folder / TEMPLATES).glob("*.jinja"))}
     if (folder / TEMPLATE).is_file():
         files[DEFAULT] = _text(folder / TEMPLATE, folder)
@@ -95,22 +92,17 @@ def _named(value: object, path: Path) -> dict[str, str]:
         return {}
     if isinstance(value, str):
         return {DEFAULT: value}
-    entries = (
-        value
-        if isinstance(value, list)
-        else [{"name": name, "template": text} for name, text in value.items()]
-        if isinstance(value, dict)
-        else None
-    )
-    if entries is None or not all(
+    if isinstance(value, dict):
+        value = [{"name": name, "template": text} for name, text in value.items()]
+    if not isinstance(value, list) or not all(
         isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
-        for entry in entries
+        for entry in value
     ):
         raise DataError(
             f"the chat_template in {shown(path)} is neither a text nor a list of names with templates",
             "mend the file, or set chat.template to a file of its own",
         )
-    return {entry["name"]: entry["template"] for entry in entries}
+    return {entry["name"]: entry["template"] for entry in value}
 
 
 def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
@@ -144,17 +136,14 @@ def _known(content: dict[str, Any]) -> dict[str, int]:
         known = {str(entry[0]): number for number, entry in enumerate(vocab) if isinstance(entry, list) and entry}
     else:
         known = dict(vocab) if isinstance(vocab, dict) else {}
-    for entry in content.get("added_tokens") or []:
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and isinstance(entry.get("id"), int):
-            known[entry["content"]] = entry["id"]
-    return known
+    return known | {entry["content"]: entry["id"] for entry in content.get("added_tokens") or []}
 
 
 def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special: dict[str, str]) -> dict[str, Any]:
     """The file with added tokens that only the other files know of."""
     known = _known(content)
     added = list(content.get("added_tokens") or [])
-    present = {entry.get("content") for entry in added if isinstance(entry, dict)}
+    present = {entry["content"] for entry in added}
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, dict):
         raise ValueError("added_tokens_decoder is no object")
@@ -171,14 +160,13 @@ def _with_added_tokens(content: dict[str, Any], config: dict[str, Any], special:
             present.add(text)
     more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     more = list(more.values()) if isinstance(more, dict) else more
-    texts = (
-        [entry.get("content") if isinstance(entry, dict) else entry for entry in more] if isinstance(more, list) else []
-    )
+    more = more if isinstance(more, list) else []
+    texts = [entry.get("content") if isinstance(entry, dict) else entry for entry in more]
     for text in (*special.values(), *texts):
         if isinstance(text, str) and text in known and text not in present:
             added.append({"id": known[text], "content": text, **_FLAGS})
             present.add(text)
-    return {**content, "added_tokens": sorted(added, key=lambda entry: entry.get("id", 0))}
+    return {**content, "added_tokens": sorted(added, key=lambda entry: entry["id"])}
 
 
 def _first_token(content: dict[str, Any], config: dict[str, Any], special: dict[str, str]) -> str | None:
@@ -188,15 +176,17 @@ def _first_token(content: dict[str, Any], config: dict[str, Any], special: dict[
         return special["bos_token"] if asked else None
     import tokenizers
 
-    try:
-        tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**content, "truncation": None, "padding": None}))
-    except Exception as error:  # the library raises nothing more particular
-        raise ValueError(str(error)) from error
+    # The library can read it: it was tried out.
+    tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**content, "truncation": None, "padding": None}))
     bare, whole = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
     added = whole[: len(whole) - len(bare)] if whole != bare else []
     # Only one token, in front: some put others there or behind, which are none of a text's beginning.
     first = tokenizer.id_to_token(added[0]) if added and whole[1 : 1 + len(bare)] == bare else None
     return first if special.get("bos_token", first) == first else None
+
+
+def _object_if_there(path: Path) -> dict[str, Any]:
+    return _json_object(path) if path.is_file() else {}
 
 
 def _json_object(path: Path) -> dict[str, Any]:

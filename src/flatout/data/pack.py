@@ -32,22 +32,12 @@ from pathlib import Path
 from typing import final
 
 import flatout
-from flatout.corpus.document import Document, shown
+from flatout.corpus.document import shown
 from flatout.data.journal import Journal, PassingError, clear, foreign_in
-from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, TOKENIZER, VERSION, Manifest, read_manifest
-from flatout.data.merge import merge_parts, write_file
-from flatout.data.part import Part, Recipe, judged
-from flatout.data.plan import (
-    PART_BYTES,
-    STDIN_NAME,
-    Done,
-    Inputs,
-    Request,
-    check_free,
-    find_inputs,
-    find_part,
-    parts_of,
-)
+from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
+from flatout.data.merge import Finished, merge_parts
+from flatout.data.part import Part, PartHead, Recipe
+from flatout.data.plan import PART_BYTES, STDIN_NAME, Done, Request, check_free, find_inputs, parts_of
 from flatout.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.workers import Engine, EngineName, open_engine
 from flatout.errors import DataError, ResourceError
@@ -98,9 +88,9 @@ def _pack(packer: "_Packer", target: Path, overwrite: bool) -> Manifest:
         sweep(place.parent, re.escape(place.name), locked=True)
     work = _work_folder(hidden, overwrite)
     try:
-        journal, parts = packer.tokenize(work)
+        finished = packer.tokenize(work)
         with whole_folder(target, replaces=_files_of(target), occupied=_occupied) as folder:
-            manifest = packer.merge(journal, parts, folder)
+            manifest = merge_parts(finished, folder, lambda: packer.tell("merging"))
     except PassingError:
         raise
     except DataError:
@@ -133,41 +123,36 @@ class _Packer:
         self._engine: EngineName = engine
         self._progress = progress
 
-    def tokenize(self, work: Path) -> tuple[Journal, int]:
-        """Every part of the request into a journal in `work`, and how many there are."""
-        self._inputs = find_inputs(self._request, work)
-        self._settings = self._request.settings(self._inputs.bytes, self._inputs.digest())
-        self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
-        if self._progress is not None and self._inputs.passed_over:
-            self._progress(replace(self._told, notice=self._inputs.passed_over_told))
-        most = self._inputs.most_parts
-        count = worker_count(self._inputs.bytes) if self._workers is None else min(self._workers, most)
-        stamps = self._inputs.stamps()
+    def tokenize(self, work: Path) -> Finished:
+        """Every part of the request into a journal in `work`."""
+        request = self._request
+        self._inputs = inputs = find_inputs(request, work)
+        settings = request.settings(inputs.bytes, inputs.digest())
+        self._told = PrepareProgress("reading", 0, len(inputs.files), 0, inputs.bytes, 0, 0, 0)
+        if self._progress is not None and inputs.passed_over:
+            self._progress(replace(self._told, notice=inputs.passed_over_told))
+        count = worker_count(inputs.bytes) if self._workers is None else min(self._workers, inputs.most_parts)
+        stamps = inputs.stamps()
         with open_engine(self._engine, count) as engine:
-            self._tokenizer = self._find_tokenizer(engine)
-            itemsize = token_dtype(self._tokenizer.vocab).itemsize
-            subword = self._tokenizer.kind not in ("char", "bytes")
-            check_free(work, self._inputs, itemsize, subword)
+            tokenizer = self._find_tokenizer(engine)
+            check_free(work, inputs, token_dtype(tokenizer.vocab).itemsize, tokenizer.kind not in ("char", "bytes"))
             self.began = True
-            journal = Journal(work, self._plan(stamps))
-            parts = self._tokenize(engine, journal, itemsize)
-        if self._inputs.stamps() != stamps:
+            plan = {  # all that a finished part depends on
+                "flatout": flatout.__version__,
+                "settings": settings,
+                "tokenizer": tokenizer.fingerprint,
+                "inputs": hashlib.sha256(json.dumps(stamps).encode("ascii")).hexdigest(),
+            }
+            journal, recipe = Journal(work, plan), self._recipe(tokenizer)
+            parts = self._tokenize(engine, journal, recipe)
+        if inputs.stamps() != stamps:
             raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
-        return journal, parts
+        return Finished(journal, parts, inputs, request, recipe, tokenizer, settings)
 
     def _recipe(self, tokenizer: Tokenizer | None) -> Recipe:
         description = None if tokenizer is None else tokenizer.to_json()
         near = self._request.clean.near_duplicates is not None
         return Recipe(self._request.options, self._request.rules, description, near)
-
-    def _plan(self, stamps: list[list[object]]) -> dict[str, object]:
-        """All that a finished part depends on."""
-        return {
-            "flatout": flatout.__version__,
-            "settings": self._settings,
-            "tokenizer": self._tokenizer.fingerprint,
-            "inputs": hashlib.sha256(json.dumps(stamps).encode("ascii")).hexdigest(),
-        }
 
     def _find_tokenizer(self, engine: Engine) -> Tokenizer:
         data = self._request.data
@@ -178,15 +163,14 @@ class _Packer:
         found: set[str] = set()
         for part, characters in engine.run("characters", recipe, parts):
             found.update(characters)
-            self._tell("characters", part.files, part.bytes, 0, 0, 0)
-        self._told = PrepareProgress("reading", 0, len(self._inputs.files), 0, self._inputs.bytes, 0, 0, 0)
+            self.tell("characters", files=part.files, bytes=part.bytes)
+        self._told = replace(self._told, phase="reading", files=0, bytes=0)
         if not found:
             found = {"\n"}  # there is no text; what became of the input is told when it has been read
         return CharTokenizer("".join(sorted(found)), unknown=data.unknown_characters)
 
-    def _tokenize(self, engine: Engine, journal: Journal, itemsize: int) -> int:
+    def _tokenize(self, engine: Engine, journal: Journal, recipe: Recipe) -> int:
         """Make sure that every part is in the journal, and return how many there are."""
-        recipe = self._recipe(self._tokenizer)
         parts = 0
 
         def missing() -> Iterator[Part]:
@@ -196,67 +180,23 @@ class _Packer:
                 if isinstance(part, Part):
                     yield part
                 else:
-                    head = journal.head(part)
-                    self._tell("reading", head.files, head.bytes, head.documents, head.tokens, len(head.problems))
+                    self._tell_of(journal.head(part))
 
         for part, result in engine.run("tokens", recipe, missing()):
-            head = journal.write(part.number, part.source, part.bytes, part.files, result, itemsize)
-            self._tell("reading", head.files, head.bytes, head.documents, head.tokens, len(head.problems))
+            journal.write(part.number, result)
+            self._tell_of(result.head)
         return parts
 
-    def merge(self, journal: Journal, parts: int, folder: Path) -> Manifest:
-        """The dataset of the parts in a journal, into `folder`; the manifest comes last."""
-        recipe, tokenizer = self._recipe(self._tokenizer), self._tokenizer
-        merged = merge_parts(
-            journal,
-            parts,
-            self._inputs,
-            self._request,
-            tokenizer,
-            folder,
-            lambda number, high, low: _text_of(self._inputs, recipe, number, high, low),
-            lambda number: self._tell("merging", 0, 0, 0, 0, 0),
-        )
-        manifest = Manifest(
-            version=VERSION,
-            dtype=token_dtype(tokenizer.vocab).name,
-            vocab=tokenizer.vocab,
-            tokenizer_kind=tokenizer.kind,
-            tokenizer_fingerprint=tokenizer.fingerprint,
-            tokenizer=write_file(folder / TOKENIZER, [json.dumps(tokenizer.to_json()).encode("ascii"), b"\n"]),
-            splits=merged.splits,
-            settings=self._settings,
-            report=merged.report,
-            problems=merged.problems,
-        )
-        write_file(folder / MANIFEST, [manifest.to_bytes()])
-        return manifest
+    def _tell_of(self, head: PartHead) -> None:
+        more = {"documents": head.documents, "tokens": head.tokens, "problems": len(head.problems)}
+        self.tell("reading", files=head.files, bytes=head.bytes, **more)
 
-    def _tell(self, phase: str, files: int, size: int, documents: int, tokens: int, problems: int) -> None:
-        told = self._told
-        self._told = PrepareProgress(
-            phase,
-            told.files + files,
-            told.total_files,
-            told.bytes + size,
-            told.total_bytes,
-            told.documents + documents,
-            told.tokens + tokens,
-            told.problems + problems,
-        )
+    def tell(self, phase: str, **more: int) -> None:
+        """Count so much more, and tell how far it has come."""
+        sums = {name: getattr(self._told, name) + count for name, count in more.items()}
+        self._told = replace(self._told, phase=phase, **sums)
         if self._progress is not None:
             self._progress(self._told)
-
-
-def _text_of(inputs: Inputs, recipe: Recipe, number: int, high: int, low: int) -> str:
-    """The text with that hash in the part of that number, read again."""
-    wanted = high.to_bytes(8, "big") + low.to_bytes(8, "big")
-    for _, item in judged(recipe, find_part(inputs, recipe.options, number)):
-        if isinstance(item, Document):
-            raw = item.text.encode("utf-8", "surrogatepass")
-            if hashlib.sha256(raw).digest()[:16] == wanted:
-                return item.text
-    raise DataError("the source changed while it was read", "prepare it again when nothing writes to it")
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------

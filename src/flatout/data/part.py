@@ -16,7 +16,7 @@ import json
 from array import array
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, final
 
@@ -66,18 +66,30 @@ class Part:
 
 
 @dataclass(frozen=True)
-class PartResult:
-    """What became of a part. Arrays are bytes here, since they travel between processes and into files."""
+class PartHead:
+    """What is known of a finished part beside its arrays."""
 
-    tokens: bytes
-    pieces: bytes
-    signatures: bytes
+    source: int
+    bytes: int
+    files: int
+    tokens: int
+    documents: int
     records: int
     replaced: int
     dropped: dict[str, int]
     problems: tuple[Problem, ...]
     # Rejected pieces of documents in several pieces, by position in `pieces`, and the rule.
-    rejected: dict[int, str] = field(default_factory=dict)
+    rejected: dict[int, str]
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What became of a part; tokens and signatures are bytes, since they travel between processes and into files."""
+
+    head: PartHead
+    tokens: bytes
+    pieces: Pieces
+    signatures: bytes
 
 
 def run_part(recipe: Recipe, part: Part) -> PartResult:
@@ -86,7 +98,7 @@ def run_part(recipe: Recipe, part: Part) -> PartResult:
     work = _Work(_tokenizer(canonical_json(recipe.tokenizer)), recipe.near)
     for file, item in judged(recipe, part):
         work.add(file, item)
-    return work.result()
+    return work.result(part)
 
 
 def characters_of_part(recipe: Recipe, part: Part) -> str:
@@ -162,18 +174,22 @@ class _Work:
         if self._waiting_characters >= _BATCH_CHARACTERS:
             self._encode()
 
-    def result(self) -> PartResult:
+    def result(self, part: Part) -> PartResult:
         self._encode()
-        return PartResult(
-            tokens=bytes(self._tokens),
-            pieces=_as_pieces(self._columns).tobytes(),
-            signatures=bytes(self._signatures),
+        pieces = _as_pieces(self._columns)
+        head = PartHead(
+            source=part.source,
+            bytes=part.bytes,
+            files=part.files,
+            tokens=len(self._tokens) // self._dtype.itemsize,
+            documents=int(np.count_nonzero(pieces["flags"] & BEGINS)),
             records=self._records,
             replaced=self._replaced,
             dropped=dict(self._dropped),
             problems=tuple(self._problems),
             rejected=self._rejected,
         )
+        return PartResult(head, bytes(self._tokens), pieces, bytes(self._signatures))
 
     def _problem(self, problem: Problem) -> None:
         if len(self._problems) < _MOST_PROBLEMS:
@@ -239,3 +255,13 @@ def _as_pieces(columns: "array[int]") -> Pieces:
 @lru_cache(maxsize=2)
 def _tokenizer(description: bytes) -> Tokenizer:
     return tokenizer_from_json(json.loads(description))
+
+
+def share_of(half: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Half of a hash as a number from 0 to 1."""
+    return half.astype(np.float64) / 2.0**64
+
+
+def copies_of(weight: float, low: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
+    """How often documents are taken in an epoch, by the weight of their source; `low` are halves of their hashes."""
+    return int(weight) + (share_of(low) < weight - int(weight)).astype(np.int64)

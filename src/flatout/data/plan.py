@@ -290,11 +290,17 @@ def _spooled(target: Path, form: str, number: int) -> InputFile:
 def _stamp(file: InputFile) -> tuple[int, int]:
     if file.format == "hub":
         return 0, 0
+    size, time = size_and_time(file.path)
+    return (file.bytes if os.path.isdir(file.path) else size), time
+
+
+def size_and_time(path: str) -> tuple[int, int]:
+    """Of a file, and by when it was changed; -1 where it cannot be looked at."""
     try:
-        found = os.stat(file.path)
+        found = os.stat(path)
     except OSError:
         return -1, -1
-    return (file.bytes if os.path.isdir(file.path) else found.st_size), found.st_mtime_ns
+    return found.st_size, found.st_mtime_ns
 
 
 def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool) -> None:

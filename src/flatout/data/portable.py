@@ -6,7 +6,7 @@ was read from a file is written as it was read. The template that a model was ta
 stop into generation_config.json.
 
 Contract: the files give the ids that our tokenizer gives, for every text that does not spell a special token; tested
-against `tokenizers` and `transformers`. What cannot be said in them is told in words, as `remarks`.
+against `tokenizers` and `transformers`. What cannot be said in them is told in words, as `notices`.
 
 Trap: in `char` a text may hold a character that the tokenizer has never seen. Ours refuses it; the file leaves it out.
 """
@@ -47,7 +47,7 @@ class Portable:
     content: dict[str, Any]
     special: dict[str, str]
     begin: str | None
-    remarks: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
 
 def portable(tokenizer: Tokenizer) -> Portable:
@@ -56,9 +56,9 @@ def portable(tokenizer: Tokenizer) -> Portable:
         return Portable(tokenizer.to_json()["content"], tokenizer.special, tokenizer.begin)
     if isinstance(tokenizer, HuggingFaceTokenizer):
         end = tokenizer.end_of_text_name
-        remarks = () if end is not None else ("its tokenizer names no end of text, so nothing tells a reader to stop",)
+        notices = () if end is not None else ("its tokenizer names no end of text, so nothing tells a reader to stop",)
         content = tokenizer.to_json()["content"]
-        return Portable(content, {} if end is None else {"eos_token": end}, None, remarks)
+        return Portable(content, {} if end is None else {"eos_token": end}, None, notices)
     if isinstance(tokenizer, ByteTokenizer):
         vocab = {letter: number for number, letter in enumerate(byte_letters())}
         return Portable(_byte_level(vocab, [], split=False), {"eos_token": END_OF_TEXT}, None)
@@ -142,11 +142,11 @@ def _characters(tokenizer: CharTokenizer) -> Portable:
         vocab[unknown] = len(characters)
     library: Any = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token=unknown))
     library.decoder = decoders.Fuse()
-    remarks = ["its tokenizer (char) has no end of text, so nothing tells a reader to stop"]
+    notices = ["its tokenizer (char) has no end of text, so nothing tells a reader to stop"]
     if tokenizer.unknown == "error":
-        remarks.append("in tokenizer.json characters that it has never seen are left out, where ours refuses them")
+        notices.append("in tokenizer.json characters that it has never seen are left out, where ours refuses them")
     return Portable(
-        json.loads(library.to_str()), {} if unknown is None else {"unk_token": unknown}, None, tuple(remarks)
+        json.loads(library.to_str()), {} if unknown is None else {"unk_token": unknown}, None, tuple(notices)
     )
 
 
@@ -166,7 +166,7 @@ def tokenizer_files(tokenizer: Tokenizer, context: int) -> tuple[dict[str, bytes
         config["add_bos_token"] = found.begin is not None
     if not isinstance(tokenizer, ModelTokenizer):
         config[OWN] = {name: value for name, value in tokenizer.to_json().items() if name != "content"}
-    return {TOKENIZER: _json(found.content), CONFIG: _json(config)}, found.remarks
+    return {TOKENIZER: _json(found.content), CONFIG: _json(config)}, found.notices
 
 
 def own_tokenizer(folder: Path) -> Tokenizer | None:

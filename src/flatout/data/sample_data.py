@@ -2,37 +2,23 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.make_samples import count_told
+from flatout.data.make_samples import count_told, many
 from flatout.data.masking import preview
 from flatout.data.positions import Schedule
 from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples, SampleSet
-from flatout.data.tokenizer import Ids, Tokenizer
+from flatout.data.shards import HeldTokens
+from flatout.data.tokenizer import Tokenizer
 from flatout.data.training_data import DataFacts, TrainingData
 
 _COUNTS = (
     "rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
     "turns_without_end_token", "turns_unlabelled", "special_in_content",
 )  # fmt: skip
-
-
-@dataclass
-class SampleSplit:
-    """Samples, answering to what others ask of the tokens of a split."""
-
-    samples: Samples
-    split: str
-    folder: Path
-    tokens: int
-    text_bytes: int = 0  # not known, so loss per byte is not either
-
-    def read(self, start: int, length: int) -> Ids:
-        return self.samples.tokens[start : start + length]
 
 
 @final
@@ -60,7 +46,7 @@ class SampleData(TrainingData):
     def __post_init__(self) -> None:
         samples, folder = self.train, self.sample_set.folder
         held, tokens = self.val_samples, len(samples.tokens)
-        self.val = SampleSplit(held, "val", folder, len(held.tokens))
+        self.val = HeldTokens(held.tokens, folder)
         # A step has each sample once at most.
         self.order = order = SampleOrder(len(samples), min(self.batch_samples, len(samples)), self.seed)
         self.schedule = Schedule.constant(order.batch_samples, self.row_tokens)
@@ -114,19 +100,15 @@ class SampleData(TrainingData):
         )
         yield f"samples: {f'made now, since {made}' if made else 'used again'}, in {self.sample_set.folder}"
         yield from (f"samples: {count_told(name, counts[name])}" for name in _COUNTS if counts.get(name))
-        yield self._notice_on_padding(delivery)
-
-    def _notice_on_padding(self, delivery: Delivery) -> str:
         padding = self.rows(delivery).padding(self.order, delivery.micro_batch or self.order.batch_samples)
-        return (
-            f"samples: {padding.share:.1%} of what the device works on is padding, in {padding.shapes} "
-            f"{'shape' if padding.shapes == 1 else 'shapes'} (counted over {padding.steps} "
-            f"{'step' if padding.steps == 1 else 'steps'})"
+        yield (
+            f"samples: {padding.share:.1%} of what the device works on is padding, in {many(padding.shapes, 'shape')} "
+            f"(counted over {many(padding.steps, 'step')})"
         )
 
     def preview(self) -> tuple[tuple[str, bool], ...]:
         """The first sample in pieces that are learned or not, as people should see it before they train on it."""
-        return tuple((piece.text, piece.labelled) for piece in preview(*self.train.sample(0), self.tokenizer))
+        return preview(*self.train.sample(0), self.tokenizer)
 
     def prompt(self, text: str) -> list[int]:
         """The first held-out sample up to its first label: something to answer, as the model will be asked."""

@@ -226,31 +226,21 @@ def write_samples(
             if template is not None:
                 write_new(work / TEMPLATE, template.text.encode("utf-8"))
             files = {name: sync_and_hash(work / name) for name in _FILES if (work / name).exists()}
-            write_new(work / MANIFEST, _manifest(key, splits, told, files, tokenizer, template))
+            learned_from = json.dumps([files[SAMPLES]["sha256"], tokenizer.fingerprint])
+            content = {
+                **told,
+                "format": FORMAT,
+                "version": VERSION,
+                "key": key,
+                "template": None if template is None else {"name": template.name, "fingerprint": template.fingerprint},
+                "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint, "vocab": tokenizer.vocab},
+                "splits": {name: samples.facts() for name, samples in splits.items()},
+                "files": files,
+                "fingerprint": hashlib.sha256(learned_from.encode("ascii")).hexdigest(),
+            }
+            stated = hashlib.sha256(canonical_json(content)).hexdigest()
+            write_new(work / MANIFEST, canonical_json({**content, "manifest_sha256": stated}))
             sync_and_hash(work / MANIFEST)
-
-
-def _manifest(
-    key: Mapping[str, Any],
-    splits: Mapping[str, Samples],
-    told: Mapping[str, Any],
-    files: Mapping[str, Any],
-    tokenizer: ModelTokenizer,
-    template: ChatTemplate | None,
-) -> bytes:
-    learned_from = json.dumps([files[SAMPLES]["sha256"], tokenizer.fingerprint])
-    content = {
-        **told,
-        "format": FORMAT,
-        "version": VERSION,
-        "key": key,
-        "template": None if template is None else {"name": template.name, "fingerprint": template.fingerprint},
-        "tokenizer": {"kind": tokenizer.kind, "fingerprint": tokenizer.fingerprint, "vocab": tokenizer.vocab},
-        "splits": {name: samples.facts() for name, samples in splits.items()},
-        "files": files,
-        "fingerprint": hashlib.sha256(learned_from.encode("ascii")).hexdigest(),
-    }
-    return canonical_json({**content, "manifest_sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -6,11 +6,11 @@ from typing import Any, final
 
 import numpy as np
 
-from flatout.config.schema import CleanConfig, DataConfig
+from flatout.config.schema import RunConfig
 from flatout.corpus.sources import told_by_type
 from flatout.data.batch import BatchLoader, Delivery, Span
 from flatout.data.inspect import read_report
-from flatout.data.loader import DeviceLoader, HostLoader, windows_of
+from flatout.data.loader import DeviceLoader, HostLoader, Windows, windows_of
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.positions import Schedule
@@ -21,53 +21,32 @@ from flatout.data.training_data import DataFacts, TrainingData
 LARGE_CORPUS = 4 * 2**30  # bytes
 
 
-def open_shards(
-    data: DataConfig,
-    clean: CleanConfig,
-    schedule: Schedule,
-    *,
-    seed: int,
-    val_tokens: int | None,
-    apart: bool,
-    progress: Progress | None = None,
-) -> "ShardData":
+def open_shards(config: RunConfig, schedule: Schedule, progress: Progress | None = None) -> "ShardData":
     """The dataset that a config names, prepared now where it is not there yet."""
-    folder, fresh = prepare_data(data, clean, progress)
+    data = config.data
+    folder, fresh = prepare_data(data, config.clean, progress)
     if fresh:
         check_complete(folder)  # where records were dropped, it is trained on only when asked again
     dataset = open_dataset(folder, verify=_how_to_verify(folder))
-    stride = data.stride or schedule.longest
-    how = {"seed": seed, "best_fit": data.packing == "best_fit", "apart": apart, "val_tokens": val_tokens}
-    return ShardData(dataset, schedule, stride=stride, **how)
+    how = {"seed": config.train.seed, "best_fit": data.packing == "best_fit", "apart": config.documents_apart}
+    windows = windows_of(dataset.train, context=schedule.longest, stride=data.stride or schedule.longest, **how)
+    return ShardData(dataset, windows, schedule, config.eval.tokens)
 
 
 @final
 class ShardData(TrainingData):
     """A dataset in shards, with the windows and the order in which they are read."""
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        schedule: Schedule,
-        *,
-        stride: int,
-        seed: int,
-        best_fit: bool,
-        apart: bool,
-        val_tokens: int | None,
-    ) -> None:
+    def __init__(self, dataset: Dataset, windows: Windows, schedule: Schedule, val_tokens: int | None) -> None:
         self.train, self.val, self.tokenizer = dataset.train, dataset.val, dataset.tokenizer
-        self.schedule, self.apart, self.val_tokens = schedule, apart, val_tokens
-        context = schedule.longest
-        how = {"stride": stride, "seed": seed, "best_fit": best_fit, "apart": apart}
-        self.windows = windows_of(self.train, context=context, **how)
+        self.windows, self.schedule, self.apart, self.val_tokens = windows, schedule, windows.apart, val_tokens
         self.facts = DataFacts(
             fingerprint=dataset.manifest.fingerprint,
             place=self.train.folder,
             train_tokens=self.train.tokens,
-            windows=self.windows.order.windows,
+            windows=windows.order.windows,
             corpus_bytes=self.train.tokens * self.train.dtype.itemsize,
-            attended=_attended(self.train, context) if apart else None,
+            attended=_attended(self.train, windows.context) if windows.apart else None,
         )
 
     def batches(

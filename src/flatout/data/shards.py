@@ -52,6 +52,26 @@ class Tokens(Protocol):
 
 
 @final
+@dataclass(eq=False)
+class HeldTokens:
+    """Validation tokens in memory; without `text_bytes` nobody knows their size as text."""
+
+    ids: Ids
+    folder: str | Path
+    text_bytes: int = 0
+    split: str = "val"
+
+    def __post_init__(self) -> None:
+        self.tokens = len(self.ids)
+
+    def read(self, start: int, length: int) -> Ids:
+        """Tokens `start` to `start + length - 1`, as a copy."""
+        if start < 0 or length < 0 or start + length > self.tokens:
+            raise IndexError(f"tokens {start} to {start + length} of a split with {self.tokens}")
+        return self.ids[start : start + length].copy()
+
+
+@final
 class TokenShards:
     """The tokens of one split as one long array: opening reads nothing, and memory stays with the system."""
 
@@ -70,7 +90,7 @@ class TokenShards:
         self.tokens = info.tokens
         self.text_bytes = info.text_bytes
         for file in (*info.shards, info.offsets):
-            _check_size(self.folder, file)
+            check_size(self.folder, file)
         _allow_open_files(len(info.shards))
         self._files = [_open_shard(self.folder / file.name) for file in info.shards]
         self._offsets = _mapped(self.folder / info.offsets.name, OFFSET_DTYPE)
@@ -140,14 +160,14 @@ class TokenShards:
     def _check_content(self, info: SplitInfo) -> None:
         for file in info.shards:
             largest = -1
-            for chunk in _checked_chunks(self.folder, file):
+            for chunk in checked_chunks(self.folder, file):
                 largest = max(largest, int(np.frombuffer(chunk, dtype=self.dtype).max()))
             if largest >= self.vocab:
                 raise DataError(
                     f"{self.folder / file.name} holds token id {largest}, and the vocabulary has {self.vocab}",
                     PREPARE_AGAIN,
                 )
-        for _ in _checked_chunks(self.folder, info.offsets):
+        for _ in checked_chunks(self.folder, info.offsets):
             pass
         self.check_document_starts()
 
@@ -163,17 +183,8 @@ class Dataset:
     tokenizer: Tokenizer
 
 
-def open_dataset(
-    folder: str | Path,
-    wanted: Tokenizer | None = None,
-    vocab: int | None = None,
-    verify: Verify = "sizes",
-) -> Dataset:
-    """Open a dataset, refusing one that is damaged or does not fit.
-
-    `wanted` is the tokenizer it must have been made with. `vocab` is the number of ids the model knows:
-    the dataset may use fewer, not more.
-    """
+def open_dataset(folder: str | Path, wanted: Tokenizer | None = None, verify: Verify = "sizes") -> Dataset:
+    """Open a dataset, refusing one that is damaged or was not made with the tokenizer `wanted`."""
     manifest = read_manifest(folder)
     tokenizer = _read_tokenizer(Path(folder), manifest)
     if wanted is not None and wanted.fingerprint != manifest.tokenizer_fingerprint:
@@ -188,11 +199,6 @@ def open_dataset(
             f"({wanted.fingerprint[:12]}, {wanted.vocab:,} ids)",
             f"prepare the text again in another folder, with {way}",
         )
-    if vocab is not None and manifest.vocab > vocab:
-        raise DataError(
-            f"the dataset in {folder} has a vocabulary of {manifest.vocab} ids, and the model's is {vocab}",
-            f"set model.vocab to null or to {manifest.vocab}, or use a dataset with a smaller vocabulary",
-        )
     train, val = (TokenShards(folder, split, verify=verify) for split in SPLITS)
     return Dataset(train, val, manifest, tokenizer)
 
@@ -200,17 +206,14 @@ def open_dataset(
 def verify_dataset(folder: str | Path) -> Manifest:
     """Check every byte of a dataset: sizes, hashes, tokenizer, range of ids, document offsets, report."""
     manifest = open_dataset(folder, verify="full").manifest
-    for file in (manifest.report, manifest.problems):
-        if file is not None:
-            _check_size(Path(folder), file)
-            for _ in _checked_chunks(Path(folder), file):
-                pass
+    for file in filter(None, (manifest.report, manifest.problems)):
+        for _ in checked_chunks(Path(folder), file):
+            pass
     return manifest
 
 
 def _read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
-    _check_size(folder, manifest.tokenizer)
-    raw = b"".join(_checked_chunks(folder, manifest.tokenizer))
+    raw = b"".join(checked_chunks(folder, manifest.tokenizer))
     try:
         tokenizer = tokenizer_from_json(parse_json(raw))
     except ValueError as error:
@@ -225,20 +228,21 @@ def _read_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
     return tokenizer
 
 
-def _check_size(folder: Path, file: FileInfo) -> None:
+def check_size(folder: Path, file: FileInfo) -> None:
     path = folder / file.name
     try:
         found = path.stat().st_size
     except FileNotFoundError as error:
         raise DataError(f"{path} is missing; it should have {file.bytes} bytes", PREPARE_AGAIN) from error
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if found != file.bytes:
         raise DataError(f"{path} has {found} bytes and should have {file.bytes}", PREPARE_AGAIN)
 
 
-def _checked_chunks(folder: Path, file: FileInfo) -> Iterator[bytes]:
-    """The content of a file in bounded pieces; after the last, a wrong hash is an error."""
+def checked_chunks(folder: Path, file: FileInfo) -> Iterator[bytes]:
+    """The content of a file in bounded pieces; a wrong size is an error, and after the last of them a wrong hash."""
+    check_size(folder, file)
     digest = hashlib.sha256()
     try:
         with (folder / file.name).open("rb") as stream:
@@ -246,7 +250,7 @@ def _checked_chunks(folder: Path, file: FileInfo) -> Iterator[bytes]:
                 digest.update(chunk)
                 yield chunk
     except OSError as error:
-        raise _unreadable(folder / file.name, error) from error
+        raise unreadable(folder / file.name, error) from error
     if digest.hexdigest() != file.sha256:
         raise DataError(
             f"{folder / file.name} is damaged: its SHA-256 is {digest.hexdigest()} and should be {file.sha256}",
@@ -284,7 +288,7 @@ class _PositionedFile:
             try:
                 count = os.preadv(self._descriptor, [target], offset)
             except OSError as error:
-                raise _unreadable(self._path, error) from error
+                raise unreadable(self._path, error) from error
             if not count:
                 raise DataError(
                     f"{self._path} ends at byte {offset}: it was cut after it had been opened", PREPARE_AGAIN
@@ -313,7 +317,7 @@ def _open_shard(path: Path) -> _ShardFile:
     try:
         return _PositionedFile(path) if _POSITIONED else _MappedFile(path)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
 def _allow_open_files(count: int) -> None:
@@ -339,8 +343,8 @@ def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         # A plain array over the map: np.memmap's own bookkeeping slows every slice.
         return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
     except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: Exception) -> DataError:
+def unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"cannot read {path}: {error}", "check that the file is there and that you may read it")

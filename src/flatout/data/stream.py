@@ -33,11 +33,13 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
 from flatout.data.pack import Progress, worker_count
-from flatout.data.part import BEGINS, ENDS, PIECE, REJECTED, Part, PartResult, Pieces, Recipe
-from flatout.data.plan import PART_BYTES, STDIN, Inputs, Request, find_inputs, request_of
-from flatout.data.stream_parts import Lap, Position, Workers, parts_of_lap
+from flatout.data.part import BEGINS, ENDS, REJECTED, Part, PartHead, PartResult, Pieces, Recipe, copies_of, share_of
+from flatout.data.plan import PART_BYTES, STDIN, Inputs, Request, find_inputs, request_of, size_and_time
+from flatout.data.shards import HeldTokens
+from flatout.data.stream_parts import Lap, Position, parts_of_lap
 from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
-from flatout.errors import ConfigError, DataError
+from flatout.data.workers import ProcessEngine
+from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.files import canonical_json
 from flatout.records import PrepareProgress
 
@@ -64,38 +66,11 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class StreamManifest:
-    """What training asks of a manifest."""
-
-    fingerprint: str
-
-
-@final
-class HeldTokens:
-    """The validation tokens, in memory."""
-
-    def __init__(self, ids: Ids, folder: str, text_bytes: int, documents: int) -> None:
-        self.split = "val"
-        self.folder = folder
-        self.tokens = len(ids)
-        self.text_bytes = text_bytes
-        self.documents = documents
-        self._ids = ids
-
-    def read(self, start: int, length: int) -> Ids:
-        """Tokens `start` to `start + length - 1`, as a copy."""
-        if start < 0 or length < 0 or start + length > self.tokens:
-            raise IndexError(f"tokens {start} to {start + length} of a split with {self.tokens}")
-        return self._ids[start : start + length].copy()
-
-
-@dataclass(frozen=True)
 class StreamDataset:
     """A source that is trained on as it is read. Stands where a prepared dataset would."""
 
     train: "TokenStream"
     val: HeldTokens
-    manifest: StreamManifest
     tokenizer: Tokenizer
     notices: tuple[str, ...]
 
@@ -122,12 +97,12 @@ def open_stream(
     notices = [inputs.passed_over_told] if inputs.passed_over else []
     notices += _all_notices(stream.problems, len(stream.problems))
     if data.val_source is not None:  # else they are met again, and told, in training
-        notices += _all_notices(found.problems, found.problem_count)
+        notices += _all_notices(found.seen.problems, found.read.problems)
     if isinstance(data.source, list) and len(data.source) > 1:
         notices.append("the sources are read one after the other; to have them shuffled among each other, prepare them")
     if data.split == "contiguous" and data.val_source is None:
         notices.append("a stream has no end to take validation text from: data.split is document here, not contiguous")
-    return StreamDataset(stream, held, StreamManifest(stream.fingerprint), tokenizer, tuple(notices))
+    return StreamDataset(stream, held, tokenizer, tuple(notices))
 
 
 def _check_request(data: DataConfig, clean: CleanConfig) -> None:
@@ -152,13 +127,10 @@ def _check_request(data: DataConfig, clean: CleanConfig) -> None:
 class TokenStream:
     """The training tokens of a source, in order and without end, from any `Position` on."""
 
-    tokens: None = None  # nobody knows before it has been read
-
     def __init__(self, request: Request, inputs: Inputs, tokenizer: Tokenizer, workers: int | None = None) -> None:
-        self.vocab = tokenizer.vocab
         self.dtype = token_dtype(tokenizer.vocab)
         self.problems = inputs.problems
-        self.folder = _described(request)  # for messages, as a dataset has one
+        self.folder = ", ".join(source.path for source in request.sources)  # for messages, as a dataset has one
         self._request = request
         self._inputs = inputs
         self._end = tokenizer.end_of_text
@@ -171,40 +143,49 @@ class TokenStream:
             for number, source in enumerate(request.sources)
             for copy in range(math.ceil(source.weight))
         ]
-        self._laps = laps[:-1] if own_val else laps
+        self.laps = laps[:-1] if own_val else laps
         self._val_laps = laps[-1:] if own_val else [lap for lap in laps if not lap.copy]
         self._val_fraction = None if own_val else request.data.val_fraction
         self.fingerprint = self._fingerprint(tokenizer)
 
-    def chunks(self, position: Position, workers: Workers, *, least: int = 1) -> Generator[Chunk]:
+    def chunks(self, position: Position, workers: ProcessEngine, *, least: int = 1) -> Generator[Chunk]:
         """The training tokens from `position` on, without end. An epoch of less than `least` is a `DataError`."""
         return _Flow(self, position, workers, least).run()
 
-    def open_workers(self) -> Workers:
-        return Workers(self._workers)
+    def open_workers(self) -> ProcessEngine:
+        return ProcessEngine(self._workers)
 
     def validation(self, tokens: int, progress: Progress | None) -> "_Validation":
         """The validation text up to its first `tokens` targets, or to the end of the source."""
         found = _Validation(tokens + 1, len(self._inputs.files), progress)
         tail = Position()
         with self.open_workers() as workers:
-            results = workers.results(self._recipe, self.parts(Position(), self._val_laps))
+            results = self.results(workers, Position(), self._val_laps)
             with contextlib.closing(results):
-                for place, part, result in results:
-                    pieces = np.frombuffer(result.pieces, dtype=PIECE)
-                    rejected = tail.rejected and place.lap == tail.lap
-                    dropped, rejected = _dropped(pieces, rejected)
-                    chosen = self._in_val(pieces) & ~dropped & (_copies(self._val_laps[place.lap], pieces) > 0)
-                    ids, joins = self._chosen(result, pieces, chosen, tail.joins)
+                for place, result in results:
+                    pieces, lap = result.pieces, self._val_laps[place.lap]
+                    dropped, rejected = _dropped(pieces, tail.rejected and place.lap == tail.lap)
+                    chosen = self._in_val(pieces) & ~dropped & (copies_of(lap.weight, pieces["low"]) > 0)
+                    ids, joins = self._chosen(result, chosen, tail.joins)
                     tail = replace(place, joins=joins, rejected=rejected)
-                    found.add(part, result, ids, pieces[chosen])
+                    found.add(result.head, ids, pieces[chosen])
                     if found.enough:
                         break
         return found
 
+    def results(
+        self, workers: ProcessEngine, position: Position, laps: Sequence[Lap] | None = None
+    ) -> Generator[tuple[Position, PartResult]]:
+        """What became of the parts of an epoch from `position` on, each with its place in the epoch."""
+        try:
+            yield from workers.in_order("tokens", self._recipe, self.parts(position, laps))
+        except ResourceError as error:
+            hint = "if the machine ran out of memory, free some; go on with --resume auto"
+            raise ResourceError(error.message, hint) from error
+
     def parts(self, position: Position, laps: Sequence[Lap] | None = None) -> Iterator[tuple[Position, Part]]:
         """The parts of an epoch from `position` on, each with its place in the epoch."""
-        laps = self._laps if laps is None else laps
+        laps = self.laps if laps is None else laps
         for number in range(position.lap, len(laps)):
             start = position if number == position.lap else Position()
             for place, part in parts_of_lap(laps[number].files, self._request.options, start):
@@ -212,13 +193,12 @@ class TokenStream:
 
     def train_ids(self, position: Position, result: PartResult) -> tuple[Ids, bool, bool]:
         """The training tokens of the part at `position`, and `joins` and `rejected` for the part after it."""
-        lap = self._laps[position.lap]
-        pieces = np.frombuffer(result.pieces, dtype=PIECE)
+        lap, pieces = self.laps[position.lap], result.pieces
         dropped, rejected = _dropped(pieces, position.rejected)
-        chosen = ~dropped & (_copies(lap, pieces) > lap.copy)
+        chosen = ~dropped & (copies_of(lap.weight, pieces["low"]) > lap.copy)
         if self._val_fraction is not None:
             chosen &= ~self._in_val(pieces)
-        ids, joins = self._chosen(result, pieces, chosen, position.joins)
+        ids, joins = self._chosen(result, chosen, position.joins)
         return ids, joins, rejected
 
     def check_unchanged(self) -> None:
@@ -227,16 +207,9 @@ class TokenStream:
                 "the source changed while it was read", "start a new run when nothing writes to it, or prepare it"
             )
 
-    def copy_of(self, position: Position) -> int:
-        return self._laps[position.lap].copy
-
-    @property
-    def recipe(self) -> Recipe:
-        return self._recipe
-
-    def _chosen(self, result: PartResult, pieces: Pieces, chosen: Choice, joins: bool) -> tuple[Ids, bool]:
+    def _chosen(self, result: PartResult, chosen: Choice, joins: bool) -> tuple[Ids, bool]:
         """The tokens of the chosen pieces, and whether the last document goes on in the next part."""
-        ids = np.frombuffer(result.tokens, dtype=self.dtype)
+        ids, pieces = np.frombuffer(result.tokens, dtype=self.dtype), result.pieces
         if not chosen.all():
             ids = ids[np.repeat(chosen, pieces["tokens"].astype(np.int64))]
         breaks, joins = _breaks(pieces, chosen, joins)
@@ -245,7 +218,7 @@ class TokenStream:
     def _in_val(self, pieces: Pieces) -> Choice:
         if self._val_fraction is None:
             return np.ones(len(pieces), dtype=bool)
-        return _share(pieces["high"]) < self._val_fraction
+        return share_of(pieces["high"]) < self._val_fraction
 
     def _fingerprint(self, tokenizer: Tokenizer) -> str:
         settings = self._request.settings(self._inputs.bytes, None)
@@ -258,10 +231,6 @@ class TokenStream:
             "inputs": self._stamps,
         }
         return hashlib.sha256(canonical_json(described)).hexdigest()
-
-
-def _described(request: Request) -> str:
-    return ", ".join(source.path for source in request.sources)
 
 
 def _worker_count(inputs: Inputs) -> int:
@@ -277,16 +246,8 @@ def _stamps(inputs: Inputs) -> list[list[Any]]:
         folder = file.path.removeprefix(HUB).partition(":")[0]
         if file.format == "hub" and os.path.isdir(folder):
             found = (os.path.join(parent, name) for parent, _, names in os.walk(folder) for name in names)
-            stamps += [[path, *_size_and_time(path)] for path in sorted(found)]
+            stamps += [[path, *size_and_time(path)] for path in sorted(found)]
     return stamps
-
-
-def _size_and_time(path: str) -> tuple[int, int]:
-    try:
-        found = os.stat(path)
-    except OSError:
-        return -1, -1
-    return found.st_size, found.st_mtime_ns
 
 
 # --- parts, and what of them is trained on ----------------------------------------------------------------------------
@@ -302,17 +263,6 @@ def _dropped(pieces: Pieces, rejected: bool) -> tuple[Choice, bool]:
         rejected = rejected or bool(flags[row] & REJECTED)
         dropped[row] = rejected
     return dropped, rejected
-
-
-def _copies(lap: Lap, pieces: Pieces) -> npt.NDArray[np.int64]:
-    """How often each piece is taken in an epoch, by the weight of its source."""
-    whole = int(lap.weight)
-    return whole + (_share(pieces["low"]) < lap.weight - whole).astype(np.int64)
-
-
-def _share(half: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Half of a hash as a number from 0 to 1."""
-    return half.astype(np.float64) / 2.0**64
 
 
 def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np.int64], bool]:
@@ -338,14 +288,12 @@ def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np
 class _Flow:
     """The chunks of a stream from a position on, epoch after epoch."""
 
-    def __init__(self, stream: TokenStream, position: Position, workers: Workers, least: int) -> None:
+    def __init__(self, stream: TokenStream, position: Position, workers: ProcessEngine, least: int) -> None:
         self._stream = stream
         self._now = position
         self._least = least
         self._workers = workers
-        self._records = 0
-        self._dropped: Counter[str] = Counter()
-        self._first_problem: Problem | None = None
+        self._seen = _Seen()
 
     def run(self) -> Generator[Chunk]:
         while True:
@@ -360,41 +308,25 @@ class _Flow:
                 yield chunk
             if whole and self._now.tokens - before < self._least:
                 raise self._too_little(self._now.tokens - before)
-            self._next_epoch()
+            now = self._now
+            self._now = Position(epoch=now.epoch + 1, tokens=now.tokens, problems=now.problems, joins=now.joins)
             if kept is not None and not self._now.joins:
                 yield from self._again(kept, self._now.tokens - before)
 
     def _epoch(self) -> Iterator[Chunk]:
         stream, lap = self._stream, self._now.lap
         notices = epoch_notices(self._now.epoch, self._now.tokens) if self._now.begins_epoch else ()
-        for place, _, result in self._workers.results(stream.recipe, stream.parts(self._now)):
+        for place, result in stream.results(self._workers, self._now):
+            here = replace(self._now, lap=place.lap, file=place.file, part=place.part, hub=place.hub)
             if place.lap != lap:
-                lap = place.lap
-                self._now = replace(self._now, rejected=False)
-            here = replace(
-                place,
-                epoch=self._now.epoch,
-                tokens=self._now.tokens,
-                problems=self._now.problems,
-                joins=self._now.joins,
-                rejected=self._now.rejected,
-            )
+                lap, here = place.lap, replace(here, rejected=False)
             ids, joins, rejected = stream.train_ids(here, result)
-            problems = result.problems if not here.epoch and not stream.copy_of(here) else ()
-            self._count(result)
-            self._now = replace(
-                here,
-                tokens=here.tokens + len(ids),
-                problems=here.problems + len(problems),
-                joins=joins,
-                rejected=rejected,
-            )
+            problems = result.head.problems if not here.epoch and not stream.laps[here.lap].copy else ()
+            self._seen.add(result.head)
+            counts = {"tokens": here.tokens + len(ids), "problems": here.problems + len(problems)}
+            self._now = replace(here, joins=joins, rejected=rejected, **counts)
             yield Chunk(here, ids, (*notices, *_notices_of(problems, here.problems)))
             notices = ()
-
-    def _next_epoch(self) -> None:
-        now = self._now
-        self._now = Position(epoch=now.epoch + 1, tokens=now.tokens, problems=now.problems, joins=now.joins)
 
     def _again(self, kept: list[Chunk], tokens: int) -> Iterator[Chunk]:
         """A small source, from memory, for ever."""
@@ -402,26 +334,34 @@ class _Flow:
         for epoch in itertools.count(self._now.epoch):
             moved = self._now.tokens + (epoch - self._now.epoch) * tokens - first
             for number, chunk in enumerate(kept):
-                position = replace(
-                    chunk.position,
-                    epoch=epoch,
-                    tokens=chunk.position.tokens + moved,
-                    problems=self._now.problems,
-                )
+                counts = {"tokens": chunk.position.tokens + moved, "problems": self._now.problems}
+                position = replace(chunk.position, epoch=epoch, **counts)
                 yield Chunk(position, chunk.ids, () if number else epoch_notices(epoch, position.tokens))
 
-    def _count(self, result: PartResult) -> None:
-        self._records += result.records
-        self._dropped.update(result.dropped)
-        if self._first_problem is None and result.problems:
-            self._first_problem = result.problems[0]
-
     def _too_little(self, tokens: int) -> DataError:
-        why = _what_became(self._records, self._dropped, self._first_problem)
         return DataError(
-            f"{self._stream.folder} gives {tokens} training tokens, and a window needs {self._least}: {why}",
+            f"{self._stream.folder} gives {tokens} training tokens, and a window needs {self._least}: {self._seen}",
             "give a source with more text, loosen the clean section, or lower model.context or data.val_fraction",
         )
+
+
+@final
+class _Seen:
+    """What became of the records that were read."""
+
+    def __init__(self) -> None:
+        self.problems: list[Problem] = []  # the first few
+        self._records, self._dropped = 0, Counter[str]()
+
+    def add(self, head: PartHead) -> None:
+        self._records += head.records
+        self._dropped.update(head.dropped)
+        self.problems += head.problems[: TOLD_PROBLEMS - len(self.problems)]
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._dropped.most_common(3))
+        told = f"of {self._records:,} records, {reasons or 'none'} dropped"
+        return f"{told}; {_line(self.problems[0])}" if self.problems else told
 
 
 @final
@@ -429,62 +369,44 @@ class _Validation:
     """Collects the validation text."""
 
     def __init__(self, wanted: int, files: int, progress: Progress | None) -> None:
-        self.problems: list[Problem] = []  # the first few
-        self.problem_count = 0
-        self._wanted = wanted
-        self._progress = progress
+        self.seen = _Seen()
+        self.read = PrepareProgress("validation", 0, files, 0, 0, 0, 0, 0)
+        self._wanted, self._progress = wanted, progress
         self._ids: list[Ids] = []
-        self._tokens = self._documents = self._bytes = self._records = 0
-        self._dropped: Counter[str] = Counter()
-        self._read = PrepareProgress("validation", 0, files, 0, 0, 0, 0, 0)
+        self._bytes = 0
 
     @property
     def enough(self) -> bool:
-        return self._tokens >= self._wanted
+        return self.read.tokens >= self._wanted
 
-    def add(self, part: Part, result: PartResult, ids: Ids, pieces: Pieces) -> None:
+    def add(self, head: PartHead, ids: Ids, pieces: Pieces) -> None:
         """`ids` and `pieces` are those of the validation text in the part."""
         self._ids.append(ids)
-        self._tokens += len(ids)
-        self._documents += int(np.count_nonzero(pieces["flags"] & BEGINS))
         self._bytes += int(pieces["bytes"].sum())
-        self._records += result.records
-        self._dropped.update(result.dropped)
-        self.problems += result.problems[: TOLD_PROBLEMS - len(self.problems)]
-        self.problem_count += len(result.problems)
-        told = self._read
-        self._read = replace(
-            told,
-            files=told.files + part.files,
-            bytes=told.bytes + part.bytes,
-            documents=self._documents,
-            tokens=self._tokens,
-            problems=self.problem_count,
+        self.seen.add(head)
+        self.read = replace(
+            self.read,
+            files=self.read.files + head.files,
+            bytes=self.read.bytes + head.bytes,
+            documents=self.read.documents + int(np.count_nonzero(pieces["flags"] & BEGINS)),
+            tokens=self.read.tokens + len(ids),
+            problems=self.read.problems + len(head.problems),
         )
         if self._progress is not None:
-            self._progress(self._read)
+            self._progress(self.read)
 
     def finish(self, request: Request, folder: str) -> HeldTokens:
-        if self._tokens < 2:
-            why = _what_became(self._records, self._dropped, self.problems[0] if self.problems else None)
-            own = request.data.val_source
-            where = own if own is not None else _described(request)
+        if self.read.tokens < 2:
+            own, problems = request.data.val_source, self.seen.problems
             hint = "set data.val_source to a text with more in it"
-            if self.problems and self.problems[0].kind == "field":
+            if problems and problems[0].kind == "field":
                 hint = "set data.field to where the text is"
             elif own is None:
                 hint += ", data.val_fraction higher, or data.document_start where a file holds many documents"
-            raise DataError(f"{where} gives no validation text: {why}", hint)
+            raise DataError(f"{folder if own is None else own} gives no validation text: {self.seen}", hint)
         ids = np.concatenate(self._ids)[: self._wanted]
         # Only whole pieces have a size in bytes. What is cut off is taken to have as many bytes a token.
-        size = round(self._bytes * len(ids) / self._tokens)
-        return HeldTokens(ids, folder, size, self._documents)
-
-
-def _what_became(records: int, dropped: Counter[str], problem: Problem | None) -> str:
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common(3))
-    told = f"of {records:,} records, {reasons or 'none'} dropped"
-    return told if problem is None else f"{told}; {_line(problem)}"
+        return HeldTokens(ids, folder, round(self._bytes * len(ids) / self.read.tokens))
 
 
 def _line(problem: Problem) -> str:

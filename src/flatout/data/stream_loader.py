@@ -1,4 +1,4 @@
-"""A stream of tokens to batches on the device: cut into blocks by a thread, shuffled within each.
+"""A stream as the data of a run: cut into blocks of tokens by a thread, shuffled within each, made to batches.
 
 Idea: windows of context + 1 tokens lie at stride context in the row of training tokens, and `block_windows` of them in
 a row are a block. Position p of the run lies in block p // windows, and reads the window of it that `WindowOrder` gives
@@ -13,7 +13,7 @@ import contextlib
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -23,9 +23,10 @@ import numpy.typing as npt
 from flatout.data.batch import BatchLoader, Delivery, Raw, Span, as_signed
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
-from flatout.data.stream import TokenStream
+from flatout.data.stream import TOLD_PROBLEMS, StreamDataset, TokenStream
 from flatout.data.stream_parts import Position
 from flatout.data.tokenizer import Ids
+from flatout.data.training_data import DataFacts, TrainingData
 
 BLOCK_WINDOWS = 4096
 BLOCK_TOKENS = 2**23
@@ -195,3 +196,27 @@ class _Ahead:
                     fresh = np.empty_like(row)
                     fresh[0] = row[-1]
                     row, filled, number = fresh, 1, number + 1
+
+
+@final
+class StreamData(TrainingData):
+    """A source that is trained on as it is read."""
+
+    def __init__(self, dataset: StreamDataset, schedule: Schedule, *, seed: int, val_tokens: int | None) -> None:
+        self.dataset, self.schedule, self.seed, self.val_tokens = dataset, schedule, seed, val_tokens
+        self.val, self.tokenizer = dataset.val, dataset.tokenizer
+        place = dataset.train.folder
+        self.facts = DataFacts(fingerprint=dataset.train.fingerprint, place=place, train_tokens=None)
+
+    def batches(
+        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
+    ) -> BatchLoader:
+        start = None if position is None else Position(**position)
+        return StreamLoader(self.dataset.train, schedule, delivery, span, seed=self.seed, position=start)
+
+    def notices(self, delivery: Delivery) -> Iterable[str]:
+        return self.dataset.notices
+
+    def last_notices(self, position: dict[str, Any] | None) -> Iterable[str]:
+        if position is not None and position["problems"] > TOLD_PROBLEMS:
+            yield f"{position['problems']:,} problems in the source in all"

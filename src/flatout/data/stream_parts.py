@@ -1,28 +1,21 @@
-"""The parts of a source that is streamed, in order, from any place on, each with the tokens a worker made of it.
+"""The parts of a source that is streamed, in order, from any place on.
 
 Idea: an epoch is one or more laps over each source, and a lap goes through the parts that `plan` cuts. A `Position`
 names a part by its lap, a file and a count of parts from that file on, so that whoever goes on there neither reads nor
 tokenizes what came before. Only a file that cannot be cut, and is to be gone on with in its middle, is read again up to
 there; a hub dataset knows its own place.
 
-Contract: results come in the order of parts, and the number of those that are read ahead is bounded, however long one
-of them takes. After `close` no worker runs.
 """
 
 import contextlib
 import dataclasses
-import queue
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, Self, cast, final
+from typing import Any, cast, final
 
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
-from flatout.data.part import Part, PartResult, Recipe
+from flatout.data.part import Part
 from flatout.data.plan import Done, Inputs, parts_of
-from flatout.data.workers import TASKS, Worker
-from flatout.errors import ResourceError
 
 # Of a hub dataset, which this process reads, smaller parts do: the sooner is the first of them ready.
 _HUB_CHARACTERS = 2**22
@@ -134,55 +127,3 @@ def _parts_of_hub(
         if number >= skipped:
             part = Part(number, file.source, documents=tuple(batch), file=file.name, files=1)
             yield Position(file=index, part=number, hub=state), part
-
-
-@final
-class Workers:
-    """Runs parts in worker processes, or in a thread where there are none, and gives their results in order."""
-
-    def __init__(self, count: int) -> None:
-        self._processes = [Worker() for _ in range(count)]
-        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
-        for worker in self._processes or [None]:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(max(count, 1), "flatout-stream")
-
-    def results(
-        self, recipe: Recipe, parts: Iterable[tuple[Position, Part]]
-    ) -> Generator[tuple[Position, Part, PartResult]]:
-        """Each part with its result. Parts are taken only as fast as needed: what waits for a slow one is bounded."""
-        most = 2 * max(len(self._processes), 1)
-        waiting: deque[tuple[Position, Part, Future[PartResult]]] = deque()
-        for position, part in parts:
-            waiting.append((position, part, self._threads.submit(self._call, recipe, part)))
-            # What is ready goes on at once: the next part may be long in coming.
-            while waiting and (len(waiting) >= most or waiting[0][2].done()):
-                yield _finished(*waiting.popleft())
-        while waiting:
-            yield _finished(*waiting.popleft())
-
-    def close(self) -> None:
-        """Stop at once; what was under way fails."""
-        for worker in self._processes:
-            worker.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _call(self, recipe: Recipe, part: Part) -> PartResult:
-        worker = self._idle.get()
-        try:
-            return TASKS["tokens"](recipe, part) if worker is None else worker.call("tokens", recipe, part)
-        except ResourceError as error:
-            hint = "if the machine ran out of memory, free some; go on with --resume auto"
-            raise ResourceError(error.message, hint) from error
-        finally:
-            self._idle.put(worker)
-
-
-def _finished(position: Position, part: Part, future: Future[PartResult]) -> tuple[Position, Part, PartResult]:
-    return position, part, future.result()

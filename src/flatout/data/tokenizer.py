@@ -85,8 +85,12 @@ class Tokenizer(abc.ABC):
 
     kind: TokenizerKind
     vocab: int
-    end_of_text: int | None
-    fingerprint: str
+    end_of_text: int | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        canonical = json.dumps(self.to_json(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
     @abc.abstractmethod
     def encode(self, text: str) -> Ids:
@@ -112,15 +116,15 @@ class CharTokenizer(Tokenizer):
     What becomes of others is `unknown`: an error, nothing, or one more id at the end, which decodes to U+FFFD.
     """
 
+    kind = "char"
+
     def __init__(self, characters: str, unknown: UnknownPolicy = "error") -> None:
         if not characters or list(characters) != sorted(set(characters)):
             raise ValueError("the characters of a char tokenizer are sorted, without repetition, and at least one")
         if unknown not in ("error", "drop", "replace"):
             raise ValueError(f"unknown characters are an error, or drop or replace them, not {unknown!r}")
-        self.kind = "char"
         self.unknown = unknown
         self.vocab = len(characters) + (unknown == "replace")
-        self.end_of_text = None
         self._characters = characters
         self._code_of_id = _code_points(characters + "\ufffd")
         # A table over code points makes encoding one numpy gather: 1 MB takes a few milliseconds, not a Python loop.
@@ -129,23 +133,16 @@ class CharTokenizer(Tokenizer):
             int(self._code_of_id[-2]) + 2, len(characters), dtype=token_dtype(len(characters) + 1)
         )
         self._id_of_code[self._code_of_id[:-1]] = np.arange(len(characters))
-        self.fingerprint = _fingerprint(self.to_json())
 
     @classmethod
-    def from_text(cls, chunks: Iterable[str], unknown: UnknownPolicy = "error") -> "CharTokenizer":
+    def from_text(cls, chunks: Iterable[str]) -> "CharTokenizer":
         """A tokenizer for exactly the characters that occur in `chunks`."""
         characters: set[str] = set()
         for chunk in chunks:
             characters.update(chunk)
-        return cls.from_characters(characters, unknown)
-
-    @classmethod
-    def from_characters(cls, characters: Iterable[str], unknown: UnknownPolicy = "error") -> "CharTokenizer":
-        """A tokenizer for `characters`, a string or a set, in any order."""
-        found = "".join(sorted(set(characters)))
-        if not found:
+        if not characters:
             raise DataError("there is no text to take characters from", "give a source that is not empty")
-        return cls(found, unknown)
+        return cls("".join(sorted(characters)))
 
     def encode(self, text: str) -> Ids:
         return self.encode_batch([text])[0]
@@ -188,11 +185,9 @@ class CharTokenizer(Tokenizer):
 class ByteTokenizer(Tokenizer):
     """The 256 bytes of UTF-8, and id 256 for the end of a text. Knows every text."""
 
-    def __init__(self) -> None:
-        self.kind = "bytes"
-        self.vocab = 257
-        self.end_of_text = 256
-        self.fingerprint = _fingerprint(self.to_json())
+    kind = "bytes"
+    vocab = 257
+    end_of_text = 256
 
     def encode(self, text: str) -> Ids:
         try:
@@ -215,11 +210,10 @@ class ByteTokenizer(Tokenizer):
 class IdTokenizer(Tokenizer):
     """Numbers for a vocabulary whose text nobody has told: ids are written as such, with spaces between them."""
 
+    kind = "ids"
+
     def __init__(self, vocab: int) -> None:
-        self.kind = "ids"
         self.vocab = vocab
-        self.end_of_text = None
-        self.fingerprint = _fingerprint(self.to_json())
 
     def encode(self, text: str) -> Ids:
         words = text.split()
@@ -242,12 +236,13 @@ class Gpt2Tokenizer(Tokenizer):
     is a special token, which ends a piece of text; its id is above the vocabulary and is taken out afterwards.
     """
 
+    kind = "gpt2"
+    vocab = 50257
+    end_of_text = 50256
+
     def __init__(self) -> None:
         import tiktoken
 
-        self.kind = "gpt2"
-        self.vocab = 50257
-        self.end_of_text = 50256
         self._cut_id, self._end_id = 50257, 50258
         self._encoding = tiktoken.Encoding(
             "gpt2",
@@ -259,7 +254,6 @@ class Gpt2Tokenizer(Tokenizer):
         # A text that ends in white space ends there, so to look-ahead the mark after it is no word that follows.
         self._spaces_and_end = self._spaces.copy()
         self._spaces_and_end[ord(_END_MARK)] = True
-        self.fingerprint = _fingerprint(self.to_json())
 
     def encode(self, text: str) -> Ids:
         parts = [self._encode_segment(part) for part in _segments(text, _SEGMENT, _GPT2_CUT)]
@@ -299,34 +293,49 @@ class Gpt2Tokenizer(Tokenizer):
         return {"kind": self.kind, "ranks_sha256": GPT2_RANKS_SHA256}
 
 
-@final
-class HuggingFaceTokenizer(Tokenizer):
-    """Any tokenizer that the `tokenizers` library can read from a `tokenizer.json`."""
+class _LibraryTokenizer(Tokenizer):
+    """What the `tokenizers` library reads from a `tokenizer.json`, made deterministic."""
 
-    def __init__(self, content: dict[str, Any]) -> None:
-        """`content` is what `tokenizer.json` holds; an unusable one is a `ValueError`."""
+    def _open(self, content: dict[str, Any], **changes: None) -> dict[str, int]:
+        """Opens what `tokenizer.json` holds and returns its vocabulary; an unusable one is a `ValueError`."""
         import tokenizers
 
-        content = _deterministic(content)
+        self._content = _deterministic(content)
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**self._content, **changes}))
         except Exception as error:  # the library raises nothing more particular
             raise ValueError(str(error)) from error
-        # False would turn text that spells a special token into that token.
-        self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise ValueError("it has no tokens")
-        self.kind = "huggingface"
         # Ids may have gaps, so the largest one decides and not their number.
         self.vocab = max(ids.values()) + 1
+        return ids
+
+    def _library_ids(self, texts: Sequence[str]) -> list[Ids]:
+        # This call differs from plain `encode` in not working out which characters each token came from.
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype=token_dtype(self.vocab)) for each in encoded]
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
+        return self._tokenizer.decode(_checked_ids(ids, self.vocab).tolist(), skip_special_tokens=False)
+
+
+@final
+class HuggingFaceTokenizer(_LibraryTokenizer):
+    """Any tokenizer that the `tokenizers` library can read from a `tokenizer.json`."""
+
+    kind = "huggingface"
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        ids = self._open(content)
+        # False would turn text that spells a special token into that token.
+        self._tokenizer.encode_special_tokens = True
         self.end_of_text_name = next((name for name in END_OF_TEXT_NAMES if name in ids), None)
         self.end_of_text = None if self.end_of_text_name is None else ids[self.end_of_text_name]
-        self._content = content
         self._special = self._special_tokens(ids)
         self._is_special = np.zeros(self.vocab, dtype=bool)
         self._is_special[list(self._special.values())] = True
-        self.fingerprint = _fingerprint(self.to_json())
 
     def _special_tokens(self, ids: dict[str, int]) -> dict[str, int]:
         """The tokens that no text may become. The unknown token is not one of them: unknown text does become it."""
@@ -374,21 +383,12 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         return ids
 
-    def _library_ids(self, texts: list[str]) -> list[Ids]:
-        dtype = token_dtype(self.vocab)
-        # This call differs from plain `encode` in not working out which characters each token came from.
-        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [np.array(each.ids, dtype=dtype) for each in encoded]
-
-    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        return self._tokenizer.decode(_checked_ids(ids, self.vocab).tolist(), skip_special_tokens=False)
-
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "content": self._content}
 
 
 @final
-class ModelTokenizer(Tokenizer):
+class ModelTokenizer(_LibraryTokenizer):
     """The tokenizer of a Hugging Face model, for text that its chat template wrote.
 
     Special tokens are parsed where the text spells them, and none is added: the post-processor, which would put a
@@ -397,25 +397,15 @@ class ModelTokenizer(Tokenizer):
     names. `begin` is the token that the model expects before a text that no template wrote, which is BOS, or None.
     """
 
-    def __init__(self, content: dict[str, Any], special: dict[str, str], begin: str | None) -> None:
-        """`content` is what `tokenizer.json` holds; an unusable one is a `ValueError`."""
-        import tokenizers
+    kind = "model"
 
-        self._content = _deterministic(content)
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps({**self._content, "post_processor": None}))
-        except Exception as error:  # the library raises nothing more particular
-            raise ValueError(str(error)) from error
+    def __init__(self, content: dict[str, Any], special: dict[str, str], begin: str | None) -> None:
+        ids = self._open(content, post_processor=None)
         self._tokenizer.encode_special_tokens = False
-        ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        if not ids:
-            raise ValueError("it has no tokens")
         named = {**special, "first token": begin} if begin is not None else special
         missing = [f"{name} {token!r}" for name, token in named.items() if token not in ids]
         if missing:
             raise ValueError(f"the vocabulary lacks its {missing[0]}")
-        self.kind = "model"
-        self.vocab = max(ids.values()) + 1
         self.special = dict(special)
         self.begin = begin
         self.begin_of_text = ids[begin] if begin is not None else None
@@ -424,14 +414,12 @@ class ModelTokenizer(Tokenizer):
         # The longest first, so that one whose text begins another's is not found in its place.
         texts = {token.content for token in added if token.special} | set(special.values())
         self.special_texts = tuple(sorted(texts, key=lambda text: (-len(text), text)))
-        self.fingerprint = _fingerprint(self.to_json())
 
     def encode(self, text: str) -> Ids:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        encoded = self._tokenizer.encode_batch_fast([_well_formed(text) for text in texts], add_special_tokens=False)
-        return [np.array(each.ids, dtype=token_dtype(self.vocab)) for each in encoded]
+        return self._library_ids([_well_formed(text) for text in texts])
 
     def encode_prompt(self, text: str) -> Ids:
         """The ids of a text that no template wrote, after BOS where the model expects it and the text has none."""
@@ -453,9 +441,6 @@ class ModelTokenizer(Tokenizer):
         """The id of a token by its text."""
         return self._tokenizer.token_to_id(text)
 
-    def decode(self, ids: Sequence[int] | npt.NDArray[Any]) -> str:
-        return self._tokenizer.decode(_checked_ids(ids, self.vocab).tolist(), skip_special_tokens=False)
-
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "content": self._content, "special": self.special, "begin": self.begin}
 
@@ -469,14 +454,11 @@ def _deterministic(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def load_tokenizer(
-    spec: str, corpus: Callable[[], Iterable[str]] | None = None, unknown: UnknownPolicy = "error"
-) -> Tokenizer:
+def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None) -> Tokenizer:
     """The tokenizer that a config names: `char`, `bytes`, `gpt2`, or the path of a JSON file.
 
-    `char` needs `corpus`, which gives the texts to take characters from, and alone heeds `unknown`. A file may be a
-    Hugging Face `tokenizer.json` or one that Flatout wrote beside its shards, so that new text can be prepared for an
-    old model.
+    `char` needs `corpus`, which gives the texts to take characters from. A file may be a Hugging Face `tokenizer.json`
+    or one that Flatout wrote beside its shards, so that new text can be prepared for an old model.
     """
     if spec == "char":
         if corpus is None:
@@ -484,7 +466,7 @@ def load_tokenizer(
                 "the tokenizer `char` is made from a text, and none was given",
                 "give the tokenizer.json of a prepared dataset instead",
             )
-        return CharTokenizer.from_text(corpus(), unknown)
+        return CharTokenizer.from_text(corpus())
     if spec == "bytes":
         return ByteTokenizer()
     if spec == "gpt2":
@@ -535,45 +517,61 @@ def tokenizer_from_json(description: Any) -> Tokenizer:
     if not isinstance(description, dict):
         raise DataError("the description of a tokenizer is no JSON object", "give a tokenizer.json that is intact")
     kind = description.get("kind")
+    made = _KINDS.get(kind) if isinstance(kind, str) else None
+    if made is None:
+        raise DataError(
+            f"a tokenizer of kind {kind!r:.100} is unknown",
+            "the kinds are char, bytes, gpt2, huggingface, model and ids; is flatout up to date?",
+        )
     try:
-        if kind == "char":
-            policy: Any = description.get("unknown", "error")
-            return CharTokenizer(_text_field(description, "characters"), policy)
-        if kind == "bytes":
-            return ByteTokenizer()
-        if kind == "gpt2":
-            if (ranks := _text_field(description, "ranks_sha256")) != GPT2_RANKS_SHA256:
-                raise ValueError(f"it was made with GPT-2 ranks {ranks}, and this version has {GPT2_RANKS_SHA256}")
-            return Gpt2Tokenizer()
-        if kind == "huggingface":
-            if not isinstance(content := description.get("content"), dict):
-                raise ValueError("its content is not a JSON object")
-            return HuggingFaceTokenizer(content)
-        if kind == "model":
-            return _model_tokenizer(description)
-        if kind == "ids":
-            if type(vocab := description.get("vocab")) is not int or not 1 <= vocab <= 2**32:
-                raise ValueError("its vocabulary is no number")
-            return IdTokenizer(vocab)
+        return made(description)
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"the description of a {kind} tokenizer is not usable: {error}", "give a tokenizer.json that is intact"
         ) from error
-    raise DataError(
-        f"a tokenizer of kind {kind!r:.100} is unknown",
-        "the kinds are char, bytes, gpt2, huggingface, model and ids; is flatout up to date?",
-    )
+
+
+def _gpt2_tokenizer(description: dict[str, Any]) -> Gpt2Tokenizer:
+    if (ranks := _text_field(description, "ranks_sha256")) != GPT2_RANKS_SHA256:
+        raise ValueError(f"it was made with GPT-2 ranks {ranks}, and this version has {GPT2_RANKS_SHA256}")
+    return Gpt2Tokenizer()
 
 
 def _model_tokenizer(description: dict[str, Any]) -> ModelTokenizer:
-    content, special, begin = (description.get(name) for name in ("content", "special", "begin"))
-    if not isinstance(content, dict):
-        raise ValueError("its content is not a JSON object")
+    content, special, begin = _content_field(description), description.get("special"), description.get("begin")
     if not isinstance(special, dict) or not all(isinstance(token, str) for token in special.values()):
         raise ValueError("its special tokens are no names with texts")
     if begin is not None and not isinstance(begin, str):
         raise ValueError("the token that texts begin with is no text")
     return ModelTokenizer(content, special, begin)
+
+
+def _id_tokenizer(description: dict[str, Any]) -> IdTokenizer:
+    if type(vocab := description.get("vocab")) is not int or not 1 <= vocab <= 2**32:
+        raise ValueError("its vocabulary is no number")
+    return IdTokenizer(vocab)
+
+
+def _text_field(description: dict[str, Any], name: str) -> str:
+    if not isinstance(value := description.get(name), str):
+        raise ValueError(f"its field {name!r} is missing or not text")
+    return value
+
+
+def _content_field(description: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(content := description.get("content"), dict):
+        raise ValueError("its content is not a JSON object")
+    return content
+
+
+_KINDS: dict[str, Callable[[dict[str, Any]], Tokenizer]] = {
+    "char": lambda given: CharTokenizer(_text_field(given, "characters"), given.get("unknown", "error")),
+    "bytes": lambda given: ByteTokenizer(),
+    "gpt2": _gpt2_tokenizer,
+    "huggingface": lambda given: HuggingFaceTokenizer(_content_field(given)),
+    "model": _model_tokenizer,
+    "ids": _id_tokenizer,
+}
 
 
 def word_segments(text: str, size: int) -> Iterator[str]:
@@ -653,15 +651,3 @@ def _checked_ids(ids: Sequence[int] | npt.NDArray[Any], vocab: int) -> npt.NDArr
             "use the tokenizer the ids were made with",
         )
     return values
-
-
-def _fingerprint(description: dict[str, Any]) -> str:
-    canonical = json.dumps(description, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(canonical.encode("ascii")).hexdigest()
-
-
-def _text_field(description: dict[str, Any], name: str) -> str:
-    value = description.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"its field {name!r} is missing or not text")
-    return value

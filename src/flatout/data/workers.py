@@ -20,10 +20,11 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import IO, Any, Literal, Self, final
+from typing import IO, Any, Literal, Self, TypeVar, final
 
 import flatout
 from flatout.data.part import Part, Recipe, characters_of_part, run_part
@@ -31,6 +32,7 @@ from flatout.errors import DataError, HardwareError, ResourceError, UserError
 
 EngineName = Literal["local", "ray"]
 Task = Literal["tokens", "characters"]
+Place = TypeVar("Place")
 TASKS: dict[str, Callable[[Recipe, Part], Any]] = {"tokens": run_part, "characters": characters_of_part}
 
 
@@ -69,14 +71,14 @@ class InlineEngine(Engine):
 
 @final
 class ProcessEngine(Engine):
-    """Runs parts in worker processes; a thread per worker hands it its jobs."""
+    """Runs parts in worker processes; a thread per worker hands it its jobs. Without any, a thread does them itself."""
 
     def __init__(self, workers: int) -> None:
         self._workers = [Worker() for _ in range(workers)]
-        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
-        for worker in self._workers:
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
+        for worker in self._workers or [None]:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(workers, "flatout-prepare")
+        self._threads = ThreadPoolExecutor(max(workers, 1), "flatout-worker")
 
     def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
         # One job more than there are workers is ready, so that none waits for this thread to read the next.
@@ -89,6 +91,20 @@ class ProcessEngine(Engine):
         while under_way:
             yield from _finished(under_way)
 
+    def in_order(self, task: Task, recipe: Recipe, parts: Iterable[tuple[Place, Part]]) -> Generator[tuple[Place, Any]]:
+        """The results of parts with their places. Parts are taken only as fast as needed: what waits for a slow one is
+        bounded."""
+        most = 2 * max(len(self._workers), 1)
+        waiting: deque[tuple[Place, Future[Any]]] = deque()
+        for place, part in parts:
+            waiting.append((place, self._threads.submit(self._call, task, recipe, part)))
+            # What is ready goes on at once: the next part may be long in coming.
+            while waiting and (len(waiting) >= most or waiting[0][1].done()):
+                first, result = waiting.popleft()
+                yield first, result.result()
+        for first, result in waiting:
+            yield first, result.result()
+
     def close(self) -> None:
         for worker in self._workers:
             worker.kill()
@@ -97,7 +113,7 @@ class ProcessEngine(Engine):
     def _call(self, task: Task, recipe: Recipe, part: Part) -> Any:
         worker = self._idle.get()
         try:
-            return worker.call(task, recipe, part)
+            return TASKS[task](recipe, part) if worker is None else worker.call(task, recipe, part)
         finally:
             self._idle.put(worker)
 

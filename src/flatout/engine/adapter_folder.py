@@ -55,15 +55,15 @@ def files_beside(
     """
     folder = None if description is None or is_checkpoint(description.folder) else description.folder
     files = {} if folder is None else without_code(companions(folder))
-    remarks: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
     if folder is None or not _same_tokenizer(folder, tokenizer):
-        own, remarks = tokenizer_files(tokenizer, context)
+        own, notices = tokenizer_files(tokenizer, context)
         files = {name: content for name, content in files.items() if name.startswith("generation_")} | own
         chat = chat or template is not None
     theirs = {} if folder is None else read_templates(folder)
     if chat and (template is None or template.texts != theirs):
         files = with_template(files, template)
-    return with_stops(files, stops), remarks
+    return with_stops(files, stops), notices
 
 
 def _same_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:

@@ -86,7 +86,6 @@ def _asked(
         train_on=chat.train_on,
         too_long=chat.too_long,
         val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
-        seed=0,  # the same rows are held out whatever the seed of the run
         limit=sample_limit(config),
     )
     notices = tuple(line for line in (notice, cut) if line)

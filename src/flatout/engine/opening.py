@@ -11,7 +11,7 @@ from flatout.data.pack import Progress
 from flatout.data.positions import Schedule
 from flatout.data.shard_data import open_shards
 from flatout.data.stream import open_stream
-from flatout.data.stream_data import StreamData
+from flatout.data.stream_loader import StreamData
 from flatout.data.training_data import DataFacts, TrainingData
 from flatout.engine.adapter_folder import with_adapter
 from flatout.engine.base_model import Base
@@ -44,17 +44,17 @@ def open_data(
         written = sources_of(sources)("model.context")
         base, samples = open_sample_data(config, progress, written=written, resumed=begun is not None)
         return Opened(described_config(config, base, sources, begun=begun), samples, base)
-    schedule, seed, val_tokens = _schedule_of(config), config.train.seed, config.eval.tokens
+    schedule = _schedule_of(config)
     if arrays is not None:
         # Its own source is not what the run was trained on, and must not be what is resumed with.
         own = config.data.model_copy(update={"source": None, "folder": None})
         return Opened(config.model_copy(update={"data": own}), _open_arrays(config, sources, arrays))
     if config.data.streaming:
         _check_no_epoch_end(config, "a stream")
+        seed, val_tokens = config.train.seed, config.eval.tokens
         stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=progress)
         return Opened(config, StreamData(stream, schedule, seed=seed, val_tokens=val_tokens))
-    how = {"seed": seed, "val_tokens": val_tokens, "apart": config.documents_apart, "progress": progress}
-    return Opened(config, open_shards(config.data, config.clean, schedule, **how))
+    return Opened(config, open_shards(config, schedule, progress))
 
 
 def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Arrays) -> TrainingData:

@@ -216,6 +216,10 @@ class PrepareProgress:
     problems: int
     notice: str = ""
 
+    def plus(self, **counts: int) -> "PrepareProgress":
+        """So much further."""
+        return dataclasses.replace(self, **{name: getattr(self, name) + count for name, count in counts.items()})
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EndRecord:

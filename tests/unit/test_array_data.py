@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,8 +24,11 @@ def documents(count: int = 60, seed: int = 1) -> list[np.ndarray]:
 
 
 def opened(train: Any, val: Any = None, **more: Any) -> ArrayData:
-    how = {"tokenizer": "char", "vocab": 50, "seed": 3, "val_tokens": 40, "val_fraction": 0.1, **more}
-    return open_arrays(Arrays(train, val), SCHEDULE, **how)
+    how = {"tokenizer": "char", "vocab": 50, "val_tokens": 40, "val_fraction": 0.1, **more}
+    data = SimpleNamespace(tokenizer=how["tokenizer"], val_fraction=how["val_fraction"])
+    sections = {"model": SimpleNamespace(vocab=how["vocab"]), "eval": SimpleNamespace(tokens=how["val_tokens"])}
+    config: Any = SimpleNamespace(data=data, train=SimpleNamespace(seed=3), **sections)
+    return open_arrays(Arrays(train, val), config, SCHEDULE)
 
 
 def batches(data: ArrayData, first: int, last: int, position: Any = None, workers: int = 0, schedule=SCHEDULE):

@@ -148,15 +148,6 @@ def test_without_a_context_there_are_no_windows(tmp_path: Path) -> None:
     assert [(split.windows, split.remainder) for split in summary.splits] == [(None, None), (None, None)]
 
 
-def test_progress_reaches_the_end_and_never_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect, "_CHUNK", 10)
-    seen: list[tuple[int, int]] = []
-    folder = write_texts(tmp_path, CharTokenizer("ab"), ["ab" * 17], ["a" * 5])
-    summarize(folder, progress=lambda done, total: seen.append((done, total)))
-    assert [done for done, _ in seen] == [10, 20, 30, 34, 39]
-    assert {total for _, total in seen} == {39}
-
-
 @given(st.integers(1, 2**40))
 def test_fine_bins_are_exact_for_short_documents_and_close_for_long_ones(length: int) -> None:
     def fine_bin(value: int) -> int:

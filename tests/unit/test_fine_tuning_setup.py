@@ -13,7 +13,7 @@ from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
 from flatout.config.unused import check_used
-from flatout.data.sample_loader import SampleOrder, largest_rows
+from flatout.data.sample_loader import SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Device
 from flatout.engine import setup
@@ -94,9 +94,10 @@ def test_the_largest_rows_are_those_of_the_heaviest_step():
     tokens, labelled = np.ones(offsets[-1], np.uint16), np.arange(offsets[-1]) % 3 == 0
     samples = Samples(tokens, labelled, offsets)
     order = SampleOrder(len(lengths), 4, seed=1)
-    found = largest_rows(samples, order, row_tokens=64, micro_batch=4, packing=False)
+    rows = SampleRows(samples, batch_samples=order.batch_samples, row_tokens=64, packing=False)
+    found = rows.largest(order, 4)
     assert (found.rows, found.row_tokens) == (4, 64)
-    assert largest_rows(samples, order, row_tokens=64, micro_batch=1, packing=False).rows == 1
+    assert rows.largest(order, 1).rows == 1
     assert 0 < found.labels < found.rows * found.row_tokens
 
 

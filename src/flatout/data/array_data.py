@@ -21,6 +21,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from flatout.config.schema import RunConfig
 from flatout.data.batch import Batch, BatchLoader, Delivery, Raw, Span, as_signed
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
@@ -65,29 +66,21 @@ class ArrayPosition:
     digest: str | None = None  # of the array
 
 
-def open_arrays(
-    arrays: Arrays,
-    schedule: Schedule,
-    *,
-    tokenizer: str,
-    vocab: int | None,
-    seed: int,
-    val_tokens: int | None,
-    val_fraction: float,
-) -> "ArrayData":
-    """Reads the validation arrays. Their vocabulary is that of a tokenizer, or without one `vocab` numbers."""
+def open_arrays(arrays: Arrays, config: RunConfig, schedule: Schedule) -> "ArrayData":
+    """Reads the validation arrays. The vocabulary is that of a tokenizer, or without one `model.vocab` numbers."""
+    tokenizer, vocab, val_tokens = config.data.tokenizer, config.model.vocab, config.eval.tokens
     if tokenizer == "char" and vocab is None:
         raise ConfigError(
             "the arrays given to train need a vocabulary",
             "set data.tokenizer to bytes, gpt2 or a tokenizer.json, or model.vocab to the number of ids",
         )
-    known = IdTokenizer(vocab) if tokenizer == "char" and vocab is not None else load_tokenizer(tokenizer, None)
-    source = ArraySource(arrays.train, known.vocab, seed)
+    known = IdTokenizer(vocab) if tokenizer == "char" and vocab is not None else load_tokenizer(tokenizer)
+    source = ArraySource(arrays.train, known.vocab, config.train.seed)
     wanted = (VAL_TOKENS if val_tokens is None else val_tokens) + 1
     if arrays.val is not None:
-        held, _ = ArraySource(arrays.val, known.vocab, seed).first(wanted)
+        held, _ = ArraySource(arrays.val, known.vocab, config.train.seed).first(wanted)
     else:
-        held, source.held = source.first(wanted, None if source.items is None else val_fraction)
+        held, source.held = source.first(wanted, None if source.items is None else config.data.val_fraction)
     if len(held) < 2 and arrays.val is None:
         raise DataError("the data given to train holds no two tokens", f"give arrays with more tokens; {READ_BEFORE}")
     if len(held) < 2:
@@ -271,12 +264,7 @@ class ArrayLoader(BatchLoader):
     """Batches of arrays, read ahead by one thread where there may be threads."""
 
     def __init__(
-        self,
-        source: ArraySource,
-        schedule: Schedule,
-        delivery: Delivery,
-        span: Span,
-        position: dict[str, Any] | None = None,
+        self, source: ArraySource, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
     ) -> None:
         super().__init__(schedule, delivery, span, workers=min(delivery.workers, 1))
         self._source = source

@@ -124,8 +124,9 @@ def _fitted(sizes: npt.NDArray[np.int32], capacity: int) -> tuple[npt.NDArray[np
     windows = np.empty(len(sizes), dtype=np.int32)
     open_windows = _OpenWindows(capacity)
     done = 0
-    for size, count in _falling(sizes):
-        last = done + count
+    counts = np.bincount(sizes)
+    for size in np.flatnonzero(counts)[::-1].tolist():  # from the largest to the smallest
+        last = done + int(counts[size])
         while done < last:
             room = open_windows.best(size)
             each = room // size
@@ -137,13 +138,6 @@ def _fitted(sizes: npt.NDArray[np.int32], capacity: int) -> tuple[npt.NDArray[np
             open_windows.put(taken, room - each * size)
             done += placed
     return windows, open_windows.count
-
-
-def _falling(sizes: npt.NDArray[np.int32]) -> list[tuple[int, int]]:
-    """(size, how many) from the largest to the smallest."""
-    counts = np.bincount(sizes) if len(sizes) else np.zeros(1, dtype=np.int64)
-    present = np.flatnonzero(counts)[::-1]
-    return list(zip(present.tolist(), counts[present].tolist(), strict=True))
 
 
 @final

@@ -35,7 +35,7 @@ from flatout.data.template_child import BEGIN, END, answer
 from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import DataError
 
-Message = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
 Objects = Sequence[Any] | None
 
 MODEL = "model"
@@ -127,7 +127,7 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Message],
+        messages: Messages,
         *,
         tools: Objects = None,
         documents: Objects = None,
@@ -137,11 +137,7 @@ class ChatTemplate:
         return _text(self.beginnings(messages, [(len(messages), add_generation_prompt)], tools, documents)[0])
 
     def beginnings(
-        self,
-        messages: Sequence[Message],
-        asks: Sequence[tuple[int, bool]],
-        tools: Objects = None,
-        documents: Objects = None,
+        self, messages: Messages, asks: Sequence[tuple[int, bool]], tools: Objects = None, documents: Objects = None
     ) -> "list[str | TemplateRefusal]":
         """Several renderings of one conversation: of how many messages each, and whether with the prompt for an answer.
 
@@ -150,7 +146,7 @@ class ChatTemplate:
         return self._ask(self._form(tools), asks, self._values(messages, tools, documents))
 
     def marked_spans(
-        self, messages: Sequence[Message], text: str, tools: Objects = None, documents: Objects = None
+        self, messages: Messages, text: str, tools: Objects = None, documents: Objects = None
     ) -> list[tuple[int, int]] | None:
         """Where in `text`, the rendering of `messages`, the template's own marks lie; None where it has none."""
         form = self._form(tools)
@@ -184,7 +180,7 @@ class ChatTemplate:
             return _TOOLS
         return DEFAULT if DEFAULT in self.texts else next(iter(self.texts))
 
-    def _values(self, messages: Sequence[Message], tools: Objects, documents: Objects) -> dict[str, Any]:
+    def _values(self, messages: Messages, tools: Objects, documents: Objects) -> dict[str, Any]:
         """What a template sees."""
         given = {"tools": list(tools) if tools else None, "documents": list(documents) if documents else None}
         return {**self.variables, "messages": [_with_reasoning(message) for message in messages], **given}
@@ -286,17 +282,18 @@ def _built_in(name: str, tokenizer: ModelTokenizer) -> ChatTemplate:
 def template_from_json(description: Mapping[str, Any]) -> ChatTemplate:
     """The template that `to_json` described."""
     name, texts, variables = (description.get(name) for name in ("name", "texts", "variables"))
-    for value in (texts, variables):
-        if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
-            raise DataError("the description of a chat template is damaged", "restore the file that holds it")
-    if not isinstance(name, str) or not texts:
+    plain = all(
+        isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
+        for value in (texts, variables)
+    )
+    if not plain or not isinstance(name, str) or not texts:
         raise DataError("the description of a chat template is damaged", "restore the file that holds it")
     template = ChatTemplate(name, cast(dict[str, str], texts), cast(dict[str, str], variables))
     template.release()  # most models are loaded for something else than chat
     return template
 
 
-def _with_reasoning(message: Message) -> dict[str, Any]:
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message, with what it holds of reasoning under all the names that templates know it by."""
     result = dict(message)
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)

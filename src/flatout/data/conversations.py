@@ -167,12 +167,9 @@ def choose_reading(format: str, fields: Mapping[str, str], first: Sequence[Row],
 
 def _columns_of(rows: Sequence[dict[str, Any]], *, inside: bool) -> list[str]:
     """The names of columns that any of the rows has, or that the messages in them have."""
-    found = (item for row in rows for value in row.values() for item in _items(_parsed(value))) if inside else rows
-    return list(dict.fromkeys(str(name) for row in found for name in row))
-
-
-def _items(value: object) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    lists = [found for row in rows for value in row.values() if isinstance(found := _parsed(value), list)]
+    objects = [item for items in lists for item in items if isinstance(item, dict)] if inside else rows
+    return list(dict.fromkeys(str(name) for row in objects for name in row))
 
 
 def _why_not(row: dict[str, Any], fields: Mapping[str, str]) -> str:

@@ -13,7 +13,7 @@ shards are checked by `verify_dataset` only.
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,6 @@ from flatout.errors import DataError
 from flatout.records import DataSummary, DocumentSample, SplitSummary, TokenCount
 
 Counts = npt.NDArray[np.int64]
-# Called with the tokens counted so far and the tokens in all.
-Progress = Callable[[int, int], None]
 
 QUANTILES = {"1%": 0.01, "10%": 0.1, "50%": 0.5, "90%": 0.9, "99%": 0.99}
 REPORT_FORMAT = "flatout-report"
@@ -45,23 +43,14 @@ _SAMPLE_CHARACTERS = 300
 _PROBLEMS = 20
 
 
-def summarize(
-    folder: str | Path,
-    *,
-    context: int | None = None,
-    samples: int = 5,
-    top: int = 20,
-    progress: Progress | None = None,
-) -> DataSummary:
+def summarize(folder: str | Path, *, context: int | None = None, samples: int = 5, top: int = 20) -> DataSummary:
     """Everything there is to see about the dataset in `folder`; with `context`, its windows are counted too."""
     dataset = open_dataset(folder)
     report = read_report(folder)
     splits = {"train": dataset.train, "val": dataset.val}
-    total = sum(shards.tokens for shards in splits.values())
     counts = np.zeros(dataset.manifest.vocab, dtype=np.int64)
-    done = 0
     for shards in splits.values():
-        done = _count_tokens(shards, counts, done, total, progress)
+        _count_tokens(shards, counts)
     lengths = {name: _count_lengths(shards) for name, shards in splits.items()}
     edges = _edges(min(found.least for found in lengths.values()), max(found.most for found in lengths.values()))
     return DataSummary(
@@ -144,7 +133,7 @@ def _problem_from(line: bytes) -> dict[str, Any]:
     return {**texts, "records": records}
 
 
-def _count_tokens(shards: TokenShards, counts: Counts, done: int, total: int, progress: Progress | None) -> int:
+def _count_tokens(shards: TokenShards, counts: Counts) -> None:
     for start in range(0, shards.tokens, _CHUNK):
         ids = shards.read(start, min(_CHUNK, shards.tokens - start))
         # Before counting: a damaged id of four bytes would ask for a table of 32 GiB.
@@ -155,10 +144,6 @@ def _count_tokens(shards: TokenShards, counts: Counts, done: int, total: int, pr
                 PREPARE_AGAIN,
             )
         counts += np.bincount(ids, minlength=len(counts))
-        done += len(ids)
-        if progress is not None:
-            progress(done, total)
-    return done
 
 
 @dataclass(frozen=True)

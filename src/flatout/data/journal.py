@@ -151,13 +151,11 @@ class Journal(Done):
         )
 
     def _read_notes(self) -> dict[str, int]:
-        try:
+        # Without notes, the files that they tell of are read again.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             sealed = json.loads(self._notes.read_bytes())
-            parts = sealed["parts"]
-            if sealed["plan"] == self._plan and sealed["sha256"] == self._seal(parts):
-                return parts
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass  # the files it tells of are read again
+            if sealed["plan"] == self._plan and sealed["sha256"] == self._seal(sealed["parts"]):
+                return sealed["parts"]
         return {}
 
     def _seal(self, parts: dict[str, int]) -> str:

@@ -55,18 +55,18 @@ def windows_of(
     """The windows of a split, or of its whole documents by best fit; without a single one it is a `DataError`."""
     if best_fit or apart:
         shards.check_document_starts()  # wrong lengths would make pieces that are no documents
-    if not best_fit:
-        if shards.tokens < context + 1:
-            raise _too_short(shards, context + 1, f"the context of {context} and one target")
-        order = WindowOrder(window_count(shards.tokens, context, stride), seed)
-        return Windows(shards, context, stride, None, order, apart)
-    packing = fit(np.diff(shards.document_starts().astype(np.int64), append=shards.tokens), context)
-    if not packing.windows:
-        raise DataError(
-            f"no document of the {shards.split} split in {shards.folder} has two tokens",
-            "use text with longer documents, or data.packing=concat",
-        )
-    return Windows(shards, context, stride, packing, WindowOrder(packing.windows, seed), apart)
+    packing = None
+    if best_fit:
+        packing = fit(np.diff(shards.document_starts().astype(np.int64), append=shards.tokens), context)
+        if not packing.windows:
+            raise DataError(
+                f"no document of the {shards.split} split in {shards.folder} has two tokens",
+                "use text with longer documents, or data.packing=concat",
+            )
+    elif shards.tokens < context + 1:
+        raise _too_short(shards, context + 1, f"the context of {context} and one target")
+    count = packing.windows if packing is not None else window_count(shards.tokens, context, stride)
+    return Windows(shards, context, stride, packing, WindowOrder(count, seed), apart)
 
 
 @final

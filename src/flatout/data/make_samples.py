@@ -259,7 +259,7 @@ class _Maker:
             if isinstance(row, Problem):
                 _check_readable(file, row)
             yield file, row
-        self._told = dataclasses.replace(self._told, files=self._told.files + 1, bytes=self._told.bytes + file.bytes)
+        self._told = self._told.plus(files=1, bytes=file.bytes)
         self._bytes = 0
 
     def _take(self, row: Conversation, made: _Made) -> int:

@@ -92,7 +92,7 @@ class Decisions:
         self.bounds = np.cumsum([0, *(head.documents for head in self.heads)], dtype=np.int64)
         self.status: Flags = np.zeros(int(self.bounds[-1]), dtype=np.uint8)
         self._long: dict[int, _Long] = {}
-        self.dropped: Counter[str] = Counter()
+        self.dropped: Counter[str] = sum((Counter(head.dropped) for head in self.heads), Counter())
         self._find_long_documents()
         if request.clean.exact_duplicates and parts:
             self._drop_exact()
@@ -364,7 +364,6 @@ def _empty_hint(request: Request) -> str:
 
 def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
     records = sum(head.records for head in decisions.heads)
-    dropped = sum((Counter(head.dropped) for head in decisions.heads), Counter(decisions.dropped))
     problems = [problem for head in decisions.heads for problem in head.problems] + list(inputs.problems)
     if problems:
         first = problems[0]
@@ -374,7 +373,7 @@ def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
             f"nothing could be read: {first.file}{place}: {first.message}{more}",
             "mend the input, or set data.field, data.format or data.invalid_utf8",
         )
-    why = ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common(4)) or "no records at all"
+    why = ", ".join(f"{count:,} {reason}" for reason, count in decisions.dropped.most_common(4)) or "no records at all"
     return DataError(
         f"the source holds no text that is kept: of {records:,} records, {why}",
         "give a source with text in it, or loosen the clean section",
@@ -382,8 +381,7 @@ def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
 
 
 def _report(decisions: Decisions, inputs: Inputs, kept: Counter[str], splits: dict[str, SplitInfo]) -> dict[str, Any]:
-    heads = decisions.heads
-    dropped = sum((Counter(head.dropped) for head in heads), Counter(decisions.dropped))
+    heads, dropped = decisions.heads, decisions.dropped
     problems = [*inputs.problems, *(problem for head in heads for problem in head.problems)]
     damaged = sum(problem.records for problem in problems)
     records = sum(head.records for head in heads) + sum(problem.records for problem in inputs.problems)

@@ -193,8 +193,7 @@ class _Packer:
 
     def tell(self, phase: str, **more: int) -> None:
         """Count so much more, and tell how far it has come."""
-        sums = {name: getattr(self._told, name) + count for name, count in more.items()}
-        self._told = replace(self._told, phase=phase, **sums)
+        self._told = replace(self._told.plus(**more), phase=phase)
         if self._progress is not None:
             self._progress(self._told)
 
@@ -316,17 +315,13 @@ def _check_target(target: Path, overwrite: bool) -> None:
 
 def _files_of(target: Path) -> list[str]:
     """The names of the files of the dataset in a folder; none where it holds no dataset of ours."""
-    try:
+    with contextlib.suppress(DataError):
         return [MANIFEST, *(info.name for info in read_manifest(target).files)]
-    except DataError:
-        pass
     # A damaged manifest names nothing, and must not keep its folder from being prepared again. That the folder is ours
     # is told then by what our files say of themselves, and by the names of all of them.
-    try:
+    with contextlib.suppress(OSError):
         if b"flatout-tokens" in _raw(target / MANIFEST) or b"flatout-report" in _raw(target / REPORT):
             return [path.name for path in target.iterdir() if FILE_NAME.fullmatch(path.name)]
-    except OSError:
-        pass
     return []
 
 

@@ -148,7 +148,7 @@ def find_inputs(request: Request, work: Path) -> Inputs:
         raise DataError("data.source is not set", "set data.source to a text file or folder")
     files: list[InputFile] = []
     problems: list[Problem] = []
-    passed_over: dict[str, int] = {}
+    passed_over: Counter[str] = Counter()
     for number, source in enumerate(request.sources):
         form = source.format or request.data.format
         if source.path == STDIN:
@@ -164,9 +164,8 @@ def find_inputs(request: Request, work: Path) -> Inputs:
             )
         files += found.files
         problems += found.problems
-        for suffix, count in found.passed_over.items():
-            passed_over[suffix] = passed_over.get(suffix, 0) + count
-    return Inputs(tuple(files), tuple(problems), passed_over)
+        passed_over.update(found.passed_over)
+    return Inputs(tuple(files), tuple(problems), dict(passed_over))
 
 
 class Done:

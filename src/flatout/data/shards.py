@@ -16,6 +16,7 @@ Where there are no positioned reads (Windows), shards are memory-mapped: the ids
 count as the process's memory, and a map of a file that shrinks kills it.
 """
 
+import contextlib
 import hashlib
 import os
 import weakref
@@ -328,14 +329,10 @@ def _allow_open_files(count: int) -> None:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = count + _SPARE_FILES
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    try:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else min(needed, hard), hard)
-        )
-    except (OSError, ValueError):  # opening will tell, should the limit matter
-        return
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(OSError, ValueError):  # opening will tell, should the limit matter
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

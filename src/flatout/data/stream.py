@@ -384,14 +384,9 @@ class _Validation:
         self._ids.append(ids)
         self._bytes += int(pieces["bytes"].sum())
         self.seen.add(head)
-        self.read = replace(
-            self.read,
-            files=self.read.files + head.files,
-            bytes=self.read.bytes + head.bytes,
-            documents=self.read.documents + int(np.count_nonzero(pieces["flags"] & BEGINS)),
-            tokens=self.read.tokens + len(ids),
-            problems=self.read.problems + len(head.problems),
-        )
+        documents = int(np.count_nonzero(pieces["flags"] & BEGINS))
+        self.read = self.read.plus(documents=documents, tokens=len(ids), problems=len(head.problems))
+        self.read = self.read.plus(files=head.files, bytes=head.bytes)
         if self._progress is not None:
             self._progress(self.read)
 

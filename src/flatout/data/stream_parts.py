@@ -4,7 +4,6 @@ Idea: an epoch is one or more laps over each source, and a lap goes through the 
 names a part by its lap, a file and a count of parts from that file on, so that whoever goes on there neither reads nor
 tokenizes what came before. Only a file that cannot be cut, and is to be gone on with in its middle, is read again up to
 there; a hub dataset knows its own place.
-
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.data.part import Part
 from flatout.data.plan import Done, Inputs, parts_of
 
-# Of a hub dataset, which this process reads, smaller parts do: the sooner is the first of them ready.
+# Hub datasets are read by this process, so we use smaller parts: the first one is ready sooner.
 _HUB_CHARACTERS = 2**22
 _HUB_DOCUMENTS = 20_000
 

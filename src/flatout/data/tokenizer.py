@@ -58,6 +58,7 @@ _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 # Marks between texts and inside them: characters that are most unlikely in a text; if one is there, it costs time only.
 _CUT_MARK, _END_MARK = "\x02", "\x03"
 
+_GPT2_END = 50256
 _SEGMENT = 2**18
 # How far beyond a segment to look for a good place to cut. A single word of both takes tiktoken 0.3 s and 80 MB.
 _STRETCH = 2**18
@@ -238,7 +239,7 @@ class Gpt2Tokenizer(Tokenizer):
 
     kind = "gpt2"
     vocab = 50257
-    end_of_text = 50256
+    end_of_text = _GPT2_END
 
     def __init__(self) -> None:
         import tiktoken
@@ -248,7 +249,7 @@ class Gpt2Tokenizer(Tokenizer):
             "gpt2",
             pat_str=GPT2_SPLIT,
             mergeable_ranks={token: rank for rank, token in enumerate(gpt2_tokens())},
-            special_tokens={END_OF_TEXT: self.end_of_text, _CUT_MARK: self._cut_id, _END_MARK: self._end_id},
+            special_tokens={END_OF_TEXT: _GPT2_END, _CUT_MARK: self._cut_id, _END_MARK: self._end_id},
         )
         self._spaces = _space_table()
         # A text that ends in white space ends there, so to look-ahead the mark after it is no word that follows.

@@ -91,9 +91,20 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    stream = _Stream(texts, progress)
-    library.train_from_iterator(iter(stream), trainer)
-    if not stream.characters:
+    read = characters = 0
+
+    def parts() -> Iterator[str]:
+        nonlocal read, characters
+        for text in texts:
+            yield from word_segments(text, _SEGMENT)
+            read, characters = read + 1, characters + len(text)
+            if progress is not None and read % 256 == 0:
+                progress(read, characters)
+
+    library.train_from_iterator(parts(), trainer)
+    if progress is not None:
+        progress(read, characters)
+    if not characters:
         raise DataError("there is no text to learn a tokenizer from", "give a source that is not empty")
     learned = library.get_vocab_size()
     if learned < vocab - 1:
@@ -149,24 +160,6 @@ def fertility(tokenizer: Tokenizer, texts: Iterable[str]) -> Fertility:
         unused=tokenizer.vocab - int(used.sum()) - (tokenizer.end_of_text is not None),
         round_trip_failures=failures,
     )
-
-
-class _Stream:
-    """The texts in small parts, and how much of them has been read."""
-
-    def __init__(self, texts: Iterable[str], progress: Callable[[int, int], None] | None) -> None:
-        self.texts = self.characters = 0
-        self._source, self._progress = texts, progress
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._source:
-            yield from word_segments(text, _SEGMENT)
-            self.texts += 1
-            self.characters += len(text)
-            if self._progress is not None and self.texts % 256 == 0:
-                self._progress(self.texts, self.characters)
-        if self._progress is not None:
-            self._progress(self.texts, self.characters)
 
 
 def _pre_tokenizer(split: Split) -> Any:

@@ -43,7 +43,8 @@ class Engine(abc.ABC):
     def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
         """Each part with its result, in the order in which they finish. Parts are taken only as fast as needed."""
 
-    def close(self) -> None:  # noqa: B027 - an engine without workers has nothing to stop
+    @abc.abstractmethod
+    def close(self) -> None:
         """Stop all workers at once."""
 
     def __enter__(self) -> Self:
@@ -55,18 +56,7 @@ class Engine(abc.ABC):
 
 def open_engine(name: EngineName, workers: int) -> Engine:
     """The engine of that name; `workers` 0 runs in this process. Ray decides by itself how many run."""
-    if name == "ray":
-        return RayEngine()
-    return ProcessEngine(workers) if workers else InlineEngine()
-
-
-@final
-class InlineEngine(Engine):
-    """Runs every part in this process, one after the other."""
-
-    def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
-        for part in parts:
-            yield part, TASKS[task](recipe, part)
+    return RayEngine() if name == "ray" else ProcessEngine(workers)
 
 
 @final
@@ -92,8 +82,7 @@ class ProcessEngine(Engine):
             yield from _finished(under_way)
 
     def in_order(self, task: Task, recipe: Recipe, parts: Iterable[tuple[Place, Part]]) -> Generator[tuple[Place, Any]]:
-        """The results of parts with their places. Parts are taken only as fast as needed: what waits for a slow one is
-        bounded."""
+        """The results of parts with their places, in the order of parts. What waits for a slow one is bounded."""
         most = 2 * max(len(self._workers), 1)
         waiting: deque[tuple[Place, Future[Any]]] = deque()
         for place, part in parts:
@@ -102,7 +91,8 @@ class ProcessEngine(Engine):
             while waiting and (len(waiting) >= most or waiting[0][1].done()):
                 first, result = waiting.popleft()
                 yield first, result.result()
-        for first, result in waiting:
+        while waiting:
+            first, result = waiting.popleft()
             yield first, result.result()
 
     def close(self) -> None:

@@ -73,9 +73,7 @@ def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Array
     if config.train.epochs is not None:
         raise ConfigError("train.epochs is set, but how long an epoch of data= is, is not known", "set train.steps")
     _check_no_epoch_end(config, "data=")
-    how = {"tokenizer": data.tokenizer, "vocab": config.model.vocab, "val_fraction": data.val_fraction}
-    schedule, val_tokens = _schedule_of(config), config.eval.tokens
-    return open_arrays(arrays, schedule, seed=config.train.seed, val_tokens=val_tokens, **how)
+    return open_arrays(arrays, config, _schedule_of(config))
 
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:

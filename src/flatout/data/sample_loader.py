@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
-from flatout.data.best_fit import Layout, best_fit
+from flatout.data.best_fit import Packing, best_fit
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.samples import Samples
@@ -150,17 +150,15 @@ class SampleRows:
         before = np.cumsum(sizes) - sizes
         places = np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))
         ids, labelled = samples.tokens[places].astype(np.int64), samples.labelled[places]
-        if self._packing:
-            layout = self._packed(sizes)
-            sources, documents = layout.sources(layout.starts), layout.documents
-        else:
-            sources, documents = self._one_each(sizes, before)
+        rows = self._best_fit(sizes) if self._packing else self._one_each(sizes)
+        layout = rows.layout(np.arange(rows.windows))
+        sources = layout.sources(layout.starts)
         padding = sources < 0
         inputs = np.maximum(sources, 0)
         following = np.where(padding, 0, inputs + 1)
         tokens = np.where(padding, 0, ids[inputs])
         targets = np.where(padding | ~labelled[following], IGNORED, ids[following])
-        return PackedRows(tokens, documents, targets, self._room)
+        return PackedRows(tokens, layout.documents, targets, self._room)
 
     def in_order(self, device: torch.device) -> Iterator[Batch]:
         """Every sample once, in order: for evaluation."""
@@ -200,7 +198,7 @@ class SampleRows:
                 shapes.add(packed.part(part, torch.device("cpu"))[2].sizes)
         return Padding(steps, len(shapes), tokens, places)
 
-    def _packed(self, sizes: npt.NDArray[np.int64]) -> Layout:
+    def _best_fit(self, sizes: npt.NDArray[np.int64]) -> Packing:
         """As few rows as best fit finds, and of the lengths with which it finds no more the shortest."""
         lengths = [length for length in self._lengths if length >= int(sizes.max()) - 1]
         packing = best_fit(sizes, lengths[-1])
@@ -213,16 +211,12 @@ class SampleRows:
                 packing, high = tried, middle
             else:
                 low = middle + 1
-        return packing.layout(np.arange(packing.windows))
+        return packing
 
-    def _one_each(
-        self, sizes: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        longest = int(sizes.max()) - 1
-        length = next(length for length in self._lengths if length >= longest)
-        places = np.arange(length)
-        inside = places[None, :] < (sizes - 1)[:, None]
-        return np.where(inside, before[:, None] + places, -1), np.where(inside, 0, -1).astype(np.int32)
+    def _one_each(self, sizes: npt.NDArray[np.int64]) -> Packing:
+        length = next(length for length in self._lengths if length >= int(sizes.max()) - 1)
+        starts, pairs = np.cumsum(sizes) - sizes, (sizes - 1).astype(np.int32)
+        return Packing(length, np.arange(len(sizes) + 1), starts, pairs, 0)
 
 
 @final

@@ -2,13 +2,13 @@
 
 import itertools
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from flatout.config.schema import DataConfig
 from flatout.data.array_data import ArrayData, Arrays, open_arrays
 from flatout.data.batch import Delivery, Span
 from flatout.data.positions import Schedule, Stage
@@ -24,11 +24,8 @@ def documents(count: int = 60, seed: int = 1) -> list[np.ndarray]:
 
 
 def opened(train: Any, val: Any = None, **more: Any) -> ArrayData:
-    how = {"tokenizer": "char", "vocab": 50, "val_tokens": 40, "val_fraction": 0.1, **more}
-    data = SimpleNamespace(tokenizer=how["tokenizer"], val_fraction=how["val_fraction"])
-    sections = {"model": SimpleNamespace(vocab=how["vocab"]), "eval": SimpleNamespace(tokens=how["val_tokens"])}
-    config: Any = SimpleNamespace(data=data, train=SimpleNamespace(seed=3), **sections)
-    return open_arrays(Arrays(train, val), config, SCHEDULE)
+    data, given = DataConfig(tokenizer="char", val_fraction=0.1), {"vocab": 50, "seed": 3, "val_tokens": 40, **more}
+    return open_arrays(Arrays(train, val), SCHEDULE, data, **given)
 
 
 def batches(data: ArrayData, first: int, last: int, position: Any = None, workers: int = 0, schedule=SCHEDULE):

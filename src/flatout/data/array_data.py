@@ -21,7 +21,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from flatout.config.schema import RunConfig
+from flatout.config.schema import DataConfig
 from flatout.data.batch import Batch, BatchLoader, Delivery, Raw, Span, as_signed
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
@@ -66,21 +66,23 @@ class ArrayPosition:
     digest: str | None = None  # of the array
 
 
-def open_arrays(arrays: Arrays, config: RunConfig, schedule: Schedule) -> "ArrayData":
-    """Reads the validation arrays. The vocabulary is that of a tokenizer, or without one `model.vocab` numbers."""
-    tokenizer, vocab, val_tokens = config.data.tokenizer, config.model.vocab, config.eval.tokens
+def open_arrays(
+    arrays: Arrays, schedule: Schedule, data: DataConfig, *, vocab: int | None, seed: int, val_tokens: int | None
+) -> "ArrayData":
+    """Reads the validation arrays. The vocabulary is that of a tokenizer, or without one `vocab` numbers."""
+    tokenizer = data.tokenizer
     if tokenizer == "char" and vocab is None:
         raise ConfigError(
             "the arrays given to train need a vocabulary",
             "set data.tokenizer to bytes, gpt2 or a tokenizer.json, or model.vocab to the number of ids",
         )
     known = IdTokenizer(vocab) if tokenizer == "char" and vocab is not None else load_tokenizer(tokenizer)
-    source = ArraySource(arrays.train, known.vocab, config.train.seed)
+    source = ArraySource(arrays.train, known.vocab, seed)
     wanted = (VAL_TOKENS if val_tokens is None else val_tokens) + 1
     if arrays.val is not None:
-        held, _ = ArraySource(arrays.val, known.vocab, config.train.seed).first(wanted)
+        held, _ = ArraySource(arrays.val, known.vocab, seed).first(wanted)
     else:
-        held, source.held = source.first(wanted, None if source.items is None else config.data.val_fraction)
+        held, source.held = source.first(wanted, None if source.items is None else data.val_fraction)
     if len(held) < 2 and arrays.val is None:
         raise DataError("the data given to train holds no two tokens", f"give arrays with more tokens; {READ_BEFORE}")
     if len(held) < 2:

@@ -6,11 +6,11 @@ from typing import Any, final
 
 import numpy as np
 
-from flatout.config.schema import RunConfig
+from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.sources import told_by_type
 from flatout.data.batch import BatchLoader, Delivery, Span
 from flatout.data.inspect import read_report
-from flatout.data.loader import DeviceLoader, HostLoader, Windows, windows_of
+from flatout.data.loader import DeviceLoader, HostLoader, Windows
 from flatout.data.manifest import read_manifest
 from flatout.data.pack import Progress
 from flatout.data.positions import Schedule
@@ -21,16 +21,12 @@ from flatout.data.training_data import DataFacts, TrainingData
 LARGE_CORPUS = 4 * 2**30  # bytes
 
 
-def open_shards(config: RunConfig, schedule: Schedule, progress: Progress | None = None) -> "ShardData":
+def open_shards(data: DataConfig, clean: CleanConfig, progress: Progress | None = None) -> Dataset:
     """The dataset that a config names, prepared now where it is not there yet."""
-    data = config.data
-    folder, fresh = prepare_data(data, config.clean, progress)
+    folder, fresh = prepare_data(data, clean, progress)
     if fresh:
         check_complete(folder)  # where records were dropped, it is trained on only when asked again
-    dataset = open_dataset(folder, verify=_how_to_verify(folder))
-    how = {"seed": config.train.seed, "best_fit": data.packing == "best_fit", "apart": config.documents_apart}
-    windows = windows_of(dataset.train, context=schedule.longest, stride=data.stride or schedule.longest, **how)
-    return ShardData(dataset, windows, schedule, config.eval.tokens)
+    return open_dataset(folder, verify=_how_to_verify(folder))
 
 
 @final

@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from flatout.config.schema import LoraConfig, RunConfig
 from flatout.config.source import IN_PYTHON, Source
 from flatout.data.array_data import Arrays, open_arrays
+from flatout.data.loader import windows_of
 from flatout.data.pack import Progress
 from flatout.data.positions import Schedule
-from flatout.data.shard_data import open_shards
+from flatout.data.shard_data import ShardData, open_shards
 from flatout.data.stream import open_stream
 from flatout.data.stream_loader import StreamData
 from flatout.data.training_data import DataFacts, TrainingData
@@ -44,17 +45,20 @@ def open_data(
         written = sources_of(sources)("model.context")
         base, samples = open_sample_data(config, progress, written=written, resumed=begun is not None)
         return Opened(described_config(config, base, sources, begun=begun), samples, base)
-    schedule = _schedule_of(config)
+    schedule, seed, val_tokens = _schedule_of(config), config.train.seed, config.eval.tokens
     if arrays is not None:
         # Its own source is not what the run was trained on, and must not be what is resumed with.
         own = config.data.model_copy(update={"source": None, "folder": None})
         return Opened(config.model_copy(update={"data": own}), _open_arrays(config, sources, arrays))
     if config.data.streaming:
         _check_no_epoch_end(config, "a stream")
-        seed, val_tokens = config.train.seed, config.eval.tokens
         stream = open_stream(config.data, config.clean, val_tokens=val_tokens, progress=progress)
         return Opened(config, StreamData(stream, schedule, seed=seed, val_tokens=val_tokens))
-    return Opened(config, open_shards(config, schedule, progress))
+    dataset = open_shards(config.data, config.clean, progress)
+    how = {"seed": seed, "best_fit": config.data.packing == "best_fit", "apart": config.documents_apart}
+    context, stride = schedule.longest, config.data.stride or schedule.longest
+    windows = windows_of(dataset.train, context=context, stride=stride, **how)
+    return Opened(config, ShardData(dataset, windows, schedule, val_tokens))
 
 
 def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Arrays) -> TrainingData:
@@ -73,7 +77,8 @@ def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Array
     if config.train.epochs is not None:
         raise ConfigError("train.epochs is set, but how long an epoch of data= is, is not known", "set train.steps")
     _check_no_epoch_end(config, "data=")
-    return open_arrays(arrays, config, _schedule_of(config))
+    how = {"vocab": config.model.vocab, "seed": config.train.seed, "val_tokens": config.eval.tokens}
+    return open_arrays(arrays, _schedule_of(config), data, **how)
 
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:

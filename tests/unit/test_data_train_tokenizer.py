@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flatout.data import tokenizer as tokenizer_module
 from flatout.data import train_tokenizer as module
 from flatout.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, HuggingFaceTokenizer, load_tokenizer
 from flatout.data.train_tokenizer import Split, fertility, train_bpe, write_tokenizer
@@ -198,7 +199,7 @@ def test_fertility_of_nothing_is_zero() -> None:
 
 def test_fertility_does_not_depend_on_how_texts_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = fertility(load_tokenizer("gpt2"), TEXTS)
-    monkeypatch.setattr(module, "_FERTILITY_BATCH", 64)
+    monkeypatch.setattr(tokenizer_module, "_SEGMENT", 64)
     assert fertility(load_tokenizer("gpt2"), iter(TEXTS)) == wanted
 
 

@@ -150,7 +150,7 @@ class CharTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         results: list[Ids] = []
-        for group in _groups(texts):
+        for group in groups(texts):
             ids = self._id_of_code.take(_code_points("".join(group)), mode="clip")
             bounds = np.cumsum([0, *map(len, group)])
             if self.unknown != "replace" and not (known := ids < self.vocab).all():
@@ -262,7 +262,7 @@ class Gpt2Tokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         results: list[Ids] = []
-        for group in _groups(texts):
+        for group in groups(texts):
             joined = _END_MARK.join(group)
             if len(group) == 1 or _CUT_MARK in joined or joined.count(_END_MARK) != len(group) - 1:
                 results += [self.encode(text) for text in group]
@@ -355,7 +355,7 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         results: list[Ids] = []
-        for group in _groups(texts):
+        for group in groups(texts):
             if len(group) == 1:
                 results.append(self.encode(group[0]))
             else:
@@ -602,16 +602,18 @@ def _segments(text: str, size: int, cut: re.Pattern[str]) -> Iterator[str]:
         start = end
 
 
-def _groups(texts: Sequence[str]) -> Iterator[Sequence[str]]:
+def groups(texts: Iterable[str]) -> Iterator[list[str]]:
     """Neighbouring texts whose characters together are at most a segment; a longer text is alone."""
-    start = size = 0
-    for number, text in enumerate(texts):
-        if start < number and size + len(text) > _SEGMENT:
-            yield texts[start:number]
-            start, size = number, 0
+    group: list[str] = []
+    size = 0
+    for text in texts:
+        if group and size + len(text) > _SEGMENT:
+            yield group
+            group, size = [], 0
+        group.append(text)
         size += len(text)
-    if start < len(texts):
-        yield texts[start:]
+    if group:
+        yield group
 
 
 def _inner_cuts(text: str, spaces: npt.NDArray[np.bool_]) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from flatout.data.tokenizer import END_OF_TEXT, Tokenizer, word_segments
+from flatout.data.tokenizer import END_OF_TEXT, Tokenizer, groups, word_segments
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import write_whole
 from flatout.folders import make_folders, remove_empty
@@ -38,7 +38,6 @@ GPT4_SPLIT = (
 )
 # The library takes 256 texts at a time out of a stream, so what is one text to it must be small.
 _SEGMENT = 2**16
-_FERTILITY_BATCH = 2**18
 
 
 @dataclass(frozen=True)
@@ -140,12 +139,12 @@ def fertility(tokenizer: Tokenizer, texts: Iterable[str]) -> Fertility:
     """What `tokenizer` makes of `texts`, in one pass."""
     number = size = characters = words = tokens = failures = 0
     used = np.zeros(tokenizer.vocab, dtype=bool)
-    for batch in _batches(texts):
+    for batch in groups(texts):
         for text, ids in zip(batch, tokenizer.encode_batch(batch), strict=True):
             number += 1
             size += len(text.encode("utf-8", "surrogatepass"))
             characters += len(text)
-            words += sum(len(part.split()) for part in word_segments(text, _FERTILITY_BATCH))
+            words += sum(len(part.split()) for part in word_segments(text, 4 * _SEGMENT))
             tokens += len(ids)
             used[ids] = True
             failures += tokenizer.decode(ids) != text
@@ -171,16 +170,3 @@ def _pre_tokenizer(split: Split) -> Any:
         words = pre_tokenizers.Split(Regex(GPT4_SPLIT), behavior="isolated")
         return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     raise UsageError(f"there is no split {split!r}", "use gpt2 or gpt4")
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= _FERTILITY_BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -19,13 +19,13 @@ import pytest
 
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import write_whole
-from flatout.observe.history import RunHistory, read_history
+from flatout.observe.history import RunHistory, distinct_names, read_history
 from flatout.observe.picture import is_picture
 from flatout.observe.plot import plots
 from flatout.observe.plot import run as plot_run
 from flatout.observe.plot.compare import comparison_figure
 from flatout.observe.plot.panels import short_number, time_unit
-from flatout.observe.plot.plots import distinct_names, write_comparison, write_run_plots
+from flatout.observe.plot.plots import write_comparison, write_run_plots
 from flatout.observe.plot.run import metrics_figure, panel_figure, results_figure
 from flatout.observe.plot.series import Curve, run_numbers, smooth, thin, thin_marks, usual_range, window_of
 from flatout.records import StepRecord
@@ -517,12 +517,12 @@ def test_runs_of_very_different_lengths_can_both_be_seen(run_of: Any) -> None:
     assert (low, high) == panel(figure, "Training loss over steps").get_xlim()  # side by side, the same axis
 
 
-def test_names_that_tell_runs_apart() -> None:
+def test_names_that_tell_runs_apart(tmp_path: Path) -> None:
     assert distinct_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
     assert distinct_names([Path("a/x"), Path("b/x"), Path("b/z")]) == ["a/x", "b/x", "z"]
     assert distinct_names([Path("a/r/x"), Path("b/r/x")]) == ["a/r/x", "b/r/x"]
     with pytest.raises(UsageError, match="named twice"):
-        distinct_names([Path("a/x"), Path("a/../a/x")])
+        write_comparison([Path("a/x"), Path("a/../a/x")], tmp_path / "c.png")
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------------

@@ -29,21 +29,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, final
 
+from flatout import records
 from flatout.errors import DataError, UsageError
-from flatout.records import (
-    CheckpointRecord,
-    EigenstateRecord,
-    EndRecord,
-    EpochRecord,
-    EvalRecord,
-    MachineRecord,
-    NoticeRecord,
-    Record,
-    RunInfo,
-    SampleRecord,
-    SpanRecord,
-    StepRecord,
-)
+from flatout.records import EndRecord, Record, RunInfo, StepRecord
 
 RUNS = Path("runs")
 METRICS, LOCK = "metrics.jsonl", "run.lock"
@@ -54,18 +42,11 @@ _TAIL = 64
 
 State = Literal["running", "ended", "elsewhere"]
 
-_KINDS: dict[str, type] = {
-    "run": RunInfo,
-    "step": StepRecord,
-    "eval": EvalRecord,
-    "epoch": EpochRecord,
-    "sample": SampleRecord,
-    "checkpoint": CheckpointRecord,
-    "notice": NoticeRecord,
-    "spans": SpanRecord,
-    "machine": MachineRecord,
-    "eigenstates": EigenstateRecord,
-    "end": EndRecord,
+# The preview of a fine-tuning run is for the terminal it was started on.
+_KINDS = {
+    name: kind
+    for kind, name in records.NAMES.items()
+    if kind in typing.get_args(Record) and kind is not records.PreviewRecord
 }
 _NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -112,8 +93,8 @@ class Follower:
     def read(self, limit: int = _CHUNK) -> list[Record]:
         """New records, at most `limit` bytes of them (or one line, if that is longer); none if nothing was added."""
         while lines := self._lines(limit):
-            records = [record_of_line(line) for line in lines if not self._is_repeated(line)]
-            if known := [record for record in records if record is not None]:
+            found = [record_of_line(line) for line in lines if not self._is_repeated(line)]
+            if known := [record for record in found if record is not None]:
                 return known  # else a chunk of repeated or foreign lines, which is no end of the file
         return []
 

@@ -12,7 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from flatout.observe.eigenstates import record_sentence
-from flatout.observe.human import human_bytes, human_count, human_seconds, printable
+from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
 from flatout.observe.live.alerts import STALL_SHARE
 from flatout.observe.live.state import ViewState, mean_of
 from flatout.records import MachineRecord, SampleRecord
@@ -152,11 +152,7 @@ def _figures(state: ViewState) -> list[tuple[str, str, str]]:
         ("data wait", None if share is None else f"{share:.1%}", _WARN if (share or 0.0) > STALL_SHARE else ""),
         ("grad norm", f"{step.grad_norm:.3g}", ""),
         ("GPU use", None if machine is None or machine.utilisation is None else f"{machine.utilisation:.0%}", ""),
-        (
-            "skipped",
-            "1 update" if state.skipped == 1 else f"{state.skipped:,} updates" if state.skipped else None,
-            _WARN,
-        ),
+        ("skipped", many(state.skipped, "update") if state.skipped else None, _WARN),
         ("power", machine and _power(machine), ""),
         ("trained", human_seconds(state.trained_seconds), ""),
         ("clock", machine and _clock(machine), _WARN if held else ""),

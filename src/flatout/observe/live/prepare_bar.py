@@ -2,7 +2,6 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Self, TextIO, final
 
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from flatout.observe.human import human_count, human_seconds
+from flatout.observe.terminal import say
 from flatout.records import PrepareProgress
 
 QUIET_SECONDS = 10.0
@@ -37,7 +37,7 @@ class PrepareBar:
     def __call__(self, progress: PrepareProgress) -> None:
         now = time.monotonic()
         if progress.notice:
-            self._console.print(Text(f"note: {progress.notice}"), soft_wrap=True)
+            say(self._console, f"note: {progress.notice}")
         if self._latest is None or self._latest.phase != progress.phase:
             self._found, self._started = progress, now
         elif now - self._started < 0.5:
@@ -63,7 +63,7 @@ class PrepareBar:
             )
         elif now - self._last_line >= QUIET_SECONDS:
             self._last_line = now
-            self._console.print(Text(f"{_PHASES[progress.phase]}: {line}"), soft_wrap=True)
+            say(self._console, f"{_PHASES[progress.phase]}: {line}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -73,9 +73,7 @@ class PrepareBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _line(self, progress: PrepareProgress, now: float) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.observe.human import human_count, printable
-from flatout.observe.terminal import Terminal
+from flatout.observe.terminal import Terminal, say
 from flatout.records import BenchProgress, BenchRow
 
 TITLES = {
@@ -25,19 +25,18 @@ _STYLES = {"green": "green", "red": "bold red", "out_of_memory": "yellow", "fail
 _WORDS = {"out_of_memory": "no memory"}
 ROUGH = 0.25  # a spread from which on a gain is marked: its steps lie too far apart to say much
 CLAIMS_PAGE = "docs/from-the-guides.md"
-_NARROWEST = 132  # columns where nobody watches: a file has no right margin
 
 
 class BenchReader:
     """Says which rung is being measured, and what came of it as soon as it is known."""
 
     def __init__(self) -> None:
-        self.console = Terminal(stderr=True, highlight=False)
+        self.console = Terminal(sys.stderr)
         self.status: Status | None = None
         self.place = BenchProgress(0, 0, "", "")
 
     def notice(self, message: str) -> None:
-        self.console.print(Text(printable(message), "dim"), soft_wrap=True)
+        say(self.console, message, "dim")
 
     def progress(self, place: BenchProgress) -> None:
         self.place = place
@@ -48,7 +47,7 @@ class BenchReader:
         line = f"{_number(place)} {words}"
         if not self.console.is_terminal:
             if place.phase != "timing":  # one line a rung is enough in a file
-                self.console.print(Text(line), soft_wrap=True)
+                say(self.console, line)
             return
         if self.status is None:
             self.status = self.console.status(line)
@@ -89,28 +88,24 @@ def print_bench(
     """
     if not rows:
         return
-    console = console or Terminal(highlight=False, file=sys.stdout)
-    if not console.is_terminal:
-        console.width = max(console.width, _NARROWEST)
-    console.print(Text(printable(headline(rows)), "bold"), soft_wrap=True)
+    console = console or Terminal(width_of_files=132)
+    say(console, headline(rows), "bold")
     measured = [row for row in rows if row.status != "absent"]
     rough = rough_rungs(rows)
     for group, title in titles(rows, ladder).items():
         part = [row for row in measured if row.group == group]
         if part:
-            console.print("")
-            console.print(Text(title))
+            console.print(Text(f"\n{title}"))
             with_mfu = any(row.mfu is not None for row in measured)
             console.print(_table(part, rough, with_mfu=with_mfu, with_claims=bool(promised)))
             for row in part:
                 if row.reason:
-                    console.print(Text(f"  {row.rung}: {short_reason(row, 200)}", "dim"), soft_wrap=True)
+                    say(console, f"  {row.rung}: {short_reason(row, 200)}", "dim")
     missing = [row for row in rows if row.status == "absent"]
     if missing:
-        console.print("")
-        console.print(Text("not measured"))
+        console.print(Text("\nnot measured"))
         for row in missing:
-            console.print(Text(printable(f"  {row.rung:<24}{row.reason}"), "dim"), soft_wrap=True)
+            say(console, f"  {row.rung:<24}{row.reason}", "dim")
     console.print("")
     lines = total_lines(rows, ladder)
     if rough:
@@ -120,7 +115,7 @@ def print_bench(
     if promised and measured:
         lines.append(f"the guides promise {'; '.join(promised)} of everything together ({CLAIMS_PAGE})")
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
 
 
 def headline(rows: Sequence[BenchRow]) -> str:

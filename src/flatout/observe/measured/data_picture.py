@@ -22,7 +22,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout.observe.human import human_bytes, human_count, printable
+from flatout.observe.human import human_bytes, human_count, many, printable
 from flatout.observe.picture import drawable, shortened, write_picture
 from flatout.observe.terminal import Terminal
 from flatout.records import DataSummary, TokenCount
@@ -69,7 +69,7 @@ def _figure(summary: DataSummary) -> "Figure":
 
 def print_data(summary: DataSummary, console: RichConsole | None = None) -> None:
     """Show a dataset on the terminal."""
-    console = console or Terminal(highlight=False)
+    console = console or Terminal()
     for part in (_about, _splits_and_lengths, _about_records, _about_tokens, _about_samples):
         for item in part(console, summary):
             console.print(item)
@@ -83,12 +83,12 @@ def _facts(summary: DataSummary) -> list[str]:
     )
     unused = "all used" if not summary.unused_ids else f"{summary.unused_ids:,} never used"
     return [
-        _many(tokens, "token"),
-        _many(documents, "document"),
+        many(tokens, "token"),
+        many(documents, "document"),
         f"{human_bytes(text_bytes)} of text",
         f"{text_bytes / tokens:.2f} bytes per token",
-        f"tokenizer {summary.tokenizer} ({_many(summary.vocab, 'id')}, {unused})",
-        f"{_many(shards, 'shard')} of {summary.dtype}, {human_bytes(disk)}",
+        f"tokenizer {summary.tokenizer} ({many(summary.vocab, 'id')}, {unused})",
+        f"{many(shards, 'shard')} of {summary.dtype}, {human_bytes(disk)}",
     ]
 
 
@@ -112,18 +112,18 @@ def _side_notes(summary: DataSummary) -> list[str]:
     report = summary.report
     if report is None:
         return ["This dataset was made without a report, so what was dropped is not known."]
-    notes = [f"{_many(report['records'], 'record')} from {_many(report['files'], 'file')}"]
+    notes = [f"{many(report['records'], 'record')} from {many(report['files'], 'file')}"]
     notes[0] += f", {human_bytes(report['input_bytes'])}"
     if not report["damaged"] and not any(report["dropped"].values()):
         notes.append("nothing was dropped")
     if report["problem_count"]:
-        notes.append(f"{_many(report['problem_count'], 'problem')} in problems.jsonl")
+        notes.append(f"{many(report['problem_count'], 'problem')} in problems.jsonl")
     if report["replaced_characters"]:
         notes.append(f"{report['replaced_characters']:,} invalid byte sequences replaced")
     if report["passed_over"]:
         others = sorted(report["passed_over"].items(), key=lambda pair: (-pair[1], pair[0]))
         words = [f"{count:,} {_one_line(kind)[:12] or 'without suffix'}" for kind, count in others[:4]]
-        words += [_many(len(others) - 4, "other type")] if len(others) > 4 else []
+        words += [many(len(others) - 4, "other type")] if len(others) > 4 else []
         notes.append(f"files passed over: {', '.join(words)}")
     return notes
 
@@ -144,7 +144,7 @@ def _window_words(summary: DataSummary) -> list[str]:
     if train is None or train.windows is None or train.remainder is None:
         return []
     return [
-        f"{_many(train.windows, 'window')} of {summary.context:,} tokens, {_many(train.remainder, 'token')} left over"
+        f"{many(train.windows, 'window')} of {summary.context:,} tokens, {many(train.remainder, 'token')} left over"
     ]
 
 
@@ -407,7 +407,7 @@ def _about_tokens(console: RichConsole, summary: DataSummary) -> Iterator[Render
 def _about_samples(console: RichConsole, summary: DataSummary) -> Iterator[RenderableType]:
     for sample in summary.samples:
         yield ""
-        yield Text(f"{sample.split} document {sample.document:,}, {_many(sample.tokens, 'token')}", "bold")
+        yield Text(f"{sample.split} document {sample.document:,}, {many(sample.tokens, 'token')}", "bold")
         yield _text(console, _one_line(sample.text) + ("..." if sample.cut else ""))
 
 
@@ -432,10 +432,6 @@ def _speaks_unicode(console: RichConsole) -> bool:
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _percent(share: float) -> str:

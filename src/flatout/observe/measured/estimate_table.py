@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
-from flatout.observe.human import human_bytes, human_count, human_seconds, printable
-from flatout.observe.terminal import Terminal
+from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
+from flatout.observe.terminal import Terminal, say
 from flatout.records import RunInfo
 
 SKIPPED = 4  # first steps of a run, which compile and warm up
@@ -22,15 +22,11 @@ FEWEST = 3  # steps after those that a sentence needs
 
 def print_estimate(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """The whole sheet, to stdout unless told otherwise."""
-    console = Terminal(file=stream, highlight=False)
-    if not console.is_terminal:  # a file or pipe has no edge at which to cut
-        console.width = 160
+    console = Terminal(stream, width_of_files=160)
     shape = f"{body['micro_batch']} x {body['context']} x {body['accumulation']}"
     steps = f"{_count(body['steps'])} steps of {body['batch_tokens']:,} tokens ({shape})"
-    console.print(
-        Text(printable(f"{body['config']}: {steps}, on {body['device']}, torch {body['torch']}")), width=10000
-    )
-    console.print(Text(printable(f"data: {body['data']}")), soft_wrap=True)
+    say(console, f"{body['config']}: {steps}, on {body['device']}, torch {body['torch']}")
+    say(console, f"data: {body['data']}")
     console.print()
     sheet = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     sheet.add_column(no_wrap=True)
@@ -44,7 +40,7 @@ def print_estimate(body: Mapping[str, Any], stream: TextIO | None = None) -> Non
     console.print(Text("memory of a step by micro-batch and context, estimated"), style="bold")
     console.print(_memory_table(body))
     for line in _closing(body):
-        console.print(Text(printable(line)), soft_wrap=True)
+        say(console, line)
 
 
 def _rows(body: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -165,6 +161,6 @@ def expected(step_seconds: Sequence[float], info: RunInfo) -> Expected | None:
     return Expected(
         total,
         f"about {human_seconds(total)} to go: {left:,} steps of {_seconds(step)}, measured over {len(counted)}, "
-        f"and {evaluations:,} {'evaluation' if evaluations == 1 else 'evaluations'}; {human_count(tokens)} tokens in "
-        f"all, {tokens / max(info.parameters, 1):.1f} per parameter",
+        f"and {many(evaluations, 'evaluation')}; {human_count(tokens)} tokens in all, "
+        f"{tokens / max(info.parameters, 1):.1f} per parameter",
     )

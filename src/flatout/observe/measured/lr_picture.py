@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.table import Table
-from rich.text import Text
 
 from flatout.observe.human import human_seconds, printable
 from flatout.observe.picture import write_picture
-from flatout.observe.terminal import Terminal
+from flatout.observe.terminal import Terminal, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,9 +31,7 @@ def draw_rates(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = F
 
 def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """The suggestions as a table, the chosen one marked, and in a sentence what was done."""
-    console = Terminal(file=stream, highlight=False)
-    if not console.is_terminal:  # a file or pipe has no edge at which to cut
-        console.width = 160
+    console = Terminal(stream, width_of_files=160)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("", "suggestion", "rate", "meaning"):
         table.add_column(name, justify="right" if name == "rate" else "left", no_wrap=True)
@@ -45,11 +42,11 @@ def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     console.print(table)
     losses = [float(point["loss"]) for point in body["points"]]
     best = min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
-    told = (
+    say(
+        console,
         f"{len(losses)} steps on {body['device']} in {human_seconds(body['seconds'])}, loss {losses[0]:.3f} to "
-        f"{best:.3f} at best; {body['ended']}; the config had {body['before']:g}"
+        f"{best:.3f} at best; {body['ended']}; the config had {body['before']:g}",
     )
-    console.print(Text(printable(told)), soft_wrap=True)
 
 
 def _figure(body: Mapping[str, Any]) -> "Figure":

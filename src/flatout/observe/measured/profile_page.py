@@ -8,7 +8,6 @@ kernels, paths and messages come from elsewhere: control characters are taken ou
 
 import dataclasses
 import io
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from flatout.observe.human import human_bytes, human_count, printable
-from flatout.observe.terminal import Terminal
+from flatout.observe.terminal import Terminal, say
 
 TOP = 10  # kernels on the page; kernels.csv has all
 _BAR = 20  # characters for the whole step
@@ -239,7 +238,7 @@ def _inert(text: str) -> str:
 
 def print_page(blocks: Sequence[Block], console: RichConsole | None = None) -> None:
     """Prints the page; where nobody watches, without colours, breaks of lines and spaces at their ends."""
-    console = console or Terminal(highlight=False, file=sys.stdout)
+    console = console or Terminal()
     if console.is_terminal:
         _print(blocks, console)
         return
@@ -247,7 +246,7 @@ def print_page(blocks: Sequence[Block], console: RichConsole | None = None) -> N
     with plain.capture() as captured:
         _print(blocks, plain)
     for line in captured.get().splitlines():
-        console.print(Text(line.rstrip()), soft_wrap=True)
+        say(console, line.rstrip())
 
 
 def _print(blocks: Sequence[Block], console: RichConsole) -> None:
@@ -256,7 +255,7 @@ def _print(blocks: Sequence[Block], console: RichConsole) -> None:
             case Heading():
                 if block.level > 1:
                     console.print("")
-                console.print(Text(_line(block.text), "bold cyan" if block.level == 1 else "bold"), soft_wrap=True)
+                say(console, _line(block.text), "bold cyan" if block.level == 1 else "bold")
             case Paragraph():
                 console.print(Padding(Text(_line(block.text), "bold" if block.style else "dim"), _INDENT))
             case Bullets():

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.table import Table
-from rich.text import Text
 
 from flatout.observe.human import human_seconds, printable
 from flatout.observe.picture import write_picture
-from flatout.observe.terminal import Terminal
+from flatout.observe.terminal import Terminal, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,9 +48,7 @@ def trial_line(row: Mapping[str, Any]) -> str:
 
 def print_study(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """The trials, the best first, and in a sentence what was found."""
-    console = Terminal(file=stream, highlight=False)
-    if not console.is_terminal:  # a file or pipe has no edge at which to cut
-        console.width = 200
+    console = Terminal(stream, width_of_files=200)
     paths = list(body["forms"])
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("", "trial", "loss", *paths, "steps", "time", ""):
@@ -66,14 +63,13 @@ def print_study(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
         table.add_row(*(printable(cell) for cell in cells), style=style)
     console.print(table)
     if len(ordered) > _SHOWN:
-        console.print(Text(f"and {len(ordered) - _SHOWN} more"))
+        say(console, f"and {len(ordered) - _SHOWN} more")
     explained = [(share, path) for path, share in body["importance"].items() if share is not None]
     for share, path in sorted(explained, reverse=True):
-        console.print(Text(f"{share:.0%} of the differences in loss go along with {path} alone"), soft_wrap=True)
-    console.print(Text(printable(_sentence(body))), soft_wrap=True)
+        say(console, f"{share:.0%} of the differences in loss go along with {path} alone")
+    say(console, _sentence(body))
     for path in at_the_edge(body):
-        note = f"note: the best {path} is at the edge of its range; a wider one may hold a better"
-        console.print(Text(note), soft_wrap=True)
+        say(console, f"note: the best {path} is at the edge of its range; a wider one may hold a better")
 
 
 def at_the_edge(body: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds
+from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, many
 from flatout.observe.picture import drawable, shortened
 from flatout.observe.plot.panels import (
     BLUE,
@@ -268,7 +268,7 @@ def _state(run: RunNumbers) -> str:
     if len(run.resumes):
         parts.append("resumed once" if len(run.resumes) == 1 else f"resumed {len(run.resumes)} times")
     if len(run.skipped):
-        parts.append(f"{len(run.skipped):,} updates skipped" if len(run.skipped) > 1 else "1 update skipped")
+        parts.append(f"{many(len(run.skipped), 'update')} skipped")
     return "   ·   ".join(parts)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 
 from flatout.observe.eigenstates import EigenstateHistory, LayerHistory, eigenstate_history
-from flatout.observe.history import RunHistory
+from flatout.observe.history import RunHistory, is_count, rows_with_step
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
 DRAWN = (
@@ -117,7 +117,7 @@ def run_numbers(history: RunHistory, name: str | None = None) -> RunNumbers:
     return RunNumbers(
         name=history.folder.resolve().name if name is None else name,
         info=history.infos[-1],
-        end=_end(history, rows),
+        end=history.end,
         rows=rows,
         evals=evals,
         axes={"step": step, "tokens": columns["tokens"][0], "seconds": clock},
@@ -223,12 +223,7 @@ def usual_range(values: Array, slack: float) -> tuple[float, float] | None:
 
 def _once_per_step(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Rows that name a step, in its order; of several that name the same one, the last."""
-    found = {row["step"]: row for row in rows if _is_step(row.get("step"))}
-    return tuple(found[step] for step in sorted(found))
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return tuple({row["step"]: row for row in rows_with_step(rows)}.values())
 
 
 def _array(values: Iterable[int]) -> Array:
@@ -269,10 +264,8 @@ def _ends_of_groups(place: Array, index: Array) -> Array:
 def _notices(rows: Sequence[dict[str, Any]], skipped: set[int]) -> tuple[list[int], list[int]]:
     """Steps with a notice about memory, and with another one; that of a skipped step is the same event."""
     memory, others = set(), set()
-    for row in rows:
-        step, message = row.get("step"), row.get("message")
-        if not isinstance(step, int) or not _is_step(step):
-            continue
+    for row in rows_with_step(rows):
+        step, message = row["step"], row.get("message")
         if isinstance(message, str) and _MEMORY_WORDS.search(message):
             memory.add(step)
         elif step not in skipped:
@@ -283,13 +276,5 @@ def _notices(rows: Sequence[dict[str, Any]], skipped: set[int]) -> tuple[list[in
 def _resumes(infos: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[int]:
     """Steps after which the run went on: neither a start before the first step, nor one that took no step."""
     first, last = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 0)
-    starts = {info["start_step"] for info in infos if _is_step(info.get("start_step"))}
+    starts = {info["start_step"] for info in infos if is_count(info.get("start_step"))}
     return sorted(start for start in starts if max(1, first) <= start < last)
-
-
-def _end(history: RunHistory, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """How the run ended; None if it went on afterwards, or has not said so."""
-    if not history.ends:
-        return None
-    end, step = history.ends[-1], history.ends[-1].get("step")
-    return None if rows and _is_step(step) and rows[-1]["step"] > step else end

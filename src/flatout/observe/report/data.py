@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.yaml_loader import format_value
-from flatout.observe.history import RunHistory
-from flatout.observe.human import human_bytes, printable
+from flatout.observe.history import RunHistory, distinct_names, rows_with_step
+from flatout.observe.human import human_bytes, many, printable
 from flatout.observe.report.eigenstates import eigenstate_part
 from flatout.observe.report.facts import commands_of, facts_of, shown_config, summary_of
 from flatout.observe.report.figures import figures_of, speed_groups, time_parts
-from flatout.observe.report.series import amount, curves_of, number, places_of, points_for, rows_with_step
+from flatout.observe.report.series import amount, curves_of, number, places_of, points_for
 from flatout.observe.report.state import RunState, state_of
 
 _MOST_SAMPLES, _MOST_NOTICES, _MOST_CHECKPOINTS = 60, 200, 100
@@ -39,18 +39,6 @@ def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[
     rows = [{"path": path, "values": [config.get(path, "–") for config in configs]} for path in different]
     title = names[0] if len(names) == 1 else f"{len(names)} runs: {', '.join(names)}"
     return _inert({"title": title, "live": live, "runs": runs, "differences": rows})
-
-
-def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Each folder's name, with as many parents as it takes to tell it from the others."""
-    parts = [path.resolve().parts for path in folders]
-    names: list[str] = []
-    for own in parts:
-        depth = 1
-        while depth < len(own) and sum(other[-depth:] == own[-depth:] for other in parts) > 1:
-            depth += 1
-        names.append("/".join(own[-depth:]).replace("//", "/"))
-    return names
 
 
 def _run(
@@ -105,10 +93,10 @@ def _warnings(history: RunHistory, state: RunState) -> list[str]:
         found.append(state.text)
     bad = [row["step"] for row in steps if (loss := number(row.get("loss"))) is not None and not math.isfinite(loss)]
     if bad:
-        found.append(f"The loss was not a finite number in {_times(len(bad), 'step')}, first in step {bad[0]:,}.")
+        found.append(f"The loss was not a finite number in {many(len(bad), 'step')}, first in step {bad[0]:,}.")
     skipped = [row["step"] for row in steps if row.get("applied") is False]
     if skipped:
-        found.append(f"{_times(len(skipped), 'update')} skipped, first in step {skipped[0]:,}; weights stayed clean.")
+        found.append(f"{many(len(skipped), 'update')} skipped, first in step {skipped[0]:,}; weights stayed clean.")
     held = [row for row in rows_with_step(history.machine) if row.get("throttled")]
     if held:
         share = len(held) / max(len(history.machine), 1)
@@ -118,10 +106,6 @@ def _warnings(history: RunHistory, state: RunState) -> list[str]:
     if len(sizes) > 1:
         found.append(f"The device ran out of memory: the micro-batch went from {max(sizes):g} to {min(sizes):g}.")
     return found
-
-
-def _times(count: int, word: str) -> str:
-    return f"1 {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def _notices(history: RunHistory) -> tuple[list[list[Any]], int]:

@@ -12,9 +12,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.observe.history import RunHistory
+from flatout.observe.history import RunHistory, rows_with_step
 from flatout.observe.human import human_bytes, human_count, human_seconds
-from flatout.observe.report.series import amount, finite, number, rows_with_step
+from flatout.observe.report.series import amount, finite, number
 from flatout.observe.report.state import RunState
 
 _PARTS = ("steps", "wait", "forward", "backward", "micro-batch", "optimizer", "evaluation", "sample", "checkpoint")

@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from flatout.observe.eigenstates import QUANTITIES, eigenstate_history
-from flatout.observe.history import RunHistory
+from flatout.observe.history import LARGEST, RunHistory, rows_with_step
 
 MOST_POINTS, FEWEST_POINTS = 2400, 240  # per curve, and how thin many runs beside each other may become
 _SHARED_POINTS = 3600  # per kind of curve, by all runs together
 _SMOOTH_SHARE = 100  # the window goes a hundredth of the run to either side
-_LARGEST = 2**53  # JavaScript's largest whole number
 _MOST = 1e30  # beyond it a number is damage, or as good as infinite
 _NEAREST = 1e-12  # to 1, that |λ| is told
 _SHORT = 40  # steps below which smoothing would hide more than it shows
@@ -48,7 +47,7 @@ def number(value: Any) -> float | None:
     """The value if it is a number that a float can hold, NaN and infinity included; else None."""
     if type(value) is float:
         return value
-    return value if type(value) is int and abs(value) <= _LARGEST else None
+    return value if type(value) is int and abs(value) <= LARGEST else None
 
 
 def amount(value: Any) -> float | None:
@@ -60,12 +59,6 @@ def amount(value: Any) -> float | None:
 def finite(values: Sequence[Any]) -> list[float]:
     """The numbers among them that arithmetic can be done on."""
     return [value for value in values if number(value) is not None and -_MOST <= value <= _MOST]
-
-
-def rows_with_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that name a step, in its order, which is how a whole file has them anyway."""
-    good = [row for row in rows if type(row.get("step")) is int and 0 <= row["step"] <= _LARGEST]
-    return sorted(good, key=lambda row: row["step"])
 
 
 def points_for(runs: int) -> int:

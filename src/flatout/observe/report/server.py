@@ -25,9 +25,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from flatout.errors import DataError, ResourceError, UserError
-from flatout.observe.history import RunHistory
+from flatout.observe.history import RunHistory, read_history
 from flatout.observe.report.data import report_data
-from flatout.observe.report.report import chosen_folders, json_for_page, page_of, read_run
+from flatout.observe.report.report import chosen_folders, json_for_page, page_of
 from flatout.observe.report.state import at_work
 
 FIRST_PORT, TRIED_PORTS = 8484, 20
@@ -123,7 +123,7 @@ class Source:
 def _read_begun(folder: Path) -> RunHistory:
     """The run in a folder; of one that was just started and has said nothing yet, nothing."""
     try:
-        return read_run(folder)
+        return read_history(folder)
     except DataError:
         if not (folder / "run.lock").is_file():
             raise

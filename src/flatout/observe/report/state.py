@@ -11,9 +11,9 @@ import socket
 import time
 from pathlib import Path
 
-from flatout.observe.history import RunHistory
+from flatout.observe.history import RunHistory, rows_with_step
 from flatout.observe.human import human_seconds
-from flatout.observe.report.series import amount, rows_with_step
+from flatout.observe.report.series import amount
 
 _QUIET_SECONDS = 120.0  # without a new record; asked only where the process cannot be
 
@@ -39,8 +39,7 @@ def state_of(history: RunHistory) -> RunState:
     step = rows[-1]["step"] if rows else int(start or 0)
     planned = amount(history.info.get("steps"))
     steps = None if planned is None else int(planned)
-    ends = rows_with_step(history.ends)
-    end = ends[-1] if ends and ends[-1]["step"] >= step else None
+    end = history.end
     reason = None if end is None else str(end.get("reason"))
     where = f"step {step:,}" + ("" if steps is None else f" of {steps:,}")
     # An interrupted run that was started again has said so, and not yet taken a step.

@@ -10,21 +10,9 @@ import math
 import re
 from typing import Any
 
+from flatout import records
 from flatout.observe.human import human_parameters, human_seconds, printable
-from flatout.records import (
-    CheckpointRecord,
-    EigenstateRecord,
-    EndRecord,
-    EpochRecord,
-    EvalRecord,
-    MachineRecord,
-    NoticeRecord,
-    Record,
-    RunInfo,
-    SampleRecord,
-    SpanRecord,
-    StepRecord,
-)
+from flatout.records import EndRecord, Record, RunInfo
 
 GIB = 2**30
 _SECRET = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|(access|auth|hf|bearer)_?token)(_|$)", re.I)
@@ -70,7 +58,7 @@ def _safe(value: Any) -> Any:
 
 def _numbers(record: Record) -> dict[str, float | None]:
     match record:
-        case StepRecord():
+        case records.StepRecord():
             waited = record.data_seconds
             return {
                 "loss/train": record.loss,
@@ -90,18 +78,18 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "progress/tokens": float(record.tokens),
                 "progress/epoch": record.epoch,
             }
-        case EvalRecord():
+        case records.EvalRecord():
             return {
                 "loss/validation": record.loss,
                 "loss/validation_perplexity": record.perplexity,
                 "loss/validation_bits_per_byte": record.bits_per_byte,
             }
-        case EpochRecord():
+        case records.EpochRecord():
             return {"loss/epoch_mean": record.mean_loss}
-        case SpanRecord():
+        case records.SpanRecord():
             steps = max(record.steps, 1)
             return {f"spans/{_tag(name)}_seconds_per_step": value / steps for name, value in record.seconds.items()}
-        case MachineRecord():
+        case records.MachineRecord():
             return {
                 "machine/utilisation": record.utilisation,
                 "machine/memory_gib": _gib(record.memory_bytes),
@@ -110,7 +98,7 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "machine/clock_mhz": record.clock_mhz,
                 "machine/throttled": float(bool(record.throttled)),
             }
-        case EigenstateRecord():
+        case records.EigenstateRecord():
             return {
                 f"eigenstates/{tag}_layer_{layer.layer:02d}": values.get("50%")
                 for layer in record.layers
@@ -120,7 +108,7 @@ def _numbers(record: Record) -> dict[str, float | None]:
                     ("period_tokens", layer.period),
                 )
             }
-        case CheckpointRecord():
+        case records.CheckpointRecord():
             return {"checkpoint/seconds": record.seconds, "checkpoint/gib": _gib(record.bytes)}
         case EndRecord():
             return {"loss/best_validation": record.best_loss}
@@ -136,9 +124,9 @@ def _texts(record: Record) -> dict[str, str]:
             )
             used = "\n".join(f"{item.name}: {item.used}" for item in record.features)
             return {"run": f"flatout {record.flatout}, torch {record.torch}\n{size}\n{used}"}
-        case SampleRecord():
+        case records.SampleRecord():
             return {"samples": record.prompt + record.text}
-        case NoticeRecord():
+        case records.NoticeRecord():
             return {"notices": record.message}
         case EndRecord():
             return {"notices": f"{record.reason} at step {record.step} after {human_seconds(record.seconds)}"}

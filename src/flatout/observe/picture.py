@@ -15,10 +15,23 @@ from flatout.observe.human import printable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
+INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
+BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
+PURPLE, GREY = "#7b5aa6", "#8a929b"
+SMALL = 9.0
 _METADATA = {"png": {"Software": "flatout"}, "svg": {"Creator": "flatout", "Date": None}}
 _PNG_MARK = b"tEXtSoftware\0flatout"
 _SVG_MARK = b"<dc:title>flatout</dc:title>"
+
+
+def new_figure(width: float, height: float, dpi: int = 120) -> "Figure":
+    """A figure of so many inches that belongs to no window and to no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def write_picture(path: str | Path, draw: Callable[[], "Figure"], *, overwrite: bool = False) -> None:

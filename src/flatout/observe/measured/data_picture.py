@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flatout.observe.human import human_bytes, human_count, many, printable
-from flatout.observe.picture import drawable, shortened, write_picture
+from flatout.observe.picture import BLUE, FAINT, INK, LINE, ORANGE, RED, drawable, new_figure, shortened, write_picture
 from flatout.observe.terminal import Terminal
 from flatout.records import DataSummary, TokenCount
 
@@ -31,12 +31,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH, _HEIGHT, _DPI = 13.0, 8.0, 120
+_WIDTH, _HEIGHT = 13.0, 8.0
 _SANS, _MONOSPACE = "DejaVu Sans", "DejaVu Sans Mono"  # both come with matplotlib
 _LEFT = 0.065
 _SMALL = 9.5
-_INK, _FAINT = "#22272e", "#6e7781"
-_BLUE, _LIGHT_BLUE, _ORANGE, _RED = "#2f6db5", "#8fb8de", "#e08a1e", "#c0392b"
 _MOST_REASONS = 9
 _MOST_TOKENS = 20
 _LONGEST_TOKEN = 16
@@ -54,11 +52,7 @@ def draw_data(summary: DataSummary, path: str | Path, *, overwrite: bool = False
 
 def _figure(summary: DataSummary) -> "Figure":
     """The figure, not yet written; it belongs to no window and to no global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_WIDTH, _HEIGHT)
     _draw_header(figure, summary)
     _draw_lengths(_panel(figure, "How long the documents are", (_LEFT, 0.5, 0.55, 0.305)), summary)
     _draw_records(_panel(figure, "Where the records went", (_LEFT, 0.135, 0.55, 0.245)), summary)
@@ -134,9 +128,9 @@ def _side_notes(summary: DataSummary) -> list[str]:
 def _draw_header(figure: "Figure", summary: DataSummary) -> None:
     name = Path(summary.folder).name or summary.folder
     facts = _facts(summary)
-    figure.text(_LEFT, 0.955, shortened(drawable(name), 70), size=17, weight="bold", color=_INK, va="center")
-    figure.text(_LEFT, 0.915, "   ·   ".join(facts[:4]), size=11.5, color=_INK, va="center")
-    figure.text(_LEFT, 0.885, "   ·   ".join([*facts[4:], *_window_words(summary)]), size=10, color=_FAINT, va="center")
+    figure.text(_LEFT, 0.955, shortened(drawable(name), 70), size=17, weight="bold", color=INK, va="center")
+    figure.text(_LEFT, 0.915, "   ·   ".join(facts[:4]), size=11.5, color=INK, va="center")
+    figure.text(_LEFT, 0.885, "   ·   ".join([*facts[4:], *_window_words(summary)]), size=10, color=FAINT, va="center")
 
 
 def _window_words(summary: DataSummary) -> list[str]:
@@ -158,8 +152,8 @@ def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
         for counts in (documents, tokens)
     ]
     highest = max(*heights[0], *heights[1])
-    axes.stairs(heights[0], edges, fill=True, color=_LIGHT_BLUE, label="documents")
-    axes.stairs(heights[1], edges, color=_ORANGE, linewidth=1.8, baseline=None, label="tokens in them")
+    axes.stairs(heights[0], edges, fill=True, color="#8fb8de", label="documents")
+    axes.stairs(heights[1], edges, color=ORANGE, linewidth=1.8, baseline=None, label="tokens in them")
     axes.set_xscale("log")
     margin = 1.06 if len(widths) > 1 else 4.0
     axes.set_xlim(edges[0] / margin, edges[-1] * margin)
@@ -169,14 +163,14 @@ def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
     _mark(axes, summary.splits[0].quantiles["50%"], "median {:,}", 1.23 * highest)
     if summary.context is not None:
         _mark(axes, summary.context, "context {:,}", 1.11 * highest)
-    axes.set_xlabel("tokens in a document", size=10, color=_INK, labelpad=5)
-    axes.set_ylabel("% in a bar", size=10, color=_INK)
+    axes.set_xlabel("tokens in a document", size=10, color=INK, labelpad=5)
+    axes.set_ylabel("% in a bar", size=10, color=INK)
     _set_length_ticks(axes)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(
         loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=2, frameon=False, fontsize=10, borderaxespad=0.2,
-        labelcolor=_INK, handlelength=1.4, columnspacing=1.4,
+        labelcolor=INK, handlelength=1.4, columnspacing=1.4,
     )  # fmt: skip
     _tidy(axes, keep=("left", "bottom"))
 
@@ -187,11 +181,9 @@ def _mark(axes: "Axes", length: int, words: str, height: float) -> None:
     if not low <= length <= high:
         return
     right = length < math.sqrt(low * high)
-    axes.plot([length, length], [0, height * 1.03], color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.plot([length, length], [0, height * 1.03], color=INK, linewidth=1, linestyle=(0, (4, 3)))
     place = length * (high / low) ** (0.008 if right else -0.008)
-    axes.text(
-        place, height, words.format(length), size=_SMALL, color=_INK, va="center", ha="left" if right else "right"
-    )
+    axes.text(place, height, words.format(length), size=_SMALL, color=INK, va="center", ha="left" if right else "right")
 
 
 def _by_length(summary: DataSummary) -> tuple[list[int], list[int]]:
@@ -230,7 +222,7 @@ def _draw_records(axes: "Axes", summary: DataSummary) -> None:
     notes = [drawable(note) for note in _side_notes(summary)]
     rows = _where_records_went(summary.report) if summary.report is not None else []
     total = sum(count for _, count, _ in rows) or 1
-    colours = {"kept": _BLUE, "dropped": _ORANGE, "damaged": _RED}
+    colours = {"kept": BLUE, "dropped": ORANGE, "damaged": RED}
     _bars(
         axes,
         [shortened(drawable(what), _LONGEST_REASON) for what, _, _ in rows],
@@ -242,7 +234,7 @@ def _draw_records(axes: "Axes", summary: DataSummary) -> None:
     lines = _wrapped(notes, "   ·   ", 0.55 * _WIDTH)
     below = blended_transform_factory(axes.figure.transFigure, axes.transData)
     place = max(len(rows), 0.2) - 0.35
-    axes.text(_LEFT, place, "\n".join(lines), transform=below, size=_SMALL, color=_FAINT, va="top", linespacing=1.5)
+    axes.text(_LEFT, place, "\n".join(lines), transform=below, size=_SMALL, color=FAINT, va="top", linespacing=1.5)
 
 
 def _draw_tokens(axes: "Axes", tokens: Sequence[TokenCount]) -> None:
@@ -251,7 +243,7 @@ def _draw_tokens(axes: "Axes", tokens: Sequence[TokenCount]) -> None:
         [shortened(drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens],
         [token.count for token in tokens],
         [_percent(token.share) for token in tokens],
-        [_BLUE] * len(tokens),
+        [BLUE] * len(tokens),
         least_rows=_MOST_TOKENS,
         family=_MONOSPACE,
     )
@@ -278,9 +270,9 @@ def _bars(
     axes.barh(places, values, height=0.68, color=colours)
     for place, value, text in zip(places, values, texts, strict=True):
         axes.annotate(
-            text, (value, place), (5, 0), textcoords="offset points", size=_SMALL, color=_INK, va="center_baseline"
+            text, (value, place), (5, 0), textcoords="offset points", size=_SMALL, color=INK, va="center_baseline"
         )
-    axes.set_yticks(list(places), labels, size=_SMALL, color=_INK, family=family)
+    axes.set_yticks(list(places), labels, size=_SMALL, color=INK, family=family)
     axes.set_ylim(max(len(values), least_rows) - 0.4, -0.6)
     axes.set_xticks([])
     _tidy(axes, keep=())
@@ -288,15 +280,15 @@ def _bars(
 
 def _panel(figure: "Figure", name: str, box: tuple[float, float, float, float]) -> "Axes":
     """Axes in `box` (left, bottom, width, height, as shares of the figure) with a name above."""
-    figure.text(box[0], box[1] + box[3] + 0.016, name, size=12.5, weight="bold", color=_INK)
+    figure.text(box[0], box[1] + box[3] + 0.016, name, size=12.5, weight="bold", color=INK)
     return figure.add_axes(box)
 
 
 def _tidy(axes: "Axes", keep: tuple[str, ...]) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)
-        spine.set_color("#b6bcc3")
-    axes.tick_params(length=0 if not keep else 3, color="#b6bcc3", labelcolor=_INK, labelsize=_SMALL)
+        spine.set_color(LINE)
+    axes.tick_params(length=0 if not keep else 3, color=LINE, labelcolor=INK, labelsize=_SMALL)
 
 
 def _inches(text: str, family: str) -> float:

@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.table import Table
 
 from flatout.observe.human import human_seconds, printable
-from flatout.observe.picture import write_picture
+from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, new_figure, write_picture
 from flatout.observe.terminal import Terminal, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-_INK, _FAINT, _LINE, _CHOSEN = "#22272e", "#6e7781", "#2f6db5", "#c0392b"
-_SMALL = 9.0
 
 
 def draw_rates(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = False) -> None:
@@ -50,21 +47,17 @@ def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
 
 
 def _figure(body: Mapping[str, Any]) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 5.6), dpi=120, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9.0, 5.6)
     axes = figure.add_axes((0.08, 0.11, 0.89, 0.72))
-    figure.text(0.015, 0.945, f"Learning rate: {body['rate']:g}", size=15, weight="bold", color=_INK)
+    figure.text(0.015, 0.945, f"Learning rate: {body['rate']:g}", size=15, weight="bold", color=INK)
     for height, line in zip((0.906, 0.872), _sentences(body), strict=True):
-        figure.text(0.015, height, printable(line), size=_SMALL, color=_FAINT)
+        figure.text(0.015, height, printable(line), size=SMALL, color=FAINT)
     _draw_curve(axes, body)
     _draw_suggestions(axes, body)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=_SMALL, colors=_FAINT)
-    axes.set_xlabel("learning rate", size=10, color=_INK)
-    axes.set_ylabel("training loss", size=10, color=_INK)
+    axes.tick_params(labelsize=SMALL, colors=FAINT)
+    axes.set_xlabel("learning rate", size=10, color=INK)
+    axes.set_ylabel("training loss", size=10, color=INK)
     axes.grid(axis="y", color="#e7eaee", linewidth=0.8)
     axes.set_axisbelow(True)
     return figure
@@ -86,13 +79,13 @@ def _draw_curve(axes: "Axes", body: Mapping[str, Any]) -> None:
     rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
     smoothed, read = reading["smoothed"], reading["read"]
     axes.set_xscale("log")
-    axes.scatter(rates, losses, s=9, color=_FAINT, alpha=0.45, linewidths=0, label="loss of a step")
-    axes.plot(rates[:read], smoothed[:read], color=_LINE, linewidth=2.2, label="smoothed")
+    axes.scatter(rates, losses, s=9, color=FAINT, alpha=0.45, linewidths=0, label="loss of a step")
+    axes.plot(rates[:read], smoothed[:read], color=BLUE, linewidth=2.2, label="smoothed")
     if read < len(rates):
-        axes.plot(rates[read - 1 :], smoothed[read - 1 :], color=_LINE, linewidth=1.4, alpha=0.35)
+        axes.plot(rates[read - 1 :], smoothed[read - 1 :], color=BLUE, linewidth=1.4, alpha=0.35)
         axes.axvspan(rates[read - 1], rates[-1], color="#f3f4f6", zorder=0)
         axes.text(
-            1.0, 1.01, "grey: risen for good, not read", size=8, color=_FAINT, ha="right", transform=axes.transAxes
+            1.0, 1.01, "grey: risen for good, not read", size=8, color=FAINT, ha="right", transform=axes.transAxes
         )
     low, first = min(smoothed), smoothed[0]
     top = max([first, *(loss for loss in losses[:read])])
@@ -102,7 +95,7 @@ def _draw_curve(axes: "Axes", body: Mapping[str, Any]) -> None:
     axes.set_xlim(rates[0] / 1.15, rates[-1] * 1.15)
     decades = range(math.ceil(math.log10(rates[0]) - 0.01), math.floor(math.log10(rates[-1]) + 0.01) + 1)
     axes.set_xticks([10.0**decade for decade in decades], [f"1e{decade}" if decade else "1" for decade in decades])
-    axes.legend(loc="lower left", fontsize=8, frameon=False, labelcolor=_FAINT)
+    axes.legend(loc="lower left", fontsize=8, frameon=False, labelcolor=FAINT)
 
 
 def _draw_suggestions(axes: "Axes", body: Mapping[str, Any]) -> None:
@@ -112,7 +105,7 @@ def _draw_suggestions(axes: "Axes", body: Mapping[str, Any]) -> None:
     suggestions = sorted(reading["suggestions"], key=lambda suggestion: suggestion["rate"])
     for place, suggestion in enumerate(suggestions):
         chosen = suggestion["name"] == reading["chosen"]
-        colour, rate = (_CHOSEN if chosen else _FAINT), suggestion["rate"]
+        colour, rate = (RED if chosen else FAINT), suggestion["rate"]
         height = top - (0.025 + 0.048 * place) * (top - bottom)
         axes.plot(
             [rate, rate], [bottom, height], color=colour, linewidth=1.6 if chosen else 1.0,
@@ -122,7 +115,7 @@ def _draw_suggestions(axes: "Axes", body: Mapping[str, Any]) -> None:
         # Names run to the side that has room for them, over the lines of the others.
         leftwards = math.log10(rate) > left + 0.72 * (right - left)
         axes.annotate(
-            words, (rate, height), xytext=(-5 if leftwards else 5, 0), textcoords="offset points", size=_SMALL,
+            words, (rate, height), xytext=(-5 if leftwards else 5, 0), textcoords="offset points", size=SMALL,
             va="center", ha="right" if leftwards else "left", color=colour, weight="bold" if chosen else "normal",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}, zorder=5,
         )  # fmt: skip

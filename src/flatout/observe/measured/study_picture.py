@@ -17,15 +17,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.table import Table
 
 from flatout.observe.human import human_seconds, printable
-from flatout.observe.picture import write_picture
+from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, new_figure, write_picture
 from flatout.observe.terminal import Terminal, say
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _FAINT, _DONE, _BEST, _PRUNED = "#22272e", "#6e7781", "#2f6db5", "#c0392b", "#b9c2cc"
-_SMALL = 9.0
 _COLUMNS = 3
 _SHOWN = 20  # rows of the table
 _STATUS = {
@@ -97,18 +95,14 @@ def draw_study(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = F
 
 
 def _figure(body: Mapping[str, Any]) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     paths = list(body["forms"])
     columns = min(_COLUMNS, len(paths))
     lines = -(-len(paths) // columns)
     height = 3.9 + 2.9 * lines
-    figure = Figure(figsize=(11.0, height), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.0, height, dpi=110)
     title = f"Search of {printable(str(body['config']))[:60]}"
-    figure.text(0.012, 1 - 0.36 / height, title, size=15, weight="bold", color=_INK)
-    figure.text(0.012, 1 - 0.62 / height, printable(_sentence(body))[:170], size=_SMALL, color=_FAINT)
+    figure.text(0.012, 1 - 0.36 / height, title, size=15, weight="bold", color=INK)
+    figure.text(0.012, 1 - 0.62 / height, printable(_sentence(body))[:170], size=SMALL, color=FAINT)
     limits = _limits([row["loss"] for row in body["rows"] if row["status"] == "done"])
     _draw_history(figure.add_axes((0.07, 1 - 3.35 / height, 0.91, 2.4 / height)), body, limits)
     for number, path in enumerate(paths):
@@ -127,14 +121,14 @@ def _draw_history(axes: "Axes", body: Mapping[str, Any], limits: tuple[float, fl
     for row in rows:
         best = min(best, row["loss"]) if row["status"] == "done" else best
         leading.append(best if math.isfinite(best) else math.nan)
-    axes.step(numbers, leading, where="post", color=_BEST, linewidth=1.2, alpha=0.7, label="best so far")
+    axes.step(numbers, leading, where="post", color=RED, linewidth=1.2, alpha=0.7, label="best so far")
     axes.set_xlim(numbers[0] - 0.6, numbers[-1] + 0.6)
     _whole_ticks(axes)
-    axes.set_xlabel("trial", size=_SMALL, color=_INK)
+    axes.set_xlabel("trial", size=SMALL, color=INK)
     # Above the panel, where no trial can be.
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, labelcolor=_FAINT, ncols=4)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, labelcolor=FAINT, ncols=4)
     _dress(axes, limits)
-    axes.set_ylabel("validation loss", size=_SMALL, color=_INK)
+    axes.set_ylabel("validation loss", size=SMALL, color=INK)
 
 
 def _draw_field(axes: "Axes", body: Mapping[str, Any], path: str, limits: tuple[float, float]) -> None:
@@ -159,44 +153,38 @@ def _draw_field(axes: "Axes", body: Mapping[str, Any], path: str, limits: tuple[
         axes.set_xticks([], minor=True)
     share = body["importance"][path]
     axes.set_title(
-        path + ("" if share is None else f"   ({share:.0%} of the differences)"), size=_SMALL, color=_INK, loc="left"
+        path + ("" if share is None else f"   ({share:.0%} of the differences)"), size=SMALL, color=INK, loc="left"
     )
     _dress(axes, limits)
+
+
+_LOOKS = {
+    "pruned": {"color": "#b9c2cc", "marker": "o", "s": 24, "label": "cut short", "linewidths": 0},
+    "done": {"color": BLUE, "marker": "o", "s": 30, "label": "to the end", "linewidths": 0},
+}
 
 
 def _scatter(
     axes: "Axes", rows: Sequence[Mapping[str, Any]], places: Sequence[float], best: int, limits: tuple[float, float]
 ) -> None:
     top = limits[1]
-
-    def chosen(statuses: tuple[str, ...]) -> list[tuple[float, float]]:
-        return [
-            (place, top if row["loss"] is None else min(row["loss"], top))
-            for place, row in zip(places, rows, strict=True)
-            if row["status"] in statuses
-        ]
-
-    groups = [
-        (chosen(("pruned",)), {"color": _PRUNED, "marker": "o", "s": 24, "label": "cut short"}),
-        (chosen(("done",)), {"color": _DONE, "marker": "o", "s": 30, "label": "to the end"}),
-    ]
-    for points, style in groups:
-        if points:
-            axes.scatter([x for x, _ in points], [y for _, y in points], linewidths=0, zorder=3, clip_on=False, **style)
-    failed = [place for place, row in zip(places, rows, strict=True) if row["status"] not in ("done", "pruned")]
-    if failed:
-        axes.scatter(
-            failed, [top] * len(failed), color=_BEST, marker="x", s=30, label="failed", zorder=3, clip_on=False
-        )
-    own = [(place, row["loss"]) for place, row in zip(places, rows, strict=True) if row["number"] == best]
-    ring = {"s": 110, "facecolors": "none", "edgecolors": _BEST, "linewidths": 1.8}
-    axes.scatter([x for x, _ in own], [y for _, y in own], zorder=4, **ring)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for place, row in zip(places, rows, strict=True):
+        finished = row["status"] in _LOOKS
+        height = min(row["loss"], top) if finished and row["loss"] is not None else top
+        points.setdefault(row["status"] if finished else "failed", []).append((place, height))
+        if row["number"] == best:
+            ring = {"s": 110, "facecolors": "none", "edgecolors": RED, "linewidths": 1.8}
+            axes.scatter([place], [height], zorder=4, **ring)
+    for status, look in {**_LOOKS, "failed": {"color": RED, "marker": "x", "s": 30, "label": "failed"}}.items():
+        if status in points:
+            axes.scatter(*zip(*points[status], strict=True), zorder=3, clip_on=False, **look)
 
 
 def _dress(axes: "Axes", limits: tuple[float, float]) -> None:
     axes.set_ylim(*limits)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors=_FAINT)
+    axes.tick_params(labelsize=8, colors=FAINT)
     axes.grid(axis="y", color="#e7eaee", linewidth=0.8)
     axes.set_axisbelow(True)
 

@@ -12,23 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from flatout.observe.human import human_count
-from flatout.observe.picture import drawable
-from flatout.observe.plot.panels import (
-    BLUE,
-    FAINT,
-    INK,
-    LOSS,
-    ORANGE,
-    PURPLE,
-    SMALL,
-    TEAL,
-    THROUGHPUT,
-    Across,
-    Line,
-    Quantity,
-    draw_panel,
-)
-from flatout.observe.plot.run import HEIGHT, WIDE, draw_title, fitted, loss_text, new_figure, spent_on
+from flatout.observe.picture import BLUE, FAINT, INK, ORANGE, PURPLE, SMALL, TEAL, drawable, new_figure
+from flatout.observe.plot.panels import Line, Quantity, draw_panel
+from flatout.observe.plot.run import HEIGHT, LOSS, THROUGHPUT, WIDE, draw_title, fitted, loss_text, spent_on
 from flatout.observe.plot.series import Curve, RunNumbers
 
 if TYPE_CHECKING:
@@ -58,8 +44,8 @@ def comparison_figure(runs: Sequence[RunNumbers]) -> "Figure":
     def panel(
         row: int, column: int, title: str, lines: list[Line], quantity: Quantity, kind: str, beside: list[Line]
     ) -> None:
-        across = Across(kind, logarithmic=_far_apart(beside or lines))
-        draw_panel(figure.add_subplot(grid[row, column]), title, lines, quantity, across, legend=False, beside=beside)
+        axes, far = figure.add_subplot(grid[row, column]), _far_apart(beside or lines)
+        draw_panel(axes, title, lines, quantity, kind, logarithmic=far, legend=False, beside=beside)
 
     for column, (kind, word) in enumerate(_WORDS.items()):
         training = [_line(run.curve("loss", kind), look, smoothed=True) for run, look in pairs]

@@ -23,12 +23,7 @@ from flatout.observe.human import printable
 from flatout.observe.picture import is_picture, write_picture
 from flatout.observe.plot.compare import comparison_figure
 from flatout.observe.plot.eigenstates import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
-from flatout.observe.plot.run import (
-    PANELS,
-    metrics_figure,
-    panel_figure,
-    results_figure,
-)
+from flatout.observe.plot.run import PANELS, metrics_figure, panel_figure, results_figure
 from flatout.observe.plot.series import run_numbers
 from flatout.observe.plot.tables import EIGENSTATES as EIGENSTATES_TABLE
 from flatout.observe.plot.tables import EVALS, STEPS, is_table, write_tables

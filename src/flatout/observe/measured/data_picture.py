@@ -223,14 +223,11 @@ def _draw_records(axes: "Axes", summary: DataSummary) -> None:
     rows = _where_records_went(summary.report) if summary.report is not None else []
     total = sum(count for _, count, _ in rows) or 1
     colours = {"kept": BLUE, "dropped": ORANGE, "damaged": RED}
-    _bars(
-        axes,
-        [shortened(drawable(what), _LONGEST_REASON) for what, _, _ in rows],
-        [count for _, count, _ in rows],
-        [f"{count:,}   {_percent(count / total)}" for _, count, _ in rows],
-        [colours[kind] for _, _, kind in rows],
-        least_rows=6,
-    )
+    bars = [
+        (shortened(drawable(what), _LONGEST_REASON), count, f"{count:,}   {_percent(count / total)}", colours[kind])
+        for what, count, kind in rows
+    ]
+    _draw_bars(axes, bars, least_rows=6)
     lines = _wrapped(notes, "   ·   ", 0.55 * _WIDTH)
     below = blended_transform_factory(axes.figure.transFigure, axes.transData)
     place = max(len(rows), 0.2) - 0.35
@@ -238,28 +235,17 @@ def _draw_records(axes: "Axes", summary: DataSummary) -> None:
 
 
 def _draw_tokens(axes: "Axes", tokens: Sequence[TokenCount]) -> None:
-    _bars(
-        axes,
-        [shortened(drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens],
-        [token.count for token in tokens],
-        [_percent(token.share) for token in tokens],
-        [BLUE] * len(tokens),
-        least_rows=_MOST_TOKENS,
-        family=_MONOSPACE,
-    )
+    labels = [shortened(drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens]
+    bars = [(label, token.count, _percent(token.share), BLUE) for label, token in zip(labels, tokens, strict=True)]
+    _draw_bars(axes, bars, least_rows=_MOST_TOKENS, family=_MONOSPACE)
 
 
-def _bars(
-    axes: "Axes",
-    labels: list[str],
-    values: list[int],
-    texts: list[str],
-    colours: list[str],
-    *,
-    least_rows: int,
-    family: str = _SANS,
+def _draw_bars(
+    axes: "Axes", bars: Sequence[tuple[str, int, str, str]], *, least_rows: int, family: str = _SANS
 ) -> None:
-    """Horizontal bars from the top down, each with its name before it and its text at its end, within the axes' box."""
+    """Horizontal bars from the top down within the axes' box: name before it, value, text at its end, and colour."""
+    labels, values = [label for label, _, _, _ in bars], [value for _, value, _, _ in bars]
+    texts, colours = [text for _, _, text, _ in bars], [colour for _, _, _, colour in bars]
     box = axes.get_position()
     left = max((_inches(label, family) for label in labels), default=0.0) / _WIDTH + 0.008
     right = max((_inches(text, _SANS) for text in texts), default=0.0) / _WIDTH + 0.008

@@ -58,8 +58,9 @@ class TuneReader:
             told = ["-"] * 3 if rate is None else [f"{rate:,.0f}", f"{rate / best:.1%}" if best else "-"]
             told += [] if rate is None else ["-" if row.milliseconds is None else f"{row.milliseconds:,.1f}"]
             cells += [*told, "-" if row.peak_bytes is None else _gib(row.peak_bytes), _gib(row.estimate_bytes)]
+            how = "whole steps" if result is None or result.batch_samples is None else "measured again"
             notes = [
-                "" if confirmed is None or row.number != chosen else _confirmed_as(confirmed, result),
+                f"{how}: {confirmed.tokens_per_second or 0.0:,.0f}" if confirmed and row.number == chosen else "",
                 _STATUS[row.status],
                 "graphs" if row.cuda_graphs else "",
                 row.reason if row.status == "absent" else "",
@@ -70,11 +71,6 @@ class TuneReader:
         if result is not None:
             # Whoever shows it may break the line: breaks of ours would stay in files, and leave spaces at their ends.
             say(self.output, _sentence(result))
-
-
-def _confirmed_as(confirmed: TuneRow, result: TuneResult | None) -> str:
-    how = "whole steps" if result is None or result.batch_samples is None else "measured again"
-    return f"{how}: {confirmed.tokens_per_second or 0.0:,.0f}"
 
 
 def _gib(value: int) -> str:

@@ -28,6 +28,17 @@ class Values:
     texts: dict[str, str]
     odd: dict[str, float]
 
+    def odd_notes(self, told: set[str]) -> list[str]:
+        """What is not finite has no place on a curve; the first of each tag, which then is `told`, is put in words."""
+        notes = [f"{tag} is {value} at step {self.step}" for tag, value in self.odd.items() if tag not in told]
+        told.update(self.odd)
+        return notes
+
+
+def code_block(text: str) -> str:
+    """Markdown that shows text as it is: no link, picture or tag in it comes to life."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
 
 def values_of(record: Record) -> Values:
     step = record.start_step if isinstance(record, RunInfo) else record.step
@@ -59,7 +70,7 @@ def _safe(value: Any) -> Any:
 def _numbers(record: Record) -> dict[str, float | None]:
     match record:
         case records.StepRecord():
-            waited = record.data_seconds
+            waited = None if record.data_seconds is None or not record.seconds else record.data_seconds / record.seconds
             return {
                 "loss/train": record.loss,
                 "optimizer/learning_rate": record.learning_rate,
@@ -70,9 +81,7 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "throughput/tokens_per_second": record.tokens_per_second,
                 "throughput/mfu": record.mfu,
                 "throughput/step_seconds": record.seconds,
-                "throughput/data_wait_share": waited / record.seconds
-                if waited is not None and record.seconds
-                else None,
+                "throughput/data_wait_share": waited,
                 "memory/peak_gib": _gib(record.memory_bytes),
                 "memory/reserved_gib": _gib(record.reserved_bytes),
                 "progress/tokens": float(record.tokens),
@@ -119,11 +128,10 @@ def _numbers(record: Record) -> dict[str, float | None]:
 def _texts(record: Record) -> dict[str, str]:
     match record:
         case RunInfo():
-            size = (
-                f"{record.family}, {human_parameters(record.parameters, record.trained_parameters)}, on {record.device}"
-            )
+            size = human_parameters(record.parameters, record.trained_parameters)
+            lines = [f"flatout {record.flatout}, torch {record.torch}", f"{record.family}, {size}, on {record.device}"]
             used = "\n".join(f"{item.name}: {item.used}" for item in record.features)
-            return {"run": f"flatout {record.flatout}, torch {record.torch}\n{size}\n{used}"}
+            return {"run": "\n".join([*lines, used])}
         case records.SampleRecord():
             return {"samples": record.prompt + record.text}
         case records.NoticeRecord():

@@ -27,7 +27,7 @@ from flatout.observe.plot.compare import comparison_figure
 from flatout.observe.plot.panels import short_number, time_unit
 from flatout.observe.plot.plots import write_comparison, write_run_plots
 from flatout.observe.plot.run import metrics_figure, panel_figure, results_figure
-from flatout.observe.plot.series import Curve, run_numbers, smooth, thin, thin_marks, usual_range, window_of
+from flatout.observe.plot.series import Curve, RunNumbers, smooth, thin, thin_marks, usual_range, window_of
 from flatout.records import StepRecord
 from flatout.verbs.plot import plot
 
@@ -125,7 +125,7 @@ def save(folder: Path, rows: list[Row]) -> Path:
 @pytest.fixture
 def run_of(tmp_path: Path) -> Callable[..., Any]:
     def make(rows: list[Row], name: str = "run") -> Any:
-        return run_numbers(read_history(save(tmp_path / name, rows)), name)
+        return RunNumbers(read_history(save(tmp_path / name, rows)), name)
 
     return make
 
@@ -274,7 +274,7 @@ def test_a_long_run_is_drawn_from_few_points_and_its_spikes_are_there(tmp_path: 
     rows[70_001]["loss"] = 9.0
     rows[5_000] |= {"loss": math.nan, "applied": False}
     history = RunHistory(tmp_path, (info(),), tuple(rows), *(((),) * 8))
-    figure = drawn(lambda: results_figure(run_numbers(history)))
+    figure = drawn(lambda: results_figure(RunNumbers(history)))
     for axes in figure.axes:
         for line in axes.lines:
             assert len(line.get_xdata()) <= 4 * 900 + 4
@@ -747,7 +747,7 @@ def mangled(seed: int) -> list[Row]:
 
 
 def check_mangled(folder: Path, seed: int) -> None:
-    run = run_numbers(read_history(save(folder, mangled(seed))))
+    run = RunNumbers(read_history(save(folder, mangled(seed))))
     for make in (metrics_figure, results_figure, lambda run: comparison_figure([run, run])):
         drawn(lambda make=make: make(run))
     plots.write_tables([run], folder / "s.csv", folder / "e.csv", names=True)

@@ -16,7 +16,7 @@ from flatout.observe.human import printable
 from flatout.observe.sinks import read_metrics
 
 LARGEST = 2**53
-_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ def _numbers(value: Any, depth: int = 4) -> Any:
         return {key: item if key in _TEXTS else _numbers(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list) and depth:
         return [_numbers(item, depth - 1) for item in value]
-    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+    return NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
 _TEXTS = {"text", "prompt", "message", "config", "features", "folder", "path", "type", "reason", "device", "family",

@@ -1,5 +1,6 @@
 """Numbers as people write them, and text that cannot move the cursor or rename the window."""
 
+import math
 import re
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -35,7 +36,7 @@ def human_bytes(value: float) -> str:
 
 
 def human_seconds(value: float) -> str:
-    if value < 90:
+    if not 90 <= value < math.inf:  # a damaged record may hold NaN
         return f"{value:.0f}s"
     minutes, seconds = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)

@@ -31,6 +31,7 @@ from typing import Any, Literal, final
 
 from flatout import records
 from flatout.errors import DataError, UsageError
+from flatout.observe.history import NUMBERS
 from flatout.records import EndRecord, Record, RunInfo, StepRecord
 
 RUNS = Path("runs")
@@ -48,7 +49,6 @@ _KINDS = {
     for kind, name in records.NAMES.items()
     if kind in typing.get_args(Record) and kind is not records.PreviewRecord
 }
-_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def follow(
@@ -288,28 +288,18 @@ def _convert(hint: Any, empty: Any, value: Any) -> Any:
         missing = empty
     else:
         missing = {float: math.nan, int: 0, str: "", bool: False}.get(hint) if empty is None else empty
+    if hint in (float, int) and type(value) in (float, int):
+        try:
+            return hint(value)
+        except (OverflowError, ValueError):  # JSON knows whole numbers of any length, and NaN is none
+            return missing
     if hint is float:
-        if isinstance(value, str):
-            return _NUMBERS.get(value, missing)
-        return _as_float(value, missing) if _is_number(value) else missing
-    if hint is int:
-        return int(value) if _is_number(value) and (isinstance(value, int) or math.isfinite(value)) else missing
-    if hint in (str, bool):
-        return value if isinstance(value, hint) else missing
+        return NUMBERS.get(value, missing) if isinstance(value, str) else missing
+    if hint in (int, str, bool):
+        return value if type(value) is hint else missing
     if typing.get_origin(hint) is dict:
-        inner = hint.__args__[1]
+        inner = typing.get_args(hint)[1]
         rows = value if isinstance(value, dict) else {}
         return rows if inner is Any else {key: _convert(inner, None, item) for key, item in rows.items()}
     rows = value if isinstance(value, list | tuple) else ()
-    return tuple(_fill(hint.__args__[0], row) for row in rows if isinstance(row, dict))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _as_float(value: Any, missing: Any) -> Any:
-    try:
-        return float(value)
-    except OverflowError:  # JSON knows whole numbers of any length
-        return missing
+    return tuple(_fill(typing.get_args(hint)[0], row) for row in rows if isinstance(row, dict))

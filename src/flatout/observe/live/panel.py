@@ -33,15 +33,13 @@ def panel(state: ViewState, width: int, height: int) -> list[Text]:
         return [_cut(line, width) for line in _brief(state)[: max(height, 1)]]
     room = height - 3  # the frame, and the line of progress
     alerts = _alert_lines(state, inner, 1 if room < 12 else 3 if room < 24 else 6)
-    facts = _facts(state, inner)
-    facts = facts[: max(room - len(alerts) - 1, 1)]
+    facts = _facts(state, inner)[: max(room - len(alerts) - 1, 1)]
     room -= len(alerts) + len(facts)
     gap = 1 if room >= 8 else 0
     room -= gap
-    sample_rows = 0
+    sample: list[Text] = []
     if state.sample is not None and room >= 5:
-        sample_rows = min(max(room // 3, 3), 12)
-    sample = _sample_lines(state.sample, inner, sample_rows) if sample_rows and state.sample is not None else []
+        sample = _sample_lines(state.sample, inner, min(max(room // 3, 3), 12))
     chart_rows = min(room - len(sample), 16)
     body = [_progress(state, inner), *_charts(state, inner, chart_rows), *([Text("")] * gap), *facts, *sample, *alerts]
     return _framed(body, width, _title(state), _status(state))
@@ -93,9 +91,7 @@ def _charts(state: ViewState, width: int, height: int) -> list[Text]:
         waiting = "waiting for the first step" if state.info is not None else "waiting for the run to begin"
         return [Text(waiting, style=_FAINT), *[Text("")] * (height - 1)]
     if height == 1:
-        return [
-            _joined([Text("loss ", style=_FAINT), Text(spark(state.losses.values(), width - 5, 1)[0], style="cyan")])
-        ]
+        return [Text.assemble(("loss ", _FAINT), (spark(state.losses.values(), width - 5, 1)[0], "cyan"))]
     recent = list(state.latest)
     if width < 96 or len(recent) <= 2 * ZOOM:
         return _chart(state.losses.values(), "training loss, whole run", width, height)
@@ -113,7 +109,7 @@ def _chart(values: Sequence[float], title: str, width: int, height: int) -> list
     for number, row in enumerate(rows):
         value = high if number == 0 else low if number == len(rows) - 1 else None
         label = "" if value is None else _loss(value)
-        lines.append(_joined([Text(f"{label:>7} ", style=_FAINT), Text(row, style="cyan")]))
+        lines.append(Text.assemble((f"{label:>7} ", _FAINT), (row, "cyan")))
     return lines + [Text("")] * (height - len(lines))
 
 
@@ -179,8 +175,8 @@ def _clock(machine: MachineRecord) -> str | None:
 
 
 def _progress(state: ViewState, width: int) -> Text:
-    total = state.info.steps if state.info is not None else 0
-    done = state.step.step if state.step is not None else (state.info.start_step if state.info is not None else 0)
+    total, start = (0, 0) if state.info is None else (state.info.steps, state.info.start_step)
+    done = start if state.step is None else state.step.step
     share = min(done / total, 1.0) if total else 0.0
     left = "" if state.seconds_left is None or state.end is not None else f"  ETA {human_seconds(state.seconds_left)}"
     before, after = f"step {done:,}/{total:,} ", f" {share:.1%}{left}"
@@ -192,14 +188,9 @@ def _progress(state: ViewState, width: int) -> Text:
 
 
 def _sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
-    lines = [Text(f"sample at step {sample.step:,}", style=_FAINT)]
     body = [line.expandtabs(4).rstrip() for line in printable(sample.prompt + sample.text).split("\n")]
-    for line in [line for line in body if line]:
-        cut = _cut(Text(line, style="italic"), width)
-        lines.append(cut)
-        if len(lines) == height:
-            break
-    return lines
+    lines = [_cut(Text(line, style="italic"), width) for line in body if line]
+    return [Text(f"sample at step {sample.step:,}", style=_FAINT), *lines[: height - 1]]
 
 
 def _alert_lines(state: ViewState, width: int, most: int) -> list[Text]:
@@ -232,9 +223,8 @@ def _wrapped(words: str, width: int, most: int) -> list[str]:
 
 
 def _title(state: ViewState) -> str:
-    if state.info is None:
+    if (info := state.info) is None:
         return "flatout"
-    info = state.info
     return one_line(f"{info.folder}: {info.family} {human_count(info.parameters)} on {info.device}")
 
 
@@ -254,10 +244,9 @@ def _status(state: ViewState) -> tuple[str, str]:
 
 def _brief(state: ViewState) -> list[Text]:
     """For screens too small for a panel."""
-    step = state.step
     words = _progress(state, 200).plain.replace("━", "").replace("─", "")
     lines = [Text(" ".join(words.split()))]
-    if step is not None:
+    if (step := state.step) is not None:
         lines.append(Text(f"loss {_loss(step.loss)}  lr {step.learning_rate:.2e}"))
     if state.evaluation is not None:
         lines.append(Text(f"val {_loss(state.evaluation.loss)}"))
@@ -270,11 +259,11 @@ def _framed(lines: Sequence[Text], width: int, title: str, status: tuple[str, st
     inner = width - 4
     top = _cut(Text(f" {title} ", style=_STRONG), inner)
     bottom = _cut(Text(f" {status[0]} ", style=status[1]), inner) if status[0] else Text("")
-    frame = [_joined([Text("╭─", _FAINT), top, Text("─" * (inner - top.cell_len) + "─╮", _FAINT)])]
-    sides = Text("│ ", _FAINT), Text(" │", _FAINT)
-    frame += [_joined([sides[0], _padded(_cut(line, inner), inner), sides[1]]) for line in lines]
-    frame.append(_joined([Text("╰─", _FAINT), bottom, Text("─" * (inner - bottom.cell_len) + "─╯", _FAINT)]))
-    return frame
+    return [
+        _joined([Text("╭─", _FAINT), top, Text("─" * (inner - top.cell_len) + "─╮", _FAINT)]),
+        *(_joined([Text("│ ", _FAINT), _padded(_cut(line, inner), inner), Text(" │", _FAINT)]) for line in lines),
+        _joined([Text("╰─", _FAINT), bottom, Text("─" * (inner - bottom.cell_len) + "─╯", _FAINT)]),
+    ]
 
 
 def one_line(text: str) -> str:

@@ -12,16 +12,11 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flatout.observe.human import printable
 from flatout.observe.measured.bench_table import headline, rough_rungs, short_reason, titles, total_lines
-from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, TEAL, new_figure, write_picture
+from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, TEAL, Axes, Figure, new_figure, write_picture
 from flatout.records import BenchRow
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _ROW, _TOP, _BOTTOM = 0.27, 1.25, 0.75  # inches
 _COLOURS = {"ladder": BLUE, "without": "#7f8c9b", "extra": TEAL}
@@ -47,7 +42,7 @@ def draw_bench(
     write_picture(path, lambda: _figure(rows, ladder), overwrite=overwrite)
 
 
-def _figure(rows: Sequence[BenchRow], ladder: Sequence[str]) -> "Figure":
+def _figure(rows: Sequence[BenchRow], ladder: Sequence[str]) -> Figure:
     lines = _lines(rows, ladder)
     height = _TOP + _BOTTOM + _ROW * max(len(lines), 3)
     figure = new_figure(13.0, height, dpi=110)
@@ -77,7 +72,7 @@ def _lines(rows: Sequence[BenchRow], ladder: Sequence[str]) -> list[BenchRow | s
     return lines
 
 
-def _draw_speeds(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
+def _draw_speeds(axes: Axes, lines: Sequence[BenchRow | str]) -> None:
     axes.set_title("tokens per second", size=10, color=INK, loc="left")
     axes.set_yticks(range(len(lines)))
     axes.set_yticklabels(["" if isinstance(line, str) else line.rung for line in lines], size=SMALL, color=INK)
@@ -97,7 +92,7 @@ def _draw_speeds(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
             axes.text(row.tokens_per_second + 0.012 * most, place, words, size=8, color=INK, va="center")
 
 
-def _draw_gains(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
+def _draw_gains(axes: Axes, lines: Sequence[BenchRow | str]) -> None:
     rows = [row for row in lines if not isinstance(row, str)]
     rough = rough_rungs(rows)
     gains = [row.gain for row in rows if row.gain is not None]

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console as RichConsole
@@ -22,14 +22,11 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from flatout.observe import picture
 from flatout.observe.human import human_bytes, human_count, many, printable
-from flatout.observe.picture import BLUE, FAINT, INK, LINE, ORANGE, RED, drawable, new_figure, shortened, write_picture
+from flatout.observe.picture import BLUE, FAINT, INK, LINE, ORANGE, RED, Axes, Figure, drawable, shortened
 from flatout.observe.terminal import Terminal
 from flatout.records import DataSummary, TokenCount
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _WIDTH, _HEIGHT = 13.0, 8.0
 _SANS, _MONOSPACE = "DejaVu Sans", "DejaVu Sans Mono"  # both come with matplotlib
@@ -47,12 +44,12 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 def draw_data(summary: DataSummary, path: str | Path, *, overwrite: bool = False) -> None:
     """Write the picture of a dataset to `path`, as PNG or SVG by its suffix."""
-    write_picture(path, lambda: _figure(summary), overwrite=overwrite)
+    picture.write_picture(path, lambda: _figure(summary), overwrite=overwrite)
 
 
-def _figure(summary: DataSummary) -> "Figure":
+def _figure(summary: DataSummary) -> Figure:
     """The figure, not yet written; it belongs to no window and to no global state."""
-    figure = new_figure(_WIDTH, _HEIGHT)
+    figure = picture.new_figure(_WIDTH, _HEIGHT)
     _draw_header(figure, summary)
     _draw_lengths(_panel(figure, "How long the documents are", (_LEFT, 0.5, 0.55, 0.305)), summary)
     _draw_records(_panel(figure, "Where the records went", (_LEFT, 0.135, 0.55, 0.245)), summary)
@@ -125,7 +122,7 @@ def _side_notes(summary: DataSummary) -> list[str]:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def _draw_header(figure: "Figure", summary: DataSummary) -> None:
+def _draw_header(figure: Figure, summary: DataSummary) -> None:
     name = Path(summary.folder).name or summary.folder
     facts = _facts(summary)
     figure.text(_LEFT, 0.955, shortened(drawable(name), 70), size=17, weight="bold", color=INK, va="center")
@@ -142,7 +139,7 @@ def _window_words(summary: DataSummary) -> list[str]:
     ]
 
 
-def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
+def _draw_lengths(axes: Axes, summary: DataSummary) -> None:
     documents, tokens = _by_length(summary)
     edges = _drawn_edges(summary.splits[0].edges)
     widths = [math.log(high / low) for low, high in itertools.pairwise(edges)]
@@ -175,7 +172,7 @@ def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
     _tidy(axes, keep=("left", "bottom"))
 
 
-def _mark(axes: "Axes", length: int, words: str, height: float) -> None:
+def _mark(axes: Axes, length: int, words: str, height: float) -> None:
     """A vertical line at a length, with its name on the side where there is more room."""
     low, high = axes.get_xlim()
     if not low <= length <= high:
@@ -201,7 +198,7 @@ def _drawn_edges(edges: Sequence[int]) -> list[float]:
     return [middle / 1.15, middle * 1.15]
 
 
-def _set_length_ticks(axes: "Axes") -> None:
+def _set_length_ticks(axes: Axes) -> None:
     from matplotlib.ticker import NullLocator
 
     low, high = axes.get_xlim()
@@ -216,7 +213,7 @@ def _set_length_ticks(axes: "Axes") -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _draw_records(axes: "Axes", summary: DataSummary) -> None:
+def _draw_records(axes: Axes, summary: DataSummary) -> None:
     from matplotlib.transforms import blended_transform_factory
 
     notes = [drawable(note) for note in _side_notes(summary)]
@@ -234,15 +231,13 @@ def _draw_records(axes: "Axes", summary: DataSummary) -> None:
     axes.text(_LEFT, place, "\n".join(lines), transform=below, size=_SMALL, color=FAINT, va="top", linespacing=1.5)
 
 
-def _draw_tokens(axes: "Axes", tokens: Sequence[TokenCount]) -> None:
+def _draw_tokens(axes: Axes, tokens: Sequence[TokenCount]) -> None:
     labels = [shortened(drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens]
     bars = [(label, token.count, _percent(token.share), BLUE) for label, token in zip(labels, tokens, strict=True)]
     _draw_bars(axes, bars, least_rows=_MOST_TOKENS, family=_MONOSPACE)
 
 
-def _draw_bars(
-    axes: "Axes", bars: Sequence[tuple[str, int, str, str]], *, least_rows: int, family: str = _SANS
-) -> None:
+def _draw_bars(axes: Axes, bars: Sequence[tuple[str, int, str, str]], *, least_rows: int, family: str = _SANS) -> None:
     """Horizontal bars from the top down within the axes' box: name before it, value, text at its end, and colour."""
     labels, values = [label for label, _, _, _ in bars], [value for _, value, _, _ in bars]
     texts, colours = [text for _, _, text, _ in bars], [colour for _, _, _, colour in bars]
@@ -264,13 +259,13 @@ def _draw_bars(
     _tidy(axes, keep=())
 
 
-def _panel(figure: "Figure", name: str, box: tuple[float, float, float, float]) -> "Axes":
+def _panel(figure: Figure, name: str, box: tuple[float, float, float, float]) -> Axes:
     """Axes in `box` (left, bottom, width, height, as shares of the figure) with a name above."""
     figure.text(box[0], box[1] + box[3] + 0.016, name, size=12.5, weight="bold", color=INK)
     return figure.add_axes(box)
 
 
-def _tidy(axes: "Axes", keep: tuple[str, ...]) -> None:
+def _tidy(axes: Axes, keep: tuple[str, ...]) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)
         spine.set_color(LINE)

@@ -8,17 +8,13 @@ little above the first loss. Labels never lie on each other: each stands on a li
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.table import Table
 
 from flatout.observe.human import human_seconds, printable
-from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, new_figure, write_picture
+from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, Axes, Figure, new_figure, write_picture
 from flatout.observe.terminal import Terminal, say
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 
 def draw_rates(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = False) -> None:
@@ -46,7 +42,7 @@ def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     )
 
 
-def _figure(body: Mapping[str, Any]) -> "Figure":
+def _figure(body: Mapping[str, Any]) -> Figure:
     figure = new_figure(9.0, 5.6)
     axes = figure.add_axes((0.08, 0.11, 0.89, 0.72))
     figure.text(0.015, 0.945, f"Learning rate: {body['rate']:g}", size=15, weight="bold", color=INK)
@@ -72,7 +68,7 @@ def _sentences(body: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
-def _draw_curve(axes: "Axes", body: Mapping[str, Any]) -> None:
+def _draw_curve(axes: Axes, body: Mapping[str, Any]) -> None:
     reading = body["reading"]
     points = [(point["rate"], float(point["loss"])) for point in body["points"]]
     points = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
@@ -98,7 +94,7 @@ def _draw_curve(axes: "Axes", body: Mapping[str, Any]) -> None:
     axes.legend(loc="lower left", fontsize=8, frameon=False, labelcolor=FAINT)
 
 
-def _draw_suggestions(axes: "Axes", body: Mapping[str, Any]) -> None:
+def _draw_suggestions(axes: Axes, body: Mapping[str, Any]) -> None:
     reading = body["reading"]
     bottom, top = axes.get_ylim()
     left, right = (math.log10(limit) for limit in axes.get_xlim())

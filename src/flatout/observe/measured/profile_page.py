@@ -67,14 +67,8 @@ Block = Paragraph | Heading | Bullets | Table
 
 def page_of(report: Mapping[str, Any], folder: str | None = None) -> list[Block]:
     """The page of a profile's report, which is `profile.json` as Python values."""
-    return [
-        *_answer(report),
-        *_step(report),
-        *_rates(report),
-        *_memory(report),
-        *_kernels(report),
-        *_end(report, folder),
-    ]
+    parts = (_answer, _step, _rates, _memory, _kernels)
+    return [block for part in parts for block in part(report)] + list(_end(report, folder))
 
 
 def _answer(report: Mapping[str, Any]) -> Iterator[Block]:
@@ -112,17 +106,14 @@ def _step(report: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("Where the step's time goes")
     rows = [(name, _ms(seconds, report), f"{seconds / step:.1%}", _bar(seconds / step)) for name, seconds in lines]
     yield Table(("", "> ms", "> share", " "), tuple(rows))
-    slower = f"Under the profiler a step takes {_ms(report['profiled_step_seconds'], report)} ms"
-    if cuda:
-        yield Paragraph(
-            f"{slower}: it slows the host down, not the kernels. So the whole step and the waiting are "
-            f"timed without it ({report['timed_steps']} steps), the kernels with it ({report['profiled_steps']})."
-        )
-    else:
-        yield Paragraph(
-            f"{slower}. The shares of operators are measured under it ({report['profiled_steps']} steps) "
-            f"and scaled to the step without it ({report['timed_steps']} steps)."
-        )
+    how = (
+        ": it slows the host down, not the kernels. So the whole step and the waiting are timed without it "
+        f"({report['timed_steps']} steps), the kernels with it ({report['profiled_steps']})."
+        if cuda
+        else f". The shares of operators are measured under it ({report['profiled_steps']} steps) "
+        f"and scaled to the step without it ({report['timed_steps']} steps)."
+    )
+    yield Paragraph(f"Under the profiler a step takes {_ms(report['profiled_step_seconds'], report)} ms{how}")
     clock = "ms on the host, profiled" if cuda else "ms"
     yield Heading("By part of the step")
     rows = [

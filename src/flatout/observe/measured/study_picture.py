@@ -12,17 +12,13 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.table import Table
 
 from flatout.observe.human import human_seconds, printable
-from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, new_figure, write_picture
+from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, Axes, Figure, new_figure, write_picture
 from flatout.observe.terminal import Terminal, say
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _COLUMNS = 3
 _SHOWN = 20  # rows of the table
@@ -94,7 +90,7 @@ def draw_study(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = F
     write_picture(path, lambda: _figure(body), overwrite=overwrite)
 
 
-def _figure(body: Mapping[str, Any]) -> "Figure":
+def _figure(body: Mapping[str, Any]) -> Figure:
     paths = list(body["forms"])
     columns = min(_COLUMNS, len(paths))
     lines = -(-len(paths) // columns)
@@ -113,7 +109,7 @@ def _figure(body: Mapping[str, Any]) -> "Figure":
     return figure
 
 
-def _draw_history(axes: "Axes", body: Mapping[str, Any], limits: tuple[float, float]) -> None:
+def _draw_history(axes: Axes, body: Mapping[str, Any], limits: tuple[float, float]) -> None:
     rows = body["rows"]
     numbers = [row["number"] for row in rows]
     _scatter(axes, rows, numbers, body["best"]["number"], limits)
@@ -131,7 +127,7 @@ def _draw_history(axes: "Axes", body: Mapping[str, Any], limits: tuple[float, fl
     axes.set_ylabel("validation loss", size=SMALL, color=INK)
 
 
-def _draw_field(axes: "Axes", body: Mapping[str, Any], path: str, limits: tuple[float, float]) -> None:
+def _draw_field(axes: Axes, body: Mapping[str, Any], path: str, limits: tuple[float, float]) -> None:
     rows, form = body["rows"], body["forms"][path]
     values = [row["values"][path] for row in rows]
     if form == "choices":
@@ -165,7 +161,7 @@ _LOOKS = {
 
 
 def _scatter(
-    axes: "Axes", rows: Sequence[Mapping[str, Any]], places: Sequence[float], best: int, limits: tuple[float, float]
+    axes: Axes, rows: Sequence[Mapping[str, Any]], places: Sequence[float], best: int, limits: tuple[float, float]
 ) -> None:
     top = limits[1]
     points: dict[str, list[tuple[float, float]]] = {}
@@ -181,7 +177,7 @@ def _scatter(
             axes.scatter(*zip(*points[status], strict=True), zorder=3, clip_on=False, **look)
 
 
-def _dress(axes: "Axes", limits: tuple[float, float]) -> None:
+def _dress(axes: Axes, limits: tuple[float, float]) -> None:
     axes.set_ylim(*limits)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8, colors=FAINT)
@@ -189,7 +185,7 @@ def _dress(axes: "Axes", limits: tuple[float, float]) -> None:
     axes.set_axisbelow(True)
 
 
-def _whole_ticks(axes: "Axes") -> None:
+def _whole_ticks(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

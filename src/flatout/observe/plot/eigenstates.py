@@ -11,27 +11,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy
 
 from flatout.observe.eigenstates import QUANTILES, LayerHistory, short_tokens
-from flatout.observe.picture import BLUE, FAINT, GREY, INK, RED, SMALL
-from flatout.observe.plot.panels import (
-    Line,
-    Quantity,
-    draw_context,
-    draw_frame,
-    draw_panel,
-    draw_signs,
-    set_logarithmic,
-)
+from flatout.observe.picture import BLUE, FAINT, GREY, INK, RED, SMALL, Axes, Figure
+from flatout.observe.plot import panels
+from flatout.observe.plot.panels import Line, Quantity, draw_panel
 from flatout.observe.plot.run import Draw, page_figure, panel_figure
 from flatout.observe.plot.series import Curve, RunNumbers
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _OF_LINES = "line: median"
 _OF_BARS = "bar: all states, middle 80% strong   ·   diamond: at the start"
@@ -43,25 +31,25 @@ _MOST_NAMES, _MOST_TICKS = 8, 16
 _LOWEST, _HIGHEST = 1e-6, 1e100  # tokens; what lies beyond is drawn as these
 
 
-def eigenstates_figure(run: RunNumbers) -> "Figure":
+def eigenstates_figure(run: RunNumbers) -> Figure:
     """The picture, not yet written."""
-    panels = list(EIGENSTATE_PANELS.values())
-    return page_figure(run, "what its states remember", panels, f"{_OF_LINES}   ·   {_OF_BARS}")
+    caption = f"{_OF_LINES}   ·   {_OF_BARS}"
+    return page_figure(run, "what its states remember", list(EIGENSTATE_PANELS.values()), caption)
 
 
-def eigenstate_panel_figure(run: RunNumbers, name: str) -> "Figure":
+def eigenstate_panel_figure(run: RunNumbers, name: str) -> Figure:
     """One of the panels alone."""
     caption = _OF_BARS if name.endswith("-by-layer") else _OF_LINES
     return panel_figure(run, EIGENSTATE_PANELS[name], caption)
 
 
-def _horizon(axes: "Axes", run: RunNumbers) -> None:
+def _horizon(axes: Axes, run: RunNumbers) -> None:
     words = run.eigenstates.sentence.removeprefix("eigenstate memory: ")
     context = run.eigenstates.context
     draw_panel(axes, "Memory horizon", _lines(run, "horizon"), _HORIZON, words=words, context=context)
 
 
-def _magnitude(axes: "Axes", run: RunNumbers) -> None:
+def _magnitude(axes: Axes, run: RunNumbers) -> None:
     from matplotlib.ticker import FuncFormatter
 
     words = _last(run, "magnitude", lambda value: f"{value:.6g}")
@@ -77,7 +65,7 @@ def _magnitude(axes: "Axes", run: RunNumbers) -> None:
         axes.set_ylabel("|λ| (logarithmic towards 1)", size=SMALL, color=FAINT)
 
 
-def _period(axes: "Axes", run: RunNumbers) -> None:
+def _period(axes: Axes, run: RunNumbers) -> None:
     words = _last(run, "period", lambda value: f"{short_tokens(value)} tokens")
     draw_panel(axes, "Period", _lines(run, "period"), _PERIOD, words=words, legend=False)
 
@@ -118,20 +106,20 @@ def _colours(count: int) -> list[str]:
 # --- the newest record, layer by layer --------------------------------------------------------------------------------
 
 
-def _by_layer(axes: "Axes", run: RunNumbers, title: str, quantity: str, unit: Quantity) -> None:
+def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str, unit: Quantity) -> None:
     """For each layer from the lowest to the highest state, the middle 80% strong, with the median now and at first."""
     from matplotlib.ticker import MaxNLocator
 
     layers = run.eigenstates.layers
     last = max((layer.steps[-1] for layer in layers), default=0)
     context = run.eigenstates.context if quantity == "horizon" else None
-    draw_frame(axes, title, f"step {last:,}" + ("" if context is None else ", dashed: context"))
+    panels.draw_frame(axes, title, f"step {last:,}" + ("" if context is None else ", dashed: context"))
     places = numpy.array([layer.layer for layer in layers], dtype=float)
     now = {name: _column(layers, quantity, name, newest=True) for name in QUANTILES}
     then = _column(layers, quantity, "50%", newest=False)
     seen = numpy.concatenate([*now.values(), then, [] if context is None else [context]])
     seen = seen[numpy.isfinite(seen)]
-    _, high = set_logarithmic(axes, *((float(seen.min()), float(seen.max())) if len(seen) else (1.0, 10.0)))
+    _, high = panels.set_logarithmic(axes, *((float(seen.min()), float(seen.max())) if len(seen) else (1.0, 10.0)))
     now = {name: numpy.where(numpy.isposinf(column), high, column) for name, column in now.items()}
     axes.set_ylabel(unit.unit(high)[1] + " (logarithmic)", size=SMALL, color=FAINT)
     axes.set_xlabel("layer", size=SMALL, color=FAINT)
@@ -143,7 +131,7 @@ def _by_layer(axes: "Axes", run: RunNumbers, title: str, quantity: str, unit: Qu
     axes.grid(False, axis="x")
     wide = min(9.0, 130.0 / (places.max() - places.min() + 1.2))
     if context is not None:
-        draw_context(axes, context, context, zorder=1)
+        panels.draw_context(axes, context, context, zorder=1)
     axes.vlines(places, now["min"], now["max"], color=BLUE, alpha=0.35, linewidth=0.35 * wide)
     axes.vlines(places, now["10%"], now["90%"], color=BLUE, linewidth=wide, zorder=2)
     dot = {"linestyle": "none", "markersize": min(6.5, 0.9 * wide), "markeredgewidth": 0.9, "zorder": 4}
@@ -152,7 +140,7 @@ def _by_layer(axes: "Axes", run: RunNumbers, title: str, quantity: str, unit: Qu
     axes.plot(places, now["50%"], marker="o", color="white", markeredgecolor=INK, **dot)
     lost = numpy.isnan(numpy.stack(list(now.values()))).any(axis=0)
     if lost.any():
-        draw_signs(axes, places[lost], 0.95, "X", 7, RED, rim=("white", 0.6))
+        panels.draw_signs(axes, places[lost], 0.95, "X", 7, RED, rim=("white", 0.6))
 
 
 def _column(layers: Sequence[LayerHistory], quantity: str, quantile: str, *, newest: bool) -> numpy.ndarray:

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from flatout.observe.human import human_count
-from flatout.observe.picture import FAINT, INK, LINE, RED, SMALL
+from flatout.observe.picture import FAINT, INK, LINE, RED, SMALL, Axes
 from flatout.observe.plot import series
 from flatout.observe.plot.series import Array, Curve
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.lines import Line2D
 
@@ -75,7 +74,7 @@ class Marks:
 
 
 def draw_panel(
-    axes: "Axes",
+    axes: Axes,
     title: str,
     lines: Sequence[Line],
     quantity: Quantity,
@@ -116,7 +115,7 @@ def draw_panel(
         _draw_legend(axes)
 
 
-def draw_frame(axes: "Axes", title: str, words: str) -> None:
+def draw_frame(axes: Axes, title: str, words: str) -> None:
     """What all panels look like."""
     axes.set_title(title, loc="left", size=11.5, weight="bold", color=INK, pad=7)
     axes.set_title(words, loc="right", size=SMALL, color=FAINT, pad=7)
@@ -128,7 +127,7 @@ def draw_frame(axes: "Axes", title: str, words: str) -> None:
     axes.set_axisbelow(True)
 
 
-def draw_context(axes: "Axes", context: int, height: float, zorder: int) -> None:
+def draw_context(axes: Axes, context: int, height: float, zorder: int) -> None:
     dashes = (0, (5, 3))
     axes.axhline(height, color=INK, linewidth=1.1, linestyle=dashes, zorder=zorder, label=f"context {context:,}")
 
@@ -158,7 +157,7 @@ def short_number(value: float, _place: object = None) -> str:
 # --- axes -------------------------------------------------------------------------------------------------------------
 
 
-def _set_horizontal(axes: "Axes", places: Array, across: str, *, logarithmic: bool) -> float:
+def _set_horizontal(axes: Axes, places: Array, across: str, *, logarithmic: bool) -> float:
     """Limits and ticks; returns what places are divided by."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -184,7 +183,7 @@ def _set_horizontal(axes: "Axes", places: Array, across: str, *, logarithmic: bo
     return stretch
 
 
-def _set_vertical(axes: "Axes", lines: Sequence[Line], quantity: Quantity, context: int | None) -> float:
+def _set_vertical(axes: Axes, lines: Sequence[Line], quantity: Quantity, context: int | None) -> float:
     """Limits and ticks; returns what values are divided by."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -214,11 +213,11 @@ def _set_vertical(axes: "Axes", lines: Sequence[Line], quantity: Quantity, conte
     return divisor
 
 
-def _is_logarithmic(axes: "Axes") -> bool:
+def _is_logarithmic(axes: Axes) -> bool:
     return axes.get_xscale() == "log"
 
 
-def set_logarithmic(axes: "Axes", low: float, high: float) -> tuple[float, float]:
+def set_logarithmic(axes: Axes, low: float, high: float) -> tuple[float, float]:
     """A logarithmic vertical axis with some room around these values; returns its limits."""
     axes.set_yscale("log")
     margin = max((high / low) ** 0.06, 1.04)
@@ -243,7 +242,7 @@ def _set_logarithmic_ticks(axis: "Axis") -> None:
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-def _draw_line(axes: "Axes", line: Line, tell: Callable[[float], str]) -> None:
+def _draw_line(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
     drawn = curve = line.curve
     low, high = axes.get_ylim()
     window = series.window_of(len(curve.x)) if line.smoothed else 1
@@ -270,7 +269,7 @@ def _draw_line(axes: "Axes", line: Line, tell: Callable[[float], str]) -> None:
     _draw_edges(axes, line, tell)
 
 
-def _plot(axes: "Axes", curve: Curve, **look: Any) -> Curve:
+def _plot(axes: Axes, curve: Curve, **look: Any) -> Curve:
     """Draws as many points as can be told apart, none of them far outside the panel; returns these."""
     low, high = axes.get_ylim()
     thin = series.thin(curve, logarithmic=_is_logarithmic(axes))
@@ -281,7 +280,7 @@ def _plot(axes: "Axes", curve: Curve, **look: Any) -> Curve:
     return drawn
 
 
-def _draw_edges(axes: "Axes", line: Line, tell: Callable[[float], str]) -> None:
+def _draw_edges(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
     """A triangle for what is beyond the limits, a cross for what is no number."""
     curve, named = line.curve, bool(line.label)
     low, high = axes.get_ylim()
@@ -299,7 +298,7 @@ def _draw_edges(axes: "Axes", line: Line, tell: Callable[[float], str]) -> None:
 
 
 def draw_signs(
-    axes: "Axes",
+    axes: Axes,
     places: Array,
     height: float,
     marker: str,
@@ -317,7 +316,7 @@ def draw_signs(
     )  # fmt: skip
 
 
-def _draw_marks(axes: "Axes", kind: Marks, places: Array) -> None:
+def _draw_marks(axes: Axes, kind: Marks, places: Array) -> None:
     low, high = axes.get_xlim()
     places = places[numpy.isfinite(places) & (places >= low) & (places <= high)]
     if len(places) and kind.marker:
@@ -327,20 +326,20 @@ def _draw_marks(axes: "Axes", kind: Marks, places: Array) -> None:
         axes.vlines(_apart(axes, places), 0, 1, transform=axes.get_xaxis_transform(), **look)
 
 
-def _apart(axes: "Axes", places: Array) -> Array:
+def _apart(axes: Axes, places: Array) -> Array:
     """As many of these places as marks fit beside each other."""
     most = int(_MARKS * _inches(axes)[0])
     return series.thin_marks(places, *axes.get_xlim(), most, logarithmic=_is_logarithmic(axes))
 
 
-def _inches(axes: "Axes") -> tuple[float, float]:
+def _inches(axes: Axes) -> tuple[float, float]:
     figure = axes.get_figure(root=True)
     assert figure is not None
     box = axes.get_window_extent()
     return box.width / figure.dpi, box.height / figure.dpi
 
 
-def _draw_legend(axes: "Axes") -> None:
+def _draw_legend(axes: Axes) -> None:
     """Names, where there is more than one, where they cover least of the lines."""
     handles, labels = axes.get_legend_handles_labels()
     named = dict(zip(reversed(labels), reversed(handles), strict=True))  # of equal names, the first
@@ -370,7 +369,7 @@ def _draw_legend(axes: "Axes") -> None:
     ).set_zorder(8)  # fmt: skip
 
 
-def _places(axes: "Axes", line: "Line2D") -> Array:
+def _places(axes: Axes, line: "Line2D") -> Array:
     """Points of a line as shares of the panel, evenly along its way."""
     points = axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()))
     points = numpy.clip(points[numpy.isfinite(points).all(axis=1)], 0.0, 1.0)
@@ -381,7 +380,7 @@ def _places(axes: "Axes", line: "Line2D") -> Array:
     return numpy.stack([numpy.interp(even, way, points[:, side]) for side in (0, 1)], axis=1)
 
 
-def _say(axes: "Axes", words: str) -> None:
+def _say(axes: Axes, words: str) -> None:
     axes.set_yticks([])
     axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", size=11, color=FAINT)
 

@@ -13,23 +13,19 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
 from flatout.files import check_replaceable, disk_errors
 from flatout.folders import make_folders, remove_empty
 from flatout.observe.history import distinct_names, read_history
 from flatout.observe.human import printable
-from flatout.observe.picture import is_picture, write_picture
+from flatout.observe.picture import Figure, is_picture, write_picture
 from flatout.observe.plot.compare import comparison_figure
 from flatout.observe.plot.eigenstates import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
 from flatout.observe.plot.run import PANELS, metrics_figure, panel_figure, results_figure
-from flatout.observe.plot.series import run_numbers
+from flatout.observe.plot.series import RunNumbers
 from flatout.observe.plot.tables import EIGENSTATES as EIGENSTATES_TABLE
 from flatout.observe.plot.tables import EVALS, STEPS, is_table, write_tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 METRICS, RESULTS, EIGENSTATES, COMPARISON, FOLDER = "metrics", "results", "eigenstates", "comparison", "plots"
 
@@ -51,7 +47,7 @@ def write_run_plots(
     places = [target / name for name in (STEPS, EVALS, EIGENSTATES_TABLE)]
     names = picture_names(each=each)
     check_places([target / f"{name}.{form}" for name in names] + (places if tables else []), overwrite=overwrite)
-    run = run_numbers(read_history(folder))
+    run = RunNumbers(read_history(folder))
     pictures: dict[str, Callable[[], Figure]] = {
         METRICS: lambda: metrics_figure(run),
         RESULTS: lambda: results_figure(run),
@@ -86,7 +82,7 @@ def write_comparison(
     for place, path in enumerate(paths):
         if path in paths[:place]:
             raise UsageError(f"the run {folders[place]} is named twice", "name each run once")
-    runs = [run_numbers(read_history(path), name) for path, name in zip(folders, distinct_names(folders), strict=True)]
+    runs = [RunNumbers(read_history(path), name) for path, name in zip(folders, distinct_names(folders), strict=True)]
     with _folder(picture.parent):
         written = [] if steps is None or evals is None else write_tables(runs, steps, evals, eigenstates, names=True)
         write_picture(picture, lambda: comparison_figure(runs), overwrite=overwrite)

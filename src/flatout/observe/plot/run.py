@@ -10,33 +10,29 @@ which the first panel leaves off its scale in a long run, can be seen.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 
 from flatout.observe import picture
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, many
-from flatout.observe.picture import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, RED, SMALL, TEAL
+from flatout.observe.picture import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, RED, SMALL, TEAL, Axes, Figure
 from flatout.observe.plot.panels import Line, Marks, Quantity, draw_panel, time_unit
 from flatout.observe.plot.series import Array, RunNumbers, number, window_of
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 WIDTH, WIDE, NARROW, HEIGHT = 15.0, 18.0, 9.0, 8.6  # WIDE is a comparison, NARROW a single panel
-Draw = Callable[["Axes", RunNumbers], None]
+Draw = Callable[[Axes, RunNumbers], None]
 
 
-def metrics_figure(run: RunNumbers) -> "Figure":
+def metrics_figure(run: RunNumbers) -> Figure:
     return page_figure(run, "how it ran", list(_METRIC_PANELS.values()))
 
 
-def results_figure(run: RunNumbers) -> "Figure":
+def results_figure(run: RunNumbers) -> Figure:
     return page_figure(run, "what it learned", list(_RESULT_PANELS.values()))
 
 
-def page_figure(run: RunNumbers, what: str, panels: Sequence[Draw], caption: str | None = None) -> "Figure":
+def page_figure(run: RunNumbers, what: str, panels: Sequence[Draw], caption: str | None = None) -> Figure:
     """Six panels below a header, or five, the first of which is twice as wide."""
     figure = picture.new_figure(WIDTH, HEIGHT)
     draw_title(figure, f"{run.name}: {what}", _facts(run), _state(run))
@@ -49,7 +45,7 @@ def page_figure(run: RunNumbers, what: str, panels: Sequence[Draw], caption: str
     return figure
 
 
-def panel_figure(run: RunNumbers, draw: Draw, caption: str | None = None) -> "Figure":
+def panel_figure(run: RunNumbers, draw: Draw, caption: str | None = None) -> Figure:
     figure = picture.new_figure(NARROW, 5.4)
     name = fitted(picture.drawable(run.name), 10.5, 0.4 * NARROW)
     figure.text(0.085, 0.965, name, size=10.5, color=INK, va="center")
@@ -92,7 +88,7 @@ def _marks(run: RunNumbers, *names: str, against: str = "step") -> list[Marks]:
     return [Marks(resumes, "resumed", FAINT), *(kinds[name] for name in names)]
 
 
-def _loss(axes: "Axes", run: RunNumbers, title: str, against: str) -> None:
+def _loss(axes: Axes, run: RunNumbers, title: str, against: str) -> None:
     lines = [
         Line(run.curve("loss", against), BLUE, "training", smoothed=True),
         Line(run.eval_curve(against), ORANGE, "validation", dots=len(run.evals) <= 60, best=True),
@@ -111,13 +107,13 @@ def _told(run: RunNumbers, **words: Callable[[Array], str]) -> str:
     return ", ".join(tell(values) for field, tell in words.items() if len(values := run.curve(field).values))
 
 
-def _learning_rate(axes: "Axes", run: RunNumbers) -> None:
+def _learning_rate(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, learning_rate=lambda rates: f"highest {rates.max():.3g}, last {rates[-1]:.3g}")
     lines = [Line(run.curve("learning_rate"), TEAL, "rate")]
     draw_panel(axes, "Learning rate", lines, _LEARNING_RATE, marks=_marks(run), words=words)
 
 
-def _throughput(axes: "Axes", run: RunNumbers) -> None:
+def _throughput(axes: Axes, run: RunNumbers) -> None:
     words = _told(
         run,
         tokens_per_second=lambda rates: f"median {human_count(_median(rates))} tokens/s",
@@ -127,7 +123,7 @@ def _throughput(axes: "Axes", run: RunNumbers) -> None:
     draw_panel(axes, "Throughput", lines, THROUGHPUT, marks=_marks(run, "memory"), words=words)
 
 
-def _memory(axes: "Axes", run: RunNumbers) -> None:
+def _memory(axes: Axes, run: RunNumbers) -> None:
     words = _told(
         run,
         memory_bytes=lambda sizes: f"peak {human_bytes(float(sizes.max()))}",
@@ -138,19 +134,19 @@ def _memory(axes: "Axes", run: RunNumbers) -> None:
     draw_panel(axes, "Memory", lines, _MEMORY, marks=_marks(run, "memory"), words=words)
 
 
-def _gradient_norm(axes: "Axes", run: RunNumbers) -> None:
+def _gradient_norm(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, grad_norm=lambda norms: f"median {_median(norms):.3g}, highest {norms.max():.3g}")
     lines = [Line(run.curve("grad_norm"), BLUE, "norm", smoothed=True)]
     draw_panel(axes, "Gradient norm", lines, _GRADIENT_NORM, marks=_marks(run, "skipped"), words=words)
 
 
-def _parameter_norm(axes: "Axes", run: RunNumbers) -> None:
+def _parameter_norm(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, parameter_norm=lambda norms: f"first {norms[0]:.4g}, last {norms[-1]:.4g}")
     lines = [Line(run.curve("parameter_norm"), BLUE, "norm")]
     draw_panel(axes, "Parameter norm", lines, _PARAMETER_NORM, marks=_marks(run), words=words)
 
 
-def _step_time(axes: "Axes", run: RunNumbers) -> None:
+def _step_time(axes: Axes, run: RunNumbers) -> None:
     words = _told(run, seconds=lambda seconds: f"median {_short_time(_median(seconds))}")
     step, waiting = run.curve("seconds"), run.curve("data_seconds")
     lines = [
@@ -188,7 +184,7 @@ def _caption(run: RunNumbers) -> str:
     return "   ·   ".join([*parts, *(["dashed line: resumed"] if len(run.resumes) else [])])
 
 
-def draw_title(figure: "Figure", name: str, facts: str, state: str, *, warning: bool = False) -> None:
+def draw_title(figure: Figure, name: str, facts: str, state: str, *, warning: bool = False) -> None:
     """Three lines above the panels; the first leaves room for a caption at its right."""
     width = figure.get_figwidth()
     left = 0.975 / width

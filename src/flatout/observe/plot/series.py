@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy
 
-from flatout.observe.eigenstates import EigenstateHistory, LayerHistory, eigenstate_history
+from flatout.observe.eigenstates import LayerHistory, eigenstate_history
 from flatout.observe.history import RunHistory, is_count, rows_with_step
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
@@ -50,27 +50,29 @@ class Curve:
         return self.y[numpy.isfinite(self.y)]
 
 
-@dataclasses.dataclass(frozen=True)
 class RunNumbers:
-    """A run's steps and evaluations, each step once and in order.
+    """A run that was read, as arrays: its steps and evaluations, each step once and in order.
 
     `axes` holds what steps can be drawn against: step, tokens and seconds of training; `columns` each field that is
     drawn, as values and whether they were told. Of the marks, each is a list of steps: `skipped` updates, notices about
     `memory`, other `notices`, and `resumes`.
     """
 
-    name: str
-    info: dict[str, Any]
-    end: dict[str, Any] | None
-    rows: tuple[dict[str, Any], ...]
-    evals: tuple[dict[str, Any], ...]
-    axes: dict[str, Array]
-    columns: dict[str, tuple[Array, Array]]
-    skipped: Array
-    memory: Array
-    notices: Array
-    resumes: Array
-    eigenstates: EigenstateHistory
+    def __init__(self, history: RunHistory, name: str | None = None) -> None:
+        self.name = history.folder.resolve().name if name is None else name
+        self.info, self.end = history.info, history.end
+        self.rows, self.evals = _once_per_step(history.steps), _once_per_step(history.evals)
+        self.columns = {field: _numbers([row.get(field) for row in self.rows]) for field in (*DRAWN, "tokens")}
+        seconds, told = self.columns["seconds"]
+        spent = numpy.where(numpy.isfinite(seconds) & (seconds > 0), numpy.minimum(seconds, _LARGEST), 0.0)
+        clock = numpy.cumsum(spent) if told.any() else numpy.full(len(self.rows), math.nan)
+        step = _array(row["step"] for row in self.rows)
+        self.axes: dict[str, Array] = {"step": step, "tokens": self.columns["tokens"][0], "seconds": clock}
+        skipped = [row["step"] for row in self.rows if row.get("applied") is False]
+        memory, notices = _notices(history.notices, set(skipped))
+        self.skipped, self.memory, self.notices = _array(skipped), _array(memory), _array(notices)
+        self.resumes = _array(_resumes(history.infos, self.rows))
+        self.eigenstates = eigenstate_history(history.eigenstates)
 
     def curve(self, field: str, against: str = "step") -> Curve:
         """A field of the steps where it was told."""
@@ -102,32 +104,6 @@ class RunNumbers:
         losses = [(number(row.get("loss")), row) for row in self.evals]
         known = [(loss, row) for loss, row in losses if loss is not None and math.isfinite(loss)]
         return min(known, key=lambda pair: pair[0], default=(0.0, None))[1]
-
-
-def run_numbers(history: RunHistory, name: str | None = None) -> RunNumbers:
-    """The arrays of a run that was read."""
-    rows, evals = _once_per_step(history.steps), _once_per_step(history.evals)
-    step = _array(row["step"] for row in rows)
-    columns = {field: _numbers([row.get(field) for row in rows]) for field in (*DRAWN, "tokens")}
-    seconds, told = columns["seconds"]
-    spent = numpy.where(numpy.isfinite(seconds) & (seconds > 0), numpy.minimum(seconds, _LARGEST), 0.0)
-    clock = numpy.cumsum(spent) if told.any() else numpy.full(len(rows), math.nan)
-    skipped = [row["step"] for row in rows if row.get("applied") is False]
-    memory, notices = _notices(history.notices, set(skipped))
-    return RunNumbers(
-        name=history.folder.resolve().name if name is None else name,
-        info=history.infos[-1],
-        end=history.end,
-        rows=rows,
-        evals=evals,
-        axes={"step": step, "tokens": columns["tokens"][0], "seconds": clock},
-        columns=columns,
-        skipped=_array(skipped),
-        memory=_array(memory),
-        notices=_array(notices),
-        resumes=_array(_resumes(history.infos, rows)),
-        eigenstates=eigenstate_history(history.eigenstates),
-    )
 
 
 def number(value: Any) -> float | None:

@@ -15,10 +15,9 @@ from typing import Any
 from flatout.config.yaml_loader import format_value
 from flatout.observe.history import RunHistory, distinct_names, rows_with_step
 from flatout.observe.human import human_bytes, many, printable
-from flatout.observe.report.eigenstates import eigenstate_part
 from flatout.observe.report.facts import commands_of, facts_of, shown_config, summary_of
-from flatout.observe.report.figures import figures_of, speed_groups, time_parts
-from flatout.observe.report.series import amount, curves_of, number, places_of, points_for
+from flatout.observe.report.figures import eigenstate_part, figures_of, speed_groups, time_parts
+from flatout.observe.report.series import Places, amount, curves_of, number, points_for
 from flatout.observe.report.state import RunState, state_of
 
 _MOST_SAMPLES, _MOST_NOTICES, _MOST_CHECKPOINTS = 60, 200, 100
@@ -45,7 +44,7 @@ def _run(
     history: RunHistory, name: str, state: RunState, config: dict[str, str], points: int, samples: int
 ) -> dict[str, Any]:
     info, steps = history.info, rows_with_step(history.steps)
-    places = places_of(steps)
+    places = Places(steps)
     resumes = [start for row in history.infos[1:] if (start := amount(row.get("start_step")))]
     shown, left_out = _spread(rows_with_step(history.samples), samples)
     notices, notices_left_out = _notices(history)

@@ -10,7 +10,7 @@ Trap: `tokens` grows with the step in every run so far, so it is mostly sent as 
 """
 
 import bisect
-import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ _SHORT = 40  # steps below which smoothing would hide more than it shows
 Curve = dict[str, Any]  # s: steps, t: tokens (a list, or tokens per step), e: seconds, v: values
 
 
-@dataclasses.dataclass(frozen=True)
 class Places:
-    """Where a step lies on the other two axes."""
+    """Where a step lies on the other two axes, from rows that are in the order of their steps."""
 
-    steps: list[int]
-    tokens: list[float]
-    seconds: list[float]
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.steps = [row["step"] for row in rows]
+        self.tokens = [amount(row.get("tokens")) or 0 for row in rows]
+        self.seconds = list(itertools.accumulate(amount(row.get("seconds")) or 0.0 for row in rows))
 
     def at(self, step: int) -> tuple[float, float]:
         """(tokens, seconds) at the end of `step`, or of the last step before it that is known."""
@@ -66,20 +66,10 @@ def points_for(runs: int) -> int:
     return max(FEWEST_POINTS, min(MOST_POINTS, _SHARED_POINTS // max(runs, 1)))
 
 
-def places_of(steps: Sequence[dict[str, Any]]) -> Places:
-    total, places = 0.0, Places([], [], [])
-    for row in steps:
-        total += amount(row.get("seconds")) or 0.0
-        places.steps.append(row["step"])
-        places.tokens.append(amount(row.get("tokens")) or 0)
-        places.seconds.append(total)
-    return places
-
-
 def curves_of(history: RunHistory, most: int) -> dict[str, Curve]:
     """All curves of a run by name; a kind of number that the run never told has none."""
     steps = rows_with_step(history.steps)
-    places = places_of(steps)
+    places = Places(steps)
     curves: dict[str, Curve | None] = {}
     for fields, rows, each in (
         (_STEP_FIELDS, steps, most),

@@ -15,6 +15,7 @@ from flatout.observe.human import human_parameters, human_seconds, printable
 from flatout.records import EndRecord, Record, RunInfo
 
 GIB = 2**30
+_OF_LAYERS = {"horizon_tokens": "horizon", "magnitude": "magnitude", "period_tokens": "period"}
 _SECRET = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|(access|auth|hf|bearer)_?token)(_|$)", re.I)
 _IN_ADDRESS = re.compile(r"(\w+://)[^/@\s]+@")
 
@@ -109,13 +110,9 @@ def _numbers(record: Record) -> dict[str, float | None]:
             }
         case records.EigenstateRecord():
             return {
-                f"eigenstates/{tag}_layer_{layer.layer:02d}": values.get("50%")
+                f"eigenstates/{tag}_layer_{layer.layer:02d}": getattr(layer, quantity).get("50%")
                 for layer in record.layers
-                for tag, values in (
-                    ("horizon_tokens", layer.horizon),
-                    ("magnitude", layer.magnitude),
-                    ("period_tokens", layer.period),
-                )
+                for tag, quantity in _OF_LAYERS.items()
             }
         case records.CheckpointRecord():
             return {"checkpoint/seconds": record.seconds, "checkpoint/gib": _gib(record.bytes)}

@@ -69,7 +69,10 @@ STATES = {
     "ended": [*a_run(), end(300)],
     "without a start": [step(7), machine(7)],
     "not finite": [info(), *(step(n, loss=math.nan, grad_norm=math.inf, seconds=math.nan) for n in range(1, 60))],
-    "no length": [info(steps=0, batch_tokens=0), step(1, tokens_per_second=None, seconds=0.0)],
+    "no length": [
+        info(steps=0, batch_tokens=0),
+        *(step(n, tokens_per_second=None, seconds=0.0) for n in range(1, 10)),
+    ],
     "huge": [info(steps=10**12), step(10**11, loss=1e30, tokens=10**18, tokens_per_second=1e15, memory_bytes=2**60)],
 }
 

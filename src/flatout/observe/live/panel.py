@@ -42,7 +42,10 @@ def panel(state: ViewState, width: int, height: int) -> list[Text]:
         sample = _sample_lines(state.sample, inner, min(max(room // 3, 3), 12))
     chart_rows = min(room - len(sample), 16)
     body = [_progress(state, inner), *_charts(state, inner, chart_rows), *([Text("")] * gap), *facts, *sample, *alerts]
-    return _framed(body, width, _title(state), _status(state))
+    info, title = state.info, "flatout"
+    if info is not None:
+        title = one_line(f"{info.folder}: {info.family} {human_count(info.parameters)} on {info.device}")
+    return _framed(body, width, title, _status(state))
 
 
 def spark(values: Sequence[float], width: int, height: int) -> list[str]:
@@ -220,12 +223,6 @@ def _wrapped(words: str, width: int, most: int) -> list[str]:
         lines.append(indent + rest[:cut])
         rest = rest[cut:].lstrip()
     return lines
-
-
-def _title(state: ViewState) -> str:
-    if (info := state.info) is None:
-        return "flatout"
-    return one_line(f"{info.folder}: {info.family} {human_count(info.parameters)} on {info.device}")
 
 
 def _status(state: ViewState) -> tuple[str, str]:

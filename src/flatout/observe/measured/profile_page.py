@@ -104,7 +104,8 @@ def _step(report: Mapping[str, Any]) -> Iterator[Block]:
         (gap, report["idle_for_host_seconds"]),
     ]
     yield Heading("Where the step's time goes")
-    rows = [(name, _ms(seconds, report), f"{seconds / step:.1%}", _bar(seconds / step)) for name, seconds in lines]
+    bars = {name: "█" * round(_BAR * min(1.0, max(0.0, seconds / step))) for name, seconds in lines}
+    rows = [(name, _ms(seconds, report), f"{seconds / step:.1%}", bars[name]) for name, seconds in lines]
     yield Table(("", "> ms", "> share", " "), tuple(rows))
     how = (
         ": it slows the host down, not the kernels. So the whole step and the waiting are timed without it "
@@ -197,16 +198,12 @@ def _markdown(block: Block) -> str:
             text = _inert(block.text)
             return f"**{text}**" if block.style == "bold" else text
         case Bullets():
-            return "\n".join(f"- {_item(words, text)}" for words, text in block.items)
+            return "\n".join(f"- {_code(words) + ': ' if words else ''}{_inert(text)}" for words, text in block.items)
         case Table():
             columns = [column.removeprefix(">").strip() for column in block.columns]
             marks = ["---:" if column.startswith(">") else "---" for column in block.columns]
             rows = [[_cell(cell, code=place == block.code) for place, cell in enumerate(row)] for row in block.rows]
             return "\n".join(f"| {' | '.join(row)} |" for row in [columns, marks, *rows])
-
-
-def _item(words: str, text: str) -> str:
-    return f"{_code(words)}: {_inert(text)}" if words else _inert(text)
 
 
 def _cell(text: str, *, code: bool) -> str:
@@ -283,10 +280,6 @@ def _line(text: str) -> str:
 
 def _short(name: str) -> str:
     return name if len(name) <= _NAME else f"{name[: _NAME - 20]}…{name[-19:]}"
-
-
-def _bar(share: float) -> str:
-    return "█" * round(_BAR * min(1.0, max(0.0, share)))
 
 
 def _ms(seconds: float | None, report: Mapping[str, Any]) -> str:

@@ -29,7 +29,8 @@ def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[
     names = distinct_names([history.folder for history in histories])
     states = [state_of(history) for history in histories]
     configs = [_flat_config(shown_config(history.info)) for history in histories]
-    different = [path for path in _paths(configs) if len({config.get(path) for config in configs}) > 1]
+    paths = dict.fromkeys(path for config in configs for path in config)
+    different = [path for path in paths if len({config.get(path) for config in configs}) > 1]
     samples = max(4, _MOST_SAMPLES // max(len(histories), 1))
     runs = [
         _run(history, name, state, config, points_for(len(histories)), samples)
@@ -178,10 +179,6 @@ def _flat_config(config: Any) -> dict[str, str]:
         else:
             flat[str(section)] = format_value(values)
     return flat
-
-
-def _paths(configs: Sequence[dict[str, str]]) -> list[str]:
-    return list(dict.fromkeys(path for config in configs for path in config))
 
 
 def _spread(rows: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:

@@ -48,17 +48,16 @@ def state_of(history: RunHistory) -> RunState:
         return RunState("running", "running", f"It goes on, at {where}.", step, steps)
     spent = None if end is None else amount(end.get("seconds"))
     after = "" if spent is None else f" after {human_seconds(spent)} of training"
+    told = ("stopped", "stopped", f"It stopped at {where} without an end: killed, or ended by an error.")
     if reason == "finished":
-        return RunState("finished", "finished", f"It finished at {where}{after}.", step, steps)
-    if reason == "early_stop":
-        text = f"It stopped early at {where}{after}: the validation loss no longer fell."
-        return RunState("early_stop", "stopped early", text, step, steps)
-    if reason is not None:
-        return RunState("interrupted", "interrupted", f"It was interrupted at {where}{after}.", step, steps)
-    if len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):
-        return RunState("stopped", "diverged", f"It diverged and was stopped at {where}.", step, steps)
-    text = f"It stopped at {where} without an end: killed, or ended by an error."
-    return RunState("stopped", "stopped", text, step, steps)
+        told = (reason, "finished", f"It finished at {where}{after}.")
+    elif reason == "early_stop":
+        told = (reason, "stopped early", f"It stopped early at {where}{after}: the validation loss no longer fell.")
+    elif reason is not None:
+        told = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
+    elif len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):
+        told = ("stopped", "diverged", f"It diverged and was stopped at {where}.")
+    return RunState(*told, step, steps)
 
 
 def at_work(folder: Path) -> bool:

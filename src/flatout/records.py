@@ -435,7 +435,7 @@ Record = (
     | EndRecord
 )
 
-_NAMES: dict[type, str] = {
+NAMES: dict[type, str] = {
     RunInfo: "run",
     StepRecord: "step",
     EvalRecord: "eval",
@@ -458,7 +458,7 @@ _NAMES: dict[type, str] = {
 def record_to_json(record: Record | DataSummary | BenchRow | TuneRow | TuneResult) -> str:
     """One JSON line. Non-finite numbers become the strings "nan", "inf", "-inf": JSON has no word for them, and a
     NaN loss must be visible in the log, never averaged or filtered away."""
-    body = {"type": _NAMES[type(record)], **dataclasses.asdict(record)}
+    body = {"type": NAMES[type(record)], **dataclasses.asdict(record)}
     return json.dumps(_finite(body), ensure_ascii=False, allow_nan=False)
 
 
@@ -466,7 +466,7 @@ def bench_row_from_json(line: str) -> BenchRow:
     """The row that `record_to_json` wrote; a line of anything else is a ValueError."""
     try:
         body = json.loads(line)
-        if body.pop("type") != _NAMES[BenchRow]:
+        if body.pop("type") != NAMES[BenchRow]:
             raise ValueError("a record of another kind")
         parity = body["parity"]
         body.pop("claim_rows", None)  # in rows of earlier versions

@@ -26,7 +26,7 @@ from flatout.model.seal import SEAL
 from flatout.observe.history import read_history
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.plot.run import results_figure
-from flatout.observe.plot.series import run_numbers
+from flatout.observe.plot.series import RunNumbers
 from flatout.observe.report.data import report_data
 from flatout.records import EpochRecord, NoticeRecord, RunInfo, StepRecord
 from tests.chat_models import write_chat_model
@@ -149,7 +149,7 @@ def test_a_record_of_before_makes_a_report_without_what_it_did_not_say(words):
 def test_trained_parameters_stand_in_the_banner_and_above_the_plots(words, capsys):
     assert main(["finetune", *words("train.steps=1")]) == 0
     assert "42.3k frozen and 18.7k trained parameters" in capsys.readouterr().out
-    figure = results_figure(run_numbers(read_history(Path("runs/lora"))))
+    figure = results_figure(RunNumbers(read_history(Path("runs/lora"))))
     header = " ".join(text.get_text() for text in figure.texts)
     assert "42.3k frozen and 18.7k trained parameters" in header
     assert "8 samples per step" in header

@@ -21,7 +21,7 @@ from flatout.observe.live.panel import panel
 from flatout.observe.live.state import ViewState
 from flatout.observe.plot.eigenstates import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
 from flatout.observe.plot.plots import write_comparison, write_run_plots
-from flatout.observe.plot.series import run_numbers
+from flatout.observe.plot.series import RunNumbers
 from flatout.observe.plot.tables import EIGENSTATE_HEADER
 from flatout.observe.report.data import report_data
 from flatout.observe.report.report import page_of
@@ -215,7 +215,7 @@ def test_no_damage_of_the_records_is_in_the_way(tmp_path: Path):
             file.writelines(json.dumps({**row, "type": "eigenstates"}) + "\n" for row in rows)
         history = read_history(folder)
         assert b'"runs":[{' in page_of(report_data([history]))
-        run = run_numbers(history)
+        run = RunNumbers(history)
         if run.eigenstates.layers and number < 6:
             drawn(lambda run=run: eigenstates_figure(run))
         for line in (folder / "metrics.jsonl").read_bytes().splitlines():
@@ -233,7 +233,7 @@ def listed(row: dict[str, Any]) -> list[Any]:
 @pytest.mark.parametrize("layers", [(1,), (1, 3), MANY], ids=["one", "two", "thirty"])
 def test_the_picture_can_be_read(tmp_path: Path, layers: tuple[int, ...]):
     folder = eigenstate_run(tmp_path / ("$x_1$" * 20), layers=layers, context=32768)
-    run = run_numbers(read_history(folder))
+    run = RunNumbers(read_history(folder))
     figure = drawn(lambda: eigenstates_figure(run))
     check_layout(figure)
     horizon = panel_of(figure, "Memory horizon")
@@ -250,7 +250,7 @@ def test_the_picture_can_be_read(tmp_path: Path, layers: tuple[int, ...]):
 
 
 def test_magnitudes_near_1_are_told_apart(tmp_path: Path):
-    run = run_numbers(read_history(eigenstate_run(tmp_path / "run", layers=(1, 2, 3), context=32768)))
+    run = RunNumbers(read_history(eigenstate_run(tmp_path / "run", layers=(1, 2, 3), context=32768)))
     axes = panel_of(drawn(lambda: eigenstates_figure(run)), "|λ|")
     low, high = axes.get_ylim()
     assert low > high  # nearer to 1 is higher
@@ -265,7 +265,7 @@ def test_what_is_not_finite_is_marked(tmp_path: Path):
     record.layers[0].horizon.update({"50%": math.nan, "max": math.nan})
     record.layers[1].horizon.update({"90%": math.inf, "max": math.inf})
     folder = write_run(tmp_path / "run", [info_of(tmp_path), eigenstates_of(0, layers=(1, 2)), step_of(1), record])
-    figure = drawn(lambda: eigenstates_figure(run_numbers(read_history(folder))))
+    figure = drawn(lambda: eigenstates_figure(RunNumbers(read_history(folder))))
     check_layout(figure)
     crosses = [line for line in panel_of(figure, "Horizon by layer").lines if line.get_marker() == "X"]
     assert [list(line.get_xdata()) for line in crosses] == [[1.0]]

@@ -19,15 +19,15 @@ import pytest
 
 from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.files import write_whole
-from flatout.observe.history import RunHistory, read_history
+from flatout.observe.history import RunHistory, distinct_names, read_history
 from flatout.observe.picture import is_picture
 from flatout.observe.plot import plots
 from flatout.observe.plot import run as plot_run
 from flatout.observe.plot.compare import comparison_figure
 from flatout.observe.plot.panels import short_number, time_unit
-from flatout.observe.plot.plots import distinct_names, write_comparison, write_run_plots
+from flatout.observe.plot.plots import write_comparison, write_run_plots
 from flatout.observe.plot.run import metrics_figure, panel_figure, results_figure
-from flatout.observe.plot.series import Curve, run_numbers, smooth, thin, thin_marks, usual_range, window_of
+from flatout.observe.plot.series import Curve, RunNumbers, smooth, thin, thin_marks, usual_range, window_of
 from flatout.records import StepRecord
 from flatout.verbs.plot import plot
 
@@ -125,7 +125,7 @@ def save(folder: Path, rows: list[Row]) -> Path:
 @pytest.fixture
 def run_of(tmp_path: Path) -> Callable[..., Any]:
     def make(rows: list[Row], name: str = "run") -> Any:
-        return run_numbers(read_history(save(tmp_path / name, rows)), name)
+        return RunNumbers(read_history(save(tmp_path / name, rows)), name)
 
     return make
 
@@ -274,7 +274,7 @@ def test_a_long_run_is_drawn_from_few_points_and_its_spikes_are_there(tmp_path: 
     rows[70_001]["loss"] = 9.0
     rows[5_000] |= {"loss": math.nan, "applied": False}
     history = RunHistory(tmp_path, (info(),), tuple(rows), *(((),) * 8))
-    figure = drawn(lambda: results_figure(run_numbers(history)))
+    figure = drawn(lambda: results_figure(RunNumbers(history)))
     for axes in figure.axes:
         for line in axes.lines:
             assert len(line.get_xdata()) <= 4 * 900 + 4
@@ -517,12 +517,12 @@ def test_runs_of_very_different_lengths_can_both_be_seen(run_of: Any) -> None:
     assert (low, high) == panel(figure, "Training loss over steps").get_xlim()  # side by side, the same axis
 
 
-def test_names_that_tell_runs_apart() -> None:
+def test_names_that_tell_runs_apart(tmp_path: Path) -> None:
     assert distinct_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
     assert distinct_names([Path("a/x"), Path("b/x"), Path("b/z")]) == ["a/x", "b/x", "z"]
     assert distinct_names([Path("a/r/x"), Path("b/r/x")]) == ["a/r/x", "b/r/x"]
     with pytest.raises(UsageError, match="named twice"):
-        distinct_names([Path("a/x"), Path("a/../a/x")])
+        write_comparison([Path("a/x"), Path("a/../a/x")], tmp_path / "c.png")
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------------
@@ -747,7 +747,7 @@ def mangled(seed: int) -> list[Row]:
 
 
 def check_mangled(folder: Path, seed: int) -> None:
-    run = run_numbers(read_history(save(folder, mangled(seed))))
+    run = RunNumbers(read_history(save(folder, mangled(seed))))
     for make in (metrics_figure, results_figure, lambda run: comparison_figure([run, run])):
         drawn(lambda make=make: make(run))
     plots.write_tables([run], folder / "s.csv", folder / "e.csv", names=True)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from flatout.errors import DataError, ResourceError, UsageError
+from flatout.observe.history import read_history
 from flatout.observe.report.server import ADDRESS, ReportServer, Source, open_server, serve
 from flatout.records import record_to_json
 from flatout.verbs import report as verb
@@ -268,8 +269,7 @@ def test_data_is_read_again_only_when_something_was_written(folder: Path, monkey
     from flatout.observe.report import server as report_server
 
     reads: list[Any] = []
-    read_run = report_server.read_run
-    monkeypatch.setattr(report_server, "read_run", lambda folder: reads.append(1) or read_run(folder))
+    monkeypatch.setattr(report_server, "read_history", lambda folder: reads.append(1) or read_history(folder))
     source = Source([folder])
     first = source.current()
     for _ in range(5):

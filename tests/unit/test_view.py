@@ -20,7 +20,7 @@ from flatout.observe.live.console import TerminalReader
 from flatout.observe.live.panel import panel, spark
 from flatout.observe.live.state import QUIET_SECONDS, Curve, ViewState
 from flatout.observe.live.view import ViewReader
-from flatout.records import CheckpointRecord, EvalRecord, Feature, NoticeRecord, Record, SampleRecord
+from flatout.records import CheckpointRecord, EvalRecord, Feature, NoticeRecord, Record, SampleRecord, StepRecord
 from tests.unit.seen import end, info, machine, step
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \u202egnp.exe \u2028 [bold red]no markup[/] 你好世界 \t tab"
@@ -69,7 +69,10 @@ STATES = {
     "ended": [*a_run(), end(300)],
     "without a start": [step(7), machine(7)],
     "not finite": [info(), *(step(n, loss=math.nan, grad_norm=math.inf, seconds=math.nan) for n in range(1, 60))],
-    "no length": [info(steps=0, batch_tokens=0), step(1, tokens_per_second=None, seconds=0.0)],
+    "no length": [
+        info(steps=0, batch_tokens=0),
+        *(step(n, tokens_per_second=None, seconds=0.0) for n in range(1, 10)),
+    ],
     "huge": [info(steps=10**12), step(10**11, loss=1e30, tokens=10**18, tokens_per_second=1e15, memory_bytes=2**60)],
 }
 
@@ -215,6 +218,17 @@ def test_the_line_forgets_them_where_another_process_goes_on_with_a_run_that_is_
         for number in range(first, first + 8):
             reader.show(step(number, tokens_per_second=10.0 if number == first else rate))
     assert "1k tok/s" in stream.getvalue().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_every_run_can_be_shown_in_lines(name: str):
+    stream = io.StringIO()
+    reader = ViewReader(1, stream)
+    for record in STATES[name]:
+        reader.show(record)
+    reader.close()
+    steps = [record.step for record in STATES[name] if isinstance(record, StepRecord)]
+    assert not steps or f"{steps[-1]}/" in stream.getvalue()
 
 
 def test_lines_of_hostile_records_are_harmless():

@@ -11,13 +11,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from flatout.observe.history import LARGEST, is_count
 from flatout.observe.human import human_count
 from flatout.records import EigenstateRecord
 
 QUANTITIES = ("magnitude", "horizon", "period")
 QUANTILES = ("min", "10%", "50%", "90%", "max")
 MOST_LAYERS = 1000  # more than any model has; a damaged file could name any number
-_LARGEST = 2**53
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +60,15 @@ class EigenstateHistory:
 
 def eigenstate_history(rows: Sequence[dict[str, Any]]) -> EigenstateHistory:
     """What these rows tell, layer by layer."""
-    by_step = {row["step"]: row for row in rows if _is_count(row.get("step"), 0)}
-    context = next((row["context"] for row in reversed(by_step.values()) if _is_count(row.get("context"), 1)), None)
+    by_step = {row["step"]: row for row in rows if is_count(row.get("step"))}
+    context = next((row["context"] for row in reversed(by_step.values()) if is_count(row.get("context"), 1)), None)
     told: dict[int, list[tuple[int, dict[str, Any]]]] = {}
     for step in sorted(by_step):
         layers = by_step[step].get("layers")
         named = {
             layer["layer"]: layer
             for layer in (layers if isinstance(layers, list | tuple) else ())
-            if isinstance(layer, dict) and _is_count(layer.get("layer"), 1) and layer["layer"] <= MOST_LAYERS
+            if isinstance(layer, dict) and is_count(layer.get("layer"), 1) and layer["layer"] <= MOST_LAYERS
         }
         for number, layer in named.items():
             told.setdefault(number, []).append((step, layer))
@@ -106,7 +106,7 @@ def _layer(number: int, told: Sequence[tuple[int, dict[str, Any]]]) -> LayerHist
         groups = [layer.get(quantity) for _, layer in told]
         return tuple(_number(group.get(quantile)) if isinstance(group, dict) else None for group in groups)
 
-    counts = [layer["states"] for _, layer in told if _is_count(layer.get("states"), 1)]
+    counts = [layer["states"] for _, layer in told if is_count(layer.get("states"), 1)]
     return LayerHistory(
         layer=number,
         states=counts[-1] if counts else None,
@@ -120,8 +120,4 @@ def _number(value: Any) -> float | None:
     """A number that a float can hold, else None. Below zero is none of these: that is damage."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         return None
-    return float(value) if isinstance(value, float) or value <= _LARGEST else None
-
-
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST
+    return float(value) if isinstance(value, float) or value <= LARGEST else None

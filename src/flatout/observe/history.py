@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import DataError
+from flatout.observe.human import printable
 from flatout.observe.sinks import read_metrics
 
-_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+LARGEST = 2**53
+NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,24 +44,13 @@ class RunHistory:
     @property
     def end(self) -> dict[str, Any] | None:
         """How it ended; None while it goes on, and of a run that was killed."""
-        last = self.steps[-1].get("step", 0) if self.steps else 0
-        return self.ends[-1] if self.ends and self.ends[-1].get("step", 0) >= last else None
+        last = max((row["step"] for row in rows_with_step(self.steps)), default=0)
+        ends = rows_with_step(self.ends)
+        return ends[-1] if ends and ends[-1]["step"] >= last else None
 
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    def column(self, field: str, rows: Sequence[dict[str, Any]] | None = None) -> list[Any]:
-        """One field of every step (or of other rows), None where it is missing."""
-        return [row.get(field) for row in (self.steps if rows is None else rows)]
-
-    def training_seconds(self) -> list[float]:
-        """Seconds of training up to the end of each step, without evaluation and saving."""
-        total, sums = 0.0, []
-        for row in self.steps:
-            total += row.get("seconds") or 0.0
-            sums.append(total)
-        return sums
+    def column(self, field: str) -> list[Any]:
+        """One field of every step, None where it is missing."""
+        return [row.get(field) for row in self.steps]
 
 
 def read_history(folder: Path) -> RunHistory:
@@ -67,13 +58,42 @@ def read_history(folder: Path) -> RunHistory:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise DataError(f"{folder} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
+    try:
+        rows = read_metrics(path)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise DataError(
+            f"{printable(str(path))} cannot be read: {reason}", "check its permissions and the disk"
+        ) from error
     kinds: dict[str, list[dict[str, Any]]] = {}
-    for row in read_metrics(path):
+    for row in rows:
         kinds.setdefault(str(row["type"]), []).append(_numbers(row))
     if not kinds.get("run"):
         raise DataError(f"{path} holds no run", "name the folder of a run that was started by flatout train")
     names = ("run", "step", "eval", "epoch", "sample", "checkpoint", "notice", "spans", "machine", "end", "eigenstates")
     return RunHistory(folder, *(tuple(kinds.get(name, ())) for name in names))
+
+
+def distinct_names(folders: Sequence[Path]) -> list[str]:
+    """Each folder's name, with as many parents as it takes to tell it from the others."""
+    parts = [path.resolve().parts for path in folders]
+    names: list[str] = []
+    for own in parts:
+        depth = 1
+        while depth < len(own) and sum(other[-depth:] == own[-depth:] for other in parts) > 1:
+            depth += 1
+        names.append("/".join(own[-depth:]).replace("//", "/"))
+    return names
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """Whether a value is a whole number that a float, or JavaScript, can hold; damage may put anything into a field."""
+    return type(value) is int and least <= value < LARGEST
+
+
+def rows_with_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that name a step, in its order, which is how a whole file has them anyway."""
+    return sorted((row for row in rows if is_count(row.get("step"))), key=lambda row: row["step"])
 
 
 def _numbers(value: Any, depth: int = 4) -> Any:
@@ -85,7 +105,7 @@ def _numbers(value: Any, depth: int = 4) -> Any:
         return {key: item if key in _TEXTS else _numbers(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list) and depth:
         return [_numbers(item, depth - 1) for item in value]
-    return _NUMBERS.get(value, value) if isinstance(value, str) else value
+    return NUMBERS.get(value, value) if isinstance(value, str) else value
 
 
 _TEXTS = {"text", "prompt", "message", "config", "features", "folder", "path", "type", "reason", "device", "family",

@@ -1,5 +1,6 @@
 """Numbers as people write them, and text that cannot move the cursor or rename the window."""
 
+import math
 import re
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -17,6 +18,10 @@ def human_count(value: float) -> str:
     return f"{value:.0f}"
 
 
+def many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def human_parameters(parameters: float, trained: float | None) -> str:
     """The size of a model; `trained` is that of the adapters beside it, where it is frozen."""
     frozen = "" if trained is None else f" frozen and {human_count(trained)} trained"
@@ -31,7 +36,7 @@ def human_bytes(value: float) -> str:
 
 
 def human_seconds(value: float) -> str:
-    if value < 90:
+    if not 90 <= value < math.inf:  # a damaged record may hold NaN
         return f"{value:.0f}s"
     minutes, seconds = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)

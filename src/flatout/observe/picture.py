@@ -6,22 +6,38 @@ Each one names us as its software (PNG) or creator (SVG). Only a picture with th
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flatout.errors import DataError, ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.human import printable
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # matplotlib is imported only where something is drawn; who draws takes these names from here
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+else:
+    Axes = Figure = Any
 
-
+INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
+BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
+PURPLE, GREY = "#7b5aa6", "#8a929b"
+SMALL = 9.0
 _METADATA = {"png": {"Software": "flatout"}, "svg": {"Creator": "flatout", "Date": None}}
 _PNG_MARK = b"tEXtSoftware\0flatout"
 _SVG_MARK = b"<dc:title>flatout</dc:title>"
 
 
-def write_picture(path: str | Path, draw: Callable[[], "Figure"], *, overwrite: bool = False) -> None:
+def new_figure(width: float, height: float, dpi: int = 120) -> Figure:
+    """A figure of so many inches that belongs to no window and to no global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=dpi, facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def write_picture(path: str | Path, draw: Callable[[], Figure], *, overwrite: bool = False) -> None:
     """Writes what `draw` makes, without the user's own style, a date or random names in it.
 
     With `overwrite`, also in the place of a file that is no picture of ours.

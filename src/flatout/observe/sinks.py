@@ -5,7 +5,6 @@ import io
 import json
 from collections.abc import Collection
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from flatout.files import disk_errors, open_to_append, write_whole
@@ -36,9 +35,7 @@ class MetricsFile:
     def __enter__(self) -> "MetricsFile":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         # On a full disk closing tries once more to write what could not be written; that has been told already.
         with contextlib.suppress(OSError):
             self.file.close()

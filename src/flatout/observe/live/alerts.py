@@ -59,22 +59,22 @@ class Alerts:
     def see(self, record: Record) -> list[Alert]:
         """The alerts that this record raises; most raise none."""
         match record:
+            case StepRecord():
+                self._steps += 1
+                rules = (self._skipped, self._spike, self._jump, self._stall, self._slow)
+                found = [rule(record) for rule in rules]
+            case MachineRecord():
+                found = [self._machine(record)]
+            case NoticeRecord():
+                found = [self._notice(record)]
             case RunInfo():
                 self._forget(record)
                 return []
-            case StepRecord():
-                found = self._step(record)
-            case MachineRecord():
-                found = self._machine(record)
-            case NoticeRecord():
-                found = self._notice(record)
-            case EvalRecord():
-                self._evaluations += 1
-                return []
             case _:
+                self._evaluations += isinstance(record, EvalRecord)
                 return []
         alerts = []
-        for kind, message in found:
+        for kind, message in filter(None, found):
             if (more := self._gates[kind].let_through(record.step)) is not None:
                 alerts.append(Alert(record.step, kind, message + more))
         return alerts
@@ -88,12 +88,6 @@ class Alerts:
         self._evaluations = self._compiled_again = 0
         self._overflows: collections.deque[int] = collections.deque(maxlen=OVERFLOWS)
         self._speed = _Speed()
-
-    def _step(self, record: StepRecord) -> list[tuple[str, str]]:
-        self._steps += 1
-        found = [self._skipped(record), self._spike(record), self._jump(record), self._stall(record)]
-        found.append(self._slow(record))
-        return [item for item in found if item is not None]
 
     def _skipped(self, record: StepRecord) -> tuple[str, str] | None:
         if record.applied:
@@ -127,8 +121,9 @@ class Alerts:
         before = self._norms.add(math.log(record.grad_norm), lambda _usual: math.log(JUMP_FACTOR))
         if before is None:
             return None
-        clip = self._config.get("optim", {}).get("clip") if isinstance(self._config.get("optim"), dict) else None
-        advice = "set optim.clip, which is off" if clip == 0 else "lower optim.learning_rate if it goes on"
+        optim = self._config.get("optim")
+        off = isinstance(optim, dict) and optim.get("clip") == 0
+        advice = "set optim.clip, which is off" if off else "lower optim.learning_rate if it goes on"
         return "gradient jump", (f"gradient norm {record.grad_norm:.3g} after about {math.exp(before):.3g}; {advice}")
 
     def _stall(self, record: StepRecord) -> tuple[str, str] | None:
@@ -160,32 +155,29 @@ class Alerts:
             "process uses this machine, and the card's clock and heat"
         )
 
-    def _machine(self, record: MachineRecord) -> list[tuple[str, str]]:
+    def _machine(self, record: MachineRecord) -> tuple[str, str] | None:
         self._hot = self._hot + 1 if "heat" in record.throttled else 0
         self._capped = self._capped + 1 if "power" in record.throttled else 0
         clock = "" if record.clock_mhz is None else f" at {record.clock_mhz:.0f} MHz"
         if self._hot >= HEAT_READINGS:
             degrees = "" if record.temperature is None else f" ({record.temperature:.0f} °C)"
-            return [("throttling", f"heat{degrees} holds the card's clock down{clock}; improve its cooling")]
+            return "throttling", f"heat{degrees} holds the card's clock down{clock}; improve its cooling"
         if self._capped >= POWER_READINGS and self._hot == 0:
             watts = "" if record.power_limit_watts is None else f" of {record.power_limit_watts:.0f} W"
             advice = "raise the limit if it was set below the card's own, else this is its full speed"
-            return [("throttling", f"power holds the card's clock down{clock}: it is at its limit{watts}; {advice}")]
-        return []
+            return "throttling", f"power holds the card's clock down{clock}: it is at its limit{watts}; {advice}"
+        return None
 
-    def _notice(self, record: NoticeRecord) -> list[tuple[str, str]]:
+    def _notice(self, record: NoticeRecord) -> tuple[str, str] | None:
         if not _COMPILED_AGAIN.match(record.message):
-            return []
+            return None
         self._compiled_again += 1
         if self._compiled_again == 1 and self._evaluations > 0:
-            return []  # evaluation has a graph of its own, compiled when it first runs
-        return [
-            (
-                "recompilation",
-                "the model was compiled again, which costs time whenever it happens; keep shapes fixed (micro-batch, "
-                "context), or try speed.compile=regional",
-            )
-        ]
+            return None  # evaluation has a graph of its own, compiled when it first runs
+        return "recompilation", (
+            "the model was compiled again, which costs time whenever it happens; keep shapes fixed (micro-batch, "
+            "context), or try speed.compile=regional"
+        )
 
 
 @final

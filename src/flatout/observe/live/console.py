@@ -8,30 +8,14 @@ import math
 import sys
 from typing import TextIO
 
-from rich.live import Live
-from rich.text import Text
-
+from flatout import records
 from flatout.config.schema import SpeedConfig
 from flatout.observe.eigenstates import record_sentence
-from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
+from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds
 from flatout.observe.measured.estimate_table import expected
 from flatout.observe.measured.sample_preview import print_sample
-from flatout.observe.terminal import Terminal
-from flatout.records import (
-    CheckpointRecord,
-    EigenstateRecord,
-    EndRecord,
-    EpochRecord,
-    EvalRecord,
-    Feature,
-    NoticeRecord,
-    PreviewRecord,
-    Record,
-    RunInfo,
-    SampleRecord,
-    StepRecord,
-    record_to_json,
-)
+from flatout.observe.terminal import Terminal, say
+from flatout.records import EndRecord, Record, RunInfo, StepRecord, record_to_json
 
 LONG = 300.0  # seconds a run takes before a sentence says so
 
@@ -53,32 +37,29 @@ class TerminalReader:
     """Prints what a person wants to see: a live line on a terminal, a plain line every `log_every` steps elsewhere."""
 
     def __init__(self, log_every: int, stream: TextIO | None = None) -> None:
-        self.console = Terminal(file=stream, highlight=False, soft_wrap=True)
+        self.console = Terminal(stream, soft_wrap=True)
         self.log_every = log_every
         self.info: RunInfo | None = None
         self.val_loss: float | None = None
         self.speed: float | None = None
         self.first_step: int | None = None  # of this process
         self.memory = ""  # of eigenstates, in a sentence
-        self.live: Live | None = None
         self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
 
     def show(self, record: Record) -> None:
         if isinstance(record, StepRecord):
             self._step(record)
             return
-        if isinstance(record, PreviewRecord):
-            self.console.print(Text("--- a sample; what is learned is in colour, or in brackets ---"))
+        if isinstance(record, records.PreviewRecord):
+            say(self.console, "--- a sample; what is learned is in colour, or in brackets ---")
             print_sample(record.pieces, most=1500, console=self.console)
-            self.console.print(Text("---"))
+            say(self.console, "---")
             return
         for line in self._lines(record):
-            self.console.print(Text(printable(line)))
+            say(self.console, line)
 
     def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
+        self.console.end_line()
 
     def _step(self, record: StepRecord) -> None:
         # The first steps hold compilation and cold caches, after a resume too; a running mean begins after them.
@@ -92,14 +73,11 @@ class TerminalReader:
             if (total := expected(self.step_seconds, self.info)) is not None:
                 self.step_seconds = None
                 if total.seconds >= LONG:
-                    self.console.print(Text(total.sentence))
+                    say(self.console, total.sentence)
         if self.console.is_terminal:
-            if self.live is None:
-                self.live = Live(console=self.console, refresh_per_second=8, transient=True)
-                self.live.start()
-            self.live.update(Text(self._line(record), style="cyan", no_wrap=True, overflow="ellipsis"))
+            self.console.redraw(self._line(record))
         elif record.step % self.log_every == 0 or record.step == 1 or (self.info and record.step == self.info.steps):
-            self.console.print(Text(self._line(record)))
+            say(self.console, self._line(record))
 
     def _line(self, record: StepRecord) -> str:
         steps = self.info.steps if self.info else record.step
@@ -125,28 +103,28 @@ class TerminalReader:
             case RunInfo():
                 self.info, self.first_step = record, None
                 return [] if record.nothing_left else _banner(record)
-            case EvalRecord():
+            case records.EvalRecord():
                 self.val_loss = record.loss
                 bits = "" if record.bits_per_byte is None else f"  {record.bits_per_byte:.3f} bits/byte"
                 best = "  best so far" if record.best else ""
                 where = f"{record.tokens:,} tokens in {record.seconds:.1f}s"
                 return [f"eval at step {record.step}: val loss {record.loss:.4f}{bits}  ({where}){best}"]
-            case EpochRecord():
+            case records.EpochRecord():
                 samples = self.info is not None and self.info.batch_samples is not None
                 rate = f"{human_count(record.windows_per_second)} {'samples' if samples else 'windows'}/s"
                 return [
                     f"epoch {record.epoch} done: mean loss {record.mean_loss:.4f}  {human_seconds(record.seconds)}  "
                     f"{rate}  {human_count(record.tokens_per_second)} tok/s"
                 ]
-            case SampleRecord():
+            case records.SampleRecord():
                 body = (record.prompt + record.text).strip("\n")
                 return [f"--- sample at step {record.step} ---", *body.split("\n"), "---"]
-            case CheckpointRecord():
+            case records.CheckpointRecord():
                 what = f"{human_bytes(record.bytes)} in {record.seconds:.1f}s"
                 return [f"saved {record.path} ({what}{', best so far' if record.best else ''})"]
-            case NoticeRecord():
+            case records.NoticeRecord():
                 return [f"note: {record.message}"]
-            case EigenstateRecord():
+            case records.EigenstateRecord():
                 self.memory = record_sentence(record)
                 return []
             case EndRecord() if self.info is not None and self.info.nothing_left:
@@ -197,7 +175,7 @@ _TOLD = (*_SHOWN, *_QUIET, "expandable_segments", "micro_batch")
 _TOLD_IF_CHANGED = ("loss_chunk", "workers")  # numbers that wait for their use: told only where somebody set them
 
 
-def _is_told(feature: Feature) -> bool:
+def _is_told(feature: records.Feature) -> bool:
     if feature.name in _TOLD_IF_CHANGED:
         return feature.asked != str(SpeedConfig.model_fields[feature.name].default)
     return feature.name in _TOLD

@@ -29,21 +29,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, final
 
+from flatout import records
 from flatout.errors import DataError, UsageError
-from flatout.records import (
-    CheckpointRecord,
-    EigenstateRecord,
-    EndRecord,
-    EpochRecord,
-    EvalRecord,
-    MachineRecord,
-    NoticeRecord,
-    Record,
-    RunInfo,
-    SampleRecord,
-    SpanRecord,
-    StepRecord,
-)
+from flatout.observe.history import NUMBERS
+from flatout.records import EndRecord, Record, RunInfo, StepRecord
 
 RUNS = Path("runs")
 METRICS, LOCK = "metrics.jsonl", "run.lock"
@@ -54,20 +43,12 @@ _TAIL = 64
 
 State = Literal["running", "ended", "elsewhere"]
 
-_KINDS: dict[str, type] = {
-    "run": RunInfo,
-    "step": StepRecord,
-    "eval": EvalRecord,
-    "epoch": EpochRecord,
-    "sample": SampleRecord,
-    "checkpoint": CheckpointRecord,
-    "notice": NoticeRecord,
-    "spans": SpanRecord,
-    "machine": MachineRecord,
-    "eigenstates": EigenstateRecord,
-    "end": EndRecord,
+# The preview of a fine-tuning run is for the terminal it was started on.
+_KINDS = {
+    name: kind
+    for kind, name in records.NAMES.items()
+    if kind in typing.get_args(Record) and kind is not records.PreviewRecord
 }
-_NUMBERS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def follow(
@@ -112,8 +93,8 @@ class Follower:
     def read(self, limit: int = _CHUNK) -> list[Record]:
         """New records, at most `limit` bytes of them (or one line, if that is longer); none if nothing was added."""
         while lines := self._lines(limit):
-            records = [record_of_line(line) for line in lines if not self._is_repeated(line)]
-            if known := [record for record in records if record is not None]:
+            found = [record_of_line(line) for line in lines if not self._is_repeated(line)]
+            if known := [record for record in found if record is not None]:
                 return known  # else a chunk of repeated or foreign lines, which is no end of the file
         return []
 
@@ -307,28 +288,18 @@ def _convert(hint: Any, empty: Any, value: Any) -> Any:
         missing = empty
     else:
         missing = {float: math.nan, int: 0, str: "", bool: False}.get(hint) if empty is None else empty
+    if hint in (float, int) and type(value) in (float, int):
+        try:
+            return hint(value)
+        except (OverflowError, ValueError):  # JSON knows whole numbers of any length, and NaN is none
+            return missing
     if hint is float:
-        if isinstance(value, str):
-            return _NUMBERS.get(value, missing)
-        return _as_float(value, missing) if _is_number(value) else missing
-    if hint is int:
-        return int(value) if _is_number(value) and (isinstance(value, int) or math.isfinite(value)) else missing
-    if hint in (str, bool):
-        return value if isinstance(value, hint) else missing
+        return NUMBERS.get(value, missing) if isinstance(value, str) else missing
+    if hint in (int, str, bool):
+        return value if type(value) is hint else missing
     if typing.get_origin(hint) is dict:
-        inner = hint.__args__[1]
+        inner = typing.get_args(hint)[1]
         rows = value if isinstance(value, dict) else {}
         return rows if inner is Any else {key: _convert(inner, None, item) for key, item in rows.items()}
     rows = value if isinstance(value, list | tuple) else ()
-    return tuple(_fill(hint.__args__[0], row) for row in rows if isinstance(row, dict))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _as_float(value: Any, missing: Any) -> Any:
-    try:
-        return float(value)
-    except OverflowError:  # JSON knows whole numbers of any length
-        return missing
+    return tuple(_fill(typing.get_args(hint)[0], row) for row in rows if isinstance(row, dict))

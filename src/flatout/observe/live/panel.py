@@ -12,7 +12,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from flatout.observe.eigenstates import record_sentence
-from flatout.observe.human import human_bytes, human_count, human_seconds, printable
+from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
 from flatout.observe.live.alerts import STALL_SHARE
 from flatout.observe.live.state import ViewState, mean_of
 from flatout.records import MachineRecord, SampleRecord
@@ -33,18 +33,19 @@ def panel(state: ViewState, width: int, height: int) -> list[Text]:
         return [_cut(line, width) for line in _brief(state)[: max(height, 1)]]
     room = height - 3  # the frame, and the line of progress
     alerts = _alert_lines(state, inner, 1 if room < 12 else 3 if room < 24 else 6)
-    facts = _facts(state, inner)
-    facts = facts[: max(room - len(alerts) - 1, 1)]
+    facts = _facts(state, inner)[: max(room - len(alerts) - 1, 1)]
     room -= len(alerts) + len(facts)
     gap = 1 if room >= 8 else 0
     room -= gap
-    sample_rows = 0
+    sample: list[Text] = []
     if state.sample is not None and room >= 5:
-        sample_rows = min(max(room // 3, 3), 12)
-    sample = _sample_lines(state.sample, inner, sample_rows) if sample_rows and state.sample is not None else []
+        sample = _sample_lines(state.sample, inner, min(max(room // 3, 3), 12))
     chart_rows = min(room - len(sample), 16)
     body = [_progress(state, inner), *_charts(state, inner, chart_rows), *([Text("")] * gap), *facts, *sample, *alerts]
-    return _framed(body, width, _title(state), _status(state))
+    info, title = state.info, "flatout"
+    if info is not None:
+        title = one_line(f"{info.folder}: {info.family} {human_count(info.parameters)} on {info.device}")
+    return _framed(body, width, title, _status(state))
 
 
 def spark(values: Sequence[float], width: int, height: int) -> list[str]:
@@ -93,9 +94,7 @@ def _charts(state: ViewState, width: int, height: int) -> list[Text]:
         waiting = "waiting for the first step" if state.info is not None else "waiting for the run to begin"
         return [Text(waiting, style=_FAINT), *[Text("")] * (height - 1)]
     if height == 1:
-        return [
-            _joined([Text("loss ", style=_FAINT), Text(spark(state.losses.values(), width - 5, 1)[0], style="cyan")])
-        ]
+        return [Text.assemble(("loss ", _FAINT), (spark(state.losses.values(), width - 5, 1)[0], "cyan"))]
     recent = list(state.latest)
     if width < 96 or len(recent) <= 2 * ZOOM:
         return _chart(state.losses.values(), "training loss, whole run", width, height)
@@ -113,7 +112,7 @@ def _chart(values: Sequence[float], title: str, width: int, height: int) -> list
     for number, row in enumerate(rows):
         value = high if number == 0 else low if number == len(rows) - 1 else None
         label = "" if value is None else _loss(value)
-        lines.append(_joined([Text(f"{label:>7} ", style=_FAINT), Text(row, style="cyan")]))
+        lines.append(Text.assemble((f"{label:>7} ", _FAINT), (row, "cyan")))
     return lines + [Text("")] * (height - len(lines))
 
 
@@ -152,11 +151,7 @@ def _figures(state: ViewState) -> list[tuple[str, str, str]]:
         ("data wait", None if share is None else f"{share:.1%}", _WARN if (share or 0.0) > STALL_SHARE else ""),
         ("grad norm", f"{step.grad_norm:.3g}", ""),
         ("GPU use", None if machine is None or machine.utilisation is None else f"{machine.utilisation:.0%}", ""),
-        (
-            "skipped",
-            "1 update" if state.skipped == 1 else f"{state.skipped:,} updates" if state.skipped else None,
-            _WARN,
-        ),
+        ("skipped", many(state.skipped, "update") if state.skipped else None, _WARN),
         ("power", machine and _power(machine), ""),
         ("trained", human_seconds(state.trained_seconds), ""),
         ("clock", machine and _clock(machine), _WARN if held else ""),
@@ -183,8 +178,8 @@ def _clock(machine: MachineRecord) -> str | None:
 
 
 def _progress(state: ViewState, width: int) -> Text:
-    total = state.info.steps if state.info is not None else 0
-    done = state.step.step if state.step is not None else (state.info.start_step if state.info is not None else 0)
+    total, start = (0, 0) if state.info is None else (state.info.steps, state.info.start_step)
+    done = start if state.step is None else state.step.step
     share = min(done / total, 1.0) if total else 0.0
     left = "" if state.seconds_left is None or state.end is not None else f"  ETA {human_seconds(state.seconds_left)}"
     before, after = f"step {done:,}/{total:,} ", f" {share:.1%}{left}"
@@ -196,14 +191,9 @@ def _progress(state: ViewState, width: int) -> Text:
 
 
 def _sample_lines(sample: SampleRecord, width: int, height: int) -> list[Text]:
-    lines = [Text(f"sample at step {sample.step:,}", style=_FAINT)]
     body = [line.expandtabs(4).rstrip() for line in printable(sample.prompt + sample.text).split("\n")]
-    for line in [line for line in body if line]:
-        cut = _cut(Text(line, style="italic"), width)
-        lines.append(cut)
-        if len(lines) == height:
-            break
-    return lines
+    lines = [_cut(Text(line, style="italic"), width) for line in body if line]
+    return [Text(f"sample at step {sample.step:,}", style=_FAINT), *lines[: height - 1]]
 
 
 def _alert_lines(state: ViewState, width: int, most: int) -> list[Text]:
@@ -235,13 +225,6 @@ def _wrapped(words: str, width: int, most: int) -> list[str]:
     return lines
 
 
-def _title(state: ViewState) -> str:
-    if state.info is None:
-        return "flatout"
-    info = state.info
-    return one_line(f"{info.folder}: {info.family} {human_count(info.parameters)} on {info.device}")
-
-
 def _status(state: ViewState) -> tuple[str, str]:
     """What stands in the lower edge, and its style."""
     if state.end is not None:
@@ -258,10 +241,9 @@ def _status(state: ViewState) -> tuple[str, str]:
 
 def _brief(state: ViewState) -> list[Text]:
     """For screens too small for a panel."""
-    step = state.step
     words = _progress(state, 200).plain.replace("━", "").replace("─", "")
     lines = [Text(" ".join(words.split()))]
-    if step is not None:
+    if (step := state.step) is not None:
         lines.append(Text(f"loss {_loss(step.loss)}  lr {step.learning_rate:.2e}"))
     if state.evaluation is not None:
         lines.append(Text(f"val {_loss(state.evaluation.loss)}"))
@@ -274,11 +256,11 @@ def _framed(lines: Sequence[Text], width: int, title: str, status: tuple[str, st
     inner = width - 4
     top = _cut(Text(f" {title} ", style=_STRONG), inner)
     bottom = _cut(Text(f" {status[0]} ", style=status[1]), inner) if status[0] else Text("")
-    frame = [_joined([Text("╭─", _FAINT), top, Text("─" * (inner - top.cell_len) + "─╮", _FAINT)])]
-    sides = Text("│ ", _FAINT), Text(" │", _FAINT)
-    frame += [_joined([sides[0], _padded(_cut(line, inner), inner), sides[1]]) for line in lines]
-    frame.append(_joined([Text("╰─", _FAINT), bottom, Text("─" * (inner - bottom.cell_len) + "─╯", _FAINT)]))
-    return frame
+    return [
+        _joined([Text("╭─", _FAINT), top, Text("─" * (inner - top.cell_len) + "─╮", _FAINT)]),
+        *(_joined([Text("│ ", _FAINT), _padded(_cut(line, inner), inner), Text(" │", _FAINT)]) for line in lines),
+        _joined([Text("╰─", _FAINT), bottom, Text("─" * (inner - bottom.cell_len) + "─╯", _FAINT)]),
+    ]
 
 
 def one_line(text: str) -> str:

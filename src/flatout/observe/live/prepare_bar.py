@@ -2,14 +2,13 @@
 
 import sys
 import time
-from types import TracebackType
 from typing import Self, TextIO, final
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from flatout.observe.human import human_count, human_seconds
+from flatout.observe.terminal import say
 from flatout.records import PrepareProgress
 
 QUIET_SECONDS = 10.0
@@ -29,7 +28,6 @@ class PrepareBar:
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._started = self._last_line = time.monotonic()
         self._bar: Progress | None = None
-        self._task = None
         # Parts that an earlier, stopped prepare had finished come at once and are no measure of the speed.
         self._found: PrepareProgress | None = None
         self._latest: PrepareProgress | None = None
@@ -37,7 +35,7 @@ class PrepareBar:
     def __call__(self, progress: PrepareProgress) -> None:
         now = time.monotonic()
         if progress.notice:
-            self._console.print(Text(f"note: {progress.notice}"), soft_wrap=True)
+            say(self._console, f"note: {progress.notice}")
         if self._latest is None or self._latest.phase != progress.phase:
             self._found, self._started = progress, now
         elif now - self._started < 0.5:
@@ -46,24 +44,20 @@ class PrepareBar:
         line = self._line(progress, now)
         if self._console.is_terminal:
             if self._bar is None:
+                percent = TaskProgressColumn("{task.percentage:>3.0f}%")
                 self._bar = Progress(
-                    TextColumn("{task.description}"), BarColumn(24), _Percent(), TextColumn("{task.fields[line]}"),
+                    TextColumn("{task.description}"), BarColumn(24), percent, TextColumn("{task.fields[line]}"),
                     console=self._console, transient=True,
                 )  # fmt: skip
                 self._bar.start()
-                self._task = self._bar.add_task("", total=None, line="")
-            assert self._task is not None
-            total = progress.total_bytes if progress.phase != "merging" else None
-            self._bar.update(
-                self._task,
-                description=_PHASES[progress.phase],
-                total=total or None,
-                completed=progress.bytes,
-                line=line,
-            )
+                self._bar.add_task("", total=None, line="")
+            (task,) = self._bar.task_ids
+            total = (progress.total_bytes if progress.phase != "merging" else None) or None
+            phase = _PHASES[progress.phase]
+            self._bar.update(task, description=phase, total=total, completed=progress.bytes, line=line)
         elif now - self._last_line >= QUIET_SECONDS:
             self._last_line = now
-            self._console.print(Text(f"{_PHASES[progress.phase]}: {line}"), soft_wrap=True)
+            say(self._console, f"{_PHASES[progress.phase]}: {line}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -73,9 +67,7 @@ class PrepareBar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _line(self, progress: PrepareProgress, now: float) -> str:
@@ -92,9 +84,3 @@ class PrepareBar:
         if progress.problems:
             parts.append(f"{progress.problems:,} problems")
         return "  ".join(parts)
-
-
-@final
-class _Percent(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.percentage:>3.0f}%" if task.total else "")

@@ -10,20 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from typing import final
 
+from flatout import records
 from flatout.observe.live.alerts import Alert, Alerts
-from flatout.records import (
-    CheckpointRecord,
-    EigenstateRecord,
-    EndRecord,
-    EvalRecord,
-    MachineRecord,
-    NoticeRecord,
-    Record,
-    RunInfo,
-    SampleRecord,
-    StepRecord,
-)
+from flatout.records import EvalRecord, Record, RunInfo, StepRecord
 
+# Which field of `ViewState` the newest record of a kind is in.
+_KEPT = {
+    EvalRecord: "evaluation",
+    records.MachineRecord: "machine",
+    records.EigenstateRecord: "eigenstates",
+    records.SampleRecord: "sample",
+    records.CheckpointRecord: "saved",
+    records.NoticeRecord: "notice",
+    records.EndRecord: "end",
+}
 RECENT = 50  # steps whose mean is shown as speed
 QUIET_SECONDS = 20.0
 POINTS = 512
@@ -77,16 +77,16 @@ class ViewState:
         self.step: StepRecord | None = None
         self.evaluation: EvalRecord | None = None
         self.best: tuple[float, int] | None = None
-        self.machine: MachineRecord | None = None
-        self.eigenstates: EigenstateRecord | None = None
-        self.sample: SampleRecord | None = None
-        self.saved: CheckpointRecord | None = None
-        self.end: EndRecord | None = None
+        self.machine: records.MachineRecord | None = None
+        self.eigenstates: records.EigenstateRecord | None = None
+        self.sample: records.SampleRecord | None = None
+        self.saved: records.CheckpointRecord | None = None
+        self.end: records.EndRecord | None = None
         self.losses = Curve()
         self.latest: collections.deque[float] = collections.deque(maxlen=POINTS)
         self.alerts: collections.deque[Alert] = collections.deque(maxlen=50)
-        self.alert_count = self.skipped = 0
-        self.notice: NoticeRecord | None = None
+        self.skipped = 0
+        self.notice: records.NoticeRecord | None = None
         self.trained_seconds = self.other_seconds = 0.0
         self._alerts = Alerts()
         self._steps_seen = 0
@@ -95,34 +95,18 @@ class ViewState:
     def add(self, record: Record) -> list[Alert]:
         """Takes a record; returns the alerts it raised."""
         self.heard = self._clock()
-        match record:
-            case RunInfo():
-                self._start(record)
-            case StepRecord():
-                self._step(record)
-            case EvalRecord():
-                self.evaluation = record
-                self.other_seconds += _finite(record.seconds)
-                if math.isfinite(record.loss) and (self.best is None or record.loss < self.best[0]):
-                    self.best = record.loss, record.step
-            case MachineRecord():
-                self.machine = record
-            case EigenstateRecord():
-                self.eigenstates = record
-            case SampleRecord():
-                self.sample = record
-            case CheckpointRecord():
-                self.saved = record
-                self.other_seconds += _finite(record.seconds)
-            case NoticeRecord():
-                self.notice = record
-            case EndRecord():
-                self.end = record
-            case _:
-                pass
+        if kept := _KEPT.get(type(record)):
+            setattr(self, kept, record)
+        if isinstance(record, RunInfo):
+            self._start(record)
+        elif isinstance(record, StepRecord):
+            self._step(record)
+        elif isinstance(record, EvalRecord | records.CheckpointRecord):
+            self.other_seconds += _finite(record.seconds)
+        if isinstance(record, EvalRecord) and math.isfinite(record.loss):
+            self.best = min(self.best or (math.inf, 0), (record.loss, record.step), key=lambda pair: pair[0])
         raised = self._alerts.see(record)
         self.alerts.extend(raised)
-        self.alert_count += len(raised)
         return raised
 
     def _start(self, info: RunInfo) -> None:

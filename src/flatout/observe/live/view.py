@@ -16,7 +16,7 @@ import io
 import os
 import sys
 import threading
-from typing import TextIO, final
+from typing import Any, TextIO, final
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -25,7 +25,8 @@ from rich.text import Text
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.live.panel import ENDINGS, one_line, panel
 from flatout.observe.live.state import ViewState
-from flatout.records import CheckpointRecord, EndRecord, Feature, NoticeRecord, Record, RunInfo
+from flatout.observe.terminal import say
+from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, Record, RunInfo
 
 REDRAWS_PER_SECOND = 4
 
@@ -53,8 +54,7 @@ class ViewReader:
             self._open()
             return
         for alert in raised:
-            text = one_line(f"warning: step {alert.step} {alert.kind}: {alert.message}")
-            self._lines.console.print(Text(text))
+            say(self._lines.console, one_line(f"warning: step {alert.step} {alert.kind}: {alert.message}"))
 
     def close(self) -> None:
         """Gives the terminal back and leaves the last panel on it; a second call does nothing."""
@@ -110,25 +110,18 @@ def _inert(record: Record) -> Record:
     """The record with texts that can be printed: one that was read from a file may hold anything."""
     match record:
         case RunInfo():
-            features = tuple(
-                Feature(
-                    name=one_line(item.name),
-                    asked=one_line(item.asked),
-                    used=one_line(item.used),
-                    why=one_line(item.why),
-                )
-                for item in record.features
-            )
-            names = ("flatout", "torch", "device", "folder", "family", "tokenizer")
-            texts: dict[str, str] = {name: one_line(getattr(record, name)) for name in names}
-            origin = None if record.resumed_from is None else one_line(record.resumed_from)
-            return dataclasses.replace(record, features=features, resumed_from=origin, **texts)
+            return dataclasses.replace(_in_one_line(record), features=tuple(map(_in_one_line, record.features)))
         case CheckpointRecord():
-            return dataclasses.replace(record, path=one_line(record.path))
+            return _in_one_line(record)
         case EndRecord() if record.reason not in ENDINGS:
             return NoticeRecord(step=record.step, message=one_line(f"ended at step {record.step}: {record.reason}"))
         case _:
             return record
+
+
+def _in_one_line(record: Any) -> Any:
+    texts = {name: one_line(text) for name, text in vars(record).items() if isinstance(text, str)}
+    return dataclasses.replace(record, **texts)
 
 
 @final

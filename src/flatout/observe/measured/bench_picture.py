@@ -12,23 +12,15 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flatout.observe.human import printable
 from flatout.observe.measured.bench_table import headline, rough_rungs, short_reason, titles, total_lines
-from flatout.observe.picture import write_picture
+from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, TEAL, Axes, Figure, new_figure, write_picture
 from flatout.records import BenchRow
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_WIDTH, _DPI = 13.0, 110
 _ROW, _TOP, _BOTTOM = 0.27, 1.25, 0.75  # inches
-_INK, _FAINT, _RED = "#22272e", "#6e7781", "#c0392b"
-_COLOURS = {"ladder": "#2f6db5", "without": "#7f8c9b", "extra": "#3a9d8f"}
+_COLOURS = {"ladder": BLUE, "without": "#7f8c9b", "extra": TEAL}
 _CLAIM, _CLAIM_EDGE = "#f6d9b0", "#e08a1e"
-_SMALL = 9.0
 _HEIGHT = 0.66  # of a bar, in rows
 
 
@@ -50,14 +42,10 @@ def draw_bench(
     write_picture(path, lambda: _figure(rows, ladder), overwrite=overwrite)
 
 
-def _figure(rows: Sequence[BenchRow], ladder: Sequence[str]) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def _figure(rows: Sequence[BenchRow], ladder: Sequence[str]) -> Figure:
     lines = _lines(rows, ladder)
     height = _TOP + _BOTTOM + _ROW * max(len(lines), 3)
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13.0, height, dpi=110)
     bottom, tall = _BOTTOM / height, 1 - (_TOP + _BOTTOM) / height
     speed = figure.add_axes((0.17, bottom, 0.36, tall))
     gain = figure.add_axes((0.545, bottom, 0.235, tall))
@@ -65,11 +53,11 @@ def _figure(rows: Sequence[BenchRow], ladder: Sequence[str]) -> "Figure":
         axes.set_ylim(max(len(lines), 3) - 0.4, -0.6)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        axes.tick_params(axis="x", labelsize=_SMALL, colors=_FAINT)
+        axes.tick_params(axis="x", labelsize=SMALL, colors=FAINT)
     if rows:
-        figure.text(0.012, 1 - 0.32 / height, "What each switch is worth", size=15, weight="bold", color=_INK)
-        figure.text(0.012, 1 - 0.58 / height, printable(headline(rows)), size=_SMALL, color=_FAINT)
-        figure.text(0.012, 1 - 0.80 / height, "; ".join(total_lines(rows, ladder)), size=10.5, color=_INK)
+        figure.text(0.012, 1 - 0.32 / height, "What each switch is worth", size=15, weight="bold", color=INK)
+        figure.text(0.012, 1 - 0.58 / height, printable(headline(rows)), size=SMALL, color=FAINT)
+        figure.text(0.012, 1 - 0.80 / height, "; ".join(total_lines(rows, ladder)), size=10.5, color=INK)
     _draw_speeds(speed, lines)
     _draw_gains(gain, lines)
     return figure
@@ -84,27 +72,27 @@ def _lines(rows: Sequence[BenchRow], ladder: Sequence[str]) -> list[BenchRow | s
     return lines
 
 
-def _draw_speeds(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
-    axes.set_title("tokens per second", size=10, color=_INK, loc="left")
+def _draw_speeds(axes: Axes, lines: Sequence[BenchRow | str]) -> None:
+    axes.set_title("tokens per second", size=10, color=INK, loc="left")
     axes.set_yticks(range(len(lines)))
-    axes.set_yticklabels(["" if isinstance(line, str) else line.rung for line in lines], size=_SMALL, color=_INK)
+    axes.set_yticklabels(["" if isinstance(line, str) else line.rung for line in lines], size=SMALL, color=INK)
     most = max((row.tokens_per_second or 0.0 for row in lines if not isinstance(row, str)), default=0.0) or 1.0
     axes.set_xlim(0, 1.38 * most)  # room for the words at the end of the longest bar
     axes.xaxis.set_major_formatter(_thousands)
     for place, row in enumerate(lines):
         if isinstance(row, str):
-            axes.text(0, place + 0.15, row, size=_SMALL, weight="bold", color=_FAINT, va="center")
+            axes.text(0, place + 0.15, row, size=SMALL, weight="bold", color=FAINT, va="center")
         elif row.tokens_per_second is None:
             words = f"{row.status.replace('_', ' ')}: {short_reason(row, 42)}"
-            axes.text(0.01 * most, place, words, size=8, color=_RED, va="center")
+            axes.text(0.01 * most, place, words, size=8, color=RED, va="center")
         else:
             axes.barh(place, row.tokens_per_second, _HEIGHT, color=_COLOURS[row.group])
             factor = "" if row.factor is None else f"  {row.factor:.{1 if row.factor >= 10 else 2}f}\u00d7"
             words = f"{row.tokens_per_second:,.0f}{factor}"
-            axes.text(row.tokens_per_second + 0.012 * most, place, words, size=8, color=_INK, va="center")
+            axes.text(row.tokens_per_second + 0.012 * most, place, words, size=8, color=INK, va="center")
 
 
-def _draw_gains(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
+def _draw_gains(axes: Axes, lines: Sequence[BenchRow | str]) -> None:
     rows = [row for row in lines if not isinstance(row, str)]
     rough = rough_rungs(rows)
     gains = [row.gain for row in rows if row.gain is not None]
@@ -112,47 +100,38 @@ def _draw_gains(axes: "Axes", lines: Sequence[BenchRow | str]) -> None:
     low, high = min([0.75, *gains, *claims]), max([2.0, *gains, *claims])
     claimed = any(row.claim for row in rows)
     title = "gain of the switch, and the guides' claim (pale)" if claimed else "gain of the switch"
-    axes.set_title(title, size=10, color=_INK, loc="left")
+    axes.set_title(title, size=10, color=INK, loc="left")
     axes.set_xscale("log")
     axes.set_xlim(low / 1.1, high * 1.1)
     marks = (0.1, 0.2, 0.5, 1, 2, 4, 8, 16, 32, 64) if high / low > 4 else (0.5, 0.75, 1, 1.5, 2, 3)
     ticks = [mark for mark in marks if low / 1.1 <= mark <= high * 1.1]
-    axes.set_xticks(ticks, [_times(tick) for tick in ticks])
+    axes.set_xticks(ticks, [f"{tick:g}\u00d7" for tick in ticks])
     axes.set_xticks([], minor=True)
     axes.set_yticks([])
-    axes.axvline(1.0, color=_INK, linewidth=0.8)
+    axes.axvline(1.0, color=INK, linewidth=0.8)
     for place, row in enumerate(lines):
         if isinstance(row, str) or not _drawn(row):
             continue
         if row.claim_low is not None and row.claim_high is not None:
-            left, right = min(row.claim_low, row.claim_high), max(row.claim_low, row.claim_high)
+            left, right = sorted((row.claim_low, row.claim_high))
             if right / left < 1.01:
                 left, right = left / 1.006, right * 1.006  # one figure, not a range: still visible
             axes.barh(
                 place, right - left, _HEIGHT + 0.16, left=left, color=_CLAIM, edgecolor=_CLAIM_EDGE, linewidth=0.6
             )
-        if row.gain is not None:
-            start, width = min(1.0, row.gain), abs(row.gain - 1.0)
-            colour = _COLOURS[row.group] if row.gain >= 0.995 else _RED
-            axes.barh(place, width, 0.36, left=start, color=colour, zorder=3)
         # In columns at the panel's right edge, where no bar can run into them.
         beside = axes.get_yaxis_transform()
         if row.gain is not None:
+            bar, ink = (_COLOURS[row.group], INK) if row.gain >= 0.995 else (RED, RED)
+            axes.barh(place, abs(row.gain - 1.0), 0.36, left=min(1.0, row.gain), color=bar, zorder=3)
             words = f"{'~' if row.rung in rough else ''}{row.gain:.2f}\u00d7"
-            colour = _INK if row.gain >= 0.995 else _RED
-            axes.text(
-                1.14, place, words, size=8, weight="bold", color=colour, va="center", ha="right", transform=beside
-            )
-        axes.text(1.17, place, row.claim, size=8, color=_FAINT, va="center", transform=beside)
+            axes.text(1.14, place, words, size=8, weight="bold", color=ink, va="center", ha="right", transform=beside)
+        axes.text(1.17, place, row.claim, size=8, color=FAINT, va="center", transform=beside)
 
 
 def _drawn(row: BenchRow) -> bool:
     """The baseline has no gain, and nobody claimed anything of it."""
     return row.gain is not None or bool(row.claim)
-
-
-def _times(value: float) -> str:
-    return f"{value:g}\u00d7"
 
 
 def _thousands(value: float, _place: object) -> str:

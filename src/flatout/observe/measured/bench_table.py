@@ -4,15 +4,14 @@ Contract: what is still going on goes to stderr, the table to stdout; a rung wit
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.console import Console as RichConsole
-from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
 from flatout.observe.human import human_count, printable
-from flatout.observe.terminal import Terminal
+from flatout.observe.terminal import Terminal, say
 from flatout.records import BenchProgress, BenchRow
 
 TITLES = {
@@ -25,19 +24,18 @@ _STYLES = {"green": "green", "red": "bold red", "out_of_memory": "yellow", "fail
 _WORDS = {"out_of_memory": "no memory"}
 ROUGH = 0.25  # a spread from which on a gain is marked: its steps lie too far apart to say much
 CLAIMS_PAGE = "docs/from-the-guides.md"
-_NARROWEST = 132  # columns where nobody watches: a file has no right margin
 
 
 class BenchReader:
     """Says which rung is being measured, and what came of it as soon as it is known."""
 
     def __init__(self) -> None:
-        self.console = Terminal(stderr=True, highlight=False)
-        self.status: Status | None = None
+        self.console = Terminal(sys.stderr)
+        self.status = self.console.status("")
         self.place = BenchProgress(0, 0, "", "")
 
     def notice(self, message: str) -> None:
-        self.console.print(Text(printable(message), "dim"), soft_wrap=True)
+        say(self.console, message, "dim")
 
     def progress(self, place: BenchProgress) -> None:
         self.place = place
@@ -46,14 +44,11 @@ class BenchReader:
             held = "the rung is" if place.total == 1 else f"all {place.total} rungs are"
             words = f"the reference that {held} held against"
         line = f"{_number(place)} {words}"
-        if not self.console.is_terminal:
-            if place.phase != "timing":  # one line a rung is enough in a file
-                self.console.print(Text(line), soft_wrap=True)
-            return
-        if self.status is None:
-            self.status = self.console.status(line)
+        if self.console.is_terminal:
+            self.status.update(Text(line))
             self.status.start()
-        self.status.update(Text(line))
+        elif place.phase != "timing":  # one line a rung is enough in a file
+            say(self.console, line)
 
     def row(self, row: BenchRow) -> None:
         if row.status == "absent":  # the table lists them together
@@ -68,9 +63,7 @@ class BenchReader:
         self.console.print(words, soft_wrap=True)
 
     def close(self) -> None:
-        if self.status is not None:
-            self.status.stop()
-            self.status = None
+        self.status.stop()
 
 
 def _number(place: BenchProgress) -> str:
@@ -89,28 +82,24 @@ def print_bench(
     """
     if not rows:
         return
-    console = console or Terminal(highlight=False, file=sys.stdout)
-    if not console.is_terminal:
-        console.width = max(console.width, _NARROWEST)
-    console.print(Text(printable(headline(rows)), "bold"), soft_wrap=True)
+    console = console or Terminal(width_of_files=132)
+    say(console, headline(rows), "bold")
     measured = [row for row in rows if row.status != "absent"]
     rough = rough_rungs(rows)
     for group, title in titles(rows, ladder).items():
         part = [row for row in measured if row.group == group]
         if part:
-            console.print("")
-            console.print(Text(title))
+            console.print(Text(f"\n{title}"))
             with_mfu = any(row.mfu is not None for row in measured)
             console.print(_table(part, rough, with_mfu=with_mfu, with_claims=bool(promised)))
             for row in part:
                 if row.reason:
-                    console.print(Text(f"  {row.rung}: {short_reason(row, 200)}", "dim"), soft_wrap=True)
+                    say(console, f"  {row.rung}: {short_reason(row, 200)}", "dim")
     missing = [row for row in rows if row.status == "absent"]
     if missing:
-        console.print("")
-        console.print(Text("not measured"))
+        console.print(Text("\nnot measured"))
         for row in missing:
-            console.print(Text(printable(f"  {row.rung:<24}{row.reason}"), "dim"), soft_wrap=True)
+            say(console, f"  {row.rung:<24}{row.reason}", "dim")
     console.print("")
     lines = total_lines(rows, ladder)
     if rough:
@@ -120,7 +109,7 @@ def print_bench(
     if promised and measured:
         lines.append(f"the guides promise {'; '.join(promised)} of everything together ({CLAIMS_PAGE})")
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        say(console, line)
 
 
 def headline(rows: Sequence[BenchRow]) -> str:
@@ -176,7 +165,8 @@ def total_lines(rows: Sequence[BenchRow], names: Sequence[str] = ()) -> list[str
             f"from the baseline to {end}: {top.factor:.1f} times "
             f"({base.tokens_per_second:,.0f} to {top.tokens_per_second:,.0f} tokens/s)"
         )
-    fastest = max((row for row in rows if row.tokens_per_second is not None), key=_speed, default=None)
+    measured = [row for row in rows if row.tokens_per_second]
+    fastest = max(measured, key=lambda row: row.tokens_per_second or 0.0, default=None)
     if fastest is not None and ladder and fastest is not ladder[-1]:
         lines.append(f"the fastest rung is {fastest.rung}: {fastest.tokens_per_second:,.0f} tokens/s")
     again = next((row.gain for row in rows if row.rung == "full-again" and row.gain is not None), None)
@@ -190,46 +180,36 @@ def total_lines(rows: Sequence[BenchRow], names: Sequence[str] = ()) -> list[str
     return lines
 
 
-def _speed(row: BenchRow) -> float:
-    return row.tokens_per_second or 0.0
-
-
 def _table(rows: Sequence[BenchRow], rough: set[str], *, with_mfu: bool, with_claims: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("rung", overflow="fold")
-    columns = [
-        "parity",
-        "tokens/s",
-        "ms",
-        "spread",
-        *(["MFU"] if with_mfu else []),
-        "peak GiB",
-        "compile s",
-        "gain",
-        "factor",
-    ]
-    for name in columns:
+    columns = {name: cell for name, cell in _CELLS.items() if with_mfu or name != "MFU"}
+    for name in ("parity", *columns):
         table.add_column(name, justify="right", overflow="fold")
     if with_claims:
         table.add_column("guides claim", overflow="fold")
     for row in rows:
-        parity = "-" if row.parity is None else f"{row.parity:.1e}"
-        status = Text(f"{_WORDS.get(row.status, row.status)} {parity}", _STYLES[row.status])
-        if row.tokens_per_second is None:
-            cells = ["-"] * (len(columns) - 1)
-        else:
-            cells = [
-                f"{row.tokens_per_second:,.0f}",
-                f"{row.milliseconds:,.1f}",
-                _or_dash(row.spread, "{:.1%}"),
-                *([_or_dash(row.mfu, "{:.1%}")] if with_mfu else []),
-                _or_dash(None if row.peak_bytes is None else row.peak_bytes / 2**30, "{:.2f}"),
-                _or_dash(row.compile_seconds or None, "{:.1f}"),
-                ("~" if row.rung in rough else "") + _or_dash(row.gain, "{:.2f}x"),
-                _or_dash(row.factor, "{:.2f}x"),
-            ]
-        table.add_row(row.rung, status, *cells, *([row.claim] if with_claims else []))
+        status = f"{_WORDS.get(row.status, row.status)} {_or_dash(row.parity, '{:.1e}')}"
+        told = dict.fromkeys(columns, "-")
+        if row.tokens_per_second is not None:
+            told = {name: _or_dash(value(row), form) for name, (value, form) in columns.items()}
+            told["gain"] = ("~" if row.rung in rough else "") + told["gain"]
+        claim = [row.claim] if with_claims else []
+        table.add_row(row.rung, Text(status, _STYLES[row.status]), *told.values(), *claim)
     return table
+
+
+# The columns of a rung that has a speed: value and form.
+_CELLS: dict[str, tuple[Callable[[BenchRow], float | None], str]] = {
+    "tokens/s": (lambda row: row.tokens_per_second, "{:,.0f}"),
+    "ms": (lambda row: row.milliseconds, "{:,.1f}"),
+    "spread": (lambda row: row.spread, "{:.1%}"),
+    "MFU": (lambda row: row.mfu, "{:.1%}"),
+    "peak GiB": (lambda row: None if row.peak_bytes is None else row.peak_bytes / 2**30, "{:.2f}"),
+    "compile s": (lambda row: row.compile_seconds or None, "{:.1f}"),
+    "gain": (lambda row: row.gain, "{:.2f}x"),
+    "factor": (lambda row: row.factor, "{:.2f}x"),
+}
 
 
 def short_reason(row: BenchRow, most: int = 110) -> str:

@@ -14,7 +14,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console as RichConsole
@@ -22,21 +22,16 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from flatout.observe.human import human_bytes, human_count, printable
-from flatout.observe.picture import drawable, shortened, write_picture
+from flatout.observe import picture
+from flatout.observe.human import human_bytes, human_count, many, printable
+from flatout.observe.picture import BLUE, FAINT, INK, LINE, ORANGE, RED, Axes, Figure, drawable, shortened
 from flatout.observe.terminal import Terminal
 from flatout.records import DataSummary, TokenCount
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_WIDTH, _HEIGHT, _DPI = 13.0, 8.0, 120
+_WIDTH, _HEIGHT = 13.0, 8.0
 _SANS, _MONOSPACE = "DejaVu Sans", "DejaVu Sans Mono"  # both come with matplotlib
 _LEFT = 0.065
 _SMALL = 9.5
-_INK, _FAINT = "#22272e", "#6e7781"
-_BLUE, _LIGHT_BLUE, _ORANGE, _RED = "#2f6db5", "#8fb8de", "#e08a1e", "#c0392b"
 _MOST_REASONS = 9
 _MOST_TOKENS = 20
 _LONGEST_TOKEN = 16
@@ -49,16 +44,12 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 def draw_data(summary: DataSummary, path: str | Path, *, overwrite: bool = False) -> None:
     """Write the picture of a dataset to `path`, as PNG or SVG by its suffix."""
-    write_picture(path, lambda: _figure(summary), overwrite=overwrite)
+    picture.write_picture(path, lambda: _figure(summary), overwrite=overwrite)
 
 
-def _figure(summary: DataSummary) -> "Figure":
+def _figure(summary: DataSummary) -> Figure:
     """The figure, not yet written; it belongs to no window and to no global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=_DPI, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = picture.new_figure(_WIDTH, _HEIGHT)
     _draw_header(figure, summary)
     _draw_lengths(_panel(figure, "How long the documents are", (_LEFT, 0.5, 0.55, 0.305)), summary)
     _draw_records(_panel(figure, "Where the records went", (_LEFT, 0.135, 0.55, 0.245)), summary)
@@ -69,7 +60,7 @@ def _figure(summary: DataSummary) -> "Figure":
 
 def print_data(summary: DataSummary, console: RichConsole | None = None) -> None:
     """Show a dataset on the terminal."""
-    console = console or Terminal(highlight=False)
+    console = console or Terminal()
     for part in (_about, _splits_and_lengths, _about_records, _about_tokens, _about_samples):
         for item in part(console, summary):
             console.print(item)
@@ -83,12 +74,12 @@ def _facts(summary: DataSummary) -> list[str]:
     )
     unused = "all used" if not summary.unused_ids else f"{summary.unused_ids:,} never used"
     return [
-        _many(tokens, "token"),
-        _many(documents, "document"),
+        many(tokens, "token"),
+        many(documents, "document"),
         f"{human_bytes(text_bytes)} of text",
         f"{text_bytes / tokens:.2f} bytes per token",
-        f"tokenizer {summary.tokenizer} ({_many(summary.vocab, 'id')}, {unused})",
-        f"{_many(shards, 'shard')} of {summary.dtype}, {human_bytes(disk)}",
+        f"tokenizer {summary.tokenizer} ({many(summary.vocab, 'id')}, {unused})",
+        f"{many(shards, 'shard')} of {summary.dtype}, {human_bytes(disk)}",
     ]
 
 
@@ -112,18 +103,18 @@ def _side_notes(summary: DataSummary) -> list[str]:
     report = summary.report
     if report is None:
         return ["This dataset was made without a report, so what was dropped is not known."]
-    notes = [f"{_many(report['records'], 'record')} from {_many(report['files'], 'file')}"]
+    notes = [f"{many(report['records'], 'record')} from {many(report['files'], 'file')}"]
     notes[0] += f", {human_bytes(report['input_bytes'])}"
     if not report["damaged"] and not any(report["dropped"].values()):
         notes.append("nothing was dropped")
     if report["problem_count"]:
-        notes.append(f"{_many(report['problem_count'], 'problem')} in problems.jsonl")
+        notes.append(f"{many(report['problem_count'], 'problem')} in problems.jsonl")
     if report["replaced_characters"]:
         notes.append(f"{report['replaced_characters']:,} invalid byte sequences replaced")
     if report["passed_over"]:
         others = sorted(report["passed_over"].items(), key=lambda pair: (-pair[1], pair[0]))
         words = [f"{count:,} {_one_line(kind)[:12] or 'without suffix'}" for kind, count in others[:4]]
-        words += [_many(len(others) - 4, "other type")] if len(others) > 4 else []
+        words += [many(len(others) - 4, "other type")] if len(others) > 4 else []
         notes.append(f"files passed over: {', '.join(words)}")
     return notes
 
@@ -131,12 +122,12 @@ def _side_notes(summary: DataSummary) -> list[str]:
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def _draw_header(figure: "Figure", summary: DataSummary) -> None:
+def _draw_header(figure: Figure, summary: DataSummary) -> None:
     name = Path(summary.folder).name or summary.folder
     facts = _facts(summary)
-    figure.text(_LEFT, 0.955, shortened(drawable(name), 70), size=17, weight="bold", color=_INK, va="center")
-    figure.text(_LEFT, 0.915, "   ·   ".join(facts[:4]), size=11.5, color=_INK, va="center")
-    figure.text(_LEFT, 0.885, "   ·   ".join([*facts[4:], *_window_words(summary)]), size=10, color=_FAINT, va="center")
+    figure.text(_LEFT, 0.955, shortened(drawable(name), 70), size=17, weight="bold", color=INK, va="center")
+    figure.text(_LEFT, 0.915, "   ·   ".join(facts[:4]), size=11.5, color=INK, va="center")
+    figure.text(_LEFT, 0.885, "   ·   ".join([*facts[4:], *_window_words(summary)]), size=10, color=FAINT, va="center")
 
 
 def _window_words(summary: DataSummary) -> list[str]:
@@ -144,11 +135,11 @@ def _window_words(summary: DataSummary) -> list[str]:
     if train is None or train.windows is None or train.remainder is None:
         return []
     return [
-        f"{_many(train.windows, 'window')} of {summary.context:,} tokens, {_many(train.remainder, 'token')} left over"
+        f"{many(train.windows, 'window')} of {summary.context:,} tokens, {many(train.remainder, 'token')} left over"
     ]
 
 
-def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
+def _draw_lengths(axes: Axes, summary: DataSummary) -> None:
     documents, tokens = _by_length(summary)
     edges = _drawn_edges(summary.splits[0].edges)
     widths = [math.log(high / low) for low, high in itertools.pairwise(edges)]
@@ -158,8 +149,8 @@ def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
         for counts in (documents, tokens)
     ]
     highest = max(*heights[0], *heights[1])
-    axes.stairs(heights[0], edges, fill=True, color=_LIGHT_BLUE, label="documents")
-    axes.stairs(heights[1], edges, color=_ORANGE, linewidth=1.8, baseline=None, label="tokens in them")
+    axes.stairs(heights[0], edges, fill=True, color="#8fb8de", label="documents")
+    axes.stairs(heights[1], edges, color=ORANGE, linewidth=1.8, baseline=None, label="tokens in them")
     axes.set_xscale("log")
     margin = 1.06 if len(widths) > 1 else 4.0
     axes.set_xlim(edges[0] / margin, edges[-1] * margin)
@@ -169,29 +160,27 @@ def _draw_lengths(axes: "Axes", summary: DataSummary) -> None:
     _mark(axes, summary.splits[0].quantiles["50%"], "median {:,}", 1.23 * highest)
     if summary.context is not None:
         _mark(axes, summary.context, "context {:,}", 1.11 * highest)
-    axes.set_xlabel("tokens in a document", size=10, color=_INK, labelpad=5)
-    axes.set_ylabel("% in a bar", size=10, color=_INK)
+    axes.set_xlabel("tokens in a document", size=10, color=INK, labelpad=5)
+    axes.set_ylabel("% in a bar", size=10, color=INK)
     _set_length_ticks(axes)
     axes.grid(axis="y", color="#e6e8eb", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.legend(
         loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=2, frameon=False, fontsize=10, borderaxespad=0.2,
-        labelcolor=_INK, handlelength=1.4, columnspacing=1.4,
+        labelcolor=INK, handlelength=1.4, columnspacing=1.4,
     )  # fmt: skip
     _tidy(axes, keep=("left", "bottom"))
 
 
-def _mark(axes: "Axes", length: int, words: str, height: float) -> None:
+def _mark(axes: Axes, length: int, words: str, height: float) -> None:
     """A vertical line at a length, with its name on the side where there is more room."""
     low, high = axes.get_xlim()
     if not low <= length <= high:
         return
     right = length < math.sqrt(low * high)
-    axes.plot([length, length], [0, height * 1.03], color=_INK, linewidth=1, linestyle=(0, (4, 3)))
+    axes.plot([length, length], [0, height * 1.03], color=INK, linewidth=1, linestyle=(0, (4, 3)))
     place = length * (high / low) ** (0.008 if right else -0.008)
-    axes.text(
-        place, height, words.format(length), size=_SMALL, color=_INK, va="center", ha="left" if right else "right"
-    )
+    axes.text(place, height, words.format(length), size=_SMALL, color=INK, va="center", ha="left" if right else "right")
 
 
 def _by_length(summary: DataSummary) -> tuple[list[int], list[int]]:
@@ -209,7 +198,7 @@ def _drawn_edges(edges: Sequence[int]) -> list[float]:
     return [middle / 1.15, middle * 1.15]
 
 
-def _set_length_ticks(axes: "Axes") -> None:
+def _set_length_ticks(axes: Axes) -> None:
     from matplotlib.ticker import NullLocator
 
     low, high = axes.get_xlim()
@@ -224,50 +213,34 @@ def _set_length_ticks(axes: "Axes") -> None:
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def _draw_records(axes: "Axes", summary: DataSummary) -> None:
+def _draw_records(axes: Axes, summary: DataSummary) -> None:
     from matplotlib.transforms import blended_transform_factory
 
     notes = [drawable(note) for note in _side_notes(summary)]
     rows = _where_records_went(summary.report) if summary.report is not None else []
     total = sum(count for _, count, _ in rows) or 1
-    colours = {"kept": _BLUE, "dropped": _ORANGE, "damaged": _RED}
-    _bars(
-        axes,
-        [shortened(drawable(what), _LONGEST_REASON) for what, _, _ in rows],
-        [count for _, count, _ in rows],
-        [f"{count:,}   {_percent(count / total)}" for _, count, _ in rows],
-        [colours[kind] for _, _, kind in rows],
-        least_rows=6,
-    )
+    colours = {"kept": BLUE, "dropped": ORANGE, "damaged": RED}
+    bars = [
+        (shortened(drawable(what), _LONGEST_REASON), count, f"{count:,}   {_percent(count / total)}", colours[kind])
+        for what, count, kind in rows
+    ]
+    _draw_bars(axes, bars, least_rows=6)
     lines = _wrapped(notes, "   ·   ", 0.55 * _WIDTH)
     below = blended_transform_factory(axes.figure.transFigure, axes.transData)
     place = max(len(rows), 0.2) - 0.35
-    axes.text(_LEFT, place, "\n".join(lines), transform=below, size=_SMALL, color=_FAINT, va="top", linespacing=1.5)
+    axes.text(_LEFT, place, "\n".join(lines), transform=below, size=_SMALL, color=FAINT, va="top", linespacing=1.5)
 
 
-def _draw_tokens(axes: "Axes", tokens: Sequence[TokenCount]) -> None:
-    _bars(
-        axes,
-        [shortened(drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens],
-        [token.count for token in tokens],
-        [_percent(token.share) for token in tokens],
-        [_BLUE] * len(tokens),
-        least_rows=_MOST_TOKENS,
-        family=_MONOSPACE,
-    )
+def _draw_tokens(axes: Axes, tokens: Sequence[TokenCount]) -> None:
+    labels = [shortened(drawable(_token_label(token), _MONOSPACE), _LONGEST_LABEL) for token in tokens]
+    bars = [(label, token.count, _percent(token.share), BLUE) for label, token in zip(labels, tokens, strict=True)]
+    _draw_bars(axes, bars, least_rows=_MOST_TOKENS, family=_MONOSPACE)
 
 
-def _bars(
-    axes: "Axes",
-    labels: list[str],
-    values: list[int],
-    texts: list[str],
-    colours: list[str],
-    *,
-    least_rows: int,
-    family: str = _SANS,
-) -> None:
-    """Horizontal bars from the top down, each with its name before it and its text at its end, within the axes' box."""
+def _draw_bars(axes: Axes, bars: Sequence[tuple[str, int, str, str]], *, least_rows: int, family: str = _SANS) -> None:
+    """Horizontal bars from the top down within the axes' box: name before it, value, text at its end, and colour."""
+    labels, values = [label for label, _, _, _ in bars], [value for _, value, _, _ in bars]
+    texts, colours = [text for _, _, text, _ in bars], [colour for _, _, _, colour in bars]
     box = axes.get_position()
     left = max((_inches(label, family) for label in labels), default=0.0) / _WIDTH + 0.008
     right = max((_inches(text, _SANS) for text in texts), default=0.0) / _WIDTH + 0.008
@@ -278,25 +251,25 @@ def _bars(
     axes.barh(places, values, height=0.68, color=colours)
     for place, value, text in zip(places, values, texts, strict=True):
         axes.annotate(
-            text, (value, place), (5, 0), textcoords="offset points", size=_SMALL, color=_INK, va="center_baseline"
+            text, (value, place), (5, 0), textcoords="offset points", size=_SMALL, color=INK, va="center_baseline"
         )
-    axes.set_yticks(list(places), labels, size=_SMALL, color=_INK, family=family)
+    axes.set_yticks(list(places), labels, size=_SMALL, color=INK, family=family)
     axes.set_ylim(max(len(values), least_rows) - 0.4, -0.6)
     axes.set_xticks([])
     _tidy(axes, keep=())
 
 
-def _panel(figure: "Figure", name: str, box: tuple[float, float, float, float]) -> "Axes":
+def _panel(figure: Figure, name: str, box: tuple[float, float, float, float]) -> Axes:
     """Axes in `box` (left, bottom, width, height, as shares of the figure) with a name above."""
-    figure.text(box[0], box[1] + box[3] + 0.016, name, size=12.5, weight="bold", color=_INK)
+    figure.text(box[0], box[1] + box[3] + 0.016, name, size=12.5, weight="bold", color=INK)
     return figure.add_axes(box)
 
 
-def _tidy(axes: "Axes", keep: tuple[str, ...]) -> None:
+def _tidy(axes: Axes, keep: tuple[str, ...]) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in keep)
-        spine.set_color("#b6bcc3")
-    axes.tick_params(length=0 if not keep else 3, color="#b6bcc3", labelcolor=_INK, labelsize=_SMALL)
+        spine.set_color(LINE)
+    axes.tick_params(length=0 if not keep else 3, color=LINE, labelcolor=INK, labelsize=_SMALL)
 
 
 def _inches(text: str, family: str) -> float:
@@ -407,7 +380,7 @@ def _about_tokens(console: RichConsole, summary: DataSummary) -> Iterator[Render
 def _about_samples(console: RichConsole, summary: DataSummary) -> Iterator[RenderableType]:
     for sample in summary.samples:
         yield ""
-        yield Text(f"{sample.split} document {sample.document:,}, {_many(sample.tokens, 'token')}", "bold")
+        yield Text(f"{sample.split} document {sample.document:,}, {many(sample.tokens, 'token')}", "bold")
         yield _text(console, _one_line(sample.text) + ("..." if sample.cut else ""))
 
 
@@ -432,10 +405,6 @@ def _speaks_unicode(console: RichConsole) -> bool:
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _percent(share: float) -> str:

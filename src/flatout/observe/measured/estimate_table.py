@@ -12,8 +12,8 @@ from typing import Any, TextIO
 from rich.table import Table
 from rich.text import Text
 
-from flatout.observe.human import human_bytes, human_count, human_seconds, printable
-from flatout.observe.terminal import Terminal
+from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
+from flatout.observe.terminal import Terminal, say
 from flatout.records import RunInfo
 
 SKIPPED = 4  # first steps of a run, which compile and warm up
@@ -22,15 +22,11 @@ FEWEST = 3  # steps after those that a sentence needs
 
 def print_estimate(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """The whole sheet, to stdout unless told otherwise."""
-    console = Terminal(file=stream, highlight=False)
-    if not console.is_terminal:  # a file or pipe has no edge at which to cut
-        console.width = 160
+    console = Terminal(stream, width_of_files=160)
     shape = f"{body['micro_batch']} x {body['context']} x {body['accumulation']}"
-    steps = f"{_count(body['steps'])} steps of {body['batch_tokens']:,} tokens ({shape})"
-    console.print(
-        Text(printable(f"{body['config']}: {steps}, on {body['device']}, torch {body['torch']}")), width=10000
-    )
-    console.print(Text(printable(f"data: {body['data']}")), soft_wrap=True)
+    steps = f"{body['steps']['value']:,.0f} steps of {body['batch_tokens']:,} tokens ({shape})"
+    say(console, f"{body['config']}: {steps}, on {body['device']}, torch {body['torch']}")
+    say(console, f"data: {body['data']}")
     console.print()
     sheet = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     sheet.add_column(no_wrap=True)
@@ -44,7 +40,7 @@ def print_estimate(body: Mapping[str, Any], stream: TextIO | None = None) -> Non
     console.print(Text("memory of a step by micro-batch and context, estimated"), style="bold")
     console.print(_memory_table(body))
     for line in _closing(body):
-        console.print(Text(printable(line)), soft_wrap=True)
+        say(console, line)
 
 
 def _rows(body: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
@@ -65,13 +61,15 @@ def _rows(body: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
         rows.append(_row("  of the card's peak", body["mfu"], lambda value: f"{100 * value:.1f}%"))
     rows.append(_row("tokens", body["tokens"], human_count))
     rows.append(_row("  epochs", body["epochs"], lambda value: f"{value:.2f}"))
-    rows.append(_row("  per parameter", body["tokens_per_parameter"], lambda value: f"{value:.2f}", _parameters(body)))
+    parameters = f"{body['parameters']['value']:,.0f} parameters"
+    rows.append(_row("  per parameter", body["tokens_per_parameter"], lambda value: f"{value:.2f}", parameters))
     have = "" if body["device_bytes"] is None else f"of {human_bytes(body['device_bytes'])}"
     rows.append(_row("peak memory", body["peak_measured"], human_bytes, have))
     rows.append(_row("  by formula", body["peak_estimate"], human_bytes))
     rows.append(_row("checkpoint", body["checkpoint_bytes"], human_bytes))
     rows.append(_row("  on disk at most", body["disk_bytes"], human_bytes))
-    rows.append(_row("energy", body["kilowatt_hours"], lambda value: f"{value:.3g} kWh", _watts(body)))
+    watts = "" if body["watts"]["value"] is None else f"{body['watts']['value']:.0f} W"
+    rows.append(_row("energy", body["kilowatt_hours"], lambda value: f"{value:.3g} kWh", watts))
     price = "" if body["price"] is None else f"at {body['price']:g} per hour"
     rows.append(_row("cost", body["cost"], lambda value: f"{value:,.2f}", price))
     return rows
@@ -81,14 +79,6 @@ def _row(name: str, figure: Mapping[str, Any], form: Any, note: str = "") -> tup
     value = figure["value"]
     notes = [note, figure["note"]] if value is not None else [figure["note"] or note]
     return name, "-" if value is None else form(value), figure["how"], ", ".join(word for word in notes if word)
-
-
-def _parameters(body: Mapping[str, Any]) -> str:
-    return f"{body['parameters']['value']:,.0f} parameters"
-
-
-def _watts(body: Mapping[str, Any]) -> str:
-    return "" if body["watts"]["value"] is None else f"{body['watts']['value']:.0f} W"
 
 
 def _memory_table(body: Mapping[str, Any]) -> Table:
@@ -101,13 +91,10 @@ def _memory_table(body: Mapping[str, Any]) -> Table:
     for context in sorted({context for context, _ in cells}):
         row = [Text(f"{context:,}")]
         for size in sizes:
-            cell = cells.get((context, size))
-            if cell is None:
-                row.append(Text("-"))
-                continue
-            mark = "* " if cell["own"] else "! " if cell["fits"] is False else ""
-            style = "bold" if cell["own"] else "red" if cell["fits"] is False else ""
-            row.append(Text(mark + human_bytes(cell["bytes"]), style=style))
+            mark, style, cell = "", "", cells.get((context, size))
+            if cell is not None and (cell["own"] or cell["fits"] is False):
+                mark, style = ("* ", "bold") if cell["own"] else ("! ", "red")
+            row.append(Text("-" if cell is None else mark + human_bytes(cell["bytes"]), style=style))
         table.add_row(*row)
     return table
 
@@ -115,20 +102,13 @@ def _memory_table(body: Mapping[str, Any]) -> Table:
 def _closing(body: Mapping[str, Any]) -> list[str]:
     own = next((cell for cell in body["table"] if cell["own"]), None)
     rate = "" if own is None or own["tokens_per_second"] is None else f", {own['tokens_per_second']:,.0f} tokens/s"
-    lines = [f"* the config's own{rate}" + ("; ! does not fit" if _some_too_large(body) else "")]
-    lines += [
+    too_large = any(cell["fits"] is False for cell in body["table"])
+    return [
+        f"* the config's own{rate}" + ("; ! does not fit" if too_large else ""),
         "",
         "counted: exact; measured: here, just now; projected: measured, times how often; estimated: by formula",
+        *(f"note: {note}" for note in body["notes"]),
     ]
-    return lines + [f"note: {note}" for note in body["notes"]]
-
-
-def _some_too_large(body: Mapping[str, Any]) -> bool:
-    return any(cell["fits"] is False for cell in body["table"])
-
-
-def _count(figure: Mapping[str, Any]) -> str:
-    return f"{figure['value']:,.0f}"
 
 
 def _seconds(value: float) -> str:
@@ -158,13 +138,13 @@ def expected(step_seconds: Sequence[float], info: RunInfo) -> Expected | None:
     left = max(0, info.steps - info.start_step - len(step_seconds))
     settings = info.config.get("eval", {})  # a run that is read back may have been written by anybody
     every, asked = settings.get("every", 0), settings.get("tokens")
-    per_evaluation = min(info.val_tokens, asked or info.val_tokens) * step / info.batch_tokens / 3
+    per_evaluation = min(info.val_tokens, asked or info.val_tokens) * step / max(info.batch_tokens, 1) / 3
     evaluations = left // every + (1 if left % every else 0) if every else min(left, 1)
     total = left * step + evaluations * per_evaluation
     tokens = info.steps * info.batch_tokens
     return Expected(
         total,
         f"about {human_seconds(total)} to go: {left:,} steps of {_seconds(step)}, measured over {len(counted)}, "
-        f"and {evaluations:,} {'evaluation' if evaluations == 1 else 'evaluations'}; {human_count(tokens)} tokens in "
-        f"all, {tokens / max(info.parameters, 1):.1f} per parameter",
+        f"and {many(evaluations, 'evaluation')}; {human_count(tokens)} tokens in all, "
+        f"{tokens / max(info.parameters, 1):.1f} per parameter",
     )

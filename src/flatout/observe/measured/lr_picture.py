@@ -8,21 +8,13 @@ little above the first loss. Labels never lie on each other: each stands on a li
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.table import Table
-from rich.text import Text
 
 from flatout.observe.human import human_seconds, printable
-from flatout.observe.picture import write_picture
-from flatout.observe.terminal import Terminal
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_INK, _FAINT, _LINE, _CHOSEN = "#22272e", "#6e7781", "#2f6db5", "#c0392b"
-_SMALL = 9.0
+from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, Axes, Figure, new_figure, write_picture
+from flatout.observe.terminal import Terminal, say
 
 
 def draw_rates(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = False) -> None:
@@ -32,9 +24,7 @@ def draw_rates(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = F
 
 def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """The suggestions as a table, the chosen one marked, and in a sentence what was done."""
-    console = Terminal(file=stream, highlight=False)
-    if not console.is_terminal:  # a file or pipe has no edge at which to cut
-        console.width = 160
+    console = Terminal(stream, width_of_files=160)
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("", "suggestion", "rate", "meaning"):
         table.add_column(name, justify="right" if name == "rate" else "left", no_wrap=True)
@@ -45,29 +35,25 @@ def print_rates(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     console.print(table)
     losses = [float(point["loss"]) for point in body["points"]]
     best = min((loss for loss in losses if math.isfinite(loss)), default=math.nan)
-    told = (
+    say(
+        console,
         f"{len(losses)} steps on {body['device']} in {human_seconds(body['seconds'])}, loss {losses[0]:.3f} to "
-        f"{best:.3f} at best; {body['ended']}; the config had {body['before']:g}"
+        f"{best:.3f} at best; {body['ended']}; the config had {body['before']:g}",
     )
-    console.print(Text(printable(told)), soft_wrap=True)
 
 
-def _figure(body: Mapping[str, Any]) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.0, 5.6), dpi=120, facecolor="white")
-    FigureCanvasAgg(figure)
+def _figure(body: Mapping[str, Any]) -> Figure:
+    figure = new_figure(9.0, 5.6)
     axes = figure.add_axes((0.08, 0.11, 0.89, 0.72))
-    figure.text(0.015, 0.945, f"Learning rate: {body['rate']:g}", size=15, weight="bold", color=_INK)
+    figure.text(0.015, 0.945, f"Learning rate: {body['rate']:g}", size=15, weight="bold", color=INK)
     for height, line in zip((0.906, 0.872), _sentences(body), strict=True):
-        figure.text(0.015, height, printable(line), size=_SMALL, color=_FAINT)
+        figure.text(0.015, height, printable(line), size=SMALL, color=FAINT)
     _draw_curve(axes, body)
     _draw_suggestions(axes, body)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=_SMALL, colors=_FAINT)
-    axes.set_xlabel("learning rate", size=10, color=_INK)
-    axes.set_ylabel("training loss", size=10, color=_INK)
+    axes.tick_params(labelsize=SMALL, colors=FAINT)
+    axes.set_xlabel("learning rate", size=10, color=INK)
+    axes.set_ylabel("training loss", size=10, color=INK)
     axes.grid(axis="y", color="#e7eaee", linewidth=0.8)
     axes.set_axisbelow(True)
     return figure
@@ -82,20 +68,20 @@ def _sentences(body: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
-def _draw_curve(axes: "Axes", body: Mapping[str, Any]) -> None:
+def _draw_curve(axes: Axes, body: Mapping[str, Any]) -> None:
     reading = body["reading"]
     points = [(point["rate"], float(point["loss"])) for point in body["points"]]
     points = [(rate, loss) for rate, loss in points if math.isfinite(loss)]
     rates, losses = [rate for rate, _ in points], [loss for _, loss in points]
     smoothed, read = reading["smoothed"], reading["read"]
     axes.set_xscale("log")
-    axes.scatter(rates, losses, s=9, color=_FAINT, alpha=0.45, linewidths=0, label="loss of a step")
-    axes.plot(rates[:read], smoothed[:read], color=_LINE, linewidth=2.2, label="smoothed")
+    axes.scatter(rates, losses, s=9, color=FAINT, alpha=0.45, linewidths=0, label="loss of a step")
+    axes.plot(rates[:read], smoothed[:read], color=BLUE, linewidth=2.2, label="smoothed")
     if read < len(rates):
-        axes.plot(rates[read - 1 :], smoothed[read - 1 :], color=_LINE, linewidth=1.4, alpha=0.35)
+        axes.plot(rates[read - 1 :], smoothed[read - 1 :], color=BLUE, linewidth=1.4, alpha=0.35)
         axes.axvspan(rates[read - 1], rates[-1], color="#f3f4f6", zorder=0)
         axes.text(
-            1.0, 1.01, "grey: risen for good, not read", size=8, color=_FAINT, ha="right", transform=axes.transAxes
+            1.0, 1.01, "grey: risen for good, not read", size=8, color=FAINT, ha="right", transform=axes.transAxes
         )
     low, first = min(smoothed), smoothed[0]
     top = max([first, *(loss for loss in losses[:read])])
@@ -105,17 +91,17 @@ def _draw_curve(axes: "Axes", body: Mapping[str, Any]) -> None:
     axes.set_xlim(rates[0] / 1.15, rates[-1] * 1.15)
     decades = range(math.ceil(math.log10(rates[0]) - 0.01), math.floor(math.log10(rates[-1]) + 0.01) + 1)
     axes.set_xticks([10.0**decade for decade in decades], [f"1e{decade}" if decade else "1" for decade in decades])
-    axes.legend(loc="lower left", fontsize=8, frameon=False, labelcolor=_FAINT)
+    axes.legend(loc="lower left", fontsize=8, frameon=False, labelcolor=FAINT)
 
 
-def _draw_suggestions(axes: "Axes", body: Mapping[str, Any]) -> None:
+def _draw_suggestions(axes: Axes, body: Mapping[str, Any]) -> None:
     reading = body["reading"]
     bottom, top = axes.get_ylim()
     left, right = (math.log10(limit) for limit in axes.get_xlim())
     suggestions = sorted(reading["suggestions"], key=lambda suggestion: suggestion["rate"])
     for place, suggestion in enumerate(suggestions):
         chosen = suggestion["name"] == reading["chosen"]
-        colour, rate = (_CHOSEN if chosen else _FAINT), suggestion["rate"]
+        colour, rate = (RED if chosen else FAINT), suggestion["rate"]
         height = top - (0.025 + 0.048 * place) * (top - bottom)
         axes.plot(
             [rate, rate], [bottom, height], color=colour, linewidth=1.6 if chosen else 1.0,
@@ -125,7 +111,7 @@ def _draw_suggestions(axes: "Axes", body: Mapping[str, Any]) -> None:
         # Names run to the side that has room for them, over the lines of the others.
         leftwards = math.log10(rate) > left + 0.72 * (right - left)
         axes.annotate(
-            words, (rate, height), xytext=(-5 if leftwards else 5, 0), textcoords="offset points", size=_SMALL,
+            words, (rate, height), xytext=(-5 if leftwards else 5, 0), textcoords="offset points", size=SMALL,
             va="center", ha="right" if leftwards else "left", color=colour, weight="bold" if chosen else "normal",
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0}, zorder=5,
         )  # fmt: skip

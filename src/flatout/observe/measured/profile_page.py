@@ -8,7 +8,6 @@ kernels, paths and messages come from elsewhere: control characters are taken ou
 
 import dataclasses
 import io
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from flatout.observe.human import human_bytes, human_count, printable
-from flatout.observe.terminal import Terminal
+from flatout.observe.terminal import Terminal, say
 
 TOP = 10  # kernels on the page; kernels.csv has all
 _BAR = 20  # characters for the whole step
@@ -68,14 +67,8 @@ Block = Paragraph | Heading | Bullets | Table
 
 def page_of(report: Mapping[str, Any], folder: str | None = None) -> list[Block]:
     """The page of a profile's report, which is `profile.json` as Python values."""
-    return [
-        *_answer(report),
-        *_step(report),
-        *_rates(report),
-        *_memory(report),
-        *_kernels(report),
-        *_end(report, folder),
-    ]
+    parts = (_answer, _step, _rates, _memory, _kernels)
+    return [block for part in parts for block in part(report)] + list(_end(report, folder))
 
 
 def _answer(report: Mapping[str, Any]) -> Iterator[Block]:
@@ -111,19 +104,17 @@ def _step(report: Mapping[str, Any]) -> Iterator[Block]:
         (gap, report["idle_for_host_seconds"]),
     ]
     yield Heading("Where the step's time goes")
-    rows = [(name, _ms(seconds, report), f"{seconds / step:.1%}", _bar(seconds / step)) for name, seconds in lines]
+    bars = {name: "█" * round(_BAR * min(1.0, max(0.0, seconds / step))) for name, seconds in lines}
+    rows = [(name, _ms(seconds, report), f"{seconds / step:.1%}", bars[name]) for name, seconds in lines]
     yield Table(("", "> ms", "> share", " "), tuple(rows))
-    slower = f"Under the profiler a step takes {_ms(report['profiled_step_seconds'], report)} ms"
-    if cuda:
-        yield Paragraph(
-            f"{slower}: it slows the host down, not the kernels. So the whole step and the waiting are "
-            f"timed without it ({report['timed_steps']} steps), the kernels with it ({report['profiled_steps']})."
-        )
-    else:
-        yield Paragraph(
-            f"{slower}. The shares of operators are measured under it ({report['profiled_steps']} steps) "
-            f"and scaled to the step without it ({report['timed_steps']} steps)."
-        )
+    how = (
+        ": it slows the host down, not the kernels. So the whole step and the waiting are timed without it "
+        f"({report['timed_steps']} steps), the kernels with it ({report['profiled_steps']})."
+        if cuda
+        else f". The shares of operators are measured under it ({report['profiled_steps']} steps) "
+        f"and scaled to the step without it ({report['timed_steps']} steps)."
+    )
+    yield Paragraph(f"Under the profiler a step takes {_ms(report['profiled_step_seconds'], report)} ms{how}")
     clock = "ms on the host, profiled" if cuda else "ms"
     yield Heading("By part of the step")
     rows = [
@@ -207,16 +198,12 @@ def _markdown(block: Block) -> str:
             text = _inert(block.text)
             return f"**{text}**" if block.style == "bold" else text
         case Bullets():
-            return "\n".join(f"- {_item(words, text)}" for words, text in block.items)
+            return "\n".join(f"- {_code(words) + ': ' if words else ''}{_inert(text)}" for words, text in block.items)
         case Table():
             columns = [column.removeprefix(">").strip() for column in block.columns]
             marks = ["---:" if column.startswith(">") else "---" for column in block.columns]
             rows = [[_cell(cell, code=place == block.code) for place, cell in enumerate(row)] for row in block.rows]
             return "\n".join(f"| {' | '.join(row)} |" for row in [columns, marks, *rows])
-
-
-def _item(words: str, text: str) -> str:
-    return f"{_code(words)}: {_inert(text)}" if words else _inert(text)
 
 
 def _cell(text: str, *, code: bool) -> str:
@@ -239,7 +226,7 @@ def _inert(text: str) -> str:
 
 def print_page(blocks: Sequence[Block], console: RichConsole | None = None) -> None:
     """Prints the page; where nobody watches, without colours, breaks of lines and spaces at their ends."""
-    console = console or Terminal(highlight=False, file=sys.stdout)
+    console = console or Terminal()
     if console.is_terminal:
         _print(blocks, console)
         return
@@ -247,7 +234,7 @@ def print_page(blocks: Sequence[Block], console: RichConsole | None = None) -> N
     with plain.capture() as captured:
         _print(blocks, plain)
     for line in captured.get().splitlines():
-        console.print(Text(line.rstrip()), soft_wrap=True)
+        say(console, line.rstrip())
 
 
 def _print(blocks: Sequence[Block], console: RichConsole) -> None:
@@ -256,7 +243,7 @@ def _print(blocks: Sequence[Block], console: RichConsole) -> None:
             case Heading():
                 if block.level > 1:
                     console.print("")
-                console.print(Text(_line(block.text), "bold cyan" if block.level == 1 else "bold"), soft_wrap=True)
+                say(console, _line(block.text), "bold cyan" if block.level == 1 else "bold")
             case Paragraph():
                 console.print(Padding(Text(_line(block.text), "bold" if block.style else "dim"), _INDENT))
             case Bullets():
@@ -293,10 +280,6 @@ def _line(text: str) -> str:
 
 def _short(name: str) -> str:
     return name if len(name) <= _NAME else f"{name[: _NAME - 20]}…{name[-19:]}"
-
-
-def _bar(share: float) -> str:
-    return "█" * round(_BAR * min(1.0, max(0.0, share)))
 
 
 def _ms(seconds: float | None, report: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ _SIGNS = {"\n": "\u23ce\n", "\t": "\u21e5", "\r": "\u240d"}
 
 def print_sample(pieces: Iterable[tuple[str, bool]], *, most: int = 4000, console: RichConsole | None = None) -> None:
     """Show a sample given as (text, is it trained on); of a long one the beginning and the end, `most` characters."""
-    console = console or Terminal(highlight=False)
+    console = console or Terminal()
     console.print(drawn(pieces, most=most, colour=console.color_system is not None and not console.no_color))
 
 

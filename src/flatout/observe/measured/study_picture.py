@@ -12,21 +12,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from rich.table import Table
-from rich.text import Text
 
 from flatout.observe.human import human_seconds, printable
-from flatout.observe.picture import write_picture
-from flatout.observe.terminal import Terminal
+from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, Axes, Figure, new_figure, write_picture
+from flatout.observe.terminal import Terminal, say
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_INK, _FAINT, _DONE, _BEST, _PRUNED = "#22272e", "#6e7781", "#2f6db5", "#c0392b", "#b9c2cc"
-_SMALL = 9.0
 _COLUMNS = 3
 _SHOWN = 20  # rows of the table
 _STATUS = {
@@ -49,9 +42,7 @@ def trial_line(row: Mapping[str, Any]) -> str:
 
 def print_study(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """The trials, the best first, and in a sentence what was found."""
-    console = Terminal(file=stream, highlight=False)
-    if not console.is_terminal:  # a file or pipe has no edge at which to cut
-        console.width = 200
+    console = Terminal(stream, width_of_files=200)
     paths = list(body["forms"])
     table = Table(box=None, header_style="bold", pad_edge=False)
     for name in ("", "trial", "loss", *paths, "steps", "time", ""):
@@ -66,14 +57,13 @@ def print_study(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
         table.add_row(*(printable(cell) for cell in cells), style=style)
     console.print(table)
     if len(ordered) > _SHOWN:
-        console.print(Text(f"and {len(ordered) - _SHOWN} more"))
+        say(console, f"and {len(ordered) - _SHOWN} more")
     explained = [(share, path) for path, share in body["importance"].items() if share is not None]
     for share, path in sorted(explained, reverse=True):
-        console.print(Text(f"{share:.0%} of the differences in loss go along with {path} alone"), soft_wrap=True)
-    console.print(Text(printable(_sentence(body))), soft_wrap=True)
+        say(console, f"{share:.0%} of the differences in loss go along with {path} alone")
+    say(console, _sentence(body))
     for path in at_the_edge(body):
-        note = f"note: the best {path} is at the edge of its range; a wider one may hold a better"
-        console.print(Text(note), soft_wrap=True)
+        say(console, f"note: the best {path} is at the edge of its range; a wider one may hold a better")
 
 
 def at_the_edge(body: Mapping[str, Any]) -> list[str]:
@@ -100,19 +90,15 @@ def draw_study(body: Mapping[str, Any], path: str | Path, *, overwrite: bool = F
     write_picture(path, lambda: _figure(body), overwrite=overwrite)
 
 
-def _figure(body: Mapping[str, Any]) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def _figure(body: Mapping[str, Any]) -> Figure:
     paths = list(body["forms"])
     columns = min(_COLUMNS, len(paths))
     lines = -(-len(paths) // columns)
     height = 3.9 + 2.9 * lines
-    figure = Figure(figsize=(11.0, height), dpi=110, facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.0, height, dpi=110)
     title = f"Search of {printable(str(body['config']))[:60]}"
-    figure.text(0.012, 1 - 0.36 / height, title, size=15, weight="bold", color=_INK)
-    figure.text(0.012, 1 - 0.62 / height, printable(_sentence(body))[:170], size=_SMALL, color=_FAINT)
+    figure.text(0.012, 1 - 0.36 / height, title, size=15, weight="bold", color=INK)
+    figure.text(0.012, 1 - 0.62 / height, printable(_sentence(body))[:170], size=SMALL, color=FAINT)
     limits = _limits([row["loss"] for row in body["rows"] if row["status"] == "done"])
     _draw_history(figure.add_axes((0.07, 1 - 3.35 / height, 0.91, 2.4 / height)), body, limits)
     for number, path in enumerate(paths):
@@ -123,7 +109,7 @@ def _figure(body: Mapping[str, Any]) -> "Figure":
     return figure
 
 
-def _draw_history(axes: "Axes", body: Mapping[str, Any], limits: tuple[float, float]) -> None:
+def _draw_history(axes: Axes, body: Mapping[str, Any], limits: tuple[float, float]) -> None:
     rows = body["rows"]
     numbers = [row["number"] for row in rows]
     _scatter(axes, rows, numbers, body["best"]["number"], limits)
@@ -131,17 +117,17 @@ def _draw_history(axes: "Axes", body: Mapping[str, Any], limits: tuple[float, fl
     for row in rows:
         best = min(best, row["loss"]) if row["status"] == "done" else best
         leading.append(best if math.isfinite(best) else math.nan)
-    axes.step(numbers, leading, where="post", color=_BEST, linewidth=1.2, alpha=0.7, label="best so far")
+    axes.step(numbers, leading, where="post", color=RED, linewidth=1.2, alpha=0.7, label="best so far")
     axes.set_xlim(numbers[0] - 0.6, numbers[-1] + 0.6)
     _whole_ticks(axes)
-    axes.set_xlabel("trial", size=_SMALL, color=_INK)
+    axes.set_xlabel("trial", size=SMALL, color=INK)
     # Above the panel, where no trial can be.
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, labelcolor=_FAINT, ncols=4)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False, labelcolor=FAINT, ncols=4)
     _dress(axes, limits)
-    axes.set_ylabel("validation loss", size=_SMALL, color=_INK)
+    axes.set_ylabel("validation loss", size=SMALL, color=INK)
 
 
-def _draw_field(axes: "Axes", body: Mapping[str, Any], path: str, limits: tuple[float, float]) -> None:
+def _draw_field(axes: Axes, body: Mapping[str, Any], path: str, limits: tuple[float, float]) -> None:
     rows, form = body["rows"], body["forms"][path]
     values = [row["values"][path] for row in rows]
     if form == "choices":
@@ -163,49 +149,43 @@ def _draw_field(axes: "Axes", body: Mapping[str, Any], path: str, limits: tuple[
         axes.set_xticks([], minor=True)
     share = body["importance"][path]
     axes.set_title(
-        path + ("" if share is None else f"   ({share:.0%} of the differences)"), size=_SMALL, color=_INK, loc="left"
+        path + ("" if share is None else f"   ({share:.0%} of the differences)"), size=SMALL, color=INK, loc="left"
     )
     _dress(axes, limits)
 
 
+_LOOKS = {
+    "pruned": {"color": "#b9c2cc", "marker": "o", "s": 24, "label": "cut short", "linewidths": 0},
+    "done": {"color": BLUE, "marker": "o", "s": 30, "label": "to the end", "linewidths": 0},
+}
+
+
 def _scatter(
-    axes: "Axes", rows: Sequence[Mapping[str, Any]], places: Sequence[float], best: int, limits: tuple[float, float]
+    axes: Axes, rows: Sequence[Mapping[str, Any]], places: Sequence[float], best: int, limits: tuple[float, float]
 ) -> None:
     top = limits[1]
-
-    def chosen(statuses: tuple[str, ...]) -> list[tuple[float, float]]:
-        return [
-            (place, top if row["loss"] is None else min(row["loss"], top))
-            for place, row in zip(places, rows, strict=True)
-            if row["status"] in statuses
-        ]
-
-    groups = [
-        (chosen(("pruned",)), {"color": _PRUNED, "marker": "o", "s": 24, "label": "cut short"}),
-        (chosen(("done",)), {"color": _DONE, "marker": "o", "s": 30, "label": "to the end"}),
-    ]
-    for points, style in groups:
-        if points:
-            axes.scatter([x for x, _ in points], [y for _, y in points], linewidths=0, zorder=3, clip_on=False, **style)
-    failed = [place for place, row in zip(places, rows, strict=True) if row["status"] not in ("done", "pruned")]
-    if failed:
-        axes.scatter(
-            failed, [top] * len(failed), color=_BEST, marker="x", s=30, label="failed", zorder=3, clip_on=False
-        )
-    own = [(place, row["loss"]) for place, row in zip(places, rows, strict=True) if row["number"] == best]
-    ring = {"s": 110, "facecolors": "none", "edgecolors": _BEST, "linewidths": 1.8}
-    axes.scatter([x for x, _ in own], [y for _, y in own], zorder=4, **ring)
+    points: dict[str, list[tuple[float, float]]] = {}
+    for place, row in zip(places, rows, strict=True):
+        finished = row["status"] in _LOOKS
+        height = min(row["loss"], top) if finished and row["loss"] is not None else top
+        points.setdefault(row["status"] if finished else "failed", []).append((place, height))
+        if row["number"] == best:
+            ring = {"s": 110, "facecolors": "none", "edgecolors": RED, "linewidths": 1.8}
+            axes.scatter([place], [height], zorder=4, **ring)
+    for status, look in {**_LOOKS, "failed": {"color": RED, "marker": "x", "s": 30, "label": "failed"}}.items():
+        if status in points:
+            axes.scatter(*zip(*points[status], strict=True), zorder=3, clip_on=False, **look)
 
 
-def _dress(axes: "Axes", limits: tuple[float, float]) -> None:
+def _dress(axes: Axes, limits: tuple[float, float]) -> None:
     axes.set_ylim(*limits)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors=_FAINT)
+    axes.tick_params(labelsize=8, colors=FAINT)
     axes.grid(axis="y", color="#e7eaee", linewidth=0.8)
     axes.set_axisbelow(True)
 
 
-def _whole_ticks(axes: "Axes") -> None:
+def _whole_ticks(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -4,12 +4,10 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
-from flatout.observe.human import human_seconds
-from flatout.observe.terminal import Terminal
+from flatout.observe.human import human_seconds, many
+from flatout.observe.terminal import Terminal, say
 from flatout.records import TuneProgress, TuneResult, TuneRow
 
 _STATUS = {"fits": "", "over": "no margin", "out_of_memory": "out of memory", "absent": "not here"}
@@ -19,27 +17,19 @@ class TuneReader:
     """A live line on stderr where somebody watches, a plain line per trial elsewhere; the table goes to stdout."""
 
     def __init__(self, stream: TextIO | None = None, progress_stream: TextIO | None = None) -> None:
-        self.console = Terminal(file=progress_stream or sys.stderr, highlight=False, soft_wrap=True)
-        self.output = Terminal(file=stream, highlight=False)
-        if not self.output.is_terminal:  # a file or pipe has no edge at which to cut
-            self.output.width = 160
-        self.live: Live | None = None
+        self.console = Terminal(progress_stream or sys.stderr, soft_wrap=True)
+        self.output = Terminal(stream, width_of_files=160)
 
     def progress(self, progress: TuneProgress) -> None:
         used = f"{human_seconds(progress.seconds)} of at most {human_seconds(progress.budget)}"
         line = f"trial {progress.number}: {progress.text} ({used})"
-        if not self.console.is_terminal:
-            self.console.print(Text(line))
-            return
-        if self.live is None:
-            self.live = Live(console=self.console, refresh_per_second=8, transient=True)
-            self.live.start()
-        self.live.update(Text(line, style="cyan", no_wrap=True, overflow="ellipsis"))
+        if self.console.is_terminal:
+            self.console.redraw(line)
+        else:
+            say(self.console, line)
 
     def close(self) -> None:
-        if self.live is not None:
-            self.live.stop()
-            self.live = None
+        self.console.end_line()
 
     def table(self, rows: Sequence[TuneRow], result: TuneResult | None) -> None:
         """All rows, the fastest first, with the chosen one marked; then in a sentence what was chosen and why then.
@@ -65,12 +55,12 @@ class TuneReader:
             cells += [row.kernels, row.compile] if compiles else []
             cells += ["host" if row.optimizer_offload else "device"] if offloads else []
             rate = row.tokens_per_second
-            cells += (
-                ["-", "-", "-"] if rate is None else [f"{rate:,.0f}", _share(rate, best), _number(row.milliseconds)]
-            )
-            cells += ["-" if row.peak_bytes is None else _gib(row.peak_bytes), _gib(row.estimate_bytes)]
+            told = ["-"] * 3 if rate is None else [f"{rate:,.0f}", f"{rate / best:.1%}" if best else "-"]
+            told += [] if rate is None else ["-" if row.milliseconds is None else f"{row.milliseconds:,.1f}"]
+            cells += [*told, "-" if row.peak_bytes is None else _gib(row.peak_bytes), _gib(row.estimate_bytes)]
+            how = "whole steps" if result is None or result.batch_samples is None else "measured again"
             notes = [
-                "" if confirmed is None or row.number != chosen else _confirmed_as(confirmed, result),
+                f"{how}: {confirmed.tokens_per_second or 0.0:,.0f}" if confirmed and row.number == chosen else "",
                 _STATUS[row.status],
                 "graphs" if row.cuda_graphs else "",
                 row.reason if row.status == "absent" else "",
@@ -80,20 +70,7 @@ class TuneReader:
         self.output.print(table)
         if result is not None:
             # Whoever shows it may break the line: breaks of ours would stay in files, and leave spaces at their ends.
-            self.output.print(Text(_sentence(result)), soft_wrap=True)
-
-
-def _confirmed_as(confirmed: TuneRow, result: TuneResult | None) -> str:
-    how = "whole steps" if result is None or result.batch_samples is None else "measured again"
-    return f"{how}: {confirmed.tokens_per_second or 0.0:,.0f}"
-
-
-def _share(rate: float, best: float) -> str:
-    return f"{rate / best:.1%}" if best else "-"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.1f}"
+            say(self.output, _sentence(result))
 
 
 def _gib(value: int) -> str:
@@ -108,8 +85,8 @@ def _sentence(result: TuneResult) -> str:
     return (
         f"chose micro-batch {row.micro_batch} x {row.accumulation}, checkpointing {row.checkpointing}, "
         f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result)}){memory}, "
-        f"on {result.device}; {result.tried} {'trial' if result.tried == 1 else 'trials'} in "
-        f"{human_seconds(result.seconds)} on {result.data}; {result.ended}"
+        f"on {result.device}; {many(result.tried, 'trial')} in {human_seconds(result.seconds)} on {result.data}; "
+        f"{result.ended}"
     )
 
 

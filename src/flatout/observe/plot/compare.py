@@ -7,33 +7,15 @@ can be seen. Runs whose losses cannot be compared are drawn all the same, with a
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 
 from flatout.observe.human import human_count
-from flatout.observe.picture import drawable
-from flatout.observe.plot.panels import (
-    BLUE,
-    FAINT,
-    INK,
-    LOSS,
-    ORANGE,
-    PURPLE,
-    SMALL,
-    TEAL,
-    THROUGHPUT,
-    Across,
-    Line,
-    Quantity,
-    draw_panel,
-)
-from flatout.observe.plot.run import HEIGHT, WIDE, draw_title, fitted, loss_text, new_figure, spent_on
+from flatout.observe.picture import BLUE, FAINT, INK, ORANGE, PURPLE, SMALL, TEAL, Axes, Figure, drawable, new_figure
+from flatout.observe.plot.panels import Line, Quantity, draw_panel
+from flatout.observe.plot.run import HEIGHT, LOSS, THROUGHPUT, WIDE, draw_title, fitted, loss_text, spent_on
 from flatout.observe.plot.series import Curve, RunNumbers
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _COLOURS = (BLUE, ORANGE, TEAL, PURPLE, "#c94f7c", "#8c6d46", "#5f6b76", "#9aa62a", "#38b0c9", "#e3b505")
 _STYLES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
@@ -44,7 +26,7 @@ _WORDS = {"step": "steps", "tokens": "tokens", "seconds": "time"}
 Look = tuple[str, Any]
 
 
-def comparison_figure(runs: Sequence[RunNumbers]) -> "Figure":
+def comparison_figure(runs: Sequence[RunNumbers]) -> Figure:
     """The picture, not yet written."""
     figure = new_figure(WIDE, HEIGHT)
     facts = "lines are means over neighbouring steps   ·   a star is a run's best validation loss"
@@ -55,19 +37,17 @@ def comparison_figure(runs: Sequence[RunNumbers]) -> "Figure":
     looks: list[Look] = [(_COLOURS[place % 10], _STYLES[place // 10 % 3]) for place in range(len(runs))]
     pairs = list(zip(runs, looks, strict=True))
 
-    def panel(
-        row: int, column: int, title: str, lines: list[Line], quantity: Quantity, kind: str, beside: list[Line]
-    ) -> None:
-        across = Across(kind, logarithmic=_far_apart(beside or lines))
-        draw_panel(figure.add_subplot(grid[row, column]), title, lines, quantity, across, legend=False, beside=beside)
-
+    panels: list[tuple[Any, str, list[Line], Quantity, str, list[Line]]] = []
     for column, (kind, word) in enumerate(_WORDS.items()):
         training = [_line(run.curve("loss", kind), look, smoothed=True) for run, look in pairs]
         validation = [_line(run.eval_curve(kind), look, smoothed=False) for run, look in pairs]
-        panel(0, column, f"Training loss over {word}", training, LOSS, kind, [])
-        panel(1, column, f"Validation loss over {word}", validation, LOSS, kind, training)
+        panels.append((grid[0, column], f"Training loss over {word}", training, LOSS, kind, []))
+        panels.append((grid[1, column], f"Validation loss over {word}", validation, LOSS, kind, training))
     speeds = [_line(run.curve("tokens_per_second"), look, smoothed=True) for run, look in pairs]
-    panel(0, 3, "Throughput", speeds, _SPEEDS, "step", [])
+    panels.append((grid[0, 3], "Throughput", speeds, _SPEEDS, "step", []))
+    for cell, title, lines, quantity, kind, beside in panels:
+        axes, far = figure.add_subplot(cell), _far_apart(beside or lines)
+        draw_panel(axes, title, lines, quantity, kind, logarithmic=far, legend=False, beside=beside)
     _draw_names(figure.add_subplot(grid[1, 3]), runs, looks)
     return figure
 
@@ -82,7 +62,7 @@ def _far_apart(lines: Sequence[Line]) -> bool:
     return bool(ends) and 0 < _FAR_APART * min(ends) <= max(ends)
 
 
-def _draw_names(axes: "Axes", runs: Sequence[RunNumbers], looks: Sequence[Look]) -> None:
+def _draw_names(axes: Axes, runs: Sequence[RunNumbers], looks: Sequence[Look]) -> None:
     """The legend: name, best validation loss, throughput and time of each run."""
     axes.set_axis_off()
     axes.set_xlim(0, 1)

@@ -8,35 +8,18 @@ Contract: as in `run`. For runs that have such blocks; any damage in their recor
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy
 
-from flatout.observe.eigenstates import EigenstateHistory, LayerHistory, short_tokens
-from flatout.observe.plot.panels import (
-    BLUE,
-    FAINT,
-    GREY,
-    INK,
-    LEVEL,
-    RED,
-    SMALL,
-    Across,
-    Level,
-    Line,
-    Quantity,
-    draw_frame,
-    draw_panel,
-    set_logarithmic,
-)
-from flatout.observe.plot.run import HEIGHT, WIDTH, draw_header, new_figure, panel_figure
+from flatout.observe.eigenstates import QUANTILES, LayerHistory, short_tokens
+from flatout.observe.picture import BLUE, FAINT, GREY, INK, RED, SMALL, Axes, Figure
+from flatout.observe.plot import panels
+from flatout.observe.plot.panels import Line, Quantity, draw_panel
+from flatout.observe.plot.run import Draw, page_figure, panel_figure
 from flatout.observe.plot.series import Curve, RunNumbers
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _OF_LINES = "line: median"
 _OF_BARS = "bar: all states, middle 80% strong   ·   diamond: at the start"
@@ -44,36 +27,29 @@ _HORIZON = Quantity(lambda high: (1.0, "tokens until 1/e is left"), logarithmic_
 _PERIOD = Quantity(lambda high: (1.0, "tokens per turn"), logarithmic_from=0.0)
 _MAGNITUDE = Quantity(lambda high: (1.0, "|λ|"), logarithmic_from=0.0)
 _NEAREST = 1e-12  # to 1, that |λ| is drawn
-_STEP = Across("step")
 _MOST_NAMES, _MOST_TICKS = 8, 16
 _LOWEST, _HIGHEST = 1e-6, 1e100  # tokens; what lies beyond is drawn as these
 
 
-def eigenstates_figure(run: RunNumbers) -> "Figure":
+def eigenstates_figure(run: RunNumbers) -> Figure:
     """The picture, not yet written."""
-    figure = new_figure(WIDTH, HEIGHT)
-    draw_header(figure, run, "what its states remember", f"{_OF_LINES}   ·   {_OF_BARS}")
-    grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, top=0.835, bottom=0.075, wspace=0.2, hspace=0.38)
-    cells = (grid[0, :2], grid[0, 2], grid[1, 0], grid[1, 1], grid[1, 2])
-    for cell, draw in zip(cells, EIGENSTATE_PANELS.values(), strict=True):
-        draw(figure.add_subplot(cell), run)
-    return figure
+    caption = f"{_OF_LINES}   ·   {_OF_BARS}"
+    return page_figure(run, "what its states remember", list(EIGENSTATE_PANELS.values()), caption)
 
 
-def eigenstate_panel_figure(run: RunNumbers, name: str) -> "Figure":
+def eigenstate_panel_figure(run: RunNumbers, name: str) -> Figure:
     """One of the panels alone."""
     caption = _OF_BARS if name.endswith("-by-layer") else _OF_LINES
     return panel_figure(run, EIGENSTATE_PANELS[name], caption)
 
 
-def _horizon(axes: "Axes", run: RunNumbers) -> None:
+def _horizon(axes: Axes, run: RunNumbers) -> None:
     words = run.eigenstates.sentence.removeprefix("eigenstate memory: ")
-    draw_panel(
-        axes, "Memory horizon", _lines(run, "horizon"), _HORIZON, _STEP, words=words, levels=_context(run.eigenstates)
-    )
+    context = run.eigenstates.context
+    draw_panel(axes, "Memory horizon", _lines(run, "horizon"), _HORIZON, words=words, context=context)
 
 
-def _magnitude(axes: "Axes", run: RunNumbers) -> None:
+def _magnitude(axes: Axes, run: RunNumbers) -> None:
     from matplotlib.ticker import FuncFormatter
 
     words = _last(run, "magnitude", lambda value: f"{value:.6g}")
@@ -82,33 +58,16 @@ def _magnitude(axes: "Axes", run: RunNumbers) -> None:
     for line in _lines(run, "magnitude"):
         curve = Curve(line.curve.x, numpy.maximum(1.0 - line.curve.y, _NEAREST))
         lines.append(dataclasses.replace(line, curve=curve))
-    draw_panel(axes, "|λ|", lines, _MAGNITUDE, _STEP, words=words, legend=False)
+    draw_panel(axes, "|λ|", lines, _MAGNITUDE, words=words, legend=False)
     if any(len(line.curve.values) for line in lines):
         axes.invert_yaxis()
         axes.yaxis.set_major_formatter(FuncFormatter(lambda distance, _: f"{1 - distance:.12g}"))
         axes.set_ylabel("|λ| (logarithmic towards 1)", size=SMALL, color=FAINT)
 
 
-def _period(axes: "Axes", run: RunNumbers) -> None:
+def _period(axes: Axes, run: RunNumbers) -> None:
     words = _last(run, "period", lambda value: f"{short_tokens(value)} tokens")
-    draw_panel(axes, "Period", _lines(run, "period"), _PERIOD, _STEP, words=words, legend=False)
-
-
-def _horizon_by_layer(axes: "Axes", run: RunNumbers) -> None:
-    _draw_layers(axes, "Horizon by layer", run.eigenstates, "horizon", _HORIZON)
-
-
-def _period_by_layer(axes: "Axes", run: RunNumbers) -> None:
-    _draw_layers(axes, "Period by layer", run.eigenstates, "period", _PERIOD)
-
-
-EIGENSTATE_PANELS: "dict[str, Callable[[Axes, RunNumbers], None]]" = {
-    "eigenstate-horizon": _horizon,
-    "eigenstate-horizon-by-layer": _horizon_by_layer,
-    "eigenstate-magnitude": _magnitude,
-    "eigenstate-period": _period,
-    "eigenstate-period-by-layer": _period_by_layer,
-}
+    draw_panel(axes, "Period", _lines(run, "period"), _PERIOD, words=words, legend=False)
 
 
 def _lines(run: RunNumbers, quantity: str) -> list[Line]:
@@ -144,27 +103,23 @@ def _colours(count: int) -> list[str]:
     return [to_hex(colormaps["viridis"](0.88 * place / (count - 1))) for place in range(count)]
 
 
-def _context(history: EigenstateHistory) -> list[Level]:
-    return [] if history.context is None else [Level(float(history.context), f"context {history.context:,}")]
-
-
 # --- the newest record, layer by layer --------------------------------------------------------------------------------
 
 
-def _draw_layers(axes: "Axes", title: str, history: EigenstateHistory, quantity: str, unit: Quantity) -> None:
+def _by_layer(axes: Axes, run: RunNumbers, title: str, quantity: str, unit: Quantity) -> None:
     """For each layer from the lowest to the highest state, the middle 80% strong, with the median now and at first."""
     from matplotlib.ticker import MaxNLocator
 
-    layers = history.layers
+    layers = run.eigenstates.layers
     last = max((layer.steps[-1] for layer in layers), default=0)
-    levels = _context(history) if quantity == "horizon" else []
-    draw_frame(axes, title, f"step {last:,}" + (", dashed: context" if levels else ""))
+    context = run.eigenstates.context if quantity == "horizon" else None
+    panels.draw_frame(axes, title, f"step {last:,}" + ("" if context is None else ", dashed: context"))
     places = numpy.array([layer.layer for layer in layers], dtype=float)
-    now = {name: _column(layers, quantity, name, newest=True) for name in ("min", "10%", "50%", "90%", "max")}
+    now = {name: _column(layers, quantity, name, newest=True) for name in QUANTILES}
     then = _column(layers, quantity, "50%", newest=False)
-    seen = numpy.concatenate([*now.values(), then, [level.value for level in levels]])
+    seen = numpy.concatenate([*now.values(), then, [] if context is None else [context]])
     seen = seen[numpy.isfinite(seen)]
-    _, high = set_logarithmic(axes, *((float(seen.min()), float(seen.max())) if len(seen) else (1.0, 10.0)))
+    _, high = panels.set_logarithmic(axes, *((float(seen.min()), float(seen.max())) if len(seen) else (1.0, 10.0)))
     now = {name: numpy.where(numpy.isposinf(column), high, column) for name, column in now.items()}
     axes.set_ylabel(unit.unit(high)[1] + " (logarithmic)", size=SMALL, color=FAINT)
     axes.set_xlabel("layer", size=SMALL, color=FAINT)
@@ -175,22 +130,17 @@ def _draw_layers(axes: "Axes", title: str, history: EigenstateHistory, quantity:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.grid(False, axis="x")
     wide = min(9.0, 130.0 / (places.max() - places.min() + 1.2))
-    for level in levels:
-        axes.axhline(level.value, color=INK, linewidth=1.1, linestyle=LEVEL, zorder=1)
+    if context is not None:
+        panels.draw_context(axes, context, context, zorder=1)
     axes.vlines(places, now["min"], now["max"], color=BLUE, alpha=0.35, linewidth=0.35 * wide)
     axes.vlines(places, now["10%"], now["90%"], color=BLUE, linewidth=wide, zorder=2)
     dot = {"linestyle": "none", "markersize": min(6.5, 0.9 * wide), "markeredgewidth": 0.9, "zorder": 4}
     if any(len(layer.steps) > 1 for layer in layers):
-        axes.plot(
-            places, then, marker="D", color="white", markeredgecolor=GREY, **dot
-        )  # fmt: skip
+        axes.plot(places, then, marker="D", color="white", markeredgecolor=GREY, **dot)
     axes.plot(places, now["50%"], marker="o", color="white", markeredgecolor=INK, **dot)
     lost = numpy.isnan(numpy.stack(list(now.values()))).any(axis=0)
     if lost.any():
-        axes.plot(
-            places[lost], numpy.full(lost.sum(), 0.95), linestyle="none", marker="X", markersize=7, color=RED,
-            markeredgecolor="white", markeredgewidth=0.6, transform=axes.get_xaxis_transform(), zorder=6,
-        )  # fmt: skip
+        panels.draw_signs(axes, places[lost], 0.95, "X", 7, RED, rim=("white", 0.6))
 
 
 def _column(layers: Sequence[LayerHistory], quantity: str, quantile: str, *, newest: bool) -> numpy.ndarray:
@@ -198,3 +148,16 @@ def _column(layers: Sequence[LayerHistory], quantity: str, quantile: str, *, new
     found = [(layer.last if newest else layer.first)(quantity, quantile) for layer in layers]
     column = numpy.array([math.nan if value is None else value for value in found], dtype=float)
     return numpy.where(numpy.isfinite(column), numpy.clip(column, _LOWEST, _HIGHEST), column)
+
+
+EIGENSTATE_PANELS: dict[str, Draw] = {
+    "eigenstate-horizon": _horizon,
+    "eigenstate-horizon-by-layer": functools.partial(
+        _by_layer, title="Horizon by layer", quantity="horizon", unit=_HORIZON
+    ),
+    "eigenstate-magnitude": _magnitude,
+    "eigenstate-period": _period,
+    "eigenstate-period-by-layer": functools.partial(
+        _by_layer, title="Period by layer", quantity="period", unit=_PERIOD
+    ),
+}

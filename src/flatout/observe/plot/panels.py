@@ -19,29 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from flatout.observe.human import human_count
-from flatout.observe.plot.series import (
-    Array,
-    Curve,
-    evenly_in_logarithm,
-    smooth,
-    thin,
-    thin_marks,
-    usual_range,
-    window_of,
-)
+from flatout.observe.picture import FAINT, INK, LINE, RED, SMALL, Axes
+from flatout.observe.plot import series
+from flatout.observe.plot.series import Array, Curve
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.lines import Line2D
 
-INK, FAINT, LINE = "#22272e", "#6e7781", "#b6bcc3"
-BLUE, ORANGE, RED, TEAL = "#2f6db5", "#e08a1e", "#c0392b", "#3a9d8f"
-PURPLE, GREY = "#7b5aa6", "#8a929b"
-SMALL = 9.0
 _FEW = 40  # points, up to which each one is a dot
 _TINY = 1e-30  # what is smaller has no place on a logarithmic axis
 _NICE = [1, 2, 2.5, 5, 10]  # between two ticks, times a power of ten
-LEVEL = (0, (5, 3))  # dashes
 _MARKS = 9  # on an inch; more would touch each other
 
 
@@ -85,61 +73,49 @@ class Marks:
     marker: str = ""  # a line where empty
 
 
-@dataclasses.dataclass(frozen=True)
-class Level:
-    """A value to hold lines against, from left to right; always within the limits."""
-
-    value: float
-    label: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Across:
-    """The horizontal axis: step, tokens or seconds."""
-
-    kind: str
-    logarithmic: bool = False
-
-
 def draw_panel(
-    axes: "Axes",
+    axes: Axes,
     title: str,
     lines: Sequence[Line],
     quantity: Quantity,
-    across: Across,
+    across: str = "step",
     *,
+    logarithmic: bool = False,
     marks: Sequence[Marks] = (),
     words: str = "",
     legend: bool = True,
     beside: Sequence[Line] = (),
-    levels: Sequence[Level] = (),
+    context: int | None = None,
 ) -> None:
-    """Draws everything into `axes`; `words` stand above its right end, and lines `beside` share its horizontal axis."""
+    """Draws everything into `axes`; `words` stand above its right end, and lines `beside` share its horizontal axis.
+
+    That is step, tokens or seconds, and `logarithmic` only where there are ten times as many at its end as at its
+    beginning. The `context` is a dashed line to hold the others against, always within the limits.
+    """
     draw_frame(axes, title, words)
     lines = [line for line in lines if len(line.curve.x)]
     places = numpy.concatenate([line.curve.x for line in (*lines, *beside)] or [numpy.zeros(0)])
-    decade = len(places) > 0 and places.min() > _TINY and places.max() >= 10 * places.min()
-    across = dataclasses.replace(across, logarithmic=across.logarithmic and bool(decade))
-    stretch = _set_horizontal(axes, places if len(places) else numpy.zeros(1), across)
+    logarithmic = logarithmic and len(places) > 0 and places.min() > _TINY and places.max() >= 10 * places.min()
+    stretch = _set_horizontal(axes, places if len(places) else numpy.zeros(1), across, logarithmic=logarithmic)
     if not lines:
         _say(axes, "not recorded")
         axes.set_xticks([])
         return
-    low, high, divisor = _set_vertical(axes, lines, quantity, across, levels)
+    divisor = _set_vertical(axes, lines, quantity, context)
     for line in lines:
         shown = Curve(line.curve.x / stretch, line.curve.y / divisor)
-        _draw_line(axes, dataclasses.replace(line, curve=shown), across, low, high, divisor, quantity)
-    for level in levels:
-        axes.axhline(level.value / divisor, color=INK, linewidth=1.1, linestyle=LEVEL, zorder=2, label=level.label)
+        _draw_line(axes, dataclasses.replace(line, curve=shown), lambda value: quantity.tell(divisor * value))
+    if context is not None:
+        draw_context(axes, context, context / divisor, zorder=2)
     for kind in marks:
-        _draw_marks(axes, dataclasses.replace(kind, places=kind.places / stretch), across)
+        _draw_marks(axes, kind, kind.places / stretch)
     if not any(len(line.curve.values) for line in lines):
         _say(axes, "no finite value")
     if legend:
         _draw_legend(axes)
 
 
-def draw_frame(axes: "Axes", title: str, words: str) -> None:
+def draw_frame(axes: Axes, title: str, words: str) -> None:
     """What all panels look like."""
     axes.set_title(title, loc="left", size=11.5, weight="bold", color=INK, pad=7)
     axes.set_title(words, loc="right", size=SMALL, color=FAINT, pad=7)
@@ -151,28 +127,12 @@ def draw_frame(axes: "Axes", title: str, words: str) -> None:
     axes.set_axisbelow(True)
 
 
-# --- quantities -------------------------------------------------------------------------------------------------------
+def draw_context(axes: Axes, context: int, height: float, zorder: int) -> None:
+    dashes = (0, (5, 3))
+    axes.axhline(height, color=INK, linewidth=1.1, linestyle=dashes, zorder=zorder, label=f"context {context:,}")
 
 
-def _bytes(high: float) -> tuple[float, str]:
-    return (2.0**30, "GiB") if high >= 2**30 else (2.0**20, "MiB")
-
-
-def _step_seconds(high: float) -> tuple[float, str]:
-    return (1.0, "seconds") if high >= 2 else (1e-3, "milliseconds")
-
-
-def short_time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 2 else f"{seconds:.3g} s"
-
-
-LOSS = Quantity(lambda high: (1.0, "loss, nats per token"), slack=1.5, logarithmic_from=100)
-LEARNING_RATE = Quantity(lambda high: (1.0, "learning rate"), from_zero=True)
-THROUGHPUT = Quantity(lambda high: (1.0, "tokens per second"), slack=1, from_zero=True)
-MEMORY = Quantity(_bytes, from_zero=True)
-GRADIENT_NORM = Quantity(lambda high: (1.0, "norm, before clipping"), slack=2, logarithmic_from=30)
-PARAMETER_NORM = Quantity(lambda high: (1.0, "norm of all weights"), slack=20)
-STEP_TIME = Quantity(_step_seconds, slack=1, from_zero=True, tell=short_time)
+# --- units ------------------------------------------------------------------------------------------------------------
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
@@ -197,43 +157,41 @@ def short_number(value: float, _place: object = None) -> str:
 # --- axes -------------------------------------------------------------------------------------------------------------
 
 
-def _set_horizontal(axes: "Axes", places: Array, across: Across) -> float:
+def _set_horizontal(axes: Axes, places: Array, across: str, *, logarithmic: bool) -> float:
     """Limits and ticks; returns what places are divided by."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     low, high = float(places.min()), float(places.max())
     stretch, unit = 1.0, ""
-    if across.kind == "seconds":
-        stretch, unit = time_unit(math.sqrt(low * high) if across.logarithmic else high)
+    if across == "seconds":
+        stretch, unit = time_unit(math.sqrt(low * high) if logarithmic else high)
     names = {"step": "step", "tokens": "tokens seen", "seconds": f"training time, {unit}"}
-    axes.set_xlabel(names[across.kind] + (" (logarithmic)" if across.logarithmic else ""), size=SMALL, color=FAINT)
+    axes.set_xlabel(names[across] + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
     low, high = low / stretch, high / stretch
-    if across.logarithmic:
+    if logarithmic:
         axes.set_xscale("log")
         margin = (high / low) ** 0.02
         axes.set_xlim(low / margin, high * margin)
         _set_logarithmic_ticks(axes.xaxis)
         return stretch
-    if across.kind != "step" or 0 < low < 0.1 * high:
+    if across != "step" or 0 < low < 0.1 * high:
         low = min(low, 0.0)
     margin = 0.015 * (high - low) or max(1.0, 0.05 * abs(high))
     axes.set_xlim(low - (margin if low or high <= 0 or low == high else 0.3 * margin), high + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE, integer=across.kind != "seconds"))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE, integer=across != "seconds"))
     axes.xaxis.set_major_formatter(FuncFormatter(short_number))
     return stretch
 
 
-def _set_vertical(
-    axes: "Axes", lines: Sequence[Line], quantity: Quantity, across: Across, levels: Sequence[Level]
-) -> tuple[float, float, float]:
-    """Limits and ticks; returns the limits as drawn, and what values are divided by."""
+def _set_vertical(axes: Axes, lines: Sequence[Line], quantity: Quantity, context: int | None) -> float:
+    """Limits and ticks; returns what values are divided by."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     values, slack = [line.curve.values for line in lines], quantity.slack
-    if across.logarithmic:  # what is usual depends on the room it takes, and the beginning takes most of it
-        values, slack = [evenly_in_logarithm(line.curve) for line in lines], min(slack, 0.5)
-    ranges = [found for array in values if (found := usual_range(array, slack)) is not None]
-    ranges += [(level.value, level.value) for level in levels]
+    if _is_logarithmic(axes):  # what is usual depends on the room it takes, and the beginning takes most of it
+        values, slack = [series.evenly_in_logarithm(line.curve) for line in lines], min(slack, 0.5)
+    ranges = [found for array in values if (found := series.usual_range(array, slack)) is not None]
+    ranges += [] if context is None else [(float(context), float(context))]
     low, high = min((pair[0] for pair in ranges), default=0.0), max((pair[1] for pair in ranges), default=1.0)
     logarithmic = low > _TINY and high / low > quantity.logarithmic_from
     if quantity.from_zero and not logarithmic:
@@ -242,8 +200,8 @@ def _set_vertical(
     axes.set_ylabel(name + (" (logarithmic)" if logarithmic else ""), size=SMALL, color=FAINT)
     low, high = low / divisor, high / divisor
     if logarithmic:
-        low, high = set_logarithmic(axes, low, high)
-        return low, high, divisor
+        set_logarithmic(axes, low, high)
+        return divisor
     least = 1e-2 * max(abs(low), abs(high)) or 1.0  # a line that is flat looks flat
     if high - low < least:
         middle = (high + low) / 2
@@ -252,11 +210,14 @@ def _set_vertical(
     axes.set_ylim(low if quantity.from_zero and low == 0 else low - margin, high + margin)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=6, steps=_NICE))
     axes.yaxis.set_major_formatter(FuncFormatter(short_number))
-    low, high = axes.get_ylim()
-    return low, high, divisor
+    return divisor
 
 
-def set_logarithmic(axes: "Axes", low: float, high: float) -> tuple[float, float]:
+def _is_logarithmic(axes: Axes) -> bool:
+    return axes.get_xscale() == "log"
+
+
+def set_logarithmic(axes: Axes, low: float, high: float) -> tuple[float, float]:
     """A logarithmic vertical axis with some room around these values; returns its limits."""
     axes.set_yscale("log")
     margin = max((high / low) ** 0.06, 1.04)
@@ -266,11 +227,9 @@ def set_logarithmic(axes: "Axes", low: float, high: float) -> tuple[float, float
     return low, high
 
 
-def _set_logarithmic_ticks(axis: object) -> None:
-    from matplotlib.axis import Axis
+def _set_logarithmic_ticks(axis: "Axis") -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-    assert isinstance(axis, Axis)
     low, high = sorted(axis.get_view_interval())
     decades = math.log10(high / low)
     subs = (1.0, 2.0, 5.0) if decades < 3 else (1.0,)
@@ -283,24 +242,23 @@ def _set_logarithmic_ticks(axis: object) -> None:
 # --- what is drawn ----------------------------------------------------------------------------------------------------
 
 
-def _draw_line(
-    axes: "Axes", line: Line, across: Across, low: float, high: float, divisor: float, quantity: Quantity
-) -> None:
-    curve = line.curve
-    window = window_of(len(curve.x)) if line.smoothed else 1
-    strong = {"color": line.colour, "linestyle": line.style, "linewidth": 1.7, "zorder": 3}
+def _draw_line(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
+    drawn = curve = line.curve
+    low, high = axes.get_ylim()
+    window = series.window_of(len(curve.x)) if line.smoothed else 1
+    strong: dict[str, Any] = {"color": line.colour, "linestyle": line.style, "linewidth": 1.7, "zorder": 3}
     if window > 1:
-        mean = Curve(curve.x, smooth(numpy.clip(curve.y, low, high), window))
         if line.raw:
-            pale = thin(curve, logarithmic=across.logarithmic)
-            axes.plot(pale.x, _near(axes, pale.y, low, high), color=line.colour, alpha=0.28, linewidth=0.8)
-        drawn = thin(mean, logarithmic=across.logarithmic)
-        axes.plot(drawn.x, _near(axes, drawn.y, low, high), label=line.label, **strong)
-    else:
-        drawn = thin(curve, logarithmic=across.logarithmic)
-        dots = {"marker": "o", "markersize": 3.5} if line.dots or len(curve.x) <= _FEW else {}
-        axes.plot(drawn.x, _near(axes, drawn.y, low, high), label=line.label, **strong, **dots)
-    _draw_lonely(axes, drawn, line.colour, low, high)
+            _plot(axes, curve, color=line.colour, alpha=0.28, linewidth=0.8)
+        drawn = Curve(curve.x, series.smooth(numpy.clip(curve.y, low, high), window))
+    elif line.dots or len(curve.x) <= _FEW:
+        strong |= {"marker": "o", "markersize": 3.5}
+    drawn = _plot(axes, drawn, label=line.label, **strong)
+    # A point between two that are not finite is a dot: a line through one point cannot be seen.
+    finite = numpy.concatenate(([False], numpy.isfinite(drawn.y), [False]))
+    lonely = finite[1:-1] & ~finite[:-2] & ~finite[2:]
+    if lonely.any():
+        axes.plot(drawn.x[lonely], drawn.y[lonely], "o", color=line.colour, markersize=3.5, zorder=4)
     if line.best and len(curve.values):
         place = int(numpy.nanargmin(curve.y))
         axes.plot(
@@ -308,86 +266,80 @@ def _draw_line(
             markersize=13, markeredgecolor="white", markeredgewidth=0.8, zorder=5, clip_on=False,
             label=f"lowest {line.label}" if line.label else "",
         )  # fmt: skip
-    _draw_edges(axes, line, low, high, lambda value: quantity.tell(divisor * value), logarithmic=across.logarithmic)
+    _draw_edges(axes, line, tell)
 
 
-def _near(axes: "Axes", y: Array, low: float, high: float) -> Array:
-    """The values, none of them far outside the panel."""
-    if axes.get_yscale() == "log":
-        return numpy.clip(y, low / 1e3, high * 1e3)
-    return numpy.clip(y, low - 5 * (high - low), high + 5 * (high - low))
+def _plot(axes: Axes, curve: Curve, **look: Any) -> Curve:
+    """Draws as many points as can be told apart, none of them far outside the panel; returns these."""
+    low, high = axes.get_ylim()
+    thin = series.thin(curve, logarithmic=_is_logarithmic(axes))
+    far = 5 * (high - low)
+    limits = (low / 1e3, high * 1e3) if axes.get_yscale() == "log" else (low - far, high + far)
+    drawn = Curve(thin.x, numpy.clip(thin.y, *limits))
+    axes.plot(drawn.x, drawn.y, **look)
+    return drawn
 
 
-def _draw_lonely(axes: "Axes", curve: Curve, colour: str, low: float, high: float) -> None:
-    """Dots for points between two that are not finite: a line through one point cannot be seen."""
-    finite = numpy.concatenate(([False], numpy.isfinite(curve.y), [False]))
-    lonely = finite[1:-1] & ~finite[:-2] & ~finite[2:]
-    if lonely.any():
-        axes.plot(curve.x[lonely], _near(axes, curve.y[lonely], low, high), "o", color=colour, markersize=3.5, zorder=4)
-
-
-def _draw_edges(
-    axes: "Axes", line: Line, low: float, high: float, tell: Callable[[float], str], *, logarithmic: bool
-) -> None:
+def _draw_edges(axes: Axes, line: Line, tell: Callable[[float], str]) -> None:
     """A triangle for what is beyond the limits, a cross for what is no number."""
-    curve = line.curve
+    curve, named = line.curve, bool(line.label)
+    low, high = axes.get_ylim()
     with numpy.errstate(invalid="ignore"):
         above, below = curve.y > high, curve.y < low
-    ends = axes.get_xlim()
-    edge = axes.get_xaxis_transform()
-    plain = {"linestyle": "none", "transform": edge, "clip_on": False, "zorder": 6}
     for beyond, marker, height in ((above, "^", 0.985), (below, "v", 0.015)):
-        if not beyond.any():
-            continue
-        extreme = curve.y[beyond].max() if marker == "^" else curve.y[beyond].min()
-        places = thin_marks(curve.x[beyond], *ends, _room(axes), logarithmic=logarithmic)
-        words = f"{line.label} off the scale, {'up' if marker == '^' else 'down'} to {tell(float(extreme))}"
-        axes.plot(
-            places, numpy.full(len(places), height), marker=marker, markersize=5, color=line.colour,
-            markeredgecolor="white", markeredgewidth=0.5, label=words if line.label else "", **plain,
-        )  # fmt: skip
+        if beyond.any():
+            extreme = curve.y[beyond].max() if marker == "^" else curve.y[beyond].min()
+            words = f"{line.label} off the scale, {'up' if marker == '^' else 'down'} to {tell(float(extreme))}"
+            draw_signs(axes, curve.x[beyond], height, marker, 5, line.colour, words if named else "")
     if len(curve.bad):
-        places = thin_marks(curve.bad, *ends, _room(axes), logarithmic=logarithmic)
-        axes.plot(
-            places, numpy.full(len(places), 0.95), marker="X", markersize=7 if line.label else 9, color=RED,
-            markeredgecolor="white" if line.label else line.colour, markeredgewidth=0.6 if line.label else 1.8,
-            label=f"{line.label}: {_times(len(curve.bad), 'NaN or infinite')}" if line.label else "", **plain,
-        )  # fmt: skip
+        words = f"{line.label}: {_times(len(curve.bad), 'NaN or infinite')}" if named else ""
+        rim = ("white", 0.6) if named else (line.colour, 1.8)
+        draw_signs(axes, curve.bad, 0.95, "X", 7 if named else 9, RED, words, rim)
 
 
-def _draw_marks(axes: "Axes", kind: Marks, across: Across) -> None:
-    low, high = axes.get_xlim()
-    places = kind.places[numpy.isfinite(kind.places) & (kind.places >= low) & (kind.places <= high)]
-    if not len(places):
-        return
-    count = len(places)
-    places = thin_marks(places, low, high, _room(axes), logarithmic=across.logarithmic)
-    edge = axes.get_xaxis_transform()
-    if not kind.marker:
-        axes.vlines(
-            places, 0, 1, transform=edge, color=kind.colour, linewidth=1.0, linestyle=(0, (4, 3)), zorder=2
-        )  # fmt: skip
-        return
+def draw_signs(
+    axes: Axes,
+    places: Array,
+    height: float,
+    marker: str,
+    size: float,
+    colour: str,
+    label: str = "",
+    rim: tuple[str, float] = ("white", 0.5),
+) -> None:
+    """Small signs at one height of the panel, as many as do not touch each other."""
+    places = _apart(axes, places)
     axes.plot(
-        places, numpy.full(len(places), 0.025), linestyle="none", marker=kind.marker, markersize=6, color=kind.colour,
-        markeredgecolor="white", markeredgewidth=0.5, transform=edge, clip_on=False, zorder=6,
-        label=_times(count, kind.label),
+        places, numpy.full(len(places), height), linestyle="none", marker=marker, markersize=size, color=colour,
+        markeredgecolor=rim[0], markeredgewidth=rim[1], transform=axes.get_xaxis_transform(), clip_on=False, zorder=6,
+        label=label,
     )  # fmt: skip
 
 
-def _inches(axes: "Axes") -> tuple[float, float]:
+def _draw_marks(axes: Axes, kind: Marks, places: Array) -> None:
+    low, high = axes.get_xlim()
+    places = places[numpy.isfinite(places) & (places >= low) & (places <= high)]
+    if len(places) and kind.marker:
+        draw_signs(axes, places, 0.025, kind.marker, 6, kind.colour, _times(len(places), kind.label))
+    elif len(places):
+        look = {"color": kind.colour, "linewidth": 1.0, "linestyle": (0, (4, 3)), "zorder": 2}
+        axes.vlines(_apart(axes, places), 0, 1, transform=axes.get_xaxis_transform(), **look)
+
+
+def _apart(axes: Axes, places: Array) -> Array:
+    """As many of these places as marks fit beside each other."""
+    most = int(_MARKS * _inches(axes)[0])
+    return series.thin_marks(places, *axes.get_xlim(), most, logarithmic=_is_logarithmic(axes))
+
+
+def _inches(axes: Axes) -> tuple[float, float]:
     figure = axes.get_figure(root=True)
     assert figure is not None
     box = axes.get_window_extent()
     return box.width / figure.dpi, box.height / figure.dpi
 
 
-def _room(axes: "Axes") -> int:
-    """How many marks fit beside each other."""
-    return int(_MARKS * _inches(axes)[0])
-
-
-def _draw_legend(axes: "Axes") -> None:
+def _draw_legend(axes: Axes) -> None:
     """Names, where there is more than one, where they cover least of the lines."""
     handles, labels = axes.get_legend_handles_labels()
     named = dict(zip(reversed(labels), reversed(handles), strict=True))  # of equal names, the first
@@ -417,7 +369,7 @@ def _draw_legend(axes: "Axes") -> None:
     ).set_zorder(8)  # fmt: skip
 
 
-def _places(axes: "Axes", line: "Line2D") -> Array:
+def _places(axes: Axes, line: "Line2D") -> Array:
     """Points of a line as shares of the panel, evenly along its way."""
     points = axes.transAxes.inverted().transform(line.get_transform().transform(line.get_xydata()))
     points = numpy.clip(points[numpy.isfinite(points).all(axis=1)], 0.0, 1.0)
@@ -428,7 +380,7 @@ def _places(axes: "Axes", line: "Line2D") -> Array:
     return numpy.stack([numpy.interp(even, way, points[:, side]) for side in (0, 1)], axis=1)
 
 
-def _say(axes: "Axes", words: str) -> None:
+def _say(axes: Axes, words: str) -> None:
     axes.set_yticks([])
     axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", va="center", size=11, color=FAINT)
 

@@ -13,28 +13,19 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from flatout.errors import DataError, UsageError
+from flatout.errors import UsageError
 from flatout.files import check_replaceable, disk_errors
 from flatout.folders import make_folders, remove_empty
-from flatout.observe.history import RunHistory, read_history
+from flatout.observe.history import distinct_names, read_history
 from flatout.observe.human import printable
-from flatout.observe.picture import is_picture, write_picture
+from flatout.observe.picture import Figure, is_picture, write_picture
 from flatout.observe.plot.compare import comparison_figure
 from flatout.observe.plot.eigenstates import EIGENSTATE_PANELS, eigenstate_panel_figure, eigenstates_figure
-from flatout.observe.plot.run import (
-    PANELS,
-    metrics_figure,
-    panel_figure,
-    results_figure,
-)
-from flatout.observe.plot.series import run_numbers
+from flatout.observe.plot.run import PANELS, metrics_figure, panel_figure, results_figure
+from flatout.observe.plot.series import RunNumbers
 from flatout.observe.plot.tables import EIGENSTATES as EIGENSTATES_TABLE
 from flatout.observe.plot.tables import EVALS, STEPS, is_table, write_tables
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 METRICS, RESULTS, EIGENSTATES, COMPARISON, FOLDER = "metrics", "results", "eigenstates", "comparison", "plots"
 
@@ -56,7 +47,7 @@ def write_run_plots(
     places = [target / name for name in (STEPS, EVALS, EIGENSTATES_TABLE)]
     names = picture_names(each=each)
     check_places([target / f"{name}.{form}" for name in names] + (places if tables else []), overwrite=overwrite)
-    run = run_numbers(_read(folder))
+    run = RunNumbers(read_history(folder))
     pictures: dict[str, Callable[[], Figure]] = {
         METRICS: lambda: metrics_figure(run),
         RESULTS: lambda: results_figure(run),
@@ -87,8 +78,11 @@ def write_comparison(
     """Draws several runs into one picture, PNG or SVG by its name, and writes their numbers where tables are named."""
     places = [path for path in (picture, steps, evals, eigenstates) if path is not None]
     check_places(places, names=True, overwrite=overwrite)
-    names = distinct_names(folders)
-    runs = [run_numbers(_read(folder), name) for folder, name in zip(folders, names, strict=True)]
+    paths = [folder.resolve() for folder in folders]
+    for place, path in enumerate(paths):
+        if path in paths[:place]:
+            raise UsageError(f"the run {folders[place]} is named twice", "name each run once")
+    runs = [RunNumbers(read_history(path), name) for path, name in zip(folders, distinct_names(folders), strict=True)]
     with _folder(picture.parent):
         written = [] if steps is None or evals is None else write_tables(runs, steps, evals, eigenstates, names=True)
         write_picture(picture, lambda: comparison_figure(runs), overwrite=overwrite)
@@ -105,21 +99,6 @@ def check_places(files: Sequence[Path], *, names: bool = False, overwrite: bool 
     for path in files:
         is_ours = functools.partial(is_table, names=names) if path.suffix == ".csv" else is_picture
         check_replaceable(path, is_ours, overwrite=overwrite, way="name another folder with --out")
-
-
-def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The runs' names, with as much of their paths as tells them apart; the same run twice is an error."""
-    paths = [folder.resolve() for folder in folders]
-    for place, path in enumerate(paths):
-        if path in paths[:place]:
-            raise UsageError(f"the run {folders[place]} is named twice", "name each run once")
-    names = []
-    for path in paths:
-        length = 1
-        while length < len(path.parts) and sum(other.parts[-length:] == path.parts[-length:] for other in paths) > 1:
-            length += 1
-        names.append("/".join(path.parts[-length:]))
-    return names
 
 
 @contextlib.contextmanager
@@ -142,13 +121,3 @@ def _folder(folder: Path) -> Iterator[None]:
     except BaseException:
         remove_empty(made)
         raise
-
-
-def _read(folder: Path) -> RunHistory:
-    try:
-        return read_history(folder)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise DataError(
-            f"{folder / 'metrics.jsonl'} cannot be read: {reason}", "check its permissions and the disk"
-        ) from error

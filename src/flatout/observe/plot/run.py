@@ -7,70 +7,47 @@ Trap: over plain tokens the loss has the same shape as over steps. So that panel
 which the first panel leaves off its scale in a long run, can be seen.
 """
 
+import functools
 import math
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy
 
-from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds
-from flatout.observe.picture import drawable, shortened
-from flatout.observe.plot.panels import (
-    BLUE,
-    FAINT,
-    GRADIENT_NORM,
-    GREY,
-    INK,
-    LEARNING_RATE,
-    LOSS,
-    MEMORY,
-    ORANGE,
-    PARAMETER_NORM,
-    PURPLE,
-    RED,
-    SMALL,
-    STEP_TIME,
-    TEAL,
-    THROUGHPUT,
-    Across,
-    Line,
-    Marks,
-    draw_panel,
-    short_time,
-    time_unit,
-)
-from flatout.observe.plot.series import RunNumbers, number, window_of
+from flatout.observe import picture
+from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, many
+from flatout.observe.picture import BLUE, FAINT, GREY, INK, ORANGE, PURPLE, RED, SMALL, TEAL, Axes, Figure
+from flatout.observe.plot.panels import Line, Marks, Quantity, draw_panel, time_unit
+from flatout.observe.plot.series import Array, RunNumbers, number, window_of
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-WIDTH, WIDE, NARROW, HEIGHT, DPI = 15.0, 18.0, 9.0, 8.6, 120  # WIDE is a comparison, NARROW a single panel
-_STEP = Across("step")
+WIDTH, WIDE, NARROW, HEIGHT = 15.0, 18.0, 9.0, 8.6  # WIDE is a comparison, NARROW a single panel
+Draw = Callable[[Axes, RunNumbers], None]
 
 
-def metrics_figure(run: RunNumbers) -> "Figure":
-    figure = new_figure(WIDTH, HEIGHT)
-    draw_header(figure, run, "how it ran")
+def metrics_figure(run: RunNumbers) -> Figure:
+    return page_figure(run, "how it ran", list(_METRIC_PANELS.values()))
+
+
+def results_figure(run: RunNumbers) -> Figure:
+    return page_figure(run, "what it learned", list(_RESULT_PANELS.values()))
+
+
+def page_figure(run: RunNumbers, what: str, panels: Sequence[Draw], caption: str | None = None) -> Figure:
+    """Six panels below a header, or five, the first of which is twice as wide."""
+    figure = picture.new_figure(WIDTH, HEIGHT)
+    draw_title(figure, f"{run.name}: {what}", _facts(run), _state(run))
+    words = _caption(run) if caption is None else caption
+    figure.text(0.985, 0.955, words, size=SMALL, color=FAINT, va="center", ha="right")
     grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, top=0.835, bottom=0.075, wspace=0.2, hspace=0.38)
-    for place, draw in enumerate(_METRIC_PANELS.values()):
-        draw(figure.add_subplot(grid[place // 3, place % 3]), run)
-    return figure
-
-
-def results_figure(run: RunNumbers) -> "Figure":
-    figure = new_figure(WIDTH, HEIGHT)
-    draw_header(figure, run, "what it learned")
-    grid = figure.add_gridspec(2, 3, left=0.065, right=0.985, top=0.835, bottom=0.075, wspace=0.2, hspace=0.38)
-    cells = (grid[0, :2], grid[0, 2], grid[1, 0], grid[1, 1], grid[1, 2])
-    for cell, draw in zip(cells, _RESULT_PANELS.values(), strict=True):
+    first = [grid[0, :2]] if len(panels) == 5 else [grid[0, 0], grid[0, 1]]
+    for cell, draw in zip([*first, grid[0, 2], *(grid[1, column] for column in range(3))], panels, strict=True):
         draw(figure.add_subplot(cell), run)
     return figure
 
 
-def panel_figure(run: RunNumbers, draw: "Callable[[Axes, RunNumbers], None]", caption: str | None = None) -> "Figure":
-    figure = new_figure(NARROW, 5.4)
-    name = fitted(drawable(run.name), 10.5, 0.4 * NARROW)
+def panel_figure(run: RunNumbers, draw: Draw, caption: str | None = None) -> Figure:
+    figure = picture.new_figure(NARROW, 5.4)
+    name = fitted(picture.drawable(run.name), 10.5, 0.4 * NARROW)
     figure.text(0.085, 0.965, name, size=10.5, color=INK, va="center")
     words = _caption(run) if caption is None else caption
     figure.text(0.98, 0.965, words, size=SMALL, color=FAINT, va="center", ha="right")
@@ -78,89 +55,108 @@ def panel_figure(run: RunNumbers, draw: "Callable[[Axes, RunNumbers], None]", ca
     return figure
 
 
-def _loss_over_steps(axes: "Axes", run: RunNumbers) -> None:
-    marks = [
-        *_resumes(run, "step"),
-        Marks(run.skipped, "update skipped", ORANGE, "v"),
-        Marks(run.memory, "out of memory", PURPLE, "D"),
-        Marks(run.notices, "notice", GREY, "s"),
-    ]
-    best = run.best()
-    words = "" if best is None else f"best validation loss {loss_text(best['loss'])} at step {best['step']:,}"
-    draw_panel(axes, "Loss", _loss_lines(run, "step"), LOSS, _STEP, marks=marks, words=words)
+# --- panels -----------------------------------------------------------------------------------------------------------
 
 
-def _loss_over_tokens(axes: "Axes", run: RunNumbers) -> None:
-    draw_panel(
-        axes, "Loss over tokens", _loss_lines(run, "tokens"), LOSS, Across("tokens", logarithmic=True),
-        marks=_resumes(run, "tokens"), words=_last_words(run, "tokens"), legend=False,
-    )  # fmt: skip
+def _short_time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 2 else f"{seconds:.3g} s"
 
 
-def _loss_over_seconds(axes: "Axes", run: RunNumbers) -> None:
-    draw_panel(
-        axes, "Loss over time", _loss_lines(run, "seconds"), LOSS, Across("seconds"), marks=_resumes(run, "seconds"),
-        words=_last_words(run, "seconds"), legend=False,
-    )  # fmt: skip
+def _median(values: Array) -> float:
+    return float(numpy.median(values))
 
 
-def _learning_rate(axes: "Axes", run: RunNumbers) -> None:
-    curve = run.curve("learning_rate")
-    words = f"highest {curve.values.max():.3g}, last {curve.values[-1]:.3g}" if len(curve.values) else ""
-    draw_panel(
-        axes, "Learning rate", [Line(curve, TEAL, "rate")], LEARNING_RATE, _STEP, marks=_resumes(run), words=words
-    )
+LOSS = Quantity(lambda high: (1.0, "loss, nats per token"), slack=1.5, logarithmic_from=100)
+THROUGHPUT = Quantity(lambda high: (1.0, "tokens per second"), slack=1, from_zero=True)
+_LEARNING_RATE = Quantity(lambda high: (1.0, "learning rate"), from_zero=True)
+_MEMORY = Quantity(lambda high: (2.0**30, "GiB") if high >= 2**30 else (2.0**20, "MiB"), from_zero=True)
+_GRADIENT_NORM = Quantity(lambda high: (1.0, "norm, before clipping"), slack=2, logarithmic_from=30)
+_PARAMETER_NORM = Quantity(lambda high: (1.0, "norm of all weights"), slack=20)
+_STEP_TIME = Quantity(
+    lambda high: (1.0, "seconds") if high >= 2 else (1e-3, "milliseconds"), slack=1, from_zero=True, tell=_short_time
+)
 
 
-def _throughput(axes: "Axes", run: RunNumbers) -> None:
-    curve, mfu = run.curve("tokens_per_second"), run.curve("mfu").values
-    words = f"median {human_count(float(numpy.median(curve.values)))} tokens/s" if len(curve.values) else ""
-    words += f", MFU {100 * float(numpy.median(mfu)):.0f}%" if len(mfu) else ""
-    lines = [Line(curve, BLUE, "tokens/s", smoothed=True)]
-    draw_panel(axes, "Throughput", lines, THROUGHPUT, _STEP, marks=[*_resumes(run), *_memory_marks(run)], words=words)
+def _marks(run: RunNumbers, *names: str, against: str = "step") -> list[Marks]:
+    """Where the run was resumed, and what else happened to it."""
+    kinds = {
+        "skipped": Marks(run.skipped, "update skipped", ORANGE, "v"),
+        "memory": Marks(run.memory, "out of memory", PURPLE, "D"),
+        "notices": Marks(run.notices, "notice", GREY, "s"),
+    }
+    resumes = run.place((int(step) for step in run.resumes), against)
+    return [Marks(resumes, "resumed", FAINT), *(kinds[name] for name in names)]
 
 
-def _memory(axes: "Axes", run: RunNumbers) -> None:
-    peak, reserved = run.curve("memory_bytes"), run.curve("reserved_bytes")
-    words = ", ".join(
-        f"{name} {human_bytes(float(curve.values.max()))}"
-        for name, curve in (("peak", peak), ("held", reserved))
-        if len(curve.values)
-    )
-    lines = [Line(peak, BLUE, "peak in use"), Line(reserved, ORANGE, "held by the allocator")]
-    draw_panel(axes, "Memory", lines, MEMORY, _STEP, marks=[*_resumes(run), *_memory_marks(run)], words=words)
-
-
-def _gradient_norm(axes: "Axes", run: RunNumbers) -> None:
-    curve = run.curve("grad_norm")
-    words = ""
-    if len(curve.values):
-        words = f"median {float(numpy.median(curve.values)):.3g}, highest {curve.values.max():.3g}"
-    lines = [Line(curve, BLUE, "norm", smoothed=True)]
-    marks = [*_resumes(run), Marks(run.skipped, "update skipped", ORANGE, "v")]
-    draw_panel(axes, "Gradient norm", lines, GRADIENT_NORM, _STEP, marks=marks, words=words)
-
-
-def _parameter_norm(axes: "Axes", run: RunNumbers) -> None:
-    curve = run.curve("parameter_norm")
-    words = f"first {curve.values[0]:.4g}, last {curve.values[-1]:.4g}" if len(curve.values) else ""
-    draw_panel(
-        axes, "Parameter norm", [Line(curve, BLUE, "norm")], PARAMETER_NORM, _STEP, marks=_resumes(run), words=words
-    )
-
-
-def _step_time(axes: "Axes", run: RunNumbers) -> None:
-    curve = run.curve("seconds")
-    words = f"median {short_time(float(numpy.median(curve.values)))}" if len(curve.values) else ""
-    waiting = run.curve("data_seconds")
+def _loss(axes: Axes, run: RunNumbers, title: str, against: str) -> None:
     lines = [
-        Line(curve, BLUE, "step", smoothed=True),
+        Line(run.curve("loss", against), BLUE, "training", smoothed=True),
+        Line(run.eval_curve(against), ORANGE, "validation", dots=len(run.evals) <= 60, best=True),
+    ]
+    marks, words, steps = _marks(run, against=against), _last_words(run, against), against == "step"
+    if steps:
+        marks, best = _marks(run, "skipped", "memory", "notices"), run.best()
+        words = "" if best is None else f"best validation loss {loss_text(best['loss'])} at step {best['step']:,}"
+    draw_panel(
+        axes, title, lines, LOSS, against, logarithmic=against == "tokens", marks=marks, words=words, legend=steps
+    )
+
+
+def _told(run: RunNumbers, **words: Callable[[Array], str]) -> str:
+    """What there is to say of the values of fields; of one without values, nothing."""
+    return ", ".join(tell(values) for field, tell in words.items() if len(values := run.curve(field).values))
+
+
+def _learning_rate(axes: Axes, run: RunNumbers) -> None:
+    words = _told(run, learning_rate=lambda rates: f"highest {rates.max():.3g}, last {rates[-1]:.3g}")
+    lines = [Line(run.curve("learning_rate"), TEAL, "rate")]
+    draw_panel(axes, "Learning rate", lines, _LEARNING_RATE, marks=_marks(run), words=words)
+
+
+def _throughput(axes: Axes, run: RunNumbers) -> None:
+    words = _told(
+        run,
+        tokens_per_second=lambda rates: f"median {human_count(_median(rates))} tokens/s",
+        mfu=lambda shares: f"MFU {100 * _median(shares):.0f}%",
+    )
+    lines = [Line(run.curve("tokens_per_second"), BLUE, "tokens/s", smoothed=True)]
+    draw_panel(axes, "Throughput", lines, THROUGHPUT, marks=_marks(run, "memory"), words=words)
+
+
+def _memory(axes: Axes, run: RunNumbers) -> None:
+    words = _told(
+        run,
+        memory_bytes=lambda sizes: f"peak {human_bytes(float(sizes.max()))}",
+        reserved_bytes=lambda sizes: f"held {human_bytes(float(sizes.max()))}",
+    )
+    peak, reserved = run.curve("memory_bytes"), run.curve("reserved_bytes")
+    lines = [Line(peak, BLUE, "peak in use"), Line(reserved, ORANGE, "held by the allocator")]
+    draw_panel(axes, "Memory", lines, _MEMORY, marks=_marks(run, "memory"), words=words)
+
+
+def _gradient_norm(axes: Axes, run: RunNumbers) -> None:
+    words = _told(run, grad_norm=lambda norms: f"median {_median(norms):.3g}, highest {norms.max():.3g}")
+    lines = [Line(run.curve("grad_norm"), BLUE, "norm", smoothed=True)]
+    draw_panel(axes, "Gradient norm", lines, _GRADIENT_NORM, marks=_marks(run, "skipped"), words=words)
+
+
+def _parameter_norm(axes: Axes, run: RunNumbers) -> None:
+    words = _told(run, parameter_norm=lambda norms: f"first {norms[0]:.4g}, last {norms[-1]:.4g}")
+    lines = [Line(run.curve("parameter_norm"), BLUE, "norm")]
+    draw_panel(axes, "Parameter norm", lines, _PARAMETER_NORM, marks=_marks(run), words=words)
+
+
+def _step_time(axes: Axes, run: RunNumbers) -> None:
+    words = _told(run, seconds=lambda seconds: f"median {_short_time(_median(seconds))}")
+    step, waiting = run.curve("seconds"), run.curve("data_seconds")
+    lines = [
+        Line(step, BLUE, "step", smoothed=True),
         Line(waiting, ORANGE, "waiting for data", smoothed=True, raw=False),
     ]
-    draw_panel(axes, "Step time", lines, STEP_TIME, _STEP, marks=_resumes(run), words=words)
+    draw_panel(axes, "Step time", lines, _STEP_TIME, marks=_marks(run), words=words)
 
 
-_METRIC_PANELS: "dict[str, Callable[[Axes, RunNumbers], None]]" = {
+_METRIC_PANELS: dict[str, Draw] = {
     "learning-rate": _learning_rate,
     "throughput": _throughput,
     "memory": _memory,
@@ -168,50 +164,17 @@ _METRIC_PANELS: "dict[str, Callable[[Axes, RunNumbers], None]]" = {
     "parameter-norm": _parameter_norm,
     "step-time": _step_time,
 }
-_RESULT_PANELS: "dict[str, Callable[[Axes, RunNumbers], None]]" = {
-    "loss": _loss_over_steps,
-    "loss-over-tokens": _loss_over_tokens,
-    "loss-over-time": _loss_over_seconds,
+_RESULT_PANELS: dict[str, Draw] = {
+    "loss": functools.partial(_loss, title="Loss", against="step"),
+    "loss-over-tokens": functools.partial(_loss, title="Loss over tokens", against="tokens"),
+    "loss-over-time": functools.partial(_loss, title="Loss over time", against="seconds"),
     "learning-rate": _learning_rate,
     "throughput": _throughput,
 }
-
-
 PANELS = _RESULT_PANELS | _METRIC_PANELS
 
 
-def _loss_lines(run: RunNumbers, against: str) -> list[Line]:
-    return [
-        Line(run.curve("loss", against), BLUE, "training", smoothed=True),
-        Line(run.eval_curve(against), ORANGE, "validation", dots=len(run.evals) <= 60, best=True),
-    ]
-
-
-def _resumes(run: RunNumbers, against: str = "step") -> list[Marks]:
-    return [Marks(run.place((int(step) for step in run.resumes), against), "resumed", FAINT)]
-
-
-def _memory_marks(run: RunNumbers) -> list[Marks]:
-    return [Marks(run.memory, "out of memory", PURPLE, "D")]
-
-
 # --- words and frames ------------------------------------------------------------------------------------------------
-
-
-def new_figure(width: float, height: float) -> "Figure":
-    """A figure that belongs to no window and to no global state."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def draw_header(figure: "Figure", run: RunNumbers, what: str, caption: str | None = None) -> None:
-    draw_title(figure, f"{run.name}: {what}", _facts(run), _state(run))
-    words = _caption(run) if caption is None else caption
-    figure.text(0.985, 0.955, words, size=SMALL, color=FAINT, va="center", ha="right")
 
 
 def _caption(run: RunNumbers) -> str:
@@ -221,11 +184,11 @@ def _caption(run: RunNumbers) -> str:
     return "   ·   ".join([*parts, *(["dashed line: resumed"] if len(run.resumes) else [])])
 
 
-def draw_title(figure: "Figure", name: str, facts: str, state: str, *, warning: bool = False) -> None:
+def draw_title(figure: Figure, name: str, facts: str, state: str, *, warning: bool = False) -> None:
     """Three lines above the panels; the first leaves room for a caption at its right."""
     width = figure.get_figwidth()
     left = 0.975 / width
-    title = fitted(drawable(name), 16, 0.53 * width)  # bold letters take a tenth more
+    title = fitted(picture.drawable(name), 16, 0.53 * width)  # bold letters take a tenth more
     figure.text(left, 0.955, title, size=16, weight="bold", color=INK, va="center")
     figure.text(left, 0.918, fitted(facts, 10, width - 1.5), size=10, color=FAINT, va="center")
     figure.text(left, 0.890, fitted(state, 10, width - 1.5), size=10, color=RED if warning else INK, va="center")
@@ -246,7 +209,7 @@ def _facts(run: RunNumbers) -> str:
 
 def _text(info: dict[str, Any], field: str) -> str:
     value = info.get(field)
-    return shortened(drawable(value), 40) if isinstance(value, str) else ""
+    return picture.shortened(picture.drawable(value), 40) if isinstance(value, str) else ""
 
 
 def _state(run: RunNumbers) -> str:
@@ -268,7 +231,7 @@ def _state(run: RunNumbers) -> str:
     if len(run.resumes):
         parts.append("resumed once" if len(run.resumes) == 1 else f"resumed {len(run.resumes)} times")
     if len(run.skipped):
-        parts.append(f"{len(run.skipped):,} updates skipped" if len(run.skipped) > 1 else "1 update skipped")
+        parts.append(f"{many(len(run.skipped), 'update')} skipped")
     return "   ·   ".join(parts)
 
 

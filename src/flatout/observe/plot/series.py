@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy
 
-from flatout.observe.eigenstates import EigenstateHistory, LayerHistory, eigenstate_history
-from flatout.observe.history import RunHistory
+from flatout.observe.eigenstates import LayerHistory, eigenstate_history
+from flatout.observe.history import RunHistory, is_count, rows_with_step
 
 Array = numpy.ndarray[Any, numpy.dtype[Any]]
 DRAWN = (
@@ -50,27 +50,29 @@ class Curve:
         return self.y[numpy.isfinite(self.y)]
 
 
-@dataclasses.dataclass(frozen=True)
 class RunNumbers:
-    """A run's steps and evaluations, each step once and in order.
+    """A run that was read, as arrays: its steps and evaluations, each step once and in order.
 
     `axes` holds what steps can be drawn against: step, tokens and seconds of training; `columns` each field that is
     drawn, as values and whether they were told. Of the marks, each is a list of steps: `skipped` updates, notices about
     `memory`, other `notices`, and `resumes`.
     """
 
-    name: str
-    info: dict[str, Any]
-    end: dict[str, Any] | None
-    rows: tuple[dict[str, Any], ...]
-    evals: tuple[dict[str, Any], ...]
-    axes: dict[str, Array]
-    columns: dict[str, tuple[Array, Array]]
-    skipped: Array
-    memory: Array
-    notices: Array
-    resumes: Array
-    eigenstates: EigenstateHistory
+    def __init__(self, history: RunHistory, name: str | None = None) -> None:
+        self.name = history.folder.resolve().name if name is None else name
+        self.info, self.end = history.info, history.end
+        self.rows, self.evals = _once_per_step(history.steps), _once_per_step(history.evals)
+        self.columns = {field: _numbers([row.get(field) for row in self.rows]) for field in (*DRAWN, "tokens")}
+        seconds, told = self.columns["seconds"]
+        spent = numpy.where(numpy.isfinite(seconds) & (seconds > 0), numpy.minimum(seconds, _LARGEST), 0.0)
+        clock = numpy.cumsum(spent) if told.any() else numpy.full(len(self.rows), math.nan)
+        step = _array(row["step"] for row in self.rows)
+        self.axes: dict[str, Array] = {"step": step, "tokens": self.columns["tokens"][0], "seconds": clock}
+        skipped = [row["step"] for row in self.rows if row.get("applied") is False]
+        memory, notices = _notices(history.notices, set(skipped))
+        self.skipped, self.memory, self.notices = _array(skipped), _array(memory), _array(notices)
+        self.resumes = _array(_resumes(history.infos, self.rows))
+        self.eigenstates = eigenstate_history(history.eigenstates)
 
     def curve(self, field: str, against: str = "step") -> Curve:
         """A field of the steps where it was told."""
@@ -102,32 +104,6 @@ class RunNumbers:
         losses = [(number(row.get("loss")), row) for row in self.evals]
         known = [(loss, row) for loss, row in losses if loss is not None and math.isfinite(loss)]
         return min(known, key=lambda pair: pair[0], default=(0.0, None))[1]
-
-
-def run_numbers(history: RunHistory, name: str | None = None) -> RunNumbers:
-    """The arrays of a run that was read."""
-    rows, evals = _once_per_step(history.steps), _once_per_step(history.evals)
-    step = _array(row["step"] for row in rows)
-    columns = {field: _numbers([row.get(field) for row in rows]) for field in (*DRAWN, "tokens")}
-    seconds, told = columns["seconds"]
-    spent = numpy.where(numpy.isfinite(seconds) & (seconds > 0), numpy.minimum(seconds, _LARGEST), 0.0)
-    clock = numpy.cumsum(spent) if told.any() else numpy.full(len(rows), math.nan)
-    skipped = [row["step"] for row in rows if row.get("applied") is False]
-    memory, notices = _notices(history.notices, set(skipped))
-    return RunNumbers(
-        name=history.folder.resolve().name if name is None else name,
-        info=history.infos[-1],
-        end=_end(history, rows),
-        rows=rows,
-        evals=evals,
-        axes={"step": step, "tokens": columns["tokens"][0], "seconds": clock},
-        columns=columns,
-        skipped=_array(skipped),
-        memory=_array(memory),
-        notices=_array(notices),
-        resumes=_array(_resumes(history.infos, rows)),
-        eigenstates=eigenstate_history(history.eigenstates),
-    )
 
 
 def number(value: Any) -> float | None:
@@ -223,12 +199,7 @@ def usual_range(values: Array, slack: float) -> tuple[float, float] | None:
 
 def _once_per_step(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
     """Rows that name a step, in its order; of several that name the same one, the last."""
-    found = {row["step"]: row for row in rows if _is_step(row.get("step"))}
-    return tuple(found[step] for step in sorted(found))
-
-
-def _is_step(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return tuple({row["step"]: row for row in rows_with_step(rows)}.values())
 
 
 def _array(values: Iterable[int]) -> Array:
@@ -269,10 +240,8 @@ def _ends_of_groups(place: Array, index: Array) -> Array:
 def _notices(rows: Sequence[dict[str, Any]], skipped: set[int]) -> tuple[list[int], list[int]]:
     """Steps with a notice about memory, and with another one; that of a skipped step is the same event."""
     memory, others = set(), set()
-    for row in rows:
-        step, message = row.get("step"), row.get("message")
-        if not isinstance(step, int) or not _is_step(step):
-            continue
+    for row in rows_with_step(rows):
+        step, message = row["step"], row.get("message")
         if isinstance(message, str) and _MEMORY_WORDS.search(message):
             memory.add(step)
         elif step not in skipped:
@@ -283,13 +252,5 @@ def _notices(rows: Sequence[dict[str, Any]], skipped: set[int]) -> tuple[list[in
 def _resumes(infos: Sequence[dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[int]:
     """Steps after which the run went on: neither a start before the first step, nor one that took no step."""
     first, last = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 0)
-    starts = {info["start_step"] for info in infos if _is_step(info.get("start_step"))}
+    starts = {info["start_step"] for info in infos if is_count(info.get("start_step"))}
     return sorted(start for start in starts if max(1, first) <= start < last)
-
-
-def _end(history: RunHistory, rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """How the run ended; None if it went on afterwards, or has not said so."""
-    if not history.ends:
-        return None
-    end, step = history.ends[-1], history.ends[-1].get("step")
-    return None if rows and _is_step(step) and rows[-1]["step"] > step else end

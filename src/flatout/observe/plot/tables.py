@@ -43,13 +43,12 @@ def write_tables(
     That of eigenstate blocks is written only where a run has some.
     """
     first = ("run",) if names else ()
-    _write(steps, (*first, *STEP_HEADER), (_named(run, _step_rows(run), names=names) for run in runs))
-    _write(evals, (*first, *EVAL_HEADER), (_named(run, _eval_rows(run), names=names) for run in runs))
-    if eigenstates is None or not any(run.eigenstates.layers for run in runs):
-        return [steps, evals]
-    rows = (_named(run, _eigenstate_rows(run), names=names) for run in runs)
-    _write(eigenstates, (*first, *EIGENSTATE_HEADER), rows)
-    return [steps, evals, eigenstates]
+    tables = {steps: (STEP_HEADER, _step_rows), evals: (EVAL_HEADER, _eval_rows)}
+    if eigenstates is not None and any(run.eigenstates.layers for run in runs):
+        tables[eigenstates] = (EIGENSTATE_HEADER, _eigenstate_rows)
+    for path, (header, rows) in tables.items():
+        _write(path, (*first, *header), (_named(run, rows(run), names=names) for run in runs))
+    return list(tables)
 
 
 def is_table(path: Path, *, names: bool) -> bool:

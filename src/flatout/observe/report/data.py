@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.yaml_loader import format_value
-from flatout.observe.history import RunHistory
-from flatout.observe.human import human_bytes, printable
-from flatout.observe.report.eigenstates import eigenstate_part
+from flatout.observe.history import RunHistory, distinct_names, rows_with_step
+from flatout.observe.human import human_bytes, many, printable
 from flatout.observe.report.facts import commands_of, facts_of, shown_config, summary_of
-from flatout.observe.report.figures import figures_of, speed_groups, time_parts
-from flatout.observe.report.series import amount, curves_of, number, places_of, points_for, rows_with_step
+from flatout.observe.report.figures import eigenstate_part, figures_of, speed_groups, time_parts
+from flatout.observe.report.series import Places, amount, curves_of, number, points_for
 from flatout.observe.report.state import RunState, state_of
 
 _MOST_SAMPLES, _MOST_NOTICES, _MOST_CHECKPOINTS = 60, 200, 100
@@ -30,7 +29,8 @@ def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[
     names = distinct_names([history.folder for history in histories])
     states = [state_of(history) for history in histories]
     configs = [_flat_config(shown_config(history.info)) for history in histories]
-    different = [path for path in _paths(configs) if len({config.get(path) for config in configs}) > 1]
+    paths = dict.fromkeys(path for config in configs for path in config)
+    different = [path for path in paths if len({config.get(path) for config in configs}) > 1]
     samples = max(4, _MOST_SAMPLES // max(len(histories), 1))
     runs = [
         _run(history, name, state, config, points_for(len(histories)), samples)
@@ -41,23 +41,11 @@ def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[
     return _inert({"title": title, "live": live, "runs": runs, "differences": rows})
 
 
-def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """Each folder's name, with as many parents as it takes to tell it from the others."""
-    parts = [path.resolve().parts for path in folders]
-    names: list[str] = []
-    for own in parts:
-        depth = 1
-        while depth < len(own) and sum(other[-depth:] == own[-depth:] for other in parts) > 1:
-            depth += 1
-        names.append("/".join(own[-depth:]).replace("//", "/"))
-    return names
-
-
 def _run(
     history: RunHistory, name: str, state: RunState, config: dict[str, str], points: int, samples: int
 ) -> dict[str, Any]:
     info, steps = history.info, rows_with_step(history.steps)
-    places = places_of(steps)
+    places = Places(steps)
     resumes = [start for row in history.infos[1:] if (start := amount(row.get("start_step")))]
     shown, left_out = _spread(rows_with_step(history.samples), samples)
     notices, notices_left_out = _notices(history)
@@ -105,10 +93,10 @@ def _warnings(history: RunHistory, state: RunState) -> list[str]:
         found.append(state.text)
     bad = [row["step"] for row in steps if (loss := number(row.get("loss"))) is not None and not math.isfinite(loss)]
     if bad:
-        found.append(f"The loss was not a finite number in {_times(len(bad), 'step')}, first in step {bad[0]:,}.")
+        found.append(f"The loss was not a finite number in {many(len(bad), 'step')}, first in step {bad[0]:,}.")
     skipped = [row["step"] for row in steps if row.get("applied") is False]
     if skipped:
-        found.append(f"{_times(len(skipped), 'update')} skipped, first in step {skipped[0]:,}; weights stayed clean.")
+        found.append(f"{many(len(skipped), 'update')} skipped, first in step {skipped[0]:,}; weights stayed clean.")
     held = [row for row in rows_with_step(history.machine) if row.get("throttled")]
     if held:
         share = len(held) / max(len(history.machine), 1)
@@ -118,10 +106,6 @@ def _warnings(history: RunHistory, state: RunState) -> list[str]:
     if len(sizes) > 1:
         found.append(f"The device ran out of memory: the micro-batch went from {max(sizes):g} to {min(sizes):g}.")
     return found
-
-
-def _times(count: int, word: str) -> str:
-    return f"1 {word}" if count == 1 else f"{count:,} {word}s"
 
 
 def _notices(history: RunHistory) -> tuple[list[list[Any]], int]:
@@ -195,10 +179,6 @@ def _flat_config(config: Any) -> dict[str, str]:
         else:
             flat[str(section)] = format_value(values)
     return flat
-
-
-def _paths(configs: Sequence[dict[str, str]]) -> list[str]:
-    return list(dict.fromkeys(path for config in configs for path in config))
 
 
 def _spread(rows: list[dict[str, Any]], most: int) -> tuple[list[dict[str, Any]], int]:

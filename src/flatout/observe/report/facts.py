@@ -37,8 +37,9 @@ def summary_of(info: dict[str, Any], state: RunState) -> str:
 def facts_of(info: dict[str, Any]) -> list[dict[str, Any]]:
     """What was trained on what, in three groups of label and text; unknown things are left out."""
     tuned = fine_tuned(info)
+    start = _base_rows(info) if tuned else [("Started from", _at(info, "model.init_from"))]
     groups = {
-        "Model": [*(_base_rows(info) if tuned else _start_rows(info)), *_model_rows(info)],
+        "Model": [*start, *_model_rows(info)],
         "Data": _sample_rows(info) if tuned else _text_rows(info),
         "Training": _training_rows(info),
     }
@@ -50,10 +51,6 @@ def facts_of(info: dict[str, Any]) -> list[dict[str, Any]]:
 
 def fine_tuned(info: dict[str, Any]) -> bool:
     return _at(info, "chat.source") is not None
-
-
-def _start_rows(info: dict[str, Any]) -> Rows:
-    return [("Started from", _at(info, "model.init_from"))]
 
 
 def _model_rows(info: dict[str, Any]) -> Rows:

@@ -1,4 +1,4 @@
-"""The figures of a run: the few on top of the page, those of speed and memory, and where the time went.
+"""The figures of a run: the few on top of the page, of speed and memory, where the time went, what E blocks remember.
 
 Contract: a figure is a label, a text and a note. Speed is a median over all steps, so that compilation and cold caches
 do not count. What the run did not tell has no figure.
@@ -12,12 +12,14 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.observe.history import RunHistory
+from flatout.observe.eigenstates import QUANTILES, EigenstateHistory, LayerHistory, eigenstate_history, short_tokens
+from flatout.observe.history import RunHistory, rows_with_step
 from flatout.observe.human import human_bytes, human_count, human_seconds
-from flatout.observe.report.series import amount, finite, number, rows_with_step
+from flatout.observe.report.series import amount, finite, number, short
 from flatout.observe.report.state import RunState
 
 _PARTS = ("steps", "wait", "forward", "backward", "micro-batch", "optimizer", "evaluation", "sample", "checkpoint")
+_FAR = 1e30  # stands for infinity in a bar, which ends at the edge anyway
 _BESIDE = "data"  # the host's waiting for batches, which may have passed while the device was busy
 
 
@@ -51,20 +53,21 @@ def figures_of(history: RunHistory, state: RunState) -> list[dict[str, str]]:
         if size and amount(info.get("batch_samples")) is None:  # of fine-tuning it says nothing
             note = "compute-optimal is about 20"
             add("tokens_per_parameter", "Tokens per parameter", f"{tokens / size:,.3g}", note)
-    rates = finite(history.column("tokens_per_second"))
-    seconds = finite(history.column("seconds"))
+    rates, seconds, shares, memory = (
+        finite(history.column(field)) for field in ("tokens_per_second", "seconds", "mfu", "memory_bytes")
+    )
     if rates:
         per_step = f"{_duration(statistics.median(seconds))} a step" if seconds else ""
         add("tokens_per_second", "Tokens per second", human_count(statistics.median(rates)), f"median, {per_step}")
-    shares = finite(history.column("mfu"))
     if shares:
         add("mfu", "MFU", f"{statistics.median(shares):.1%}", "median share of peak arithmetic")
-    memory = finite(history.column("memory_bytes"))
     if memory:
         add("memory", "Peak memory", human_bytes(max(memory)), "of the process" if _on_host(info) else "allocated")
     if seconds:
-        left = _left(state, statistics.median(seconds[-50:]))
-        note = f"about {human_seconds(left)} to go" if left is not None else "without evaluation and saving"
+        note = "without evaluation and saving"
+        if state.goes_on and state.steps is not None:
+            left = max(0, state.steps - state.step) * statistics.median(seconds[-50:])
+            note = f"about {human_seconds(left)} to go"
         add("seconds", "Training time", human_seconds(sum(seconds)), note)
     return figures
 
@@ -81,9 +84,12 @@ def speed_groups(history: RunHistory) -> list[dict[str, Any]]:
 
 def _speed_rows(history: RunHistory) -> list[list[str]]:
     rows: list[list[str]] = []
-    rates, seconds = finite(history.column("tokens_per_second")), finite(history.column("seconds"))
+    rates, seconds, shares, waits = (
+        finite(history.column(field)) for field in ("tokens_per_second", "seconds", "mfu", "data_seconds")
+    )
     if rates:
-        low, high = _tenths(rates)
+        ordered = sorted(rates)
+        low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.1, 0.9))
         rows.append(["Tokens per second", f"{statistics.median(rates):,.0f}", "median"])
         rows.append(["Middle 80% of them", f"{low:,.0f} to {high:,.0f}", ""])
     if seconds:
@@ -95,10 +101,8 @@ def _speed_rows(history: RunHistory) -> list[list[str]]:
         if slowest is not None:
             rows.append(["Slowest step", _duration(slowest["seconds"]), f"step {slowest['step']:,}"])
         rows += _epoch_rows(history, median)
-    shares = finite(history.column("mfu"))
     if shares:
         rows.append(["MFU", f"{statistics.median(shares):.1%}", f"median; best step {max(shares):.1%}"])
-    waits = finite(history.column("data_seconds"))
     if waits and seconds:
         share = sum(waits) / max(sum(seconds), 1e-9)
         rows.append(["Waiting for data", f"{share:.1%} of the step time", "aim: below 5%"])
@@ -201,16 +205,66 @@ def time_parts(history: RunHistory) -> dict[str, Any]:
     return {"parts": parts[:24], "note": note if parts else ""}
 
 
-def _left(state: RunState, step_seconds: float) -> float | None:
-    if not state.goes_on or state.steps is None:
+# --- eigenstate blocks ------------------------------------------------------------------------------------------------
+
+
+def eigenstate_part(history: RunHistory) -> dict[str, Any] | None:
+    """Sentence, rows from the first layer to the last, and a note."""
+    found = eigenstate_history(history.eigenstates)
+    if not found.layers:
         return None
-    return max(0, state.steps - state.step) * step_seconds
+    return {
+        "context": found.context,
+        "sentence": f"{found.sentence[:1].upper()}{found.sentence[1:]}." if found.sentence else "",
+        "layers": [_layer_row(layer) for layer in found.layers],
+        "note": _layers_note(found, history.info),
+    }
 
 
-def _tenths(values: list[float]) -> tuple[float, float]:
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return ordered[round(0.1 * last)], ordered[round(0.9 * last)]
+def _layer_row(layer: LayerHistory) -> dict[str, Any]:
+    ends = [layer.last("horizon", name) for name in ("10%", "90%")]
+    beyond = layer.beyond[-1]
+    return {
+        "layer": layer.layer,
+        "states": "–" if layer.states is None else f"{layer.states:,}",
+        "bar": [_place(layer.last("horizon", name)) for name in QUANTILES],
+        "median": _tokens(layer.last("horizon")),
+        "middle": " to ".join(dict.fromkeys(map(_tokens, ends))),
+        "longest": _tokens(layer.last("horizon", "max")),
+        "beyond": "–" if beyond is None or not 0 <= beyond <= 1 else f"{beyond:.0%}",
+        "start": _tokens(layer.first("horizon")),
+        "period": _tokens(layer.last("period")),
+    }
+
+
+def _layers_note(found: EigenstateHistory, info: dict[str, Any]) -> str:
+    words = (
+        "A state's horizon is the number of tokens after which 1/e of it is left, -1 / ln |λ|; its period is the "
+        "tokens of a whole turn. Bars reach from the shortest to the longest horizon of a layer's states, with the "
+        "middle 80% strong and a mark at the median, on a logarithmic scale."
+    )
+    words += " The upright line is the context." if found.context else ""
+    config = info.get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    strength = number(model.get("modulation")) if isinstance(model, dict) else None
+    if strength is not None and 0 < strength < 100:
+        words += (
+            f" The input makes horizons up to {math.exp(strength):.3g} times as long or as short from token to token."
+        )
+    return words
+
+
+def _tokens(value: float | None) -> str:
+    return "–" if value is None else short_tokens(value)
+
+
+def _place(value: float | None) -> float | int | str | None:
+    if value is None or math.isnan(value):
+        return None
+    return short(min(value, _FAR))
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
 
 
 def _on_host(info: dict[str, Any]) -> bool:

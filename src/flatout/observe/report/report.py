@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.errors import DataError, ResourceError, UsageError
+from flatout.errors import ResourceError, UsageError
 from flatout.files import check_replaceable, disk_errors, write_whole
 from flatout.observe.history import RunHistory, read_history
 from flatout.observe.human import printable
@@ -34,7 +34,7 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028",
 
 def read_runs(folders: Sequence[str | Path]) -> list[RunHistory]:
     """The runs in these folders."""
-    return [read_run(folder) for folder in chosen_folders(folders)]
+    return [read_history(folder) for folder in chosen_folders(folders)]
 
 
 def chosen_folders(folders: Sequence[str | Path]) -> list[Path]:
@@ -49,15 +49,6 @@ def chosen_folders(folders: Sequence[str | Path]) -> list[Path]:
     if len(chosen) > MOST_RUNS:
         raise UsageError(f"{len(chosen)} runs are too many for one page", f"name at most {MOST_RUNS}")
     return list(chosen.values())
-
-
-def read_run(folder: Path) -> RunHistory:
-    """The run in a folder; a file that may not be read is an error in words, as one that is not there."""
-    try:
-        return read_history(folder)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise DataError(f"could not read the run {printable(str(folder))}: {reason}", "make it readable") from error
 
 
 def write_report(folders: Sequence[str | Path], path: str | Path, *, overwrite: bool = False) -> int:

@@ -10,19 +10,18 @@ Trap: `tokens` grows with the step in every run so far, so it is mostly sent as 
 """
 
 import bisect
-import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
 from flatout.observe.eigenstates import QUANTITIES, eigenstate_history
-from flatout.observe.history import RunHistory
+from flatout.observe.history import LARGEST, RunHistory, rows_with_step
 
 MOST_POINTS, FEWEST_POINTS = 2400, 240  # per curve, and how thin many runs beside each other may become
 _SHARED_POINTS = 3600  # per kind of curve, by all runs together
 _SMOOTH_SHARE = 100  # the window goes a hundredth of the run to either side
-_LARGEST = 2**53  # JavaScript's largest whole number
 _MOST = 1e30  # beyond it a number is damage, or as good as infinite
 _NEAREST = 1e-12  # to 1, that |λ| is told
 _SHORT = 40  # steps below which smoothing would hide more than it shows
@@ -30,13 +29,13 @@ _SHORT = 40  # steps below which smoothing would hide more than it shows
 Curve = dict[str, Any]  # s: steps, t: tokens (a list, or tokens per step), e: seconds, v: values
 
 
-@dataclasses.dataclass(frozen=True)
 class Places:
-    """Where a step lies on the other two axes."""
+    """Where a step lies on the other two axes, from rows that are in the order of their steps."""
 
-    steps: list[int]
-    tokens: list[float]
-    seconds: list[float]
+    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.steps = [row["step"] for row in rows]
+        self.tokens = [amount(row.get("tokens")) or 0 for row in rows]
+        self.seconds = list(itertools.accumulate(amount(row.get("seconds")) or 0.0 for row in rows))
 
     def at(self, step: int) -> tuple[float, float]:
         """(tokens, seconds) at the end of `step`, or of the last step before it that is known."""
@@ -48,7 +47,7 @@ def number(value: Any) -> float | None:
     """The value if it is a number that a float can hold, NaN and infinity included; else None."""
     if type(value) is float:
         return value
-    return value if type(value) is int and abs(value) <= _LARGEST else None
+    return value if type(value) is int and abs(value) <= LARGEST else None
 
 
 def amount(value: Any) -> float | None:
@@ -62,42 +61,26 @@ def finite(values: Sequence[Any]) -> list[float]:
     return [value for value in values if number(value) is not None and -_MOST <= value <= _MOST]
 
 
-def rows_with_step(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that name a step, in its order, which is how a whole file has them anyway."""
-    good = [row for row in rows if type(row.get("step")) is int and 0 <= row["step"] <= _LARGEST]
-    return sorted(good, key=lambda row: row["step"])
-
-
 def points_for(runs: int) -> int:
     """How many points a curve may have when so many runs share a page."""
     return max(FEWEST_POINTS, min(MOST_POINTS, _SHARED_POINTS // max(runs, 1)))
 
 
-def places_of(steps: Sequence[dict[str, Any]]) -> Places:
-    total, places = 0.0, Places([], [], [])
-    for row in steps:
-        total += amount(row.get("seconds")) or 0.0
-        places.steps.append(row["step"])
-        places.tokens.append(amount(row.get("tokens")) or 0)
-        places.seconds.append(total)
-    return places
-
-
 def curves_of(history: RunHistory, most: int) -> dict[str, Curve]:
     """All curves of a run by name; a kind of number that the run never told has none."""
-    steps, evals = rows_with_step(history.steps), rows_with_step(history.evals)
-    machine = rows_with_step(history.machine)
-    places = places_of(steps)
+    steps = rows_with_step(history.steps)
+    places = Places(steps)
     curves: dict[str, Curve | None] = {}
-    for name, field in _STEP_FIELDS.items():
-        values = [number(row.get(field)) for row in steps]
-        curves[name] = _curve(steps, values, places, most)
-        if name in _SMOOTHED and len(steps) >= _SHORT:
-            curves[f"{name}_smooth"] = _smooth_curve(steps, values, places, most // 4)
-    for name, field in _EVAL_FIELDS.items():
-        curves[name] = _curve(evals, [number(row.get(field)) for row in evals], places, most)
-    for name, field in _MACHINE_FIELDS.items():
-        curves[name] = _curve(machine, [number(row.get(field)) for row in machine], places, most // 2)
+    for fields, rows, each in (
+        (_STEP_FIELDS, steps, most),
+        (_EVAL_FIELDS, rows_with_step(history.evals), most),
+        (_MACHINE_FIELDS, rows_with_step(history.machine), most // 2),
+    ):
+        for name, field in fields.items():
+            points = [(row["step"], value) for row in rows if (value := number(row.get(field))) is not None]
+            curves[name] = _curve(points, places, each)
+            if name in _SMOOTHED:
+                curves[f"{name}_smooth"] = _smooth_curve(points, places, most // 4)
     curves |= _eigenstate_curves(history, places, most)
     return {name: curve for name, curve in curves.items() if curve is not None}
 
@@ -138,14 +121,10 @@ def _eigenstate_curves(history: RunHistory, places: Places, most: int) -> dict[s
         for layer in found.layers:
             told = zip(layer.steps, layer.values[quantity]["50%"], strict=True)
             known = [(step, value if math.isnan(value) else sent(value)) for step, value in told if value is not None]
-            curves[f"{quantity}_{layer.layer}"] = _points(known, places, each)
+            curves[f"{quantity}_{layer.layer}"] = _curve(known, places, each)
         middle = [(step, sent(value)) for step, value in found.middle(quantity)]
-        curves[f"{quantity}_middle"] = _points(middle, places, most)
+        curves[f"{quantity}_middle"] = _curve(middle, places, most)
     return curves
-
-
-def _points(points: Sequence[tuple[int, float]], places: Places, most: int) -> Curve | None:
-    return _curve([{"step": step} for step, _ in points], [value for _, value in points], places, most)
 
 
 def thinned(values: Sequence[float], most: int) -> list[int]:
@@ -182,35 +161,30 @@ def smoothed(values: Sequence[float], positions: Sequence[int]) -> list[float]:
     return middles
 
 
-def _curve(rows: Sequence[dict[str, Any]], values: list[float | None], places: Places, most: int) -> Curve | None:
-    known = [index for index, value in enumerate(values) if value is not None]
-    numbers = [value for value in values if value is not None]
-    if not numbers:
+def _curve(points: Sequence[tuple[int, float]], places: Places, most: int) -> Curve | None:
+    return _sent([points[index] for index in thinned([value for _, value in points], most)], places)
+
+
+def _smooth_curve(points: Sequence[tuple[int, float]], places: Places, most: int) -> Curve | None:
+    if len(points) < _SHORT:
         return None
-    chosen = thinned(numbers, most)
-    return _sent([rows[known[index]]["step"] for index in chosen], [numbers[index] for index in chosen], places)
+    stride = max(1, math.ceil(len(points) / max(most, 1)))
+    positions = sorted({*range(0, len(points), stride), len(points) - 1})
+    middles = smoothed([value for _, value in points], positions)
+    pairs = [(points[at][0], value) for at, value in zip(positions, middles, strict=True) if math.isfinite(value)]
+    return _sent(pairs, places)
 
 
-def _smooth_curve(
-    rows: Sequence[dict[str, Any]], values: list[float | None], places: Places, most: int
-) -> Curve | None:
-    known = [index for index, value in enumerate(values) if value is not None]
-    if len(known) < _SHORT:
+def _sent(points: Sequence[tuple[int, float]], places: Places) -> Curve | None:
+    if not points:
         return None
-    stride = max(1, math.ceil(len(known) / max(most, 1)))
-    positions = sorted({*range(0, len(known), stride), len(known) - 1})
-    middles = smoothed([value for value in values if value is not None], positions)
-    pairs = [(known[at], value) for at, value in zip(positions, middles, strict=True) if math.isfinite(value)]
-    return _sent([rows[index]["step"] for index, _ in pairs], [value for _, value in pairs], places) if pairs else None
-
-
-def _sent(steps: list[int], values: list[float], places: Places) -> Curve:
+    steps, values = zip(*points, strict=True)
     where = [places.at(step) for step in steps]
     tokens: list[float] | float = [at[0] for at in where]
     factor = tokens[-1] / steps[-1] if steps[-1] else 0
     if factor == int(factor) and all(token == step * factor for step, token in zip(steps, tokens, strict=True)):
         tokens = int(factor)
-    return {"s": steps, "t": tokens, "e": [short(at[1]) for at in where], "v": [short(value) for value in values]}
+    return {"s": list(steps), "t": tokens, "e": [short(at[1]) for at in where], "v": [short(value) for value in values]}
 
 
 def short(value: float) -> float | int | str:

@@ -16,6 +16,7 @@ import io
 import os
 import re
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +26,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from flatout.errors import DataError, ResourceError, UserError
-from flatout.observe.history import RunHistory
+from flatout.observe.history import RunHistory, read_history
 from flatout.observe.report.data import report_data
-from flatout.observe.report.report import chosen_folders, json_for_page, page_of, read_run
+from flatout.observe.report.report import chosen_folders, json_for_page, page_of
 from flatout.observe.report.state import at_work
 
 FIRST_PORT, TRIED_PORTS = 8484, 20
@@ -123,7 +124,7 @@ class Source:
 def _read_begun(folder: Path) -> RunHistory:
     """The run in a folder; of one that was just started and has said nothing yet, nothing."""
     try:
-        return read_run(folder)
+        return read_history(folder)
     except DataError:
         if not (folder / "run.lock").is_file():
             raise
@@ -139,10 +140,9 @@ def _mark(folder: Path) -> tuple[int, int, int, bool] | None:
         return None
 
 
-class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
+class ReportServer(http.server.ThreadingHTTPServer):
     """Listens on this machine's own address; each request has a thread of its own."""
 
-    daemon_threads = True
     request_queue_size = 64  # of connections not yet taken up: with the usual 5, some slow ones keep others waiting
     # So that a port is free again at once after Ctrl-C; on Windows the same word would let two programs share it.
     allow_reuse_address = os.name == "posix"
@@ -164,11 +164,7 @@ class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def service_actions(self) -> None:
         if self.stop is not None and self.stop():
-            raise _Stopped
-
-    def serve_forever(self, poll_interval: float = 0.5) -> None:
-        with contextlib.suppress(_Stopped):
-            super().serve_forever(poll_interval)
+            threading.Thread(target=self.shutdown).start()  # it waits for the loop that this is called from
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.places.acquire(blocking=False):
@@ -194,14 +190,8 @@ class ReportServer(socketserver.ThreadingMixIn, http.server.HTTPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that hangs up in the middle is no news; anything else is our mistake, and keeps its traceback."""
-        import sys
-
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
-
-
-class _Stopped(Exception):
-    """Somebody asked for the end."""
 
 
 class _BadHead(Exception):
@@ -323,9 +313,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """What the base class refuses, a malformed request, gets a plain line instead of its page."""
         self.command = getattr(self, "command", None) or "GET"
-        self.request_version = (
-            "HTTP/1.0"  # else the base class takes a malformed line for HTTP/0.9: no status, no headers
-        )
+        # Else the base class takes a malformed line for HTTP/0.9: no status, no headers.
+        self.request_version = "HTTP/1.0"
         self.requestline = getattr(self, "requestline", "")
         self._refuse(HTTPStatus(code), message or HTTPStatus(code).phrase)
 

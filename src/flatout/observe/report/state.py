@@ -11,9 +11,9 @@ import socket
 import time
 from pathlib import Path
 
-from flatout.observe.history import RunHistory
+from flatout.observe.history import RunHistory, rows_with_step
 from flatout.observe.human import human_seconds
-from flatout.observe.report.series import amount, rows_with_step
+from flatout.observe.report.series import amount
 
 _QUIET_SECONDS = 120.0  # without a new record; asked only where the process cannot be
 
@@ -39,8 +39,7 @@ def state_of(history: RunHistory) -> RunState:
     step = rows[-1]["step"] if rows else int(start or 0)
     planned = amount(history.info.get("steps"))
     steps = None if planned is None else int(planned)
-    ends = rows_with_step(history.ends)
-    end = ends[-1] if ends and ends[-1]["step"] >= step else None
+    end = history.end
     reason = None if end is None else str(end.get("reason"))
     where = f"step {step:,}" + ("" if steps is None else f" of {steps:,}")
     # An interrupted run that was started again has said so, and not yet taken a step.
@@ -49,17 +48,16 @@ def state_of(history: RunHistory) -> RunState:
         return RunState("running", "running", f"It goes on, at {where}.", step, steps)
     spent = None if end is None else amount(end.get("seconds"))
     after = "" if spent is None else f" after {human_seconds(spent)} of training"
+    told = ("stopped", "stopped", f"It stopped at {where} without an end: killed, or ended by an error.")
     if reason == "finished":
-        return RunState("finished", "finished", f"It finished at {where}{after}.", step, steps)
-    if reason == "early_stop":
-        text = f"It stopped early at {where}{after}: the validation loss no longer fell."
-        return RunState("early_stop", "stopped early", text, step, steps)
-    if reason is not None:
-        return RunState("interrupted", "interrupted", f"It was interrupted at {where}{after}.", step, steps)
-    if len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):
-        return RunState("stopped", "diverged", f"It diverged and was stopped at {where}.", step, steps)
-    text = f"It stopped at {where} without an end: killed, or ended by an error."
-    return RunState("stopped", "stopped", text, step, steps)
+        told = (reason, "finished", f"It finished at {where}{after}.")
+    elif reason == "early_stop":
+        told = (reason, "stopped early", f"It stopped early at {where}{after}: the validation loss no longer fell.")
+    elif reason is not None:
+        told = ("interrupted", "interrupted", f"It was interrupted at {where}{after}.")
+    elif len(rows) >= 3 and all(row.get("applied") is False for row in rows[-3:]):
+        told = ("stopped", "diverged", f"It diverged and was stopped at {where}.")
+    return RunState(*told, step, steps)
 
 
 def at_work(folder: Path) -> bool:

@@ -20,22 +20,14 @@ import traceback
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TextIO, final
+from typing import Any, TextIO, final
 
 from flatout.files import write_new
 from flatout.observe.live.follow import record_of_line
-from flatout.observe.track.values import safe_config, values_of
+from flatout.observe.track.values import code_block, safe_config, values_of
 from flatout.records import RunInfo
 
 PROJECT = "flatout"
-
-
-class Adapter(Protocol):
-    """One tracker, opened."""
-
-    def log(self, step: int, scalars: dict[str, float], texts: dict[str, str]) -> None: ...
-
-    def finish(self) -> None: ...
 
 
 def serve() -> None:
@@ -81,9 +73,7 @@ def _run(name: str, folder: Path, lines: Any, answers: TextIO) -> None:
             continue
         values = values_of(record)
         texts = dict(values.texts)
-        odd = [f"{tag} is {value} at step {values.step}" for tag, value in values.odd.items() if tag not in told_odd]
-        told_odd.update(values.odd)
-        if odd:
+        if odd := values.odd_notes(told_odd):
             texts["notices"] = "\n".join([*odd, *filter(None, [texts.get("notices")])])
         if values.scalars or texts:
             adapter.log(values.step, values.scalars, texts)
@@ -108,16 +98,11 @@ class Trackio:
         )
 
     def log(self, step: int, scalars: dict[str, float], texts: dict[str, str]) -> None:
-        blocks = {tag: self._text(_code_block(text)) for tag, text in texts.items()}
+        blocks = {tag: self._text(code_block(text)) for tag, text in texts.items()}
         self._run.log({**scalars, **blocks}, step=step)
 
     def finish(self) -> None:
         self._run.finish()
-
-
-def _code_block(text: str) -> str:
-    """Markdown that shows text as it is: no link, picture or tag in it comes to life."""
-    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 @final
@@ -174,7 +159,4 @@ def _run_id(folder: Path) -> str:
     return made
 
 
-_ADAPTERS: dict[str, Callable[[Path, RunInfo, Callable[[str], None]], Adapter]] = {
-    "trackio": Trackio,
-    "wandb": WeightsAndBiases,
-}
+_ADAPTERS = {"trackio": Trackio, "wandb": WeightsAndBiases}

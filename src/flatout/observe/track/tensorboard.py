@@ -16,11 +16,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import final
 
-from flatout.observe.track.values import Values, values_of
+from flatout.observe.track.values import code_block, values_of
 from flatout.records import Record, RunInfo
 
 FLUSH_SECONDS = 1.0
@@ -51,7 +50,8 @@ class TensorBoard:
         values = values_of(record)
         parts = [_scalar(tag, value) for tag, value in values.scalars.items()]
         parts += [_text(tag, text) for tag, text in values.texts.items()]
-        parts += [_text("notices", note) for note in self._odd_notes(values)]
+        for note in values.odd_notes(self._told_odd):
+            parts.append(_text("notices", f"{note}; such values are left out of the curve"))
         if parts:
             self._write(_field(5, b"".join(_field(1, part) for part in parts)), values.step)
         if time.monotonic() - self._flushed >= FLUSH_SECONDS:
@@ -61,13 +61,6 @@ class TensorBoard:
     def close(self) -> None:
         self._file.close()
 
-    def _odd_notes(self, values: Values) -> Iterable[str]:
-        """What is not finite has no place on a curve; the first of each tag is told in words."""
-        for tag, value in values.odd.items():
-            if tag not in self._told_odd:
-                self._told_odd.add(tag)
-                yield f"{tag} is {value} at step {values.step}; such values are left out of the curve"
-
     def _write(self, content: bytes, step: int) -> None:
         message = _key(1, _FIXED64) + struct.pack("<d", time.time()) + _varint_field(2, step) + content
         length = struct.pack("<Q", len(message))
@@ -75,17 +68,12 @@ class TensorBoard:
 
 
 def _scalar(tag: str, value: float) -> bytes:
-    return _text_field(1, tag) + _key(2, _FIXED32) + struct.pack("<f", _single(value))
-
-
-def _single(value: float) -> float:
-    """Within the range of a single: larger ones would become infinite."""
-    return max(min(value, 3.4e38), -3.4e38)
+    single = max(min(value, 3.4e38), -3.4e38)  # larger ones would become infinite
+    return _text_field(1, tag) + _key(2, _FIXED32) + struct.pack("<f", single)
 
 
 def _text(tag: str, text: str) -> bytes:
-    block = "\n".join(f"    {line}" for line in text.split("\n"))
-    tensor = _varint_field(1, _STRING) + _field(2, b"") + _text_field(8, block)
+    tensor = _varint_field(1, _STRING) + _field(2, b"") + _text_field(8, code_block(text))
     metadata = _field(1, _text_field(1, "text"))
     return _text_field(1, tag) + _field(8, tensor) + _field(9, metadata)
 
@@ -125,13 +113,6 @@ def _checksum(content: bytes) -> bytes:
     return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-def _table() -> tuple[int, ...]:
-    rows = []
-    for value in range(256):
-        for _ in range(8):
-            value = value >> 1 ^ (0x82F63B78 if value & 1 else 0)
-        rows.append(value)
-    return tuple(rows)
-
-
-_TABLE = _table()
+_TABLE = list(range(256))
+for _ in range(8):
+    _TABLE = [value >> 1 ^ (0x82F63B78 if value & 1 else 0) for value in _TABLE]

@@ -28,7 +28,6 @@ from flatout.records import Record, RunInfo, record_to_json
 
 MOST_WAITING = 20_000  # records; a step's takes about 1 KB
 CLOSE_SECONDS = 30.0
-_PACKAGES = {"trackio": "trackio", "wandb": "wandb"}
 _TITLES = {"tensorboard": "TensorBoard", "trackio": "trackio", "wandb": "Weights & Biases"}
 
 
@@ -41,11 +40,10 @@ class Tracker(Protocol):
 def check_trackers(names: Iterable[str]) -> None:
     """Refuses a tracker whose package is missing, before a run is started; imports nothing."""
     for name in names:
-        package = _PACKAGES.get(name)
-        if package is not None and importlib.util.find_spec(package) is None:
+        if name != "tensorboard" and importlib.util.find_spec(name) is None:
             raise ConfigError(
-                f"output.trackers names {name}, and the package {package} is not installed",
-                f"pip install {package}, or take it out of output.trackers; metrics.jsonl is written anyway",
+                f"output.trackers names {name}, and the package {name} is not installed",
+                f"pip install {name}, or take it out of output.trackers; metrics.jsonl is written anyway",
             )
 
 

@@ -10,23 +10,12 @@ import math
 import re
 from typing import Any
 
+from flatout import records
 from flatout.observe.human import human_parameters, human_seconds, printable
-from flatout.records import (
-    CheckpointRecord,
-    EigenstateRecord,
-    EndRecord,
-    EpochRecord,
-    EvalRecord,
-    MachineRecord,
-    NoticeRecord,
-    Record,
-    RunInfo,
-    SampleRecord,
-    SpanRecord,
-    StepRecord,
-)
+from flatout.records import EndRecord, Record, RunInfo
 
 GIB = 2**30
+_OF_LAYERS = {"horizon_tokens": "horizon", "magnitude": "magnitude", "period_tokens": "period"}
 _SECRET = re.compile(r"(^|_)(api_?key|secret|password|passwd|credentials?|(access|auth|hf|bearer)_?token)(_|$)", re.I)
 _IN_ADDRESS = re.compile(r"(\w+://)[^/@\s]+@")
 
@@ -39,6 +28,17 @@ class Values:
     scalars: dict[str, float]
     texts: dict[str, str]
     odd: dict[str, float]
+
+    def odd_notes(self, told: set[str]) -> list[str]:
+        """What is not finite has no place on a curve; the first of each tag, which then is `told`, is put in words."""
+        notes = [f"{tag} is {value} at step {self.step}" for tag, value in self.odd.items() if tag not in told]
+        told.update(self.odd)
+        return notes
+
+
+def code_block(text: str) -> str:
+    """Markdown that shows text as it is: no link, picture or tag in it comes to life."""
+    return "\n".join(f"    {line}" for line in text.split("\n"))
 
 
 def values_of(record: Record) -> Values:
@@ -70,8 +70,8 @@ def _safe(value: Any) -> Any:
 
 def _numbers(record: Record) -> dict[str, float | None]:
     match record:
-        case StepRecord():
-            waited = record.data_seconds
+        case records.StepRecord():
+            waited = None if record.data_seconds is None or not record.seconds else record.data_seconds / record.seconds
             return {
                 "loss/train": record.loss,
                 "optimizer/learning_rate": record.learning_rate,
@@ -82,26 +82,24 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "throughput/tokens_per_second": record.tokens_per_second,
                 "throughput/mfu": record.mfu,
                 "throughput/step_seconds": record.seconds,
-                "throughput/data_wait_share": waited / record.seconds
-                if waited is not None and record.seconds
-                else None,
+                "throughput/data_wait_share": waited,
                 "memory/peak_gib": _gib(record.memory_bytes),
                 "memory/reserved_gib": _gib(record.reserved_bytes),
                 "progress/tokens": float(record.tokens),
                 "progress/epoch": record.epoch,
             }
-        case EvalRecord():
+        case records.EvalRecord():
             return {
                 "loss/validation": record.loss,
                 "loss/validation_perplexity": record.perplexity,
                 "loss/validation_bits_per_byte": record.bits_per_byte,
             }
-        case EpochRecord():
+        case records.EpochRecord():
             return {"loss/epoch_mean": record.mean_loss}
-        case SpanRecord():
+        case records.SpanRecord():
             steps = max(record.steps, 1)
             return {f"spans/{_tag(name)}_seconds_per_step": value / steps for name, value in record.seconds.items()}
-        case MachineRecord():
+        case records.MachineRecord():
             return {
                 "machine/utilisation": record.utilisation,
                 "machine/memory_gib": _gib(record.memory_bytes),
@@ -110,17 +108,13 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "machine/clock_mhz": record.clock_mhz,
                 "machine/throttled": float(bool(record.throttled)),
             }
-        case EigenstateRecord():
+        case records.EigenstateRecord():
             return {
-                f"eigenstates/{tag}_layer_{layer.layer:02d}": values.get("50%")
+                f"eigenstates/{tag}_layer_{layer.layer:02d}": getattr(layer, quantity).get("50%")
                 for layer in record.layers
-                for tag, values in (
-                    ("horizon_tokens", layer.horizon),
-                    ("magnitude", layer.magnitude),
-                    ("period_tokens", layer.period),
-                )
+                for tag, quantity in _OF_LAYERS.items()
             }
-        case CheckpointRecord():
+        case records.CheckpointRecord():
             return {"checkpoint/seconds": record.seconds, "checkpoint/gib": _gib(record.bytes)}
         case EndRecord():
             return {"loss/best_validation": record.best_loss}
@@ -131,14 +125,13 @@ def _numbers(record: Record) -> dict[str, float | None]:
 def _texts(record: Record) -> dict[str, str]:
     match record:
         case RunInfo():
-            size = (
-                f"{record.family}, {human_parameters(record.parameters, record.trained_parameters)}, on {record.device}"
-            )
+            size = human_parameters(record.parameters, record.trained_parameters)
+            lines = [f"flatout {record.flatout}, torch {record.torch}", f"{record.family}, {size}, on {record.device}"]
             used = "\n".join(f"{item.name}: {item.used}" for item in record.features)
-            return {"run": f"flatout {record.flatout}, torch {record.torch}\n{size}\n{used}"}
-        case SampleRecord():
+            return {"run": "\n".join([*lines, used])}
+        case records.SampleRecord():
             return {"samples": record.prompt + record.text}
-        case NoticeRecord():
+        case records.NoticeRecord():
             return {"notices": record.message}
         case EndRecord():
             return {"notices": f"{record.reason} at step {record.step} after {human_seconds(record.seconds)}"}

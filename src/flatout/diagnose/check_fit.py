@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
-from flatout.diagnose.doctor import DataFacts, Finding, Machine, Trials, finding_of
+from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, Trials, finding_of
 from flatout.errors import UserError
 
 if TYPE_CHECKING:
@@ -59,9 +59,7 @@ def kind_of(machine: Machine, config: RunConfig | None) -> tuple[str, int, Findi
     elif name == "mps" and not machine.torch.mps:
         complaint = ("this torch has no MPS device", "Set speed.device=auto.")
     if complaint is not None:
-        found = f"speed.device is {asked}, but {complaint[0]}"
-        finding = Finding(area="config", name="device", status="bad", found=found, advice=complaint[1])
-        return fastest, 0, finding
+        return fastest, 0, Check("config", "device").bad(f"speed.device is {asked}, but {complaint[0]}", complaint[1])
     return (fastest, 0, None) if asked == "auto" else (name, index, None)
 
 
@@ -201,17 +199,12 @@ def check_switches(fitted: Fit) -> Iterator[Finding]:
     changed = [feature for feature in plain if feature.asked != feature.used and feature.name not in _HARMLESS]
     if changed:
         listed = "; ".join(f"speed.{one.name} {one.asked} becomes {one.used}: {one.why}" for one in changed)
-        yield Finding(
-            area="config",
-            name="switches",
-            status="note",
-            found=listed,
-            advice="A preset or overlay asked for them; the run goes on without.",
-        )
+        advice = "A preset or overlay asked for them; the run goes on without."
+        yield Check("config", "switches").note(listed, advice)
     else:
         shown = [one for one in fitted.speed.features if one.name in ("precision", "kernels", "attention", "compile")]
         used = ", ".join(f"{one.name} {one.used}" for one in shown)
-        yield Finding(area="config", name="switches", status="ok", found=used)
+        yield Check("config", "switches").ok(used)
 
 
 _HARMLESS = ("micro_batch", "workers", "loss_chunk")
@@ -230,12 +223,10 @@ def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Iterator[Fi
     too_long = fitted.kind == "cpu" and seconds is not None and seconds >= 48 * 3600
     estimate = "`flatout estimate` times real steps."
     smaller = "This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare-char; "
-    yield Finding(
-        area="memory",
-        name="least time",
-        status="warn" if too_long else "ok",
-        found=f"{least}at most {rate} tokens/s: the FLOPs of a step at {fitted.rate_of}",
-        advice=smaller + estimate if too_long else f"How long it really takes: {estimate}",
+    yield Check("memory", "least time").told(
+        "warn" if too_long else "ok",
+        f"{least}at most {rate} tokens/s: the FLOPs of a step at {fitted.rate_of}",
+        smaller + estimate if too_long else f"How long it really takes: {estimate}",
     )
 
 

@@ -11,8 +11,9 @@ from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.diagnose.check_fit import Fit, resolved_need
-from flatout.diagnose.doctor import Finding, Machine, Status, Trials, in_gib
+from flatout.diagnose.doctor import Check, Finding, Machine, Trials, in_gib
 
+_STEP = Check("memory", "a step")
 _TIGHT = 0.92  # of the memory: fragmentation and evaluation want the rest
 # Switches that save memory, the cheapest in time first, each on top of nothing.
 _SAVINGS: tuple[dict[str, Any], ...] = (
@@ -35,7 +36,7 @@ def check_memory(
 ) -> Iterator[Finding]:
     """Whether a step fits; if not, what would. `with_hardware` loads the same config with a memory overlay."""
     if fitted.speed is None or fitted.need_bytes is None or fitted.have_bytes is None:
-        yield _memory("note", "not known, as torch is needed to reckon it, or the device does not tell its memory")
+        yield _STEP.note("not known, as torch is needed to reckon it, or the device does not tell its memory")
         return
     need, have, config = fitted.need_bytes, fitted.have_bytes, loaded.config
     of = "host memory" if fitted.kind == "cpu" else fitted.speed.device.name
@@ -46,13 +47,13 @@ def check_memory(
     found = f"a step of {many} at once needs about {in_gib(need)}; {room}"
     yield from _on_host(config, machine, fitted)
     if need <= _TIGHT * have:
-        yield _memory("ok", found)
+        yield _STEP.ok(found)
         yield from _tiny_micro_batches(config, machine, trials, fitted)
         return
     ways = list(_ways(loaded, machine, trials, fitted, with_hardware))
     if need <= have:
         smaller = f" {' or '.join(ways)} would leave room." if ways else ""
-        yield _memory("warn", found, f"That is tight: fragmentation or an evaluation may not fit any more.{smaller}")
+        yield _STEP.warn(found, f"That is tight: fragmentation or an evaluation may not fit any more.{smaller}")
         return
     if ways:
         advice = f"It will run out of memory. What fits: {'; or '.join(ways)}. What is learned stays the same."
@@ -63,11 +64,7 @@ def check_memory(
             "No switch makes it fit: weights, gradients and moments alone take 16 bytes for each parameter. Lower "
             "model.layers, model.width or model.context, or use a card with more memory."
         )
-    yield _memory("bad", found, advice)
-
-
-def _memory(status: Status, found: str, advice: str = "") -> Finding:
-    return Finding(area="memory", name="a step", status=status, found=found, advice=advice)
+    yield _STEP.bad(found, advice)
 
 
 def _on_host(config: RunConfig, machine: Machine, fitted: Fit) -> Iterator[Finding]:
@@ -79,12 +76,10 @@ def _on_host(config: RunConfig, machine: Machine, fitted: Fit) -> Iterator[Findi
     state = state_bytes(config.optim, state=fitted.speed.optimizer_state, offload=True)
     need, have = int(state.host * fitted.parameters), machine.available_bytes
     if have is not None and need > 0.8 * have:
-        yield Finding(
-            area="memory",
-            name="on the host",
-            status="bad" if need > have else "warn",
-            found=f"speed.optimizer_offload keeps {in_gib(need)} in host memory, of which {in_gib(have)} are free",
-            advice="The system would end the run. Close other programs, or set speed.optimizer_state=8bit and "
+        yield Check("memory", "on the host").told(
+            "bad" if need > have else "warn",
+            f"speed.optimizer_offload keeps {in_gib(need)} in host memory, of which {in_gib(have)} are free",
+            "The system would end the run. Close other programs, or set speed.optimizer_state=8bit and "
             "speed.optimizer_offload=false.",
         )
 
@@ -180,11 +175,8 @@ def _tiny_micro_batches(config: RunConfig, machine: Machine, trials: Trials, fit
         if size * config.model.context >= enough:
             break
     if best > speed.micro_batch:
-        yield Finding(
-            area="memory",
-            name="micro-batch",
-            status="warn",
-            found=f"{speed.accumulation} micro-batches of {speed.micro_batch} a step, and {best} at once would fit",
-            advice=f"So little work at once leaves the device waiting. Set speed.micro_batch={best}, or let `flatout "
+        yield Check("memory", "micro-batch").warn(
+            f"{speed.accumulation} micro-batches of {speed.micro_batch} a step, and {best} at once would fit",
+            f"So little work at once leaves the device waiting. Set speed.micro_batch={best}, or let `flatout "
             "tune` find the best; the batch and what is learned stay the same.",
         )

@@ -78,7 +78,7 @@ def generation_of(capability: tuple[int, int]) -> Generation:
     return next(generation for oldest, generation in GENERATIONS.items() if capability >= oldest)
 
 
-def check_cards(machine: Machine, config: RunConfig | None, index: int = 0) -> Iterator[Finding]:
+def check_cards(machine: Machine, config: RunConfig | None, index: int = 0) -> Iterator[Finding | None]:
     """The cards, and in detail the one that the config would train on."""
     if not machine.cards:
         found = "no NVIDIA GPU: training runs on the CPU, which is right for small models"
@@ -92,14 +92,14 @@ def check_cards(machine: Machine, config: RunConfig | None, index: int = 0) -> I
     hidden = f"; {machine.hidden_cards} more are hidden from torch" if machine.hidden_cards else ""
     yield _check("card").ok(f"{card.name}, {size}{more}{hidden} (told by {machine.told_by})")
     yield from _generation(card, machine)
-    yield from _in_use(card)
+    yield _in_use(card)
     yield from _state(card)
     yield from _health(card, machine)
     if config is not None:
-        yield from _precision(card, config)
+        yield _precision(card, config)
 
 
-def _generation(card: Card, machine: Machine) -> Iterator[Finding]:
+def _generation(card: Card, machine: Machine) -> Iterator[Finding | None]:
     if card.capability is None:
         yield _check("generation").note("its compute capability is not known, as torch cannot reach it")
         return
@@ -112,10 +112,10 @@ def _generation(card: Card, machine: Machine) -> Iterator[Finding]:
     if card.memory_bytes is not None:
         advice += f" Its memory overlay is --hardware {hardware_for(card.memory_bytes)}."
     yield _check("generation").told("ok" if "bf16" in have else "note", found, advice)
-    yield from _built_for(card.capability, machine)
+    yield _built_for(card.capability, machine)
 
 
-def _built_for(capability: tuple[int, int], machine: Machine) -> Iterator[Finding]:
+def _built_for(capability: tuple[int, int], machine: Machine) -> Finding | None:
     """torch holds code for certain cards only; others fail in the first kernel, with words few understand."""
     known = machine.torch.architectures
     mine = 10 * capability[0] + capability[1]
@@ -126,34 +126,34 @@ def _built_for(capability: tuple[int, int], machine: Machine) -> Iterator[Findin
         number = mine + 1 if found is None else int(found[2])
         return number <= mine and (name.startswith("compute") or number // 10 == capability[0])
 
-    if known and not any(map(runs, known)):
-        yield _check("torch's code").bad(
-            f"this torch has code for {', '.join(known)}, and the card is sm_{mine}",
-            "Its kernels cannot run on this card. Install a build of torch for it: an older one for an old card, a "
-            "newer one for a new card.",
-        )
+    if not known or any(map(runs, known)):
+        return None
+    return _check("torch's code").bad(
+        f"this torch has code for {', '.join(known)}, and the card is sm_{mine}",
+        "Its kernels cannot run on this card. Install a build of torch for it: an older one for an old card, a newer "
+        "one for a new card.",
+    )
 
 
-def _in_use(card: Card) -> Iterator[Finding]:
+def _in_use(card: Card) -> Finding | None:
     if card.used_bytes is None or card.memory_bytes is None:
-        return
+        return None
     share = card.used_bytes / card.memory_bytes
     found = f"{in_gib(card.used_bytes)} of {in_gib(card.memory_bytes)} are in use by others"
     busy = f", and its units are busy {card.utilisation:.0%} of the time" if (card.utilisation or 0) > 0.1 else ""
     if card.used_bytes > 2**30 and share > 0.05:
         listed = ", ".join(str(process) for process in card.processes[:6])
         who = f" The processes are {listed}." if listed else " Their processes are not visible from here."
-        yield _check("in use").warn(
+        return _check("in use").warn(
             found + busy,
             f"Whoever computes there shares its memory and speed with you.{who} `nvidia-smi` shows them; wait, end "
             "them, or take another card with speed.device=cuda:N.",
         )
-    elif busy:
-        yield _check("in use").warn(
+    if busy:
+        return _check("in use").warn(
             found + busy, "Somebody else computes on this card; your run gets the rest. `nvidia-smi` shows who."
         )
-    else:
-        yield _check("in use").ok(f"{in_gib(card.memory_bytes - card.used_bytes)} free, nobody else computes on it")
+    return _check("in use").ok(f"{in_gib(card.memory_bytes - card.used_bytes)} free, nobody else computes on it")
 
 
 # Why a clock is held down, and what to do about it.
@@ -226,22 +226,21 @@ def _health(card: Card, machine: Machine) -> Iterator[Finding]:
         )
 
 
-def _precision(card: Card, config: RunConfig) -> Iterator[Finding]:
+def _precision(card: Card, config: RunConfig) -> Finding | None:
     """Arithmetic that works here and is not what the card is good at; what it cannot do is an error elsewhere."""
     asked, capability = config.speed.precision, card.capability
     if capability is None or config.speed.device == "cpu":
-        return
+        return None
     best = "bf16" if capability >= _UNITS["bf16"] else "fp16"
     if asked == "fp16" and best == "bf16":
-        yield _check("precision").warn(
+        return _check("precision").warn(
             f"speed.precision is fp16 on a card with bf16 ({generation_of(capability).name})",
             "fp16 has a small range: it needs a loss scale and can skip updates. bf16 is as fast here and needs "
             "neither. Set speed.precision=auto.",
         )
-    elif asked == "fp32" and capability >= (7, 0):
-        yield _check("precision").warn(
+    if asked == "fp32" and capability >= (7, 0):
+        return _check("precision").warn(
             "speed.precision is fp32, which does not use the card's matrix units",
             f"Training is several times slower. Set speed.precision=auto, which is {best} over fp32 weights.",
         )
-    else:
-        yield _check("precision").ok(f"{best if asked == 'auto' else asked} over fp32 weights")
+    return _check("precision").ok(f"{best if asked == 'auto' else asked} over fp32 weights")

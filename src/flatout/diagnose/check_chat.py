@@ -212,7 +212,7 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
     if whole:
         yield from _check_steps(config, len(data.train), steps_of(config, facts))
     yield from _check_adapters(config, vocab)
-    yield from check_folder(config)
+    yield check_folder(config)
     if not whole:
         yield _unchecked(f"{config.chat.source} is large: rows after the first {_FIRST:,}, and steps, were not checked")
     if not here:

@@ -28,11 +28,11 @@ def check_config(
     step_seconds: float | None,
     disk: Disk | None,
     written: Callable[[str], bool],
-) -> Iterator[Finding]:
+) -> Iterator[Finding | None]:
     """`written(path)` says whether the user wrote a field; `step_seconds` is the least time of a step, if known."""
     steps = steps_of(config, data)
     yield from _pattern(config)
-    yield from _batch(config)
+    yield _batch(config)
     if steps is not None:
         yield _length(config, steps)
         yield _warmup(config, steps)
@@ -41,9 +41,9 @@ def check_config(
     yield from _stability(config)
     if steps:
         yield from _evaluation(config, data, steps)
-        yield from _sampling(config, steps, step_seconds)
-        yield from _saving(config, steps, parameters, step_seconds, disk)
-    yield from _deterministic(config, written)
+        yield _sampling(config, steps, step_seconds)
+        yield _saving(config, steps, parameters, step_seconds, disk)
+    yield _deterministic(config, written)
 
 
 def _pattern(config: RunConfig) -> Iterator[Finding]:
@@ -59,7 +59,7 @@ def _pattern(config: RunConfig) -> Iterator[Finding]:
         yield _check("window").warn(wide, f"Set a shorter one, such as model.window={shorter}.")
 
 
-def _batch(config: RunConfig) -> Iterator[Finding]:
+def _batch(config: RunConfig) -> Finding:
     size, count = micro_batch_of(config)
     sequences, context = config.train.batch_tokens // config.model.context, config.model.context
     tokens = config.train.batch_tokens
@@ -69,19 +69,18 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
     if asked is not None and size < asked <= sequences:
         divisors = [number for number in range(1, sequences + 1) if sequences % number == 0]
         above = next((number for number in divisors if number > asked), sequences)
-        yield _check("batch").warn(
+        return _check("batch").warn(
             f"{found}; speed.micro_batch is {asked}, which does not divide {sequences}",
             f"The next smaller divisor, {size}, is used. Set speed.micro_batch to {size} or {above}, or "
             f"train.batch_tokens={max(1, round(sequences / asked)) * asked * context}, of which {asked} is a divisor.",
         )
-    elif tokens < 512:
-        yield _check("batch").note(
+    if tokens < 512:
+        return _check("batch").note(
             found,
             "So few tokens give a noisy gradient. A few thousand a step are usual for small models, half a million for "
             "124M parameters (train.batch_tokens).",
         )
-    else:
-        yield _check("batch").ok(found)
+    return _check("batch").ok(found)
 
 
 def _length(config: RunConfig, steps: int) -> Finding:
@@ -186,82 +185,76 @@ def _evaluation(config: RunConfig, data: DataFacts, steps: int) -> Iterator[Find
         yield _check("evaluation").ok(found)
 
 
-def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Iterator[Finding]:
+def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Finding | None:
     every, tokens = config.eval.sample_every, config.eval.sample_tokens
     if tokens == 0 or every == 0 or step_seconds is None:
-        return
+        return None
     # A sampled token is a whole forward pass for one position: the host's launches, not arithmetic, take the time.
     one = tokens * config.model.layers * 2.5e-4
     share = one / (one + every * step_seconds)
     count = steps // every
     found = f"{count:,} samples of {tokens} tokens: {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND:
-        yield _check("samples").warn(
+        return _check("samples").warn(
             found,
             f"Sampling eats the time. Set eval.sample_every={round(every * _times_rarer(share))}, or fewer "
             "eval.sample_tokens.",
         )
-    else:
-        yield _check("samples").ok(found)
+    return _check("samples").ok(found)
 
 
 def _saving(
     config: RunConfig, steps: int, parameters: int | None, step_seconds: float | None, disk: Disk | None
-) -> Iterator[Finding]:
+) -> Finding:
     every = config.checkpoint.every
     if every > steps:
-        yield _check("saving").warn(
+        return _check("saving").warn(
             f"checkpoint.every is {every:,}, which a run of {steps:,} steps never reaches",
             f"A run that is killed loses everything. Set checkpoint.every={max(1, steps // 4)}.",
         )
-        return
     long_run = step_seconds is not None and steps * step_seconds > 1800
     if every == 0:
-        yield _check("saving").told(
+        return _check("saving").told(
             "warn" if long_run else "note",
             "checkpoint.every is 0: only the end is saved, and a run that is stopped by a signal",
             f"A crash or a lost machine costs the whole run. Set checkpoint.every={max(1, steps // 10)}.",
         )
-        return
     rate = None if disk is None else disk.write_rate
     if parameters is None or step_seconds is None or rate is None:
-        yield _check("saving").ok(f"every {every:,} steps")
-        return
+        return _check("saving").ok(f"every {every:,} steps")
     from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
 
     one = checkpoint_size(parameters, config.optim, config.speed) / rate
     share = one / (one + every * step_seconds)
     found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND and one > 0.5:
-        yield _check("saving").warn(
+        return _check("saving").warn(
             found,
             f"Saving eats the time. Set checkpoint.every={round(every * _times_rarer(share))}, or output.folder to a "
             "faster disk.",
         )
-    else:
-        yield _check("saving").ok(found)
+    return _check("saving").ok(found)
 
 
-def _deterministic(config: RunConfig, written: Callable[[str], bool]) -> Iterator[Finding]:
+def _deterministic(config: RunConfig, written: Callable[[str], bool]) -> Finding | None:
     if not config.train.deterministic:
-        return
+        return None
     fast = [
         f"speed.{name}"
         for name in ("attention", "products", "compile", "cuda_graphs", "fp8", "kernels")
         if written(f"speed.{name}") and str(getattr(config.speed, name)) not in ("off", "torch", "[]", "reference")
     ]
     if fast:
-        yield _check("deterministic").warn(
+        return _check("deterministic").warn(
             f"train.deterministic is set beside {', '.join(fast)}",
             "Kernels that repeat bit for bit are slower ones, and some fast ones are left out. Take one or the other: "
             "set train.deterministic=false for speed.",
         )
-    else:
-        yield _check("deterministic").note(
-            "train.deterministic is set",
-            "The result repeats bit for bit on this machine, at some cost in speed; cuDNN's attention and tuned "
-            "products are left out.",
-        )
+    return _check("deterministic").note(
+        "train.deterministic is set",
+        "The result repeats bit for bit on this machine, at some cost in speed; cuDNN's attention and tuned "
+        "products are left out.",
+    )
 
 
 def _times_rarer(share: float) -> float:

@@ -87,18 +87,16 @@ def check_disk(disk: Disk, config: RunConfig | None, parameters: int | None, dat
             "Set output.folder to a folder that you may write to, or make this one writable.",
         )
     if disk.free_bytes is not None:
-        yield from _space(disk, disk.free_bytes, config, parameters, data)
-    yield from _speed(disk)
+        yield _space(disk, disk.free_bytes, config, parameters, data)
+    if disk.write_rate is not None:
+        yield _speed(disk, disk.write_rate)
 
 
-def _space(
-    disk: Disk, free: int, config: RunConfig | None, parameters: int | None, data: DataFacts
-) -> Iterator[Finding]:
+def _space(disk: Disk, free: int, config: RunConfig | None, parameters: int | None, data: DataFacts) -> Finding:
     if config is None or parameters is None:
         low = free < 2**30
         advice = "A run writes checkpoints of 12 bytes for each parameter. Free some space." if low else ""
-        yield _check("space").told("warn" if low else "ok", f"{in_gib(free)} free at {disk.nearest}", advice)
-        return
+        return _check("space").told("warn" if low else "ok", f"{in_gib(free)} free at {disk.nearest}", advice)
     # Those it keeps, the best one, and the one being written before an old one is removed.
     from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
 
@@ -111,27 +109,23 @@ def _space(
     if free < need + shards:
         fits = max(0, int((free - shards) // one) - 2)
         keep = f" With checkpoint.keep={fits} it would fit." if fits >= 1 else ""
-        yield _check("space").bad(
+        return _check("space").bad(
             found, f"The run would end with a full disk. Free some space, or set output.folder to another disk.{keep}"
         )
-    elif free < 2 * (need + shards):
-        yield _check("space").warn(
+    if free < 2 * (need + shards):
+        return _check("space").warn(
             found, "It fits, with little to spare for anybody else. Free some space before a long run."
         )
-    else:
-        yield _check("space").ok(found)
+    return _check("space").ok(found)
 
 
-def _speed(disk: Disk) -> Iterator[Finding]:
-    if disk.write_rate is None:
-        return
+def _speed(disk: Disk, write_rate: float) -> Finding:
     read = "" if disk.read_rate is None else f", reads {disk.read_rate / 1e6:.0f} MB/s"
-    found = f"writes {disk.write_rate / 1e6:.0f} MB/s{read}"
-    if disk.write_rate < _SLOW:
-        yield _check("speed").warn(
+    found = f"writes {write_rate / 1e6:.0f} MB/s{read}"
+    if write_rate < _SLOW:
+        return _check("speed").warn(
             found,
             "That is slow, perhaps a network folder: the run waits while a checkpoint is written. Set output.folder to "
             "a local disk, or save less often with checkpoint.every.",
         )
-    else:
-        yield _check("speed").ok(found)
+    return _check("speed").ok(found)

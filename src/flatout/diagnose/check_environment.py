@@ -62,8 +62,7 @@ def check_environment(machine: Machine, config: RunConfig | None, kind: str) -> 
     """Variables that matter here; `kind` is that of the device a run would use."""
     told = [
         *_rules(machine, kind),
-        *_hiding(machine),
-        *_allocator(machine, kind),
+        *filter(None, (_hiding(machine), _allocator(machine, kind))),
         *_threads(machine, kind),
         *_offline(machine, config),
     ]
@@ -85,42 +84,41 @@ def _rules(machine: Machine, kind: str) -> Iterator[Finding]:
                 yield _check(name).told(status, f"{_shown(name, value)} is set", advice)
 
 
-def _hiding(machine: Machine) -> Iterator[Finding]:
+def _hiding(machine: Machine) -> Finding | None:
     value = machine.environment.get("CUDA_VISIBLE_DEVICES")
     if value is None:
-        return
+        return None
     hides_all = value.strip() in ("", "-1") or value.strip().lower() == "nodevfiles"
     if hides_all and machine.cards:
-        yield _check("CUDA_VISIBLE_DEVICES").warn(
+        return _check("CUDA_VISIBLE_DEVICES").warn(
             f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU, and there is a {machine.cards[0].name}",
             "Training would run on the CPU. `unset CUDA_VISIBLE_DEVICES`, or set it to a card's number, such as 0.",
         )
-    elif machine.cards:
-        yield _check("CUDA_VISIBLE_DEVICES").note(
+    if machine.cards:
+        return _check("CUDA_VISIBLE_DEVICES").note(
             f"{_shown('CUDA_VISIBLE_DEVICES', value)} limits which cards are seen",
             "Their numbers begin at 0 again: speed.device=cuda:0 is the first one named there.",
         )
 
 
-def _allocator(machine: Machine, kind: str) -> Iterator[Finding]:
+def _allocator(machine: Machine, kind: str) -> Finding | None:
     names = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if machine.environment.get(name)]
     if kind != "cuda" or not names:
-        return
+        return None
     shown = " and ".join(_shown(name, machine.environment[name]) for name in names)
     words = " ".join(machine.environment[name] for name in names).lower()
     if len(names) == 2:
-        yield _check("allocator").warn(
+        return _check("allocator").warn(
             f"both are set: {shown}",
             "They are two names of one setting, and one of them is not heeded. Keep PYTORCH_ALLOC_CONF.",
         )
-    elif "expandable_segments:true" not in words:
-        yield _check("allocator").note(
+    if "expandable_segments:true" not in words:
+        return _check("allocator").note(
             f"{shown} is set",
             "Flatout then leaves torch's allocator alone, and its memory blocks do not grow (speed.expandable_segments "
             "has no effect). Unset it, or add expandable_segments:True to it, if a run dies of fragmentation.",
         )
-    else:
-        yield _check("allocator").ok(f"{shown} is set, with expandable segments")
+    return _check("allocator").ok(f"{shown} is set, with expandable segments")
 
 
 def _threads(machine: Machine, kind: str) -> Iterator[Finding]:

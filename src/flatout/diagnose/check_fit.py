@@ -213,17 +213,17 @@ _HARMLESS = ("micro_batch", "workers", "loss_chunk")
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Iterator[Finding]:
+def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Finding | None:
     """The least time of the run, and its highest rate; a warning where that is days on a CPU."""
     if fitted.step_seconds is None:
-        return
+        return None
     seconds = None if steps is None else steps * fitted.step_seconds
     least = "" if seconds is None else f"at least {_duration(seconds)}, "
     rate = _count(config.train.batch_tokens / fitted.step_seconds)
     too_long = fitted.kind == "cpu" and seconds is not None and seconds >= 48 * 3600
     estimate = "`flatout estimate` times real steps."
     smaller = "This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare-char; "
-    yield Check("memory", "least time").told(
+    return Check("memory", "least time").told(
         "warn" if too_long else "ok",
         f"{least}at most {rate} tokens/s: the FLOPs of a step at {fitted.rate_of}",
         smaller + estimate if too_long else f"How long it really takes: {estimate}",

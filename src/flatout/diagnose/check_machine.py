@@ -22,12 +22,12 @@ INSTALL_TORCH = (
 )
 
 
-def check_machine(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
+def check_machine(machine: Machine, config: RunConfig | None) -> Iterator[Finding | None]:
     """The parts of a machine that every run stands on."""
     yield _python(machine)
     yield _torch(machine.torch)
-    yield from _cuda(machine)
-    yield from _triton(machine)
+    yield _cuda(machine)
+    yield _triton(machine)
     yield from _cores(machine, config)
     yield _memory(machine)
     yield _clock(machine)
@@ -77,51 +77,44 @@ def _torch(torch: Torch) -> Finding:
     return _check("torch").ok(found)
 
 
-def _cuda(machine: Machine) -> Iterator[Finding]:
+def _cuda(machine: Machine) -> Finding | None:
     """Whether torch, the driver and the card go together."""
     torch, cards = machine.torch, machine.cards
     driver = f"driver {machine.driver}" if machine.driver else "a driver of unknown version"
     if machine.driver_cuda:
         driver += f", which knows CUDA up to {machine.driver_cuda[0]}.{machine.driver_cuda[1]}"
     if torch.status != "ok" or (not cards and not torch.sees_cuda):
-        if machine.driver is not None:
-            yield _check("driver").ok(driver)
-        return
+        return None if machine.driver is None else _check("driver").ok(driver)
     if torch.cuda is None and torch.sees_cuda:
         advice = "Flatout is not tested there. Its own kernels and most of the advice here are for NVIDIA cards."
-        yield _check("cuda").note("torch sees a GPU through ROCm", advice)
-        return
+        return _check("cuda").note("torch sees a GPU through ROCm", advice)
     if torch.cuda is None:
-        yield _check("cuda").warn(
+        return _check("cuda").warn(
             f"there is a {cards[0].name}, but this torch is built for CPUs only",
             "Training would run on the CPU, many times slower. Install a CUDA build of torch with the command that "
             "pytorch.org's selector gives.",
         )
-        return
     wanted = numbers(torch.cuda)[:2]
     if _driver_is_old(machine, wanted):
         oldest = OLDEST_DRIVER.get(wanted[0])
         least = f" {oldest[0]}.{oldest[1]} or newer" if oldest else " that knows it"
-        yield _check("driver").bad(
+        return _check("driver").bad(
             f"{driver}; torch is built for CUDA {torch.cuda}",
             f"The driver is too old for this torch. Install driver{least}, or a torch that is built for an older CUDA.",
         )
-        return
     if not torch.sees_cuda:
         said = f": {torch.why_not}" if torch.why_not else ""
-        yield _check("cuda").bad(
+        return _check("cuda").bad(
             f"there is a {cards[0].name}, but torch sees no CUDA device{said}",
             "Look at CUDA_VISIBLE_DEVICES, which can hide it. In a container, start it with access to GPUs "
             "(`--gpus all`). After an update of the driver, restart the machine: library and kernel module must match.",
         )
-        return
     if machine.driver_cuda and machine.driver_cuda < wanted and machine.driver_cuda[0] == wanted[0]:
-        yield _check("driver").note(
+        return _check("driver").note(
             f"{driver}; torch is built for CUDA {torch.cuda}",
             "That works within one generation of CUDA; what needs the newest driver does not. Update it when you can.",
         )
-    else:
-        yield _check("driver").ok(f"{driver}; torch is built for CUDA {torch.cuda}")
+    return _check("driver").ok(f"{driver}; torch is built for CUDA {torch.cuda}")
 
 
 def _driver_is_old(machine: Machine, wanted: tuple[int, ...]) -> bool:
@@ -131,34 +124,32 @@ def _driver_is_old(machine: Machine, wanted: tuple[int, ...]) -> bool:
     return machine.driver is not None and oldest is not None and numbers(machine.driver)[:2] < oldest
 
 
-def _triton(machine: Machine) -> Iterator[Finding]:
+def _triton(machine: Machine) -> Finding | None:
     triton, wanted = machine.triton, machine.torch.wants_triton
     on_gpu = bool(machine.cards) and machine.torch.cuda is not None
     exactly = f"triton=={wanted}" if wanted else "triton"
     if triton.status == "missing":
         if on_gpu:
-            yield _check("triton").warn(
+            return _check("triton").warn(
                 "triton is not installed",
                 f"Our kernels and torch.compile need it on a GPU; without it training is about half as fast. Install "
                 f"it with `pip install {exactly}`.",
             )
-        else:
-            yield _check("triton").ok("not installed, and not needed without a GPU")
-    elif triton.status == "broken":
-        yield _check("triton").warn(
+        return _check("triton").ok("not installed, and not needed without a GPU")
+    if triton.status == "broken":
+        return _check("triton").warn(
             f"triton {triton.version} is installed, but cannot be imported: {triton.reason}".replace("  ", " "),
             f"torch.compile and our kernels cannot run with it. Install it again: `pip install --force-reinstall "
             f"{exactly}`.",
         )
-    elif wanted is not None and numbers(triton.version) != numbers(wanted):
-        yield _check("triton").told(
+    if wanted is not None and numbers(triton.version) != numbers(wanted):
+        return _check("triton").told(
             "warn" if on_gpu else "note",
             f"triton {triton.version}, but torch {machine.torch.version} wants {wanted}",
             f"Another version can fail in ways that are hard to understand. Install the one torch wants: `pip install "
             f"{exactly}`.",
         )
-    else:
-        yield _check("triton").ok(f"triton {triton.version}" + (", as torch wants it" if wanted else ""))
+    return _check("triton").ok(f"triton {triton.version}" + (", as torch wants it" if wanted else ""))
 
 
 def _cores(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:

@@ -38,64 +38,63 @@ def steps_of(config: RunConfig, data: DataFacts) -> int | None:
     return None if windows is None else math.ceil((train.epochs or 0) * windows / batch)
 
 
-def check_tokens(config: RunConfig, data: DataFacts, parameters: int | None, wrote_epochs: bool) -> Iterator[Finding]:
+def check_tokens(
+    config: RunConfig, data: DataFacts, parameters: int | None, wrote_epochs: bool
+) -> Iterator[Finding | None]:
     """`parameters` is None where torch is needed to count them and is not there."""
-    yield from _vocabulary(config, data)
+    yield _vocabulary(config, data)
     windows, steps = windows_of(config, data), steps_of(config, data)
     if windows is not None:
-        yield from _windows(config, data, windows)
+        yield _windows(config, data, windows)
         if windows and steps:
             yield _epochs(config, data, windows, steps, wrote_epochs)
     if steps and parameters:
         yield _per_parameter(config, steps, parameters)
-    yield from _validation(config, data)
-    yield from _documents(config, data)
+    yield _validation(config, data)
+    yield _documents(config, data)
 
 
 def _about(data: DataFacts) -> str:
     return "" if data.exact else "about "
 
 
-def _vocabulary(config: RunConfig, data: DataFacts) -> Iterator[Finding]:
+def _vocabulary(config: RunConfig, data: DataFacts) -> Finding | None:
     asked, known = config.model.vocab, data.vocab
     if known is None or asked is None:
-        return
+        return None
     sure = data.exact or config.data.tokenizer != "char"
     if asked < known:
         # training raises a ConfigError for it
-        yield Check("config", "vocabulary").bad(
+        return Check("config", "vocabulary").bad(
             f"model.vocab is {asked:,}, but the tokenizer has {'' if sure else 'at least '}{known:,} ids",
             "Ids beyond the vocabulary have no row in the model. Leave model.vocab at null, which takes the "
             f"tokenizer's, or set model.vocab={known}.",
         )
-    elif sure and asked > 1.5 * known + 1024:
-        yield _check("vocabulary").note(
+    if sure and asked > 1.5 * known + 1024:
+        return _check("vocabulary").note(
             f"model.vocab is {asked:,}, and the tokenizer has {known:,} ids",
             "Rows that no token ever reaches cost memory and time in the head. Leave model.vocab at null; "
             "speed.pad_vocab rounds up where that is faster.",
         )
-    else:
-        yield _check("vocabulary").ok(f"{asked:,} for a tokenizer of {known:,} ids")
+    return _check("vocabulary").ok(f"{asked:,} for a tokenizer of {known:,} ids")
 
 
-def _windows(config: RunConfig, data: DataFacts, windows: int) -> Iterator[Finding]:
+def _windows(config: RunConfig, data: DataFacts, windows: int) -> Finding | None:
     context, tokens = config.model.context, data.train_tokens or 0
     if windows == 0:
-        yield _check("windows").bad(
+        return _check("windows").bad(
             f"{_about(data)}{tokens:,} tokens to train on are not one window of model.context {context} and a target",
             "Use more text." if tokens < 256 else f"Use more text, or set model.context to {tokens // 16} or less.",
         )
-        return
     sequences = config.train.batch_tokens // context
     found = f"{_about(data)}{windows:,} windows of {context} tokens, {sequences:,} in a step"
     if sequences > windows:
-        yield _check("windows").warn(
+        return _check("windows").warn(
             found,
             "A step then holds every window more than once, which only repeats its gradient. Lower "
             f"train.batch_tokens to {max(1, windows // 10) * context:,} or less, or use more text.",
         )
-    else:
-        yield _check("windows").ok(found)
+    return _check("windows").ok(found)
 
 
 def _epochs(config: RunConfig, data: DataFacts, windows: int, steps: int, wrote_epochs: bool) -> Finding:
@@ -139,9 +138,9 @@ def _per_parameter(config: RunConfig, steps: int, parameters: int) -> Finding:
     return _check("tokens per parameter").ok(f"{found}; about {BALANCED} are well balanced")
 
 
-def _validation(config: RunConfig, data: DataFacts) -> Iterator[Finding]:
+def _validation(config: RunConfig, data: DataFacts) -> Finding | None:
     if data.val_tokens is None:
-        return
+        return None
     used = data.val_tokens - 1 if config.eval.tokens is None else min(config.eval.tokens, data.val_tokens - 1)
     spread = _SPREAD / math.sqrt(max(1, used))
     found = f"{_about(data)}{max(0, used):,} validation tokens; the loss they give is sure to about ±{spread:.2g}"
@@ -149,40 +148,38 @@ def _validation(config: RunConfig, data: DataFacts) -> Iterator[Finding]:
     if config.eval.tokens is not None and config.eval.tokens < data.val_tokens - 1:
         raise_share = "Raise eval.tokens"
     if data.val_tokens < 2:
-        yield _check("validation").bad(
+        return _check("validation").bad(
             f"{_about(data)}{data.val_tokens} validation tokens: there is nothing to evaluate on",
             f"{raise_share}, or name another text with data.val_source.",
         )
-    elif used < max(_FEW_TARGETS, 2 * config.model.context):
-        yield _check("validation").warn(
+    if used < max(_FEW_TARGETS, 2 * config.model.context):
+        return _check("validation").warn(
             found, f"That is too few to compare two runs by, or to choose the best checkpoint. {raise_share}."
         )
-    elif used < _ENOUGH_TARGETS:
-        yield _check("validation").note(found, f"Small differences between runs drown in that. {raise_share}.")
-    else:
-        yield _check("validation").ok(found)
+    if used < _ENOUGH_TARGETS:
+        return _check("validation").note(found, f"Small differences between runs drown in that. {raise_share}.")
+    return _check("validation").ok(found)
 
 
-def _documents(config: RunConfig, data: DataFacts) -> Iterator[Finding]:
+def _documents(config: RunConfig, data: DataFacts) -> Finding | None:
     length, context = data.document_tokens, config.model.context
     if length is None:
-        return
+        return None
     found = f"half of the documents have at most {length:,.0f} tokens, and a window has {context}"
     packed = config.data.packing == "best_fit"
     if length * 16 < context and not packed:
-        yield _check("documents").warn(
+        return _check("documents").warn(
             found,
             "A window is then a row of unrelated short texts, and attention over them is mostly wasted. Set "
             f"model.context={_power_above(2 * length)}, or data.packing=best_fit to keep documents whole.",
         )
-    elif length * 2 < context and not packed:
-        yield _check("documents").note(
+    if length * 2 < context and not packed:
+        return _check("documents").note(
             found,
             "Several documents share a window. data.packing=best_fit keeps each of them whole; a shorter model.context "
             "is faster.",
         )
-    else:
-        yield _check("documents").ok(found)
+    return _check("documents").ok(found)
 
 
 def _power_above(number: float) -> int:

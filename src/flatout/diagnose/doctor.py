@@ -195,10 +195,10 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}" + ("" if text.endswith((".", "?", "!")) else ".")
 
 
-def guarded(area: str, name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def guarded(area: str, name: str, check: Callable[[], Iterable[Finding | None]]) -> Iterator[Finding]:
     """The findings of a check, and where it breaks a finding that says so: one broken check must not hide the rest."""
     try:
-        yield from check()
+        yield from filter(None, check())  # where there is nothing to say, a check says None
     except UserError as error:
         yield finding_of(error, area, name)
     except Exception as error:  # noqa: BLE001 - a doctor that dies tells nobody anything

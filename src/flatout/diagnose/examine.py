@@ -156,7 +156,7 @@ class _Visit:
 
             yield from guarded("config", "start", lambda: check_start(config.model, data.vocab))
         yield from guarded("config", "packages", lambda: check_tracker_packages(self.machine, config))
-        yield from guarded("config", "run folder", lambda: check_folder(config))
+        yield from guarded("config", "run folder", lambda: [check_folder(config)])
         facts = {"parameters": parameters, "step_seconds": self.fitted.step_seconds, "disk": self.disk}
         yield from guarded("config", "config", lambda: check_config(config, data, written=wrote.__contains__, **facts))
 
@@ -172,7 +172,7 @@ class _Visit:
             "memory", "a step", lambda: check_memory(loaded, self.machine, self.trials, fitted, with_hardware)
         )
         yield from guarded(
-            "memory", "least time", lambda: check_fit.check_time(config, fitted, steps_of(config, self.data))
+            "memory", "least time", lambda: [check_fit.check_time(config, fitted, steps_of(config, self.data))]
         )
 
 

@@ -33,7 +33,7 @@ from flatout.engine.run import Run
 from flatout.engine.saving import capture, restore
 from flatout.errors import ConfigError
 from flatout.ops.gradients import clear_gradients
-from flatout.tuning.found import config_text, words_of
+from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import practice_data, scratch_folder

@@ -109,16 +109,7 @@ class Probe:
             self.context = None
 
     def config_for(self, candidate: Candidate) -> RunConfig:
-        values = {
-            "micro_batch": candidate.micro_batch,
-            "accumulation": None,
-            "checkpointing": candidate.checkpointing,
-            "loss": candidate.loss,
-            "loss_chunk": candidate.loss_chunk,
-            "kernels": candidate.kernels,
-            "compile": candidate.compile,
-            "optimizer_offload": candidate.optimizer_offload,
-        }
+        values = {**dataclasses.asdict(candidate), "accumulation": None}
         return self.config.model_copy(update={"speed": self.config.speed.model_copy(update=values)})
 
     def resolve(self, config: RunConfig) -> Speed:

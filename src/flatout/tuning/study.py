@@ -36,7 +36,7 @@ from flatout.engine.loop import train_loop
 from flatout.errors import ConfigError, DataError, DivergedError, DoesNotFitError, ResourceError, UsageError
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
-from flatout.tuning.found import config_text, words_of
+from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import scratch_folder

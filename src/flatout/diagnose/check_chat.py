@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from flatout.config.load import LoadedConfig
@@ -62,11 +62,7 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         check_used(loaded)
     except UserError as error:
         yield finding_of(error, "config", "settings")
-    base = None
-    for found in _check_base(loaded.config):
-        base = found if isinstance(found, Base) else base
-        if isinstance(found, Finding):
-            yield found
+    base = yield from _check_base(loaded.config)
     if base is None:
         yield from _check_sources(loaded.config)
         yield _unchecked("rows, template, adapters and memory were not checked, as there is no base to read them with")
@@ -99,8 +95,8 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         yield from _check_run(loaded, base, data, whole=whole, here=here)
 
 
-def _check_base(config: RunConfig) -> Iterator[Finding | Base]:
-    """The model that is trained, as far as it can be seen without reading all of its weights; itself last."""
+def _check_base(config: RunConfig) -> Generator[Finding, None, Base | None]:
+    """The model that is trained, as far as it can be seen without reading all of its weights."""
     name = config.model.init_from
     assert name is not None, "checked by the config"
     if not is_within_reach(name):
@@ -108,19 +104,19 @@ def _check_base(config: RunConfig) -> Iterator[Finding | Base]:
             f"{name} is not on this machine",
             f"{_FETCHED} Without a network, name a folder with model.init_from.",
         )
-        return
+        return None
     try:
         base = open_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
         if not is_checkpoint(base.description.folder):  # those of ours have been hashed
             inventory(base.description)
     except UserError as error:
         yield finding_of(error, "data", "base")
-        return
+        return None
     size = parameter_count(base.description.config, base.description.vocab)
     kind, dtype = base.description.model_type, base.description.dtype
     stored = "" if dtype is None else f", in {dtype}"
     yield Check("data", "base").ok(f"{base.name}: {kind} with {size:,} parameters{stored}")
-    yield base
+    return base
 
 
 def _check_sources(config: RunConfig) -> Iterator[Finding]:

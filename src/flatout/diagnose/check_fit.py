@@ -9,8 +9,8 @@ takes is told by `flatout estimate`, which times real steps.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
@@ -20,6 +20,7 @@ from flatout.errors import UserError
 
 if TYPE_CHECKING:
     from flatout.device import Device
+    from flatout.engine.case import Probes
     from flatout.engine.features import Speed
 
 COMMON_VOCAB = 50257
@@ -28,19 +29,30 @@ CONTEXT_BYTES = 512 * 2**20  # what CUDA itself holds on a card, beside torch's 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A config on a machine. `speed` is None where torch is missing, and so is all that follows from it."""
+    """A config on a machine whose torch works."""
 
-    kind: str = "cpu"
-    index: int = 0
-    parameters: int | None = None
-    speed: "Speed | None" = None
-    device: "Device | None" = None
-    vocab: int = COMMON_VOCAB
-    corpus_bytes: int | None = 0  # None where the text is streamed
-    need_bytes: int | None = None
-    have_bytes: int | None = None
-    step_seconds: float | None = None  # the least that a step takes: its FLOPs at `rate_of`
-    rate_of: str = ""
+    kind: str
+    parameters: int
+    speed: "Speed"
+    device: "Device"
+    vocab: int
+    corpus_bytes: int | None  # None where the text is streamed
+    probes: "Probes"  # that answer for the machine
+    need_bytes: int
+    have_bytes: int | None
+    step_seconds: float | None  # the least that a step takes: its FLOPs at `rate_of`
+    rate_of: str
+
+    def need_of(self, config: RunConfig) -> int | None:
+        """What a step of another config would need here; None for one that cannot be had."""
+        from flatout.engine.features import resolve_speed
+
+        known = {"vocab": self.vocab, "probes": self.probes}
+        try:
+            speed = resolve_speed(config, self.device, self.corpus_bytes, lambda _: DEFAULT, **known)
+        except UserError:
+            return None
+        return _needed(config, self.vocab, speed, self.corpus_bytes)
 
 
 def kind_of(machine: Machine, config: RunConfig | None) -> tuple[str, int, Finding | None]:
@@ -82,7 +94,7 @@ def device_of(machine: Machine, kind: str, index: int, memory_limit: float | Non
     return Device(torch_device=torch.device(kind), name=kind, memory_bytes=memory, capability=None)
 
 
-def _probes(machine: Machine, trials: Trials) -> Any:
+def _probes(machine: Machine, trials: Trials) -> "Probes":
     """The trials' answers; what was not tried counts as working, unless its package is missing."""
     from flatout.engine.case import Probes
 
@@ -124,25 +136,22 @@ def fit(
     except UserError as error:
         findings.append(finding_of(error, "config", "switches"))
         speed = resolve(lambda _: DEFAULT)
-    need = _needed(config, vocab, speed, corpus)
     rate, rate_of = _fastest(trials, speed, device)
     flops = flops_per_token(config.model, vocab) * config.train.batch_tokens
-    return (
-        Fit(
-            kind=kind,
-            index=index,
-            parameters=parameter_count(config.model, vocab),
-            speed=speed,
-            device=device,
-            vocab=vocab,
-            corpus_bytes=corpus,
-            need_bytes=need,
-            have_bytes=_available(machine, kind, index, device),
-            step_seconds=None if rate is None else flops / rate,
-            rate_of=rate_of,
-        ),
-        findings,
+    fitted = Fit(
+        kind=kind,
+        parameters=parameter_count(config.model, vocab),
+        speed=speed,
+        device=device,
+        vocab=vocab,
+        corpus_bytes=corpus,
+        probes=probes,
+        need_bytes=_needed(config, vocab, speed, corpus),
+        have_bytes=_available(machine, kind, index, device),
+        step_seconds=None if rate is None else flops / rate,
+        rate_of=rate_of,
     )
+    return fitted, findings
 
 
 def _fastest(trials: Trials, speed: "Speed", device: "Device") -> tuple[float | None, str]:
@@ -175,36 +184,19 @@ def _available(machine: Machine, kind: str, index: int, device: "Device") -> int
     return free if device.limit_bytes is None else min(free, device.limit_bytes)
 
 
-def resolved_need(config: RunConfig, machine: Machine, trials: Trials, fitted: Fit) -> int | None:
-    from flatout.engine.features import resolve_speed
-
-    assert fitted.device is not None
-    try:
-        probes = _probes(machine, trials)
-        corpus = fitted.corpus_bytes
-        speed = resolve_speed(config, fitted.device, corpus, lambda _: DEFAULT, vocab=fitted.vocab, probes=probes)
-        return _needed(config, fitted.vocab, speed, corpus)
-    except UserError:
-        return None
-
-
 # --- switches ---------------------------------------------------------------------------------------------------------
 
 
-def check_switches(fitted: Fit) -> Iterator[Finding]:
+def check_switches(fitted: Fit) -> Finding:
     """Switches that came out as something else than was asked for, where that costs something."""
-    if fitted.speed is None:
-        return
     plain = [feature for feature in fitted.speed.features if feature.why and feature.asked not in ("auto", "null")]
     changed = [feature for feature in plain if feature.asked != feature.used and feature.name not in _HARMLESS]
     if changed:
         listed = "; ".join(f"speed.{one.name} {one.asked} becomes {one.used}: {one.why}" for one in changed)
         advice = "A preset or overlay asked for them; the run goes on without."
-        yield Check("config", "switches").note(listed, advice)
-    else:
-        shown = [one for one in fitted.speed.features if one.name in ("precision", "kernels", "attention", "compile")]
-        used = ", ".join(f"{one.name} {one.used}" for one in shown)
-        yield Check("config", "switches").ok(used)
+        return Check("config", "switches").note(listed, advice)
+    shown = [one for one in fitted.speed.features if one.name in ("precision", "kernels", "attention", "compile")]
+    return Check("config", "switches").ok(", ".join(f"{one.name} {one.used}" for one in shown))
 
 
 _HARMLESS = ("micro_batch", "workers", "loss_chunk")

@@ -91,7 +91,7 @@ class _Visit:
         self.package_missing = False  # told with how to get it, and not once more among the switches
         self.about_data: list[Finding] = []
         self.data = DataFacts()
-        self.fitted = check_fit.Fit(kind=self.kind, index=self.index)
+        self.fitted: check_fit.Fit | None = None
         self.switches: list[Finding] = []
         self.disk: Disk | None = None
 
@@ -131,11 +131,15 @@ class _Visit:
             self.about_data = list(guarded("data", "source", look))
             self.switches = list(guarded("config", "switches", fit)) if self.works else []
         self.disk = disk or measure_disk(RUNS if config is None else folder_of(config), quick=self.quick)
-        facts = self.disk, config, self.fitted.parameters, self.data
+        facts = self.disk, config, self.parameters, self.data
         yield from guarded("disk", "space", lambda: check_disk(*facts))
 
+    @property
+    def parameters(self) -> int | None:
+        return None if self.fitted is None else self.fitted.parameters
+
     def check_data_and_config(self, loaded: LoadedConfig) -> Iterator[Finding]:
-        config, data, parameters = loaded.config, self.data, self.fitted.parameters
+        config, data, parameters, fitted = loaded.config, self.data, self.parameters, self.fitted
         wrote = {path for path, source in loaded.sources.items() if source.by_user}
         yield from (finding for finding in self.about_data if finding.area == "data")
         tokens = list(
@@ -149,31 +153,30 @@ class _Visit:
             one for one in self.switches if not (self.package_missing and one.found.endswith("is not installed"))
         )
         yield from (finding for finding in (*self.about_data, *tokens) if finding.area != "data")
-        if not self.switches:
-            yield from guarded("config", "switches", lambda: check_fit.check_switches(self.fitted))
+        if not self.switches and fitted is not None:
+            yield from guarded("config", "switches", lambda: [check_fit.check_switches(fitted)])
         if self.works and config.model.init_from is not None:
             from flatout.diagnose.check_chat import check_start
 
             yield from guarded("config", "start", lambda: check_start(config.model, data.vocab))
         yield from guarded("config", "packages", lambda: check_tracker_packages(self.machine, config))
         yield from guarded("config", "run folder", lambda: [check_folder(config)])
-        facts = {"parameters": parameters, "step_seconds": self.fitted.step_seconds, "disk": self.disk}
+        facts = {"parameters": parameters, "step_seconds": fitted and fitted.step_seconds, "disk": self.disk}
         yield from guarded("config", "config", lambda: check_config(config, data, written=wrote.__contains__, **facts))
 
     def check_memory_and_time(self, loaded: LoadedConfig) -> Iterator[Finding]:
-        fitted, config = self.fitted, loaded.config
+        fitted, config, host = self.fitted, loaded.config, self.machine.available_bytes
 
         def with_hardware(name: str) -> LoadedConfig | None:
             with contextlib.suppress(UserError):
                 return load_config(self.target, self.overrides, hardware=name)
             return None
 
-        yield from guarded(
-            "memory", "a step", lambda: check_memory(loaded, self.machine, self.trials, fitted, with_hardware)
-        )
-        yield from guarded(
-            "memory", "least time", lambda: [check_fit.check_time(config, fitted, steps_of(config, self.data))]
-        )
+        yield from guarded("memory", "a step", lambda: check_memory(loaded, fitted, host, with_hardware))
+        if fitted is not None:
+            yield from guarded(
+                "memory", "least time", lambda: [check_fit.check_time(config, fitted, steps_of(config, self.data))]
+            )
 
 
 def _fine_tuning(chat: LoadedConfig, *, quick: bool, here: bool, works: bool) -> Iterator[Finding]:

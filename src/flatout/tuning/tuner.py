@@ -62,7 +62,7 @@ def tune(
             )
             described = samples.described
             probe = SampleProbe(loaded, samples, memory)
-        probe.check(streamed=loaded.config.data.streaming)
+        probe.check()
         try:
             yield from _Tuning(loaded, probe, described, seconds, progress).run(thorough, compiled)
         finally:

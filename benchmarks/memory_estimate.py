@@ -45,7 +45,7 @@ def measure_case(preset: str, micro_batch: int, switches: list[str], scratch: Pa
     import torch
 
     from flatout.config.load import load_config
-    from flatout.tuning.measure import borrowed_run, measure
+    from flatout.tuning.measure import Steps, borrowed_run, summary_of
     from flatout.tuning.practice_data import practice_data
 
     words = [
@@ -61,7 +61,8 @@ def measure_case(preset: str, micro_batch: int, switches: list[str], scratch: Pa
     data = loaded.config.data.model_validate_json((folder / "data.json").read_text())
     loaded = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
     with borrowed_run(loaded) as run:
-        result = measure(run, warmup=1, steps=2)
+        with Steps(run) as steps:
+            result = summary_of(run, steps.take(1), steps.take(2))
         speed = run.speed
         row = {
             "preset": preset,

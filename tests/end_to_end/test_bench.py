@@ -319,15 +319,15 @@ def test_the_ladder_on_a_gpu(tmp_path: Path, group: str):
 def test_a_rung_leaves_the_card_clean(tmp_path: Path):
     import torch
 
-    from flatout.tuning.measure import borrowed_run, measure
+    from flatout.tuning.measure import Steps, borrowed_run, summary_of
 
     config = flatout.load_config(
         "shakespeare-char", [*TINY, "speed.device=cuda", "model.width=512", "speed.compile=on"]
     )
     torch._C._cuda_clearCublasWorkspaces()  # they stay once a product has been made
     before = torch.cuda.memory_allocated()
-    with borrowed_run(config) as run:
-        found = measure(run, warmup=2, steps=3)
+    with borrowed_run(config) as run, Steps(run) as steps:
+        found = summary_of(run, steps.take(2), steps.take(3))
     assert found.peak_bytes > 2**20
     torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() - before < 2**20

@@ -9,7 +9,7 @@ import torch
 import flatout
 from flatout import api
 from flatout.config.load import load_config
-from flatout.diagnose.check_start import check_start
+from flatout.diagnose.check_chat import check_start
 from flatout.errors import UserError
 from flatout.records import NoticeRecord, StepRecord
 

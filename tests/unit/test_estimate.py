@@ -14,7 +14,7 @@ from flatout.engine.setup import setup_run
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.measured.estimate_table import expected, print_estimate
 from flatout.records import RunInfo, StepRecord
-from flatout.tuning.estimate import Visits, _steps, _windows, visits_of
+from flatout.tuning.estimate import Visits, _windows, visits_of
 from flatout.tuning.estimate_probe import EnergyMeter
 
 
@@ -57,12 +57,11 @@ def test_the_counts_are_those_of_the_loop(words: list[str], steps: int, windows:
     "words", [["train.epochs=1.5"], ["train.tokens=1000"], ["train.steps=7"], ["train.epochs=2", "data.stride=5"],
               ["train.epochs=2", "data.packing=best_fit"]],
 )  # fmt: skip
-def test_length_and_windows_are_those_of_the_run(tiny, words: list[str]):
+def test_windows_are_those_of_the_run(tiny, words: list[str]):
     loaded = tiny("train.steps=null", *words)
     run = setup_run(loaded)
     assert isinstance(run.data, ShardData)
     assert _windows(run.config, run.data.train) == run.data.facts.windows
-    assert _steps(run.config, run.data.facts.windows) == run.steps
 
 
 def test_power_is_not_told_without_a_card():

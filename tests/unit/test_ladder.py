@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import math
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from flatout.observe.measured.bench_table import BenchReader, print_bench, total
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
 from flatout.tuning import ladder, plan
 from flatout.tuning.claims import CLAIMS, TOTALS, claim_of
-from flatout.tuning.measure import Steps, borrowed_run, measure, parity_losses
+from flatout.tuning.measure import Steps, borrowed_run, parity_losses, summary_of
 from flatout.tuning.plan import make_plan
 from flatout.tuning.practice_data import practice_data, write_random
 from flatout.tuning.rungs import (
@@ -178,18 +179,19 @@ def test_measuring_trains_real_steps(tiny: Tiny):
     run = setup_run(tiny())
     before = [parameter.detach().clone() for parameter in run.model.parameters()]
     called: list[int] = []
-    found = measure(run, warmup=2, steps=4, after_step=called.append)
+    with Steps(run, after_step=called.append) as stepping:
+        untimed, timed = stepping.take(2), stepping.take(4)
+        found = summary_of(run, untimed, timed)
     assert called == [1, 2, 3, 4, 5, 6]
     assert int(run.step.updates) == 6
     assert found.steps == 4
     assert all(
         not torch.equal(old, new) for old, new in zip(before, run.model.parameters(), strict=True) if new.ndim > 1
     )
-    assert found.tokens_per_second == pytest.approx(1000 * 64 / found.milliseconds)
-    assert found.losses[:3] == tuple(parity_losses(setup_run(tiny()), 3))
+    assert found.milliseconds == pytest.approx(1000 * statistics.median(report.seconds for report in timed))
+    assert [report.loss for report in (*untimed, *timed)][:3] == parity_losses(setup_run(tiny()), 3)
     assert found.compile_seconds == 0.0
     assert found.peak_bytes > 0
-    assert found.mfu is None
 
 
 def test_stepping_goes_on_where_it_stopped(tiny: Tiny):

@@ -182,11 +182,11 @@ def test_a_trace_without_anything_is_no_time():
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
 HEALTHY = Measurements(  # GPT-2 124M on an H200, as benchmarks/step_profile.jsonl has it
-    device="cuda",
+    device_kind="cuda",
     step_seconds=0.1065,
     profiled_step_seconds=0.112,
     busy_seconds=0.104,
-    data_seconds=0.0002,
+    data_wait_seconds=0.0002,
     seconds_by_kind={
         "matrix products": 0.0701,
         "attention": 0.0158,
@@ -194,10 +194,10 @@ HEALTHY = Measurements(  # GPT-2 124M on an H200, as benchmarks/step_profile.jso
         "optimizer": 0.0014,
         "copies": 0.0007,
     },
-    kernels=420,
-    tokens=65536,
+    kernels_per_step=420,
+    batch_tokens=65536,
     flops=65536 * 8.55e8,
-    peak_flops=989.4e12,
+    peak_flops_per_second=989.4e12,
     micro_batch=64,
     accumulation=1,
     context=1024,
@@ -242,8 +242,8 @@ def test_a_tiny_micro_batch_is_launch_bound():
         profiled_step_seconds=0.300,
         busy_seconds=0.050,
         seconds_by_kind={"matrix products": 0.020, "elementwise": 0.025, "attention": 0.005},
-        kernels=9000,
-        tokens=8192,
+        kernels_per_step=9000,
+        batch_tokens=8192,
         flops=8192 * 8.55e8,
         micro_batch=1,
         accumulation=8,
@@ -274,7 +274,7 @@ def test_torchs_own_operations_are_memory_bound():
 
 
 def test_a_slow_loader_is_data_bound():
-    measured = changed(step_seconds=0.210, data_seconds=0.104, used={"loader": "host", "workers": "1"})
+    measured = changed(step_seconds=0.210, data_wait_seconds=0.104, used={"loader": "host", "workers": "1"})
     verdict = judge(measured)
     assert verdict.bottleneck == "data-bound"
     assert words_of(verdict)[:2] == ["speed.loader=device", "speed.workers=2"]
@@ -282,20 +282,20 @@ def test_a_slow_loader_is_data_bound():
     streamed = judge(dataclasses.replace(measured, streaming=True))
     assert streamed.bottleneck == "data-bound"
     assert "flatout prepare" in streamed.advice[0].why
-    on_device = judge(changed(step_seconds=0.210, data_seconds=0.104))
+    on_device = judge(changed(step_seconds=0.210, data_wait_seconds=0.104))
     assert words_of(on_device) == ["speed.loader=host speed.workers=4"]
 
 
 def test_waiting_for_data_while_the_device_is_busy_costs_nothing():
-    assert judge(changed(data_seconds=0.090)).bottleneck == "compute-bound"
+    assert judge(changed(data_wait_seconds=0.090)).bottleneck == "compute-bound"
 
 
 def test_the_larger_of_two_waits_names_the_bottleneck():
-    slow_host = changed(step_seconds=0.200, data_seconds=0.020)
-    assert slow_host.data_idle_seconds == pytest.approx(0.020)
-    assert slow_host.host_idle_seconds == pytest.approx(0.076)
+    slow_host = changed(step_seconds=0.200, data_wait_seconds=0.020)
+    assert slow_host.idle_for_data_seconds == pytest.approx(0.020)
+    assert slow_host.idle_for_host_seconds == pytest.approx(0.076)
     assert judge(slow_host).bottleneck == "launch-bound"
-    assert judge(changed(step_seconds=0.200, data_seconds=0.070)).bottleneck == "data-bound"
+    assert judge(changed(step_seconds=0.200, data_wait_seconds=0.070)).bottleneck == "data-bound"
 
 
 def test_fp32_is_compute_bound_and_bf16_is_proposed():
@@ -317,7 +317,7 @@ def test_what_is_not_possible_is_never_proposed_and_something_is_said_all_the_sa
         "compute-bound": changed(used={"precision": "fp32"}),
         "memory-bound": changed(seconds_by_kind={"elementwise": 0.06, "matrix products": 0.04}),
         "launch-bound": changed(step_seconds=0.3, accumulation=2),
-        "data-bound": changed(step_seconds=0.3, data_seconds=0.2),
+        "data-bound": changed(step_seconds=0.3, data_wait_seconds=0.2),
     }[bottleneck]
     verdict = judge(measured, possible=lambda words: False)
     assert verdict.bottleneck == bottleneck
@@ -340,8 +340,8 @@ def test_what_is_in_use_is_not_proposed(step: float, word: str, value: str, unwa
 
 def test_on_a_cpu_it_is_either_operators_or_data():
     cpu = changed(
-        device="cpu",
-        peak_flops=None,
+        device_kind="cpu",
+        peak_flops_per_second=None,
         step_seconds=0.5,
         busy_seconds=0.3,
         seconds_by_kind={"elementwise": 0.2, "matrix products": 0.1},
@@ -352,14 +352,14 @@ def test_on_a_cpu_it_is_either_operators_or_data():
     assert words_of(verdict)[0] == "speed.compile=default"
     assert not any("cuda_graphs" in words for words in words_of(verdict))
     assert "not known" in " ".join(verdict.evidence)
-    slow = judge(dataclasses.replace(cpu, data_seconds=0.2))
+    slow = judge(dataclasses.replace(cpu, data_wait_seconds=0.2))
     assert slow.bottleneck == "data-bound"
     assert words_of(slow)[0] == "speed.workers=2"
 
 
 def test_the_rate_of_products_is_over_their_own_time():
-    assert HEALTHY.product_flops == pytest.approx(HEALTHY.flops / 0.0859)
-    assert changed(seconds_by_kind={"unknown": 0.1}).product_flops is None
+    assert HEALTHY.product_flops_per_second == pytest.approx(HEALTHY.flops / 0.0859)
+    assert changed(seconds_by_kind={"unknown": 0.1}).product_flops_per_second is None
     assert HEALTHY.mean_kernel_seconds == pytest.approx(0.1039 / 420)
 
 

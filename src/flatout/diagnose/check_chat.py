@@ -1,5 +1,7 @@
 """A fine-tuning config judged: the base, its chat template, the rows, what is learned of them, adapters, a step.
 
+Last, `check_start`: the weights that pretraining starts from, if any.
+
 The idea: what `flatout finetune` would do before its first step is done here, with the same functions, in a temporary
 folder. So what is fine here is fine there, and an error there is a finding here, in the same words. Of a large source
 only the first rows are read. Nothing is fetched from the hub: a base that is not here ends the visit, and that is said.
@@ -12,11 +14,11 @@ import dataclasses
 import itertools
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
+from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.unused import check_used
 from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
@@ -25,7 +27,7 @@ from flatout.data.make_samples import many, row_files
 from flatout.data.sample_data import SampleData
 from flatout.device import detect_device, limit_memory
 from flatout.diagnose.check_folder import check_folder, folder_of
-from flatout.diagnose.doctor import Finding, Status, finding_of, in_gib
+from flatout.diagnose.doctor import Check, Finding, finding_of, in_gib
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.features import resolve_speed
 from flatout.engine.fine_tuning import (
@@ -38,6 +40,7 @@ from flatout.engine.fine_tuning import (
 from flatout.engine.fit_check import check_disk, check_samples_fit, memory_on
 from flatout.engine.opening import described_config, steps_of
 from flatout.engine.run_folder import is_checkpoint
+from flatout.engine.starting import open_start
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import UserError
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
@@ -50,6 +53,7 @@ from flatout.model.quantize import check_quantizing
 _WHOLE, _WHOLE_QUICK = 32 * 2**20, 4 * 2**20  # bytes of a source that is read to its end
 _FIRST = 2000  # rows of a larger one
 _FEW_LABELS = 0.01
+_FETCHED = "It is fetched from the hub when training starts; the hub is not asked now."
 
 
 def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Finding]:
@@ -58,11 +62,7 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         check_used(loaded)
     except UserError as error:
         yield finding_of(error, "config", "settings")
-    base = None
-    for found in _check_base(loaded.config):
-        base = found if isinstance(found, Base) else base
-        if isinstance(found, Finding):
-            yield found
+    base = yield from _check_base(loaded.config)
     if base is None:
         yield from _check_sources(loaded.config)
         yield _unchecked("rows, template, adapters and memory were not checked, as there is no base to read them with")
@@ -75,11 +75,11 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         return
     if cut:
         loaded = dataclasses.replace(loaded, config=config)
-        yield _finding("context", "note", cut, area="config")
+        yield Check("config", "context").note(cut)
     try:
         template, said = base.template_for(loaded.config.chat.template)
         name = "none: samples are bare text" if template is None else template.name
-        yield _finding("template", "ok", said or ("the model's own" if name == "model" else name))
+        yield Check("data", "template").ok(said or ("the model's own" if name == "model" else name))
     except UserError as error:
         yield finding_of(error, "data", "template")
         yield _unchecked("rows, adapters and memory were not checked, as there is no template to write samples by")
@@ -95,31 +95,28 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         yield from _check_run(loaded, base, data, whole=whole, here=here)
 
 
-def _check_base(config: RunConfig) -> Iterator[Finding | Base]:
-    """The model that is trained, as far as it can be seen without reading all of its weights; itself last."""
+def _check_base(config: RunConfig) -> Generator[Finding, None, Base | None]:
+    """The model that is trained, as far as it can be seen without reading all of its weights."""
     name = config.model.init_from
     assert name is not None, "checked by the config"
     if not is_within_reach(name):
-        yield _finding(
-            "base",
-            "warn",
+        yield Check("data", "base").warn(
             f"{name} is not on this machine",
-            "It is fetched from the hub when training starts; the hub is not asked now. Without a network, name a "
-            "folder with model.init_from.",
+            f"{_FETCHED} Without a network, name a folder with model.init_from.",
         )
-        return
+        return None
     try:
         base = open_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
         if not is_checkpoint(base.description.folder):  # those of ours have been hashed
             inventory(base.description)
     except UserError as error:
         yield finding_of(error, "data", "base")
-        return
+        return None
     size = parameter_count(base.description.config, base.description.vocab)
     kind, dtype = base.description.model_type, base.description.dtype
     stored = "" if dtype is None else f", in {dtype}"
-    yield _finding("base", "ok", f"{base.name}: {kind} with {size:,} parameters{stored}")
-    yield base
+    yield Check("data", "base").ok(f"{base.name}: {kind} with {size:,} parameters{stored}")
+    return base
 
 
 def _check_sources(config: RunConfig) -> Iterator[Finding]:
@@ -132,7 +129,7 @@ def _check_sources(config: RunConfig) -> Iterator[Finding]:
                 yield finding_of(error, "data", "rows")
             else:
                 size = sum(file.bytes for file in files) / 1e6
-                yield _finding("rows", "ok", f"{source}: {many(len(files), 'file')}, {size:,.1f} MB, not read")
+                yield Check("data", "rows").ok(f"{source}: {many(len(files), 'file')}, {size:,.1f} MB, not read")
 
 
 def _samples(config: RunConfig, temporary: Path, most: int) -> tuple[Base, SampleData, bool]:
@@ -170,32 +167,29 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
     rows, lost = counts.get("rows", 0), counts.get("rows_not_used", 0)
     reading = (manifest.get("reading") or [{}])[0].get("format", config.chat.format)
     part = "" if whole else f"; only the first {_FIRST:,} rows were read"
-    yield _finding("rows", "ok", f"{config.chat.source}: {many(rows - lost, 'row')}, read as {reading}{part}")
+    yield Check("data", "rows").ok(f"{config.chat.source}: {many(rows - lost, 'row')}, read as {reading}{part}")
     if lost:
-        yield _finding(
-            "rows not used",
-            "warn",
+        yield Check("data", "rows not used").warn(
             f"{lost:,} of {many(rows, 'row')} cannot be used",
             "`flatout finetune` lists each with its reason in problems.jsonl beside the samples. Mend them if they are "
             "many.",
         )
     held = len(data.val_samples)
-    yield _finding(
-        "samples", "ok", f"{facts['samples']:,} to train on, {held:,} held out, longest {facts['longest']:,}"
+    yield Check("data", "samples").ok(
+        f"{facts['samples']:,} to train on, {held:,} held out, longest {facts['longest']:,}"
     )
     share = facts["labelled_share"]
     words = f"{share:.1%} of {facts['tokens']:,} tokens are learned"
     if share < _FEW_LABELS:
-        yield _finding(
-            "learned", "warn", words, "Most of a step is spent on prompts. Look at chat.train_on and the rows."
+        yield Check("data", "learned").warn(
+            words, "Most of a step is spent on prompts. Look at chat.train_on and the rows."
         )
     else:
-        yield _finding("learned", "ok", words)
+        yield Check("data", "learned").ok(words)
     dropped = sum(counts.get(name, 0) for name in ("dropped_too_long", "dropped_labels_cut"))
     if counts.get("truncated") or dropped:
         cut = counts.get("truncated", 0)
-        yield _finding(
-            "too long",
+        yield Check("data", "too long").told(
             "warn" if 20 * (cut + dropped) > facts["samples"] else "note",
             f"{cut:,} samples are cut to {sample_tokens(config):,} tokens, {dropped:,} dropped for their length",
             f"The longest has {counts.get('longest', 0):,} tokens; raise {sample_limit(config)} to keep all of it.",
@@ -214,7 +208,7 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
     if whole:
         yield from _check_steps(config, len(data.train), steps_of(config, facts))
     yield from _check_adapters(config, vocab)
-    yield from check_folder(config)
+    yield check_folder(config)
     if not whole:
         yield _unchecked(f"{config.chat.source} is large: rows after the first {_FIRST:,}, and steps, were not checked")
     if not here:
@@ -231,34 +225,28 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
     else:
         have = "" if device.memory_bytes is None else f" of {in_gib(device.memory_bytes)}"
         need = f"{memory.total / 2**20:,.0f} MiB" if memory.total < 2**30 else in_gib(memory.total)
-        yield _finding("a step", "ok", f"needs about {need}{have} on {device.name}", area="memory")
+        yield Check("memory", "a step").ok(f"needs about {need}{have} on {device.name}")
 
 
 def _check_steps(config: RunConfig, samples: int, steps: int) -> Iterator[Finding]:
     batch = config.chat.batch_samples
-    yield _finding("steps", "ok", f"{steps:,} steps of {min(batch, samples):,} samples", area="config")
+    yield Check("config", "steps").ok(f"{steps:,} steps of {min(batch, samples):,} samples")
     if batch > samples:
-        yield _finding(
-            "batch",
-            "warn",
+        yield Check("config", "batch").warn(
             f"chat.batch_samples is {batch:,}, and there are {samples:,} samples",
             "Every step takes all of them once and is an epoch. Lower chat.batch_samples for more steps in an epoch.",
-            area="config",
         )
     if 0 < steps < config.optim.warmup_steps:
-        yield _finding(
-            "warm-up",
-            "warn",
+        yield Check("config", "warm-up").warn(
             f"optim.warmup_steps is {config.optim.warmup_steps:,}, and the run has {steps:,} steps",
             "It is cut to the run: the rate would reach its peak in the last step. Lower optim.warmup_steps.",
-            area="config",
         )
 
 
 def _check_adapters(config: RunConfig, vocab: int) -> Iterator[Finding]:
     if not config.lora.rank:
         count = parameter_count(config.model, vocab)
-        yield _finding("trained", "ok", f"all {count:,} parameters (lora.rank is 0)", area="config")
+        yield Check("config", "trained").ok(f"all {count:,} parameters (lora.rank is 0)")
         yield from _check_space(config, count)
         return
     model = empty_model(config.model, vocab, device="meta")
@@ -274,9 +262,9 @@ def _check_adapters(config: RunConfig, vocab: int) -> Iterator[Finding]:
     count = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
     held = "" if config.lora.quantize == "none" else f", the base in 4 bits ({config.lora.quantize})"
     where = f"adapters of rank {config.lora.rank} on {', '.join(names)}"
-    yield _finding("trained", "ok", f"{where}: {count:,} parameters{held}", area="config")
+    yield Check("config", "trained").ok(f"{where}: {count:,} parameters{held}")
     for found in needless_rank(choices):
-        yield _finding("rank", "note", found, area="config")
+        yield Check("config", "rank").note(found)
     yield from _check_space(config, count)
 
 
@@ -289,12 +277,29 @@ def _check_space(config: RunConfig, trained: int) -> Iterator[Finding]:
     except UserError as error:
         yield finding_of(error, "disk", "checkpoints")
         return
-    yield _finding("checkpoints", "ok", f"{kept} of them take about {kept * one / 2**20:,.0f} MiB at most", area="disk")
-
-
-def _finding(name: str, status: Status, found: str, advice: str = "", *, area: str = "data") -> Finding:
-    return Finding(area=area, name=name, status=status, found=found, advice=advice)
+    yield Check("disk", "checkpoints").ok(f"{kept} of them take about {kept * one / 2**20:,.0f} MiB at most")
 
 
 def _unchecked(found: str) -> Finding:
     return Finding(area="config", name="the rest", status="note", found=found, unchecked=True)
+
+
+# --- pretraining ------------------------------------------------------------------------------------------------------
+
+
+def check_start(model: ModelConfig, vocab: int | None) -> Iterator[Finding]:
+    """Whether a model of this config can take the weights that pretraining starts from.
+
+    `vocab` is that of the data, if known; tokenizers are compared when training starts.
+    """
+    name, check = model.init_from, Check("config", "start")
+    if name is not None and not is_within_reach(name):
+        yield check.warn(f"{name} is not on this machine", _FETCHED)
+        return
+    try:
+        start = open_start(model, model.vocab or vocab)
+    except UserError as error:
+        yield finding_of(error, "config", "start")
+        return
+    if start is not None:
+        yield check.ok(start.notice)

@@ -4,12 +4,15 @@ What no run could do is refused by the schema; what this machine cannot do by `c
 work and waste time, or never take effect. No torch here; what torch has to count may be None.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.unused import cut_pattern, wide_window
 from flatout.diagnose.check_tokens import steps_of
-from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status
+from flatout.diagnose.doctor import Check, DataFacts, Disk, Finding
+
+_check = functools.partial(Check, "config")
 
 MOST_STEPS = 20_000_000
 _BIG_SHARE = 0.2  # of a run's time for anything but training
@@ -25,11 +28,11 @@ def check_config(
     step_seconds: float | None,
     disk: Disk | None,
     written: Callable[[str], bool],
-) -> Iterator[Finding]:
+) -> Iterator[Finding | None]:
     """`written(path)` says whether the user wrote a field; `step_seconds` is the least time of a step, if known."""
     steps = steps_of(config, data)
     yield from _pattern(config)
-    yield from _batch(config)
+    yield _batch(config)
     if steps is not None:
         yield _length(config, steps)
         yield _warmup(config, steps)
@@ -38,29 +41,25 @@ def check_config(
     yield from _stability(config)
     if steps:
         yield from _evaluation(config, data, steps)
-        yield from _sampling(config, steps, step_seconds)
-        yield from _saving(config, steps, parameters, step_seconds, disk)
-    yield from _deterministic(config, written)
-
-
-def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
-    return Finding(area="config", name=name, status=status, found=found, advice=advice)
+        yield _sampling(config, steps, step_seconds)
+        yield _saving(config, steps, parameters, step_seconds, disk)
+    yield _deterministic(config, written)
 
 
 def _pattern(config: RunConfig) -> Iterator[Finding]:
     cut = cut_pattern(config.model)
     if cut is not None:
         whole = len(config.model.pattern)
-        yield _finding(
-            "pattern", "warn", cut, f"Set model.layers={whole} for the whole pattern, or a pattern that is as short."
+        yield _check("pattern").warn(
+            cut, f"Set model.layers={whole} for the whole pattern, or a pattern that is as short."
         )
     wide = wide_window(config.model)
     if wide is not None:
         shorter = max(1, config.model.context // 4)
-        yield _finding("window", "warn", wide, f"Set a shorter one, such as model.window={shorter}.")
+        yield _check("window").warn(wide, f"Set a shorter one, such as model.window={shorter}.")
 
 
-def _batch(config: RunConfig) -> Iterator[Finding]:
+def _batch(config: RunConfig) -> Finding:
     size, count = micro_batch_of(config)
     sequences, context = config.train.batch_tokens // config.model.context, config.model.context
     tokens = config.train.batch_tokens
@@ -70,37 +69,29 @@ def _batch(config: RunConfig) -> Iterator[Finding]:
     if asked is not None and size < asked <= sequences:
         divisors = [number for number in range(1, sequences + 1) if sequences % number == 0]
         above = next((number for number in divisors if number > asked), sequences)
-        yield _finding(
-            "batch",
-            "warn",
+        return _check("batch").warn(
             f"{found}; speed.micro_batch is {asked}, which does not divide {sequences}",
             f"The next smaller divisor, {size}, is used. Set speed.micro_batch to {size} or {above}, or "
             f"train.batch_tokens={max(1, round(sequences / asked)) * asked * context}, of which {asked} is a divisor.",
         )
-    elif tokens < 512:
-        yield _finding(
-            "batch",
-            "note",
+    if tokens < 512:
+        return _check("batch").note(
             found,
             "So few tokens give a noisy gradient. A few thousand a step are usual for small models, half a million for "
             "124M parameters (train.batch_tokens).",
         )
-    else:
-        yield _finding("batch", "ok", found)
+    return _check("batch").ok(found)
 
 
 def _length(config: RunConfig, steps: int) -> Finding:
     found = f"{steps:,} steps, {steps * config.train.batch_tokens:,} tokens"
     if steps > MOST_STEPS:
-        return _finding("length", "bad", found, f"A run has at most {MOST_STEPS:,} steps. Raise train.batch_tokens.")
+        return _check("length").bad(found, f"A run has at most {MOST_STEPS:,} steps. Raise train.batch_tokens.")
     if steps < 20:
-        return _finding(
-            "length",
-            "note",
-            found,
-            "That is a try-out: a learning rate schedule needs some hundred steps to show what it is worth.",
+        return _check("length").note(
+            found, "That is a try-out: a learning rate schedule needs some hundred steps to show what it is worth."
         )
-    return _finding("length", "ok", found)
+    return _check("length").ok(found)
 
 
 def _warmup(config: RunConfig, steps: int) -> Finding:
@@ -108,29 +99,23 @@ def _warmup(config: RunConfig, steps: int) -> Finding:
     found = f"{warmup:,} of {steps:,} steps"
     usual = max(1, steps // 20)
     if warmup >= steps:
-        return _finding(
-            "warm-up",
-            "warn",
+        return _check("warm-up").warn(
             f"{found}: it is as long as the run, or longer",
             "It is cut to the run: the learning rate reaches its peak at the end, and never falls. Set "
             f"optim.warmup_steps={usual}, a twentieth of the run, or train longer.",
         )
     if warmup > steps // 2 and warmup > 20:
-        return _finding(
-            "warm-up",
-            "warn",
+        return _check("warm-up").warn(
             f"{found}: more than half of the run",
             f"Little is left for the peak and the decay. 1 to 10% is usual: set optim.warmup_steps={usual}.",
         )
     decay = config.optim.decay_fraction * steps
     if config.optim.schedule == "wsd" and warmup + decay > steps:
-        return _finding(
-            "warm-up",
-            "warn",
+        return _check("warm-up").warn(
             f"{found}, and optim.decay_fraction takes the last {decay:,.0f}: together more than the run",
             "The schedule has no stable part. Lower one of them.",
         )
-    return _finding("warm-up", "ok", found)
+    return _check("warm-up").ok(found)
 
 
 def usual_rate(parameters: int) -> float:
@@ -142,36 +127,28 @@ def _learning_rate(config: RunConfig, parameters: int) -> Finding:
     rate, usual = config.optim.learning_rate, usual_rate(parameters)
     found = f"{rate:g}; about {usual:.1g} is usual for {parameters / 1e6:.3g}M parameters"
     if rate > _FAR_ABOVE * usual:
-        return _finding(
-            "learning rate",
-            "warn",
+        return _check("learning rate").warn(
             found,
             f"That is {rate / usual:.0f} times as much: the loss will likely jump or become NaN. Set "
             f"optim.learning_rate={usual:.1g}, or let `flatout tune lr` find one.",
         )
     if rate < usual / _FAR_BELOW and config.model.init_from is None:
-        return _finding(
-            "learning rate",
-            "warn",
+        return _check("learning rate").warn(
             found,
             f"That is {usual / rate:.0f} times less: training will be very slow. Set optim.learning_rate={usual:.1g}, "
             "or let `flatout tune lr` find one.",
         )
-    return _finding("learning rate", "ok", found)
+    return _check("learning rate").ok(found)
 
 
 def _stability(config: RunConfig) -> Iterator[Finding]:
     if config.optim.clip == 0:
-        yield _finding(
-            "clipping",
-            "note",
+        yield _check("clipping").note(
             "optim.clip is 0: gradients are never clipped",
             "One bad batch can then throw the weights far off. 1.0 is usual, and costs nothing.",
         )
     if config.optim.beta2 > 0.99 and config.train.batch_tokens >= 2**18:
-        yield _finding(
-            "beta2",
-            "note",
+        yield _check("beta2").note(
             f"optim.beta2 is {config.optim.beta2:g} with a batch of {config.train.batch_tokens:,} tokens",
             "Large batches mean few steps, and so long a memory follows a spike for hundreds of them. 0.95 is usual.",
         )
@@ -180,18 +157,14 @@ def _stability(config: RunConfig) -> Iterator[Finding]:
 def _evaluation(config: RunConfig, data: DataFacts, steps: int) -> Iterator[Finding]:
     every, patience = config.eval.every, config.eval.patience
     if every > steps:
-        yield _finding(
-            "evaluation",
-            "warn",
+        yield _check("evaluation").warn(
             f"eval.every is {every:,}, which a run of {steps:,} steps never reaches",
             f"Only the end would be evaluated. Set eval.every={max(1, steps // 10)} to see the run learn.",
         )
         return
     count = 1 + (0 if every == 0 else (steps - 1) // every)
     if patience and count <= patience:
-        yield _finding(
-            "patience",
-            "note",
+        yield _check("patience").note(
             f"eval.patience is {patience}, and there are {count} evaluations",
             "Early stopping can never happen. Lower it, or evaluate more often.",
         )
@@ -207,98 +180,81 @@ def _evaluation(config: RunConfig, data: DataFacts, steps: int) -> Iterator[Find
         fewer = max(config.model.context, int(tokens / times))
         often = f"eval.every={min(round(every * times), steps)}" if every else ""
         ways = " or ".join(way for way in (often, f"eval.tokens={fewer}") if way)
-        yield _finding("evaluation", "warn", found, f"Evaluation eats the time. Set {ways}, which makes it about 5%.")
+        yield _check("evaluation").warn(found, f"Evaluation eats the time. Set {ways}, which makes it about 5%.")
     else:
-        yield _finding("evaluation", "ok", found)
+        yield _check("evaluation").ok(found)
 
 
-def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Iterator[Finding]:
+def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Finding | None:
     every, tokens = config.eval.sample_every, config.eval.sample_tokens
     if tokens == 0 or every == 0 or step_seconds is None:
-        return
+        return None
     # A sampled token is a whole forward pass for one position: the host's launches, not arithmetic, take the time.
     one = tokens * config.model.layers * 2.5e-4
     share = one / (one + every * step_seconds)
     count = steps // every
     found = f"{count:,} samples of {tokens} tokens: {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND:
-        yield _finding(
-            "samples",
-            "warn",
+        return _check("samples").warn(
             found,
             f"Sampling eats the time. Set eval.sample_every={round(every * _times_rarer(share))}, or fewer "
             "eval.sample_tokens.",
         )
-    else:
-        yield _finding("samples", "ok", found)
+    return _check("samples").ok(found)
 
 
 def _saving(
     config: RunConfig, steps: int, parameters: int | None, step_seconds: float | None, disk: Disk | None
-) -> Iterator[Finding]:
+) -> Finding:
     every = config.checkpoint.every
     if every > steps:
-        yield _finding(
-            "saving",
-            "warn",
+        return _check("saving").warn(
             f"checkpoint.every is {every:,}, which a run of {steps:,} steps never reaches",
             f"A run that is killed loses everything. Set checkpoint.every={max(1, steps // 4)}.",
         )
-        return
     long_run = step_seconds is not None and steps * step_seconds > 1800
     if every == 0:
-        yield _finding(
-            "saving",
+        return _check("saving").told(
             "warn" if long_run else "note",
             "checkpoint.every is 0: only the end is saved, and a run that is stopped by a signal",
             f"A crash or a lost machine costs the whole run. Set checkpoint.every={max(1, steps // 10)}.",
         )
-        return
     rate = None if disk is None else disk.write_rate
     if parameters is None or step_seconds is None or rate is None:
-        yield _finding("saving", "ok", f"every {every:,} steps")
-        return
+        return _check("saving").ok(f"every {every:,} steps")
     from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
 
     one = checkpoint_size(parameters, config.optim, config.speed) / rate
     share = one / (one + every * step_seconds)
     found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND and one > 0.5:
-        yield _finding(
-            "saving",
-            "warn",
+        return _check("saving").warn(
             found,
             f"Saving eats the time. Set checkpoint.every={round(every * _times_rarer(share))}, or output.folder to a "
             "faster disk.",
         )
-    else:
-        yield _finding("saving", "ok", found)
+    return _check("saving").ok(found)
 
 
-def _deterministic(config: RunConfig, written: Callable[[str], bool]) -> Iterator[Finding]:
+def _deterministic(config: RunConfig, written: Callable[[str], bool]) -> Finding | None:
     if not config.train.deterministic:
-        return
+        return None
     fast = [
         f"speed.{name}"
         for name in ("attention", "products", "compile", "cuda_graphs", "fp8", "kernels")
         if written(f"speed.{name}") and str(getattr(config.speed, name)) not in ("off", "torch", "[]", "reference")
     ]
     if fast:
-        yield _finding(
-            "deterministic",
-            "warn",
+        return _check("deterministic").warn(
             f"train.deterministic is set beside {', '.join(fast)}",
             "Kernels that repeat bit for bit are slower ones, and some fast ones are left out. Take one or the other: "
             "set train.deterministic=false for speed.",
         )
-    else:
-        yield _finding(
-            "deterministic",
-            "note",
-            "train.deterministic is set",
-            "The result repeats bit for bit on this machine, at some cost in speed; cuDNN's attention and tuned "
-            "products are left out.",
-        )
+    return _check("deterministic").note(
+        "train.deterministic is set",
+        "The result repeats bit for bit on this machine, at some cost in speed; cuDNN's attention and tuned "
+        "products are left out.",
+    )
 
 
 def _times_rarer(share: float) -> float:

@@ -6,6 +6,7 @@ dropped first where that can be asked for, and elsewhere the rate is left out ra
 """
 
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
@@ -14,7 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.config.schema import RunConfig
-from flatout.diagnose.doctor import DataFacts, Disk, Finding, Status, in_gib
+from flatout.diagnose.doctor import Check, DataFacts, Disk, Finding, in_gib
+
+_check = functools.partial(Check, "disk")
 
 _CHUNK = 2**22
 _SLOW = 50e6  # bytes per second; an ordinary hard disk gives more
@@ -79,29 +82,21 @@ def _rates(nearest: Path, size: int) -> tuple[float | None, float | None]:
 def check_disk(disk: Disk, config: RunConfig | None, parameters: int | None, data: DataFacts) -> Iterator[Finding]:
     """Room, rights and speed of the disk; with a config, against the checkpoints it keeps."""
     if disk.error:
-        yield _finding(
-            "writable",
-            "bad",
+        yield _check("writable").bad(
             f"the run's folder {disk.folder} cannot be written: {disk.error}",
             "Set output.folder to a folder that you may write to, or make this one writable.",
         )
     if disk.free_bytes is not None:
-        yield from _space(disk, disk.free_bytes, config, parameters, data)
-    yield from _speed(disk)
+        yield _space(disk, disk.free_bytes, config, parameters, data)
+    if disk.write_rate is not None:
+        yield _speed(disk, disk.write_rate)
 
 
-def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
-    return Finding(area="disk", name=name, status=status, found=found, advice=advice)
-
-
-def _space(
-    disk: Disk, free: int, config: RunConfig | None, parameters: int | None, data: DataFacts
-) -> Iterator[Finding]:
+def _space(disk: Disk, free: int, config: RunConfig | None, parameters: int | None, data: DataFacts) -> Finding:
     if config is None or parameters is None:
         low = free < 2**30
         advice = "A run writes checkpoints of 12 bytes for each parameter. Free some space." if low else ""
-        yield _finding("space", "warn" if low else "ok", f"{in_gib(free)} free at {disk.nearest}", advice)
-        return
+        return _check("space").told("warn" if low else "ok", f"{in_gib(free)} free at {disk.nearest}", advice)
     # Those it keeps, the best one, and the one being written before an old one is removed.
     from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
 
@@ -114,32 +109,23 @@ def _space(
     if free < need + shards:
         fits = max(0, int((free - shards) // one) - 2)
         keep = f" With checkpoint.keep={fits} it would fit." if fits >= 1 else ""
-        yield _finding(
-            "space",
-            "bad",
-            found,
-            f"The run would end with a full disk. Free some space, or set output.folder to another disk.{keep}",
+        return _check("space").bad(
+            found, f"The run would end with a full disk. Free some space, or set output.folder to another disk.{keep}"
         )
-    elif free < 2 * (need + shards):
-        yield _finding(
-            "space", "warn", found, "It fits, with little to spare for anybody else. Free some space before a long run."
+    if free < 2 * (need + shards):
+        return _check("space").warn(
+            found, "It fits, with little to spare for anybody else. Free some space before a long run."
         )
-    else:
-        yield _finding("space", "ok", found)
+    return _check("space").ok(found)
 
 
-def _speed(disk: Disk) -> Iterator[Finding]:
-    if disk.write_rate is None:
-        return
+def _speed(disk: Disk, write_rate: float) -> Finding:
     read = "" if disk.read_rate is None else f", reads {disk.read_rate / 1e6:.0f} MB/s"
-    found = f"writes {disk.write_rate / 1e6:.0f} MB/s{read}"
-    if disk.write_rate < _SLOW:
-        yield _finding(
-            "speed",
-            "warn",
+    found = f"writes {write_rate / 1e6:.0f} MB/s{read}"
+    if write_rate < _SLOW:
+        return _check("speed").warn(
             found,
             "That is slow, perhaps a network folder: the run waits while a checkpoint is written. Set output.folder to "
             "a local disk, or save less often with checkpoint.every.",
         )
-    else:
-        yield _finding("speed", "ok", found)
+    return _check("speed").ok(found)

@@ -4,135 +4,71 @@ Most runs that are mysteriously slow have one of these set by somebody, years ag
 Everything here judges a `Machine` and touches nothing.
 """
 
-import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from flatout.config.schema import RunConfig
 from flatout.corpus.document import INSTALL
-from flatout.diagnose.doctor import Finding, Machine, Status, sentence
+from flatout.diagnose.doctor import Check, Finding, Machine, Status, sentence
 
-_ON = ("1", "true", "yes", "on")
+_check = functools.partial(Check, "environment")
 
 
 def _is_on(value: str) -> bool:
-    return value.strip().lower() in _ON
+    return value.strip().lower() in ("1", "true", "yes", "on")
 
 
 def _is_set(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A variable that matters when `when` holds for its value; `gpu` means only where there is one."""
-
-    name: str
-    status: Status
-    advice: str
-    when: Callable[[str], bool] = _is_set
-    gpu: bool = False
-
-
-RULES = (
-    Rule(
-        name="CUDA_LAUNCH_BLOCKING",
-        status="warn",
-        when=_is_on,
-        gpu=True,
-        advice="The host then waits for every single kernel, and training is several times slower. It is for finding "
-        "faults only: `unset CUDA_LAUNCH_BLOCKING`.",
-    ),
-    Rule(
-        name="PYTORCH_NO_CUDA_MEMORY_CACHING",
-        status="warn",
-        when=_is_on,
-        gpu=True,
-        advice="Every allocation then goes to the driver and waits. `unset PYTORCH_NO_CUDA_MEMORY_CACHING`.",
-    ),
-    Rule(
-        name="TRITON_INTERPRET",
-        status="warn",
-        when=_is_on,
-        gpu=True,
-        advice="Triton kernels then run in Python, thousands of times slower. `unset TRITON_INTERPRET`.",
-    ),
-    Rule(
-        name="NVIDIA_TF32_OVERRIDE",
-        status="warn",
-        when=lambda value: value.strip() == "0",
-        gpu=True,
-        advice="It forbids TF32 to every library, whatever speed.precision says. `unset NVIDIA_TF32_OVERRIDE`.",
-    ),
-    Rule(
-        name="TORCHDYNAMO_DISABLE",
-        status="warn",
-        when=_is_on,
-        advice="torch.compile then does nothing, in silence. `unset TORCHDYNAMO_DISABLE` if you want it.",
-    ),
-    Rule(
-        name="TORCH_COMPILE_DEBUG",
-        status="warn",
-        when=_is_on,
-        advice="Every compilation then writes folders of traces. `unset TORCH_COMPILE_DEBUG`.",
-    ),
-    Rule(
-        name="TORCHINDUCTOR_FORCE_DISABLE_CACHES",
-        status="note",
-        when=_is_on,
-        advice="Compiled code is not kept, so every run compiles anew.",
-    ),
-    Rule(
-        name="TORCH_LOGS",
-        status="note",
-        advice="torch writes logs to the terminal, which costs time and hides what a run says. `unset TORCH_LOGS` if "
-        "you do not read them.",
-    ),
-    Rule(
-        name="PYTHONDEVMODE",
-        status="note",
-        when=_is_on,
-        advice="Python's development mode checks every allocation and slows the host down.",
-    ),
-    Rule(
-        name="CUBLAS_WORKSPACE_CONFIG",
-        status="note",
-        gpu=True,
-        advice="It limits cuBLAS to a fixed workspace. Deterministic runs need that and set it themselves; others can "
-        "be slower with it.",
-    ),
-    Rule(
-        name="LD_PRELOAD",
-        status="note",
-        advice="A library is loaded before all others. That is fine for a faster allocator; anything else can clash "
-        "with torch's own libraries.",
-    ),
-    Rule(
-        name="LD_LIBRARY_PATH",
-        status="note",
-        when=lambda value: "cuda" in value.lower() or "cudnn" in value.lower(),
-        gpu=True,
-        advice="It names CUDA libraries, which are then found before those that torch brings along. If torch fails "
-        "with a missing symbol or a version of cuDNN, unset it.",
-    ),
-)
+# What variables do that are on, by how much it matters.
+_VARIABLES: dict[Status, dict[str, str]] = {
+    "warn": {
+        "CUDA_LAUNCH_BLOCKING": "The host then waits for every single kernel, and training is several times slower. It "
+        "is for finding faults only: `unset CUDA_LAUNCH_BLOCKING`.",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "Every allocation then goes to the driver and waits. `unset "
+        "PYTORCH_NO_CUDA_MEMORY_CACHING`.",
+        "TRITON_INTERPRET": "Triton kernels then run in Python, thousands of times slower. `unset TRITON_INTERPRET`.",
+        "NVIDIA_TF32_OVERRIDE": "It forbids TF32 to every library, whatever speed.precision says. `unset "
+        "NVIDIA_TF32_OVERRIDE`.",
+        "TORCHDYNAMO_DISABLE": "torch.compile then does nothing, in silence. `unset TORCHDYNAMO_DISABLE` if you want "
+        "it.",
+        "TORCH_COMPILE_DEBUG": "Every compilation then writes folders of traces. `unset TORCH_COMPILE_DEBUG`.",
+    },
+    "note": {
+        "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "Compiled code is not kept, so every run compiles anew.",
+        "TORCH_LOGS": "torch writes logs to the terminal, which costs time and hides what a run says. `unset "
+        "TORCH_LOGS` if you do not read them.",
+        "PYTHONDEVMODE": "Python's development mode checks every allocation and slows the host down.",
+        "CUBLAS_WORKSPACE_CONFIG": "It limits cuBLAS to a fixed workspace. Deterministic runs need that and set it "
+        "themselves; others can be slower with it.",
+        "LD_PRELOAD": "A library is loaded before all others. That is fine for a faster allocator; anything else can "
+        "clash with torch's own libraries.",
+        "LD_LIBRARY_PATH": "It names CUDA libraries, which are then found before those that torch brings along. If "
+        "torch fails with a missing symbol or a version of cuDNN, unset it.",
+    },
+}
+# Those that matter by another rule than being on, and those that matter on a GPU only.
+_WHEN: dict[str, Callable[[str], bool]] = {
+    "NVIDIA_TF32_OVERRIDE": lambda value: value.strip() == "0",
+    **dict.fromkeys(("TORCH_LOGS", "CUBLAS_WORKSPACE_CONFIG", "LD_PRELOAD"), _is_set),
+    "LD_LIBRARY_PATH": lambda value: "cuda" in value.lower() or "cudnn" in value.lower(),
+}
+_ON_GPUS = ("CUDA_", "PYTORCH_NO_CUDA", "TRITON_", "NVIDIA_", "CUBLAS_", "LD_LIBRARY_PATH")
 
 
 def check_environment(machine: Machine, config: RunConfig | None, kind: str) -> Iterator[Finding]:
     """Variables that matter here; `kind` is that of the device a run would use."""
     told = [
         *_rules(machine, kind),
-        *_hiding(machine),
-        *_allocator(machine, kind),
+        *filter(None, (_hiding(machine), _allocator(machine, kind))),
         *_threads(machine, kind),
         *_offline(machine, config),
     ]
     if not told:
-        yield _finding("variables", "ok", "none that slows a run down or hides something")
+        yield _check("variables").ok("none that slows a run down or hides something")
     yield from told
-
-
-def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
-    return Finding(area="environment", name=name, status=status, found=found, advice=advice)
 
 
 def _shown(name: str, value: str) -> str:
@@ -140,57 +76,49 @@ def _shown(name: str, value: str) -> str:
 
 
 def _rules(machine: Machine, kind: str) -> Iterator[Finding]:
-    for rule in RULES:
-        value = machine.environment.get(rule.name)
-        if value is None or not rule.when(value) or (rule.gpu and kind != "cuda"):
-            continue
-        yield _finding(rule.name, rule.status, f"{_shown(rule.name, value)} is set", rule.advice)
+    for status, variables in _VARIABLES.items():
+        for name, advice in variables.items():
+            value = machine.environment.get(name)
+            here = kind == "cuda" or not name.startswith(_ON_GPUS)
+            if here and value is not None and _WHEN.get(name, _is_on)(value):
+                yield _check(name).told(status, f"{_shown(name, value)} is set", advice)
 
 
-def _hiding(machine: Machine) -> Iterator[Finding]:
+def _hiding(machine: Machine) -> Finding | None:
     value = machine.environment.get("CUDA_VISIBLE_DEVICES")
     if value is None:
-        return
+        return None
     hides_all = value.strip() in ("", "-1") or value.strip().lower() == "nodevfiles"
     if hides_all and machine.cards:
-        yield _finding(
-            "CUDA_VISIBLE_DEVICES",
-            "warn",
+        return _check("CUDA_VISIBLE_DEVICES").warn(
             f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU, and there is a {machine.cards[0].name}",
             "Training would run on the CPU. `unset CUDA_VISIBLE_DEVICES`, or set it to a card's number, such as 0.",
         )
-    elif machine.cards:
-        yield _finding(
-            "CUDA_VISIBLE_DEVICES",
-            "note",
+    if machine.cards:
+        return _check("CUDA_VISIBLE_DEVICES").note(
             f"{_shown('CUDA_VISIBLE_DEVICES', value)} limits which cards are seen",
             "Their numbers begin at 0 again: speed.device=cuda:0 is the first one named there.",
         )
 
 
-def _allocator(machine: Machine, kind: str) -> Iterator[Finding]:
+def _allocator(machine: Machine, kind: str) -> Finding | None:
     names = [name for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF") if machine.environment.get(name)]
     if kind != "cuda" or not names:
-        return
+        return None
     shown = " and ".join(_shown(name, machine.environment[name]) for name in names)
     words = " ".join(machine.environment[name] for name in names).lower()
     if len(names) == 2:
-        yield _finding(
-            "allocator",
-            "warn",
+        return _check("allocator").warn(
             f"both are set: {shown}",
             "They are two names of one setting, and one of them is not heeded. Keep PYTORCH_ALLOC_CONF.",
         )
-    elif "expandable_segments:true" not in words:
-        yield _finding(
-            "allocator",
-            "note",
+    if "expandable_segments:true" not in words:
+        return _check("allocator").note(
             f"{shown} is set",
             "Flatout then leaves torch's allocator alone, and its memory blocks do not grow (speed.expandable_segments "
             "has no effect). Unset it, or add expandable_segments:True to it, if a run dies of fragmentation.",
         )
-    else:
-        yield _finding("allocator", "ok", f"{shown} is set, with expandable segments")
+    return _check("allocator").ok(f"{shown} is set, with expandable segments")
 
 
 def _threads(machine: Machine, kind: str) -> Iterator[Finding]:
@@ -201,17 +129,13 @@ def _threads(machine: Machine, kind: str) -> Iterator[Finding]:
             continue
         count = int(value)
         if count > usable:
-            yield _finding(
-                name,
-                "warn",
+            yield _check(name).warn(
                 f"{name}={count}, and {machine.usable_cores:g} cores may be used",
                 f"More threads than cores wait for one another, and torch can be many times slower. Set "
                 f"{name}={usable}, or unset it.",
             )
         elif count == 1 and kind == "cpu" and usable >= 4:
-            yield _finding(
-                name,
-                "warn",
+            yield _check(name).warn(
                 f"{name}=1, and {usable} cores may be used",
                 f"Training on the CPU then uses a single core. Unset {name}, or set it to {usable}.",
             )
@@ -222,9 +146,7 @@ def _offline(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
         return
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         if _is_on(machine.environment.get(name, "")):
-            yield _finding(
-                name,
-                "warn",
+            yield _check(name).warn(
                 f"{name}=1, and data.source names a dataset of the Hugging Face hub",
                 f"Only what lies in its cache can be read. `unset {name}` to let it be downloaded.",
             )
@@ -286,12 +208,9 @@ def check_tracker_packages(machine: Machine, config: RunConfig) -> Iterator[Find
     """Whether the trackers of output.trackers can be used. TensorBoard's files are written without its package."""
     for name in config.output.trackers:
         if name == "tensorboard" and machine.packages.get(name) is None:
-            yield Finding(
-                area="config",
-                name="packages",
-                status="note",
-                found="output.trackers names tensorboard, which is not installed",
-                advice="Its files are written all the same. `pip install tensorboard` to look at them.",
+            yield Check("config", "packages").note(
+                "output.trackers names tensorboard, which is not installed",
+                "Its files are written all the same. `pip install tensorboard` to look at them.",
             )
         else:
             install = f"`pip install {name}`, or take it out of output.trackers; metrics.jsonl is written anyway"
@@ -302,5 +221,5 @@ def _package(area: str, machine: Machine, module: str, user: str, install: str) 
     package, version = module.partition(".")[0], machine.packages.get(module)
     if version is None:
         found = f"{user} needs the package {package}, which is not installed"
-        return Finding(area=area, name="packages", status="bad", found=found, advice=sentence(install))
-    return Finding(area=area, name="packages", status="ok", found=f"{package} {version} is there for {user}")
+        return Check(area, "packages").bad(found, sentence(install))
+    return Check(area, "packages").ok(f"{package} {version} is there for {user}")

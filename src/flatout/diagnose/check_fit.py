@@ -9,17 +9,18 @@ takes is told by `flatout estimate`, which times real steps.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
-from flatout.diagnose.doctor import DataFacts, Finding, Machine, Trials, finding_of
+from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, Trials, finding_of
 from flatout.errors import UserError
 
 if TYPE_CHECKING:
     from flatout.device import Device
+    from flatout.engine.case import Probes
     from flatout.engine.features import Speed
 
 COMMON_VOCAB = 50257
@@ -28,19 +29,30 @@ CONTEXT_BYTES = 512 * 2**20  # what CUDA itself holds on a card, beside torch's 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A config on a machine. `speed` is None where torch is missing, and so is all that follows from it."""
+    """A config on a machine whose torch works."""
 
-    kind: str = "cpu"
-    index: int = 0
-    parameters: int | None = None
-    speed: "Speed | None" = None
-    device: "Device | None" = None
-    vocab: int = COMMON_VOCAB
-    corpus_bytes: int | None = 0  # None where the text is streamed
-    need_bytes: int | None = None
-    have_bytes: int | None = None
-    step_seconds: float | None = None  # the least that a step takes: its FLOPs at `rate_of`
-    rate_of: str = ""
+    kind: str
+    parameters: int
+    speed: "Speed"
+    device: "Device"
+    vocab: int
+    corpus_bytes: int | None  # None where the text is streamed
+    probes: "Probes"  # that answer for the machine
+    need_bytes: int
+    have_bytes: int | None
+    step_seconds: float | None  # the least that a step takes: its FLOPs at `rate_of`
+    rate_of: str
+
+    def need_of(self, config: RunConfig) -> int | None:
+        """What a step of another config would need here; None for one that cannot be had."""
+        from flatout.engine.features import resolve_speed
+
+        known = {"vocab": self.vocab, "probes": self.probes}
+        try:
+            speed = resolve_speed(config, self.device, self.corpus_bytes, lambda _: DEFAULT, **known)
+        except UserError:
+            return None
+        return _needed(config, self.vocab, speed, self.corpus_bytes)
 
 
 def kind_of(machine: Machine, config: RunConfig | None) -> tuple[str, int, Finding | None]:
@@ -59,9 +71,7 @@ def kind_of(machine: Machine, config: RunConfig | None) -> tuple[str, int, Findi
     elif name == "mps" and not machine.torch.mps:
         complaint = ("this torch has no MPS device", "Set speed.device=auto.")
     if complaint is not None:
-        found = f"speed.device is {asked}, but {complaint[0]}"
-        finding = Finding(area="config", name="device", status="bad", found=found, advice=complaint[1])
-        return fastest, 0, finding
+        return fastest, 0, Check("config", "device").bad(f"speed.device is {asked}, but {complaint[0]}", complaint[1])
     return (fastest, 0, None) if asked == "auto" else (name, index, None)
 
 
@@ -84,7 +94,7 @@ def device_of(machine: Machine, kind: str, index: int, memory_limit: float | Non
     return Device(torch_device=torch.device(kind), name=kind, memory_bytes=memory, capability=None)
 
 
-def _probes(machine: Machine, trials: Trials) -> Any:
+def _probes(machine: Machine, trials: Trials) -> "Probes":
     """The trials' answers; what was not tried counts as working, unless its package is missing."""
     from flatout.engine.case import Probes
 
@@ -126,25 +136,22 @@ def fit(
     except UserError as error:
         findings.append(finding_of(error, "config", "switches"))
         speed = resolve(lambda _: DEFAULT)
-    need = _needed(config, vocab, speed, corpus)
     rate, rate_of = _fastest(trials, speed, device)
     flops = flops_per_token(config.model, vocab) * config.train.batch_tokens
-    return (
-        Fit(
-            kind=kind,
-            index=index,
-            parameters=parameter_count(config.model, vocab),
-            speed=speed,
-            device=device,
-            vocab=vocab,
-            corpus_bytes=corpus,
-            need_bytes=need,
-            have_bytes=_available(machine, kind, index, device),
-            step_seconds=None if rate is None else flops / rate,
-            rate_of=rate_of,
-        ),
-        findings,
+    fitted = Fit(
+        kind=kind,
+        parameters=parameter_count(config.model, vocab),
+        speed=speed,
+        device=device,
+        vocab=vocab,
+        corpus_bytes=corpus,
+        probes=probes,
+        need_bytes=_needed(config, vocab, speed, corpus),
+        have_bytes=_available(machine, kind, index, device),
+        step_seconds=None if rate is None else flops / rate,
+        rate_of=rate_of,
     )
+    return fitted, findings
 
 
 def _fastest(trials: Trials, speed: "Speed", device: "Device") -> tuple[float | None, str]:
@@ -177,41 +184,19 @@ def _available(machine: Machine, kind: str, index: int, device: "Device") -> int
     return free if device.limit_bytes is None else min(free, device.limit_bytes)
 
 
-def resolved_need(config: RunConfig, machine: Machine, trials: Trials, fitted: Fit) -> int | None:
-    from flatout.engine.features import resolve_speed
-
-    assert fitted.device is not None
-    try:
-        probes = _probes(machine, trials)
-        corpus = fitted.corpus_bytes
-        speed = resolve_speed(config, fitted.device, corpus, lambda _: DEFAULT, vocab=fitted.vocab, probes=probes)
-        return _needed(config, fitted.vocab, speed, corpus)
-    except UserError:
-        return None
-
-
 # --- switches ---------------------------------------------------------------------------------------------------------
 
 
-def check_switches(fitted: Fit) -> Iterator[Finding]:
+def check_switches(fitted: Fit) -> Finding:
     """Switches that came out as something else than was asked for, where that costs something."""
-    if fitted.speed is None:
-        return
     plain = [feature for feature in fitted.speed.features if feature.why and feature.asked not in ("auto", "null")]
     changed = [feature for feature in plain if feature.asked != feature.used and feature.name not in _HARMLESS]
     if changed:
         listed = "; ".join(f"speed.{one.name} {one.asked} becomes {one.used}: {one.why}" for one in changed)
-        yield Finding(
-            area="config",
-            name="switches",
-            status="note",
-            found=listed,
-            advice="A preset or overlay asked for them; the run goes on without.",
-        )
-    else:
-        shown = [one for one in fitted.speed.features if one.name in ("precision", "kernels", "attention", "compile")]
-        used = ", ".join(f"{one.name} {one.used}" for one in shown)
-        yield Finding(area="config", name="switches", status="ok", found=used)
+        advice = "A preset or overlay asked for them; the run goes on without."
+        return Check("config", "switches").note(listed, advice)
+    shown = [one for one in fitted.speed.features if one.name in ("precision", "kernels", "attention", "compile")]
+    return Check("config", "switches").ok(", ".join(f"{one.name} {one.used}" for one in shown))
 
 
 _HARMLESS = ("micro_batch", "workers", "loss_chunk")
@@ -220,22 +205,20 @@ _HARMLESS = ("micro_batch", "workers", "loss_chunk")
 # --- time -------------------------------------------------------------------------------------------------------------
 
 
-def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Iterator[Finding]:
+def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Finding | None:
     """The least time of the run, and its highest rate; a warning where that is days on a CPU."""
     if fitted.step_seconds is None:
-        return
+        return None
     seconds = None if steps is None else steps * fitted.step_seconds
     least = "" if seconds is None else f"at least {_duration(seconds)}, "
     rate = _count(config.train.batch_tokens / fitted.step_seconds)
     too_long = fitted.kind == "cpu" and seconds is not None and seconds >= 48 * 3600
     estimate = "`flatout estimate` times real steps."
     smaller = "This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare-char; "
-    yield Finding(
-        area="memory",
-        name="least time",
-        status="warn" if too_long else "ok",
-        found=f"{least}at most {rate} tokens/s: the FLOPs of a step at {fitted.rate_of}",
-        advice=smaller + estimate if too_long else f"How long it really takes: {estimate}",
+    return Check("memory", "least time").told(
+        "warn" if too_long else "ok",
+        f"{least}at most {rate} tokens/s: the FLOPs of a step at {fitted.rate_of}",
+        smaller + estimate if too_long else f"How long it really takes: {estimate}",
     )
 
 

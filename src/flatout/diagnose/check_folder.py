@@ -1,17 +1,17 @@
 """The folder a run would write to: new, or that of another run, and whether that one can go on. No torch here."""
 
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
-from flatout.diagnose.doctor import Finding, Status
+from flatout.diagnose.doctor import Check, Finding
 from flatout.engine.run_files import check_own, list_checkpoints
 from flatout.errors import UserError
 
 RUNS = Path("runs")
+_RUN_FOLDER = Check("config", "run folder")
 
 
 def folder_of(config: RunConfig) -> Path:
@@ -19,63 +19,49 @@ def folder_of(config: RunConfig) -> Path:
     return RUNS / config.output.name if config.output.folder is None else Path(config.output.folder)
 
 
-def check_folder(config: RunConfig) -> Iterator[Finding]:
+def check_folder(config: RunConfig) -> Finding:
     """Whether a new run can have its folder, and else what is in the way."""
     folder, verb = folder_of(config), "train" if config.chat.source is None else "finetune"
     file = next((parent for parent in (folder, *folder.parents) if parent.exists() and not parent.is_dir()), None)
     if file is not None:
-        yield _finding(
-            "bad", f"{folder} cannot be the run's folder: {file} is a file", "Set output.folder to a new one."
+        return _RUN_FOLDER.bad(
+            f"{folder} cannot be the run's folder: {file} is a file", "Set output.folder to a new one."
         )
-        return
     holder = _held_by(folder)
     if config.output.folder is None:
         taken = f"; {folder} is taken, so it gets a number" if folder.exists() else ""
-        yield _finding("ok", f"a new folder {folder}{taken}")
-        return
+        return _RUN_FOLDER.ok(f"a new folder {folder}{taken}")
     if holder is not None:
-        yield _finding(
-            "bad",
+        return _RUN_FOLDER.bad(
             f"another process trains in {folder} ({holder})",
             "Wait for it to end, stop it, or set output.folder to another folder.",
         )
-        return
     try:
         check_own(folder)
     except UserError as error:
-        yield _finding("bad", error.message, f"{error.hint[0].upper()}{error.hint[1:]}.")
-        return
+        return _RUN_FOLDER.bad(error.message, f"{error.hint[0].upper()}{error.hint[1:]}.")
     if not _holds_run(folder):
-        yield _finding("ok", f"{folder} is free" if folder.exists() else f"a new folder {folder}")
-        return
+        return _RUN_FOLDER.ok(f"{folder} is free" if folder.exists() else f"a new folder {folder}")
     steps = [step for step, _ in list_checkpoints(folder / "checkpoints")]
     at = f", saved up to step {steps[-1]:,}" if steps else ", without a checkpoint"
     difference = _difference(config, folder)
     if difference is not None:
-        yield _finding(
-            "bad",
+        return _RUN_FOLDER.bad(
             f"{folder} holds another run{at}: {difference}",
             "A trained model keeps its shape: that run cannot go on with this config. Set output.folder to a new one, "
             f"or go on with the run as it was: `flatout {verb} --resume {shlex.quote(str(folder))}`.",
         )
-    elif steps:
-        yield _finding(
-            "warn",
+    if steps:
+        return _RUN_FOLDER.warn(
             f"{folder} holds a run of this model{at}",
             f"`flatout {verb}` refuses to write over it. Add --resume auto to go on with it, or set output.folder to a "
             "new folder.",
         )
-    else:
-        yield _finding(
-            "bad",
-            f"{folder} holds a run{at}",
-            f"There is nothing to resume from, and `flatout {verb}` does not write over it. Set output.folder to a new "
-            "folder, or remove that one.",
-        )
-
-
-def _finding(status: Status, found: str, advice: str = "") -> Finding:
-    return Finding(area="config", name="run folder", status=status, found=found, advice=advice)
+    return _RUN_FOLDER.bad(
+        f"{folder} holds a run{at}",
+        f"There is nothing to resume from, and `flatout {verb}` does not write over it. Set output.folder to a new "
+        "folder, or remove that one.",
+    )
 
 
 def _holds_run(folder: Path) -> bool:

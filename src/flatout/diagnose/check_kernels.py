@@ -1,10 +1,13 @@
 """What the trials on the device showed, and what it means for a run. Judges `Trials` and touches nothing."""
 
+import functools
 from collections.abc import Iterator
 
 from flatout.config.schema import RunConfig
 from flatout.diagnose.check_machine import usable
-from flatout.diagnose.doctor import Finding, Machine, Status, Trial, Trials
+from flatout.diagnose.doctor import Check, Finding, Machine, Status, Trial, Trials
+
+_check = functools.partial(Check, "kernels")
 
 # Below this share of the data sheet's rate a large product is slower than the card should be.
 _SLOW_SHARE = 0.4
@@ -12,95 +15,78 @@ _SLOW_SHARE = 0.4
 
 def check_kernels(
     machine: Machine, trials: Trials, config: RunConfig | None, kind: str, peak_flops: float | None
-) -> Iterator[Finding]:
+) -> Iterator[Finding | None]:
     """`peak_flops` is the data sheet's rate of the card, None where it is not known."""
     if not usable(machine.torch):
-        yield _finding("kernels", "note", "not tried, as torch cannot be used", "They are tried once torch works.")
+        yield _check("kernels").note("not tried, as torch cannot be used", "They are tried once torch works.")
         return
-    yield from _products(trials, kind, peak_flops)
-    yield from _attention(trials, config, kind)
-    yield from _scan(trials, config)
+    yield _products(trials, kind, peak_flops)
+    yield _attention(trials, config, kind)
+    yield _scan(trials, config)
     for trial in trials.trials:
         if trial.name in ("triton kernels", "cuBLASLt", "fp8 products", "torch.compile"):
             yield _other(trial, config)
 
 
-def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
-    return Finding(area="kernels", name=name, status=status, found=found, advice=advice)
-
-
-def _products(trials: Trials, kind: str, peak_flops: float | None) -> Iterator[Finding]:
+def _products(trials: Trials, kind: str, peak_flops: float | None) -> Finding | None:
     reason = trials.failure("matrix product")
     if reason is not None:
-        yield _finding(
-            "products",
-            "bad",
+        return _check("products").bad(
             f"a plain matrix product fails on {kind}: {reason}",
             "Nothing can be trained on this device as it is. If memory is full, see who uses it; if the error speaks "
             "of a kernel image or a driver, torch and driver do not go together; else restart the machine.",
         )
-        return
     if trials.product_flops is None:
-        return
+        return None
     rate = trials.product_flops
     shown = f"{rate / 1e12:.0f} TFLOP/s" if rate >= 1e13 else f"{rate / 1e9:.0f} GFLOP/s"
     found = f"a {trials.product_type} matrix product runs at {shown}"
     if peak_flops is None or trials.product_type == "fp32":
-        yield _finding("products", "ok", found)
-        return
+        return _check("products").ok(found)
     share = rate / peak_flops
     found += f", {share:.0%} of the data sheet"
     if share < _SLOW_SHARE:
-        yield _finding(
-            "products",
-            "warn",
+        return _check("products").warn(
             found,
             "A healthy card reaches 60% or more. Look for others who use it, a lowered power cap, heat, or a card that "
             "sits in a slow slot; `nvidia-smi -q -d PERFORMANCE` says what holds its clock down.",
         )
-    else:
-        yield _finding("products", "ok", found)
+    return _check("products").ok(found)
 
 
-def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Iterator[Finding]:
+def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Finding | None:
     tried = {one.name.removeprefix("attention "): one for one in trials.trials if one.name.startswith("attention ")}
     if not tried:
-        return
+        return None
     works = [name for name, one in tried.items() if one.outcome == "works"]
     fails = [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
     picks = f"; torch itself picks {trials.picked}" if trials.picked else ""
     found = f"run and right: {', '.join(works) or 'none'}{picks}"
     asked = "auto" if config is None else config.speed.attention
     if asked in tried and tried[asked].outcome == "fails":
-        yield _finding(
-            "attention",
-            "bad",
+        return _check("attention").bad(
             f"speed.attention is {asked}, but {tried[asked].detail}",
             f"Set speed.attention=auto, which takes the best that works here{_listed(works)}.",
         )
-        return
     if kind == "cuda" and not works:
-        yield _finding(
-            "attention",
-            "warn",
+        return _check("attention").warn(
             f"no fast kernel runs here: {'; '.join(fails)}",
             "Attention is then written out, which is slow and needs much memory. A head size (model.head_size, or "
             "model.width over model.heads) of 64 or 128 in half precision suits every kernel; older cards have fewer.",
         )
-    elif "sdpa" in tried and tried["sdpa"].outcome == "fails":
+    if "sdpa" in tried and tried["sdpa"].outcome == "fails":
         detail = tried["sdpa"].detail
-        yield _finding("attention", "bad", f"torch's attention fails here: {detail}", "Install torch again.")
-    elif fails:
-        yield _finding("attention", "note", found, f"Not usable with these shapes: {'; '.join(fails)}.")
-    else:
-        yield _finding("attention", "ok", found)
+        return _check("attention").bad(f"torch's attention fails here: {detail}", "Install torch again.")
+    if fails:
+        return _check("attention").note(found, f"Not usable with these shapes: {'; '.join(fails)}.")
+    return _check("attention").ok(found)
 
 
-def _scan(trials: Trials, config: RunConfig | None) -> Iterator[Finding]:
+def _scan(trials: Trials, config: RunConfig | None) -> Finding | None:
     """Who computes the states of eigenstate blocks. Our kernels are tried only where a run would take them."""
     tried = {one.name.removeprefix("scan "): one for one in trials.trials if one.name.startswith("scan ")}
     if not tried or config is None:
-        return
+        return None
     asked = config.speed.scan
     used = asked if asked in ("reference", "chunked") else "triton" if "triton" in tried else "chunked"
     works = [name for name, one in tried.items() if one.outcome == "works"]
@@ -109,15 +95,12 @@ def _scan(trials: Trials, config: RunConfig | None) -> Iterator[Finding]:
     if used in tried and tried[used].outcome == "fails":
         others = [name for name in works if name != used] or ["reference"]
         slow = ", which goes token by token and is slow" if others[0] == "reference" else ""
-        yield _finding(
-            "scan", "bad", f"a run takes {used}, but {tried[used].detail}", f"Set speed.scan={others[0]}{slow}."
-        )
-    elif used == "reference":
-        yield _finding("scan", "warn", found, "It goes token by token and is slow: set speed.scan=auto.")
-    elif fails:
-        yield _finding("scan", "note", found, f"Not usable here: {'; '.join(fails)}.")
-    else:
-        yield _finding("scan", "ok", found)
+        return _check("scan").bad(f"a run takes {used}, but {tried[used].detail}", f"Set speed.scan={others[0]}{slow}.")
+    if used == "reference":
+        return _check("scan").warn(found, "It goes token by token and is slow: set speed.scan=auto.")
+    if fails:
+        return _check("scan").note(found, f"Not usable here: {'; '.join(fails)}.")
+    return _check("scan").ok(found)
 
 
 def _listed(works: list[str]) -> str:
@@ -148,11 +131,11 @@ _MEANS: dict[str, tuple[Status, str]] = {
 def _other(trial: Trial, config: RunConfig | None) -> Finding:
     status, advice = _MEANS[trial.name]
     if trial.outcome == "works":
-        return _finding(trial.name, "ok", f"works ({trial.detail})")
+        return _check(trial.name).ok(f"works ({trial.detail})")
     if trial.outcome == "skipped":
-        return _finding(trial.name, "ok", f"not tried: {trial.detail}")
+        return _check(trial.name).ok(f"not tried: {trial.detail}")
     asked_off = config is not None and (
         (trial.name == "torch.compile" and config.speed.compile == "off")
         or (trial.name == "triton kernels" and config.speed.kernels == "torch")
     )
-    return _finding(trial.name, "note" if asked_off else status, f"does not work: {trial.detail}", advice)
+    return _check(trial.name).told("note" if asked_off else status, f"does not work: {trial.detail}", advice)

@@ -4,11 +4,14 @@ Everything here judges a `Machine` and touches nothing.
 """
 
 import datetime
+import functools
 import re
 from collections.abc import Iterator
 
 from flatout.config.schema import RunConfig
-from flatout.diagnose.doctor import Finding, Machine, Status, Torch, in_gib
+from flatout.diagnose.doctor import Check, Finding, Machine, Torch, in_gib
+
+_check = functools.partial(Check, "machine")
 
 OLDEST_PYTHON, OLDEST_TORCH, NEWEST_TORCH = (3, 11), (2, 11), (2, 13)
 # The oldest driver for each generation of CUDA, where the driver does not say what CUDA it knows.
@@ -19,26 +22,22 @@ INSTALL_TORCH = (
 )
 
 
-def check_machine(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
+def check_machine(machine: Machine, config: RunConfig | None) -> Iterator[Finding | None]:
     """The parts of a machine that every run stands on."""
     yield _python(machine)
     yield _torch(machine.torch)
-    yield from _cuda(machine)
-    yield from _triton(machine)
+    yield _cuda(machine)
+    yield _triton(machine)
     yield from _cores(machine, config)
     yield _memory(machine)
     yield _clock(machine)
 
 
-def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
-    return Finding(area="machine", name=name, status=status, found=found, advice=advice)
-
-
 def _python(machine: Machine) -> Finding:
     version = ".".join(str(part) for part in machine.python)
     if machine.python[:2] < OLDEST_PYTHON:
-        return _finding("python", "bad", f"Python {version}", "Flatout needs Python 3.11 or newer; install one.")
-    return _finding("python", "ok", f"Python {version} on {machine.system}")
+        return _check("python").bad(f"Python {version}", "Flatout needs Python 3.11 or newer; install one.")
+    return _check("python").ok(f"Python {version} on {machine.system}")
 
 
 def numbers(version: str) -> tuple[int, ...]:
@@ -55,17 +54,13 @@ def usable(torch: Torch) -> bool:
 
 def _torch(torch: Torch) -> Finding:
     if torch.status == "missing":
-        return _finding(
-            "torch",
-            "bad",
+        return _check("torch").bad(
             f"torch is not installed: {torch.reason}",
             f"{INSTALL_TORCH} Nothing can be trained without it; what does not need it was checked all the same.",
         )
     if torch.status == "broken":
         version = f" {torch.version}" if torch.version else ""
-        return _finding(
-            "torch",
-            "bad",
+        return _check("torch").bad(
             f"torch{version} is installed, but cannot be used: {torch.reason}",
             "Remove it (`pip uninstall torch`) and install it again. If the error names a library (a .so or .dll "
             "file), another copy of that library is found first: look at LD_LIBRARY_PATH. If it names numpy or typing, "
@@ -75,66 +70,51 @@ def _torch(torch: Torch) -> Finding:
     built = f"for CUDA {torch.cuda}" if torch.cuda else "for CPUs only"
     found = f"torch {torch.version}, built {built}, {torch.threads} threads"
     if version < OLDEST_TORCH:
-        return _finding("torch", "bad", found, f"Flatout needs torch 2.11 or newer. {INSTALL_TORCH}")
+        return _check("torch").bad(found, f"Flatout needs torch 2.11 or newer. {INSTALL_TORCH}")
     if version > NEWEST_TORCH:
         newest = ".".join(str(part) for part in NEWEST_TORCH)
-        return _finding("torch", "note", found, f"Flatout is tested with torch up to {newest}; this one is newer.")
-    return _finding("torch", "ok", found)
+        return _check("torch").note(found, f"Flatout is tested with torch up to {newest}; this one is newer.")
+    return _check("torch").ok(found)
 
 
-def _cuda(machine: Machine) -> Iterator[Finding]:
+def _cuda(machine: Machine) -> Finding | None:
     """Whether torch, the driver and the card go together."""
     torch, cards = machine.torch, machine.cards
     driver = f"driver {machine.driver}" if machine.driver else "a driver of unknown version"
     if machine.driver_cuda:
         driver += f", which knows CUDA up to {machine.driver_cuda[0]}.{machine.driver_cuda[1]}"
     if torch.status != "ok" or (not cards and not torch.sees_cuda):
-        if machine.driver is not None:
-            yield _finding("driver", "ok", driver)
-        return
+        return None if machine.driver is None else _check("driver").ok(driver)
     if torch.cuda is None and torch.sees_cuda:
         advice = "Flatout is not tested there. Its own kernels and most of the advice here are for NVIDIA cards."
-        yield _finding("cuda", "note", "torch sees a GPU through ROCm", advice)
-        return
+        return _check("cuda").note("torch sees a GPU through ROCm", advice)
     if torch.cuda is None:
-        yield _finding(
-            "cuda",
-            "warn",
+        return _check("cuda").warn(
             f"there is a {cards[0].name}, but this torch is built for CPUs only",
             "Training would run on the CPU, many times slower. Install a CUDA build of torch with the command that "
             "pytorch.org's selector gives.",
         )
-        return
     wanted = numbers(torch.cuda)[:2]
     if _driver_is_old(machine, wanted):
         oldest = OLDEST_DRIVER.get(wanted[0])
         least = f" {oldest[0]}.{oldest[1]} or newer" if oldest else " that knows it"
-        yield _finding(
-            "driver",
-            "bad",
+        return _check("driver").bad(
             f"{driver}; torch is built for CUDA {torch.cuda}",
             f"The driver is too old for this torch. Install driver{least}, or a torch that is built for an older CUDA.",
         )
-        return
     if not torch.sees_cuda:
         said = f": {torch.why_not}" if torch.why_not else ""
-        yield _finding(
-            "cuda",
-            "bad",
+        return _check("cuda").bad(
             f"there is a {cards[0].name}, but torch sees no CUDA device{said}",
             "Look at CUDA_VISIBLE_DEVICES, which can hide it. In a container, start it with access to GPUs "
             "(`--gpus all`). After an update of the driver, restart the machine: library and kernel module must match.",
         )
-        return
     if machine.driver_cuda and machine.driver_cuda < wanted and machine.driver_cuda[0] == wanted[0]:
-        yield _finding(
-            "driver",
-            "note",
+        return _check("driver").note(
             f"{driver}; torch is built for CUDA {torch.cuda}",
             "That works within one generation of CUDA; what needs the newest driver does not. Update it when you can.",
         )
-    else:
-        yield _finding("driver", "ok", f"{driver}; torch is built for CUDA {torch.cuda}")
+    return _check("driver").ok(f"{driver}; torch is built for CUDA {torch.cuda}")
 
 
 def _driver_is_old(machine: Machine, wanted: tuple[int, ...]) -> bool:
@@ -144,76 +124,64 @@ def _driver_is_old(machine: Machine, wanted: tuple[int, ...]) -> bool:
     return machine.driver is not None and oldest is not None and numbers(machine.driver)[:2] < oldest
 
 
-def _triton(machine: Machine) -> Iterator[Finding]:
+def _triton(machine: Machine) -> Finding | None:
     triton, wanted = machine.triton, machine.torch.wants_triton
     on_gpu = bool(machine.cards) and machine.torch.cuda is not None
     exactly = f"triton=={wanted}" if wanted else "triton"
     if triton.status == "missing":
         if on_gpu:
-            yield _finding(
-                "triton",
-                "warn",
+            return _check("triton").warn(
                 "triton is not installed",
                 f"Our kernels and torch.compile need it on a GPU; without it training is about half as fast. Install "
                 f"it with `pip install {exactly}`.",
             )
-        else:
-            yield _finding("triton", "ok", "not installed, and not needed without a GPU")
-    elif triton.status == "broken":
-        yield _finding(
-            "triton",
-            "warn",
+        return _check("triton").ok("not installed, and not needed without a GPU")
+    if triton.status == "broken":
+        return _check("triton").warn(
             f"triton {triton.version} is installed, but cannot be imported: {triton.reason}".replace("  ", " "),
             f"torch.compile and our kernels cannot run with it. Install it again: `pip install --force-reinstall "
             f"{exactly}`.",
         )
-    elif wanted is not None and numbers(triton.version) != numbers(wanted):
-        yield _finding(
-            "triton",
+    if wanted is not None and numbers(triton.version) != numbers(wanted):
+        return _check("triton").told(
             "warn" if on_gpu else "note",
             f"triton {triton.version}, but torch {machine.torch.version} wants {wanted}",
             f"Another version can fail in ways that are hard to understand. Install the one torch wants: `pip install "
             f"{exactly}`.",
         )
-    else:
-        yield _finding("triton", "ok", f"triton {triton.version}" + (", as torch wants it" if wanted else ""))
+    return _check("triton").ok(f"triton {triton.version}" + (", as torch wants it" if wanted else ""))
 
 
 def _cores(machine: Machine, config: RunConfig | None) -> Iterator[Finding]:
     usable = machine.usable_cores
     shown = f"{usable:g} of {machine.cores} cores may be used" if usable < machine.cores else f"{machine.cores} cores"
-    yield _finding("processor", "ok", shown)
+    yield _check("processor").ok(shown)
     if config is None:
         return
     workers = config.speed.workers
     if workers > max(1.0, usable):
         best = max(1, min(4, int(usable)))
-        yield _finding(
-            "workers",
-            "warn",
+        yield _check("workers").warn(
             f"speed.workers is {workers}, and {usable:g} cores may be used",
             f"More threads than cores only wait for one another. Set speed.workers={best}: one thread reads tokens "
             "faster than most cards take them, and batches are the same with any number.",
         )
     else:
-        yield _finding("workers", "ok", f"speed.workers {workers} on {usable:g} cores")
+        yield _check("workers").ok(f"speed.workers {workers} on {usable:g} cores")
 
 
 def _memory(machine: Machine) -> Finding:
     if machine.memory_bytes is None:
-        return _finding("memory", "note", "the size of the host's memory is not known")
+        return _check("memory").note("the size of the host's memory is not known")
     total = in_gib(machine.memory_bytes)
     if machine.available_bytes is None:
-        return _finding("memory", "ok", f"{total} of host memory")
+        return _check("memory").ok(f"{total} of host memory")
     found = f"{in_gib(machine.available_bytes)} of {total} of host memory are free"
     if machine.available_bytes < 1.5 * 2**30:
-        return _finding(
-            "memory",
-            "warn",
-            found,
-            "torch alone takes about 1 GiB. Close other programs, or the system may stop the run to save itself.",
+        return _check("memory").warn(
+            found, "torch alone takes about 1 GiB. Close other programs, or the system may stop the run to save itself."
         )
-    return _finding("memory", "ok", found)
+    return _check("memory").ok(found)
 
 
 def _clock(machine: Machine) -> Finding:
@@ -221,5 +189,5 @@ def _clock(machine: Machine) -> Finding:
     now = datetime.datetime.fromtimestamp(machine.now, tz=datetime.UTC)
     shown = f"{now:%Y-%m-%d %H:%M} UTC"
     if not 2025 <= now.year < 2100:
-        return _finding("clock", "warn", f"the clock says {shown}", "Set the clock: downloads and logs depend on it.")
-    return _finding("clock", "ok", shown)
+        return _check("clock").warn(f"the clock says {shown}", "Set the clock: downloads and logs depend on it.")
+    return _check("clock").ok(shown)

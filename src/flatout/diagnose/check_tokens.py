@@ -1,11 +1,14 @@
 """The tokens against the config: vocabulary, windows, epochs, tokens per parameter, validation. No torch here."""
 
+import functools
 import math
 from collections.abc import Iterator
 
 from flatout.config.schema import RunConfig
 from flatout.data.sampler import window_count
-from flatout.diagnose.doctor import DataFacts, Finding, Status
+from flatout.diagnose.doctor import Check, DataFacts, Finding
+
+_check = functools.partial(Check, "data")
 
 # About twenty tokens per parameter give the lowest loss for a given amount of computing (Hoffmann and others, 2022).
 BALANCED = 20
@@ -35,77 +38,63 @@ def steps_of(config: RunConfig, data: DataFacts) -> int | None:
     return None if windows is None else math.ceil((train.epochs or 0) * windows / batch)
 
 
-def check_tokens(config: RunConfig, data: DataFacts, parameters: int | None, wrote_epochs: bool) -> Iterator[Finding]:
+def check_tokens(
+    config: RunConfig, data: DataFacts, parameters: int | None, wrote_epochs: bool
+) -> Iterator[Finding | None]:
     """`parameters` is None where torch is needed to count them and is not there."""
-    yield from _vocabulary(config, data)
+    yield _vocabulary(config, data)
     windows, steps = windows_of(config, data), steps_of(config, data)
     if windows is not None:
-        yield from _windows(config, data, windows)
+        yield _windows(config, data, windows)
         if windows and steps:
             yield _epochs(config, data, windows, steps, wrote_epochs)
     if steps and parameters:
         yield _per_parameter(config, steps, parameters)
-    yield from _validation(config, data)
-    yield from _documents(config, data)
-
-
-def _finding(name: str, status: Status, found: str, advice: str = "") -> Finding:
-    return Finding(area="data", name=name, status=status, found=found, advice=advice)
+    yield _validation(config, data)
+    yield _documents(config, data)
 
 
 def _about(data: DataFacts) -> str:
     return "" if data.exact else "about "
 
 
-def _vocabulary(config: RunConfig, data: DataFacts) -> Iterator[Finding]:
+def _vocabulary(config: RunConfig, data: DataFacts) -> Finding | None:
     asked, known = config.model.vocab, data.vocab
     if known is None or asked is None:
-        return
+        return None
     sure = data.exact or config.data.tokenizer != "char"
     if asked < known:
         # training raises a ConfigError for it
-        yield Finding(
-            area="config",
-            name="vocabulary",
-            status="bad",
-            found=f"model.vocab is {asked:,}, but the tokenizer has {'' if sure else 'at least '}{known:,} ids",
-            advice="Ids beyond the vocabulary have no row in the model. Leave model.vocab at null, which takes the "
+        return Check("config", "vocabulary").bad(
+            f"model.vocab is {asked:,}, but the tokenizer has {'' if sure else 'at least '}{known:,} ids",
+            "Ids beyond the vocabulary have no row in the model. Leave model.vocab at null, which takes the "
             f"tokenizer's, or set model.vocab={known}.",
         )
-    elif sure and asked > 1.5 * known + 1024:
-        yield _finding(
-            "vocabulary",
-            "note",
+    if sure and asked > 1.5 * known + 1024:
+        return _check("vocabulary").note(
             f"model.vocab is {asked:,}, and the tokenizer has {known:,} ids",
             "Rows that no token ever reaches cost memory and time in the head. Leave model.vocab at null; "
             "speed.pad_vocab rounds up where that is faster.",
         )
-    else:
-        yield _finding("vocabulary", "ok", f"{asked:,} for a tokenizer of {known:,} ids")
+    return _check("vocabulary").ok(f"{asked:,} for a tokenizer of {known:,} ids")
 
 
-def _windows(config: RunConfig, data: DataFacts, windows: int) -> Iterator[Finding]:
+def _windows(config: RunConfig, data: DataFacts, windows: int) -> Finding | None:
     context, tokens = config.model.context, data.train_tokens or 0
     if windows == 0:
-        yield _finding(
-            "windows",
-            "bad",
+        return _check("windows").bad(
             f"{_about(data)}{tokens:,} tokens to train on are not one window of model.context {context} and a target",
             "Use more text." if tokens < 256 else f"Use more text, or set model.context to {tokens // 16} or less.",
         )
-        return
     sequences = config.train.batch_tokens // context
     found = f"{_about(data)}{windows:,} windows of {context} tokens, {sequences:,} in a step"
     if sequences > windows:
-        yield _finding(
-            "windows",
-            "warn",
+        return _check("windows").warn(
             found,
             "A step then holds every window more than once, which only repeats its gradient. Lower "
             f"train.batch_tokens to {max(1, windows // 10) * context:,} or less, or use more text.",
         )
-    else:
-        yield _finding("windows", "ok", found)
+    return _check("windows").ok(found)
 
 
 def _epochs(config: RunConfig, data: DataFacts, windows: int, steps: int, wrote_epochs: bool) -> Finding:
@@ -116,18 +105,17 @@ def _epochs(config: RunConfig, data: DataFacts, windows: int, steps: int, wrote_
     if epochs > _MANY_EPOCHS:
         fitting = int(_SOME_EPOCHS * windows // (config.train.batch_tokens // config.model.context))
         shorter = f", or set train.steps={fitting}" if fitting >= 20 else ""
-        return _finding(
-            "epochs",
+        return _check("epochs").told(
             "note" if wrote_epochs else "warn",
             found,
             "Repeats beyond about four bring less and less, and the model learns the text by heart: watch the "
             f"validation loss, and stop with eval.patience. Use more text{shorter}.",
         )
     if epochs > _SOME_EPOCHS:
-        return _finding(
-            "epochs", "note", found, "Repeats beyond about four bring less and less; more text would bring more."
+        return _check("epochs").note(
+            found, "Repeats beyond about four bring less and less; more text would bring more."
         )
-    return _finding("epochs", "ok", found)
+    return _check("epochs").ok(found)
 
 
 def _per_parameter(config: RunConfig, steps: int, parameters: int) -> Finding:
@@ -136,27 +124,23 @@ def _per_parameter(config: RunConfig, steps: int, parameters: int) -> Finding:
     found = f"{shown} tokens for each of {parameters:,} parameters"
     rule = f"About {BALANCED} tokens per parameter give the lowest loss for a given amount of computing."
     if ratio < 0.25 * BALANCED:
-        return _finding(
-            "tokens per parameter",
-            "note",
+        return _check("tokens per parameter").note(
             found,
             f"{rule} With fewer, as here, a smaller model would learn more in the same time, or this one from more "
             "tokens.",
         )
     if ratio > 10 * BALANCED:
-        return _finding(
-            "tokens per parameter",
-            "ok",
+        return _check("tokens per parameter").ok(
             found,
             f"{rule} More, as here, is right for a small model that is to be cheap to use; a larger one would learn "
             "more from the same computing.",
         )
-    return _finding("tokens per parameter", "ok", f"{found}; about {BALANCED} are well balanced")
+    return _check("tokens per parameter").ok(f"{found}; about {BALANCED} are well balanced")
 
 
-def _validation(config: RunConfig, data: DataFacts) -> Iterator[Finding]:
+def _validation(config: RunConfig, data: DataFacts) -> Finding | None:
     if data.val_tokens is None:
-        return
+        return None
     used = data.val_tokens - 1 if config.eval.tokens is None else min(config.eval.tokens, data.val_tokens - 1)
     spread = _SPREAD / math.sqrt(max(1, used))
     found = f"{_about(data)}{max(0, used):,} validation tokens; the loss they give is sure to about ±{spread:.2g}"
@@ -164,49 +148,38 @@ def _validation(config: RunConfig, data: DataFacts) -> Iterator[Finding]:
     if config.eval.tokens is not None and config.eval.tokens < data.val_tokens - 1:
         raise_share = "Raise eval.tokens"
     if data.val_tokens < 2:
-        yield _finding(
-            "validation",
-            "bad",
+        return _check("validation").bad(
             f"{_about(data)}{data.val_tokens} validation tokens: there is nothing to evaluate on",
             f"{raise_share}, or name another text with data.val_source.",
         )
-    elif used < max(_FEW_TARGETS, 2 * config.model.context):
-        yield _finding(
-            "validation",
-            "warn",
-            found,
-            f"That is too few to compare two runs by, or to choose the best checkpoint. {raise_share}.",
+    if used < max(_FEW_TARGETS, 2 * config.model.context):
+        return _check("validation").warn(
+            found, f"That is too few to compare two runs by, or to choose the best checkpoint. {raise_share}."
         )
-    elif used < _ENOUGH_TARGETS:
-        yield _finding("validation", "note", found, f"Small differences between runs drown in that. {raise_share}.")
-    else:
-        yield _finding("validation", "ok", found)
+    if used < _ENOUGH_TARGETS:
+        return _check("validation").note(found, f"Small differences between runs drown in that. {raise_share}.")
+    return _check("validation").ok(found)
 
 
-def _documents(config: RunConfig, data: DataFacts) -> Iterator[Finding]:
+def _documents(config: RunConfig, data: DataFacts) -> Finding | None:
     length, context = data.document_tokens, config.model.context
     if length is None:
-        return
+        return None
     found = f"half of the documents have at most {length:,.0f} tokens, and a window has {context}"
     packed = config.data.packing == "best_fit"
     if length * 16 < context and not packed:
-        yield _finding(
-            "documents",
-            "warn",
+        return _check("documents").warn(
             found,
             "A window is then a row of unrelated short texts, and attention over them is mostly wasted. Set "
             f"model.context={_power_above(2 * length)}, or data.packing=best_fit to keep documents whole.",
         )
-    elif length * 2 < context and not packed:
-        yield _finding(
-            "documents",
-            "note",
+    if length * 2 < context and not packed:
+        return _check("documents").note(
             found,
             "Several documents share a window. data.packing=best_fit keeps each of them whole; a shorter model.context "
             "is faster.",
         )
-    else:
-        yield _finding("documents", "ok", found)
+    return _check("documents").ok(found)
 
 
 def _power_above(number: float) -> int:

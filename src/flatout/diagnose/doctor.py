@@ -41,6 +41,29 @@ class Finding:
     unchecked: bool = False  # it tells what was not looked at, so nobody may say that all is fine
 
 
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Something that is looked at; its methods are the findings that can come of it."""
+
+    area: str
+    name: str
+
+    def told(self, status: Status, found: str, advice: str = "") -> Finding:
+        return Finding(area=self.area, name=self.name, status=status, found=found, advice=advice)
+
+    def ok(self, found: str, advice: str = "") -> Finding:
+        return self.told("ok", found, advice)
+
+    def note(self, found: str, advice: str = "") -> Finding:
+        return self.told("note", found, advice)
+
+    def warn(self, found: str, advice: str = "") -> Finding:
+        return self.told("warn", found, advice)
+
+    def bad(self, found: str, advice: str = "") -> Finding:
+        return self.told("bad", found, advice)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Library:
     """A package that may be missing or broken; `reason` says how."""
@@ -154,7 +177,6 @@ class DataFacts:
     document_tokens: float | None = None  # the median document's; None where there is one document only
     token_bytes: int = 2
     to_prepare_bytes: int | None = None  # of shards that are still to be written
-    folder: str = ""
 
 
 def finding_of(error: UserError, area: str, name: str) -> Finding:
@@ -162,7 +184,7 @@ def finding_of(error: UserError, area: str, name: str) -> Finding:
     area = (
         area if AREAS.get(area) == error.exit_code else {2: "config", 3: "data", 5: "disk"}.get(error.exit_code, area)
     )
-    return Finding(area=area, name=name, status="bad", found=error.message, advice=sentence(error.hint))
+    return Check(area, name).bad(error.message, sentence(error.hint))
 
 
 def sentence(text: str) -> str:
@@ -173,19 +195,16 @@ def sentence(text: str) -> str:
     return f"{text[0].upper()}{text[1:]}" + ("" if text.endswith((".", "?", "!")) else ".")
 
 
-def guarded(area: str, name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+def guarded(area: str, name: str, check: Callable[[], Iterable[Finding | None]]) -> Iterator[Finding]:
     """The findings of a check, and where it breaks a finding that says so: one broken check must not hide the rest."""
     try:
-        yield from check()
+        yield from filter(None, check())  # where there is nothing to say, a check says None
     except UserError as error:
         yield finding_of(error, area, name)
     except Exception as error:  # noqa: BLE001 - a doctor that dies tells nobody anything
-        yield Finding(
-            area=area,
-            name=name,
-            status="warn",
-            found=f"this check broke: {type(error).__name__}: {first_line(error)}",
-            advice="This is a fault of Flatout's doctor, not of your set-up. Please report it with these words.",
+        yield Check(area, name).warn(
+            f"this check broke: {type(error).__name__}: {first_line(error)}",
+            "This is a fault of Flatout's doctor, not of your set-up. Please report it with these words.",
         )
 
 

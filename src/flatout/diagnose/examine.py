@@ -7,7 +7,6 @@ else nothing is run on this one, unless `trials` is None and its torch is the on
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, load_config
@@ -22,13 +21,12 @@ from flatout.diagnose.check_kernels import check_kernels
 from flatout.diagnose.check_machine import check_machine, usable
 from flatout.diagnose.check_memory import check_memory
 from flatout.diagnose.check_tokens import check_tokens, steps_of
-from flatout.diagnose.doctor import DataFacts, Disk, Finding, Machine, Trials, finding_of, guarded
+from flatout.diagnose.doctor import Check, DataFacts, Disk, Finding, Machine, Trials, finding_of, guarded
 from flatout.diagnose.machine import gather_machine
 from flatout.diagnose.trials import run_trials
 from flatout.errors import UserError
 
 Progress = Callable[[str], None]
-Facts = TypeVar("Facts")
 
 
 def examine(
@@ -93,21 +91,23 @@ class _Visit:
         self.package_missing = False  # told with how to get it, and not once more among the switches
         self.about_data: list[Finding] = []
         self.data = DataFacts()
-        self.fitted = check_fit.Fit(kind=self.kind, index=self.index)
+        self.fitted: check_fit.Fit | None = None
         self.switches: list[Finding] = []
         self.disk: Disk | None = None
 
     def check_machine(self, trials: Trials | None) -> Iterator[Finding]:
         machine, config, kind, index = self.machine, self.config, self.kind, self.index
+
+        def attempt() -> Iterator[Finding]:
+            self.trials = run_trials(machine, kind, config, quick=self.quick, index=index, progress=self.progress)
+            yield from ()
+
         yield from guarded("machine", "machine", lambda: check_machine(machine, config))
         yield from guarded("gpu", "card", lambda: check_cards(machine, config, index))
         if trials is not None:
             self.trials = trials
         elif self.here and self.works:
-            how = {"quick": self.quick, "index": index, "progress": self.progress}
-            tried, broken = _kept("kernels", "trials", lambda: run_trials(machine, kind, config, **how))
-            self.trials = tried or self.trials
-            yield from broken
+            yield from guarded("kernels", "trials", attempt)
         peak = _peak(machine, kind, index) if self.works else None
         yield from guarded("kernels", "kernels", lambda: check_kernels(machine, self.trials, config, kind, peak))
         for finding in () if config is None else check_attention_packages(machine, config):
@@ -117,25 +117,29 @@ class _Visit:
 
     def check_disk(self, disk: Disk | None) -> Iterator[Finding]:
         """Also looks at the data and fits the config to the machine, as room is needed for what both make."""
-        config, loaded = self.config, self.loaded
-        if config is not None:
-            looked, broken = _kept(
-                "data", "source", lambda: look_at_data(config, self.machine, self.target, quick=self.quick)
-            )
-            self.about_data, self.data = looked or (broken, self.data)
-        if loaded is not None and self.works:
-            made, broken = _kept(
-                "config",
-                "switches",
-                lambda: check_fit.fit(loaded, self.machine, self.trials, self.data, self.kind, self.index),
-            )
-            self.fitted, self.switches = made or (self.fitted, broken)
-        disk = disk or measure_disk(RUNS if config is None else folder_of(config), quick=self.quick)
-        self.disk = disk
-        yield from guarded("disk", "space", lambda: check_disk(disk, config, self.fitted.parameters, self.data))
+        loaded, config, machine = self.loaded, self.config, self.machine
+        if loaded is not None:
+
+            def look() -> Iterator[Finding]:
+                self.data = yield from look_at_data(loaded.config, machine, self.target, quick=self.quick)
+
+            def fit() -> Iterator[Finding]:
+                place = self.kind, self.index
+                self.fitted, refused = check_fit.fit(loaded, machine, self.trials, self.data, *place)
+                yield from refused
+
+            self.about_data = list(guarded("data", "source", look))
+            self.switches = list(guarded("config", "switches", fit)) if self.works else []
+        self.disk = disk or measure_disk(RUNS if config is None else folder_of(config), quick=self.quick)
+        facts = self.disk, config, self.parameters, self.data
+        yield from guarded("disk", "space", lambda: check_disk(*facts))
+
+    @property
+    def parameters(self) -> int | None:
+        return None if self.fitted is None else self.fitted.parameters
 
     def check_data_and_config(self, loaded: LoadedConfig) -> Iterator[Finding]:
-        config, data, parameters = loaded.config, self.data, self.fitted.parameters
+        config, data, parameters, fitted = loaded.config, self.data, self.parameters, self.fitted
         wrote = {path for path, source in loaded.sources.items() if source.by_user}
         yield from (finding for finding in self.about_data if finding.area == "data")
         tokens = list(
@@ -144,36 +148,35 @@ class _Visit:
         yield from (finding for finding in tokens if finding.area == "data")
         yield from self.complaints
         for notice in loaded.notices:
-            yield Finding(area="config", name="hardware", status="note", found=notice)
+            yield Check("config", "hardware").note(notice)
         yield from (
             one for one in self.switches if not (self.package_missing and one.found.endswith("is not installed"))
         )
         yield from (finding for finding in (*self.about_data, *tokens) if finding.area != "data")
-        if not self.switches:
-            yield from guarded("config", "switches", lambda: check_fit.check_switches(self.fitted))
+        if not self.switches and fitted is not None:
+            yield from guarded("config", "switches", lambda: [check_fit.check_switches(fitted)])
         if self.works and config.model.init_from is not None:
-            from flatout.diagnose.check_start import check_start
+            from flatout.diagnose.check_chat import check_start
 
             yield from guarded("config", "start", lambda: check_start(config.model, data.vocab))
         yield from guarded("config", "packages", lambda: check_tracker_packages(self.machine, config))
-        yield from guarded("config", "run folder", lambda: check_folder(config))
-        facts = {"parameters": parameters, "step_seconds": self.fitted.step_seconds, "disk": self.disk}
+        yield from guarded("config", "run folder", lambda: [check_folder(config)])
+        facts = {"parameters": parameters, "step_seconds": fitted and fitted.step_seconds, "disk": self.disk}
         yield from guarded("config", "config", lambda: check_config(config, data, written=wrote.__contains__, **facts))
 
     def check_memory_and_time(self, loaded: LoadedConfig) -> Iterator[Finding]:
-        fitted, config = self.fitted, loaded.config
+        fitted, config, host = self.fitted, loaded.config, self.machine.available_bytes
 
         def with_hardware(name: str) -> LoadedConfig | None:
             with contextlib.suppress(UserError):
                 return load_config(self.target, self.overrides, hardware=name)
             return None
 
-        yield from guarded(
-            "memory", "a step", lambda: check_memory(loaded, self.machine, self.trials, fitted, with_hardware)
-        )
-        yield from guarded(
-            "memory", "least time", lambda: check_fit.check_time(config, fitted, steps_of(config, self.data))
-        )
+        yield from guarded("memory", "a step", lambda: check_memory(loaded, fitted, host, with_hardware))
+        if fitted is not None:
+            yield from guarded(
+                "memory", "least time", lambda: [check_fit.check_time(config, fitted, steps_of(config, self.data))]
+            )
 
 
 def _fine_tuning(chat: LoadedConfig, *, quick: bool, here: bool, works: bool) -> Iterator[Finding]:
@@ -212,15 +215,9 @@ def _load(
             good.append(word)
     left = [word for word in overrides if word not in good]
     if left:
-        complaints.append(
-            Finding(
-                area="config",
-                name="left out",
-                status="note",
-                found=f"everything else was checked without {', '.join(left)}",
-                advice="Mend that first, then ask again: what follows from it is not checked yet.",
-            )
-        )
+        found = f"everything else was checked without {', '.join(left)}"
+        advice = "Mend that first, then ask again: what follows from it is not checked yet."
+        complaints.append(Check("config", "left out").note(found, advice))
     return loaded, complaints
 
 
@@ -232,23 +229,11 @@ def _load_for_card(
     if memory is None:
         found = "--hardware auto looks for a GPU, and there is none whose memory is known"
         advice = "Leave it out, or name an overlay: `flatout config presets` lists them."
-        return loaded, [Finding(area="config", name="hardware", status="bad", found=found, advice=advice)]
+        return loaded, [Check("config", "hardware").bad(found, advice)]
     try:
         return load_config(target, overrides, hardware=hardware_for(memory)), []
     except UserError:
         return loaded, []  # its mistake is told already
-
-
-def _kept(area: str, name: str, gather: Callable[[], Facts]) -> tuple[Facts | None, list[Finding]]:
-    """The facts, or None and a finding that says what went wrong in gathering them."""
-    kept: list[Facts] = []
-
-    def attempt() -> Iterator[Finding]:
-        kept.append(gather())
-        yield from ()
-
-    findings = list(guarded(area, name, attempt))
-    return (kept[0] if kept else None), findings
 
 
 def _peak(machine: Machine, kind: str, index: int) -> float | None:

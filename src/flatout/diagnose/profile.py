@@ -26,7 +26,7 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,47 +60,35 @@ _UPDATE_BYTES = 32  # per weight: AdamW reads weight, gradient and two moments, 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProfileReport:
+class ProfileReport(Measurements):
     """Everything that a profile found; seconds are of one step."""
 
     flatout: str
     torch: str
     config: str
     device: str
-    device_kind: str
     data: str
     parameters: int
-    context: int
-    micro_batch: int
-    accumulation: int
-    batch_tokens: int
-    used: Mapping[str, str]
     warmup_steps: int
     timed_steps: int
     profiled_steps: int
-    step_seconds: float
-    profiled_step_seconds: float
-    busy_seconds: float
-    data_wait_seconds: float
-    idle_for_data_seconds: float
-    idle_for_host_seconds: float
-    seconds_by_kind: Mapping[str, float]
     ranges: tuple[Range, ...]
-    tokens_per_second: float
-    flops_per_second: float
-    peak_flops_per_second: float | None
-    mfu: float | None
-    product_flops_per_second: float | None
     update_bytes_per_second: float | None
     peak_bytes_per_second: float | None
-    kernels_per_step: float
-    kernels_per_second: float
-    mean_kernel_seconds: float
     memory: tuple[MemoryPart, ...]
     top: tuple[Kernel, ...]
     verdict: Verdict
     files: tuple[str, ...]
     notices: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, and what follows from them."""
+        body = dataclasses.asdict(self) | {name: getattr(self, name) for name in _FOLLOWING}
+        return {name: value for name, value in body.items() if name not in ("flops", "streaming")}
+
+
+_FOLLOWING = ("idle_for_data_seconds", "idle_for_host_seconds", "tokens_per_second", "flops_per_second", "mfu")
+_FOLLOWING += ("product_flops_per_second", "kernels_per_second", "mean_kernel_seconds")
 
 
 def fitted(loaded: LoadedConfig, data: DataConfig, steps: int | None) -> LoadedConfig:
@@ -130,50 +118,41 @@ def profile_run(
             _one_step(run, batches)
         _wait(device)
         progress("timing steps without the profiler")
-        step_seconds, data_seconds, timed = _timed(run, batches)
+        step_seconds, waiting, timed = _timed(run, batches)
         progress(f"{steps} {'step' if steps == 1 else 'steps'} under the profiler")
         events, profiled_seconds = _profiled(run, batches, steps, folder)
         progress("memory")
-        memory = memory_parts(run)
-        notices = []
+        memory, notices = memory_parts(run), []
         if device.kind == "cuda":
             one_step = functools.partial(_one_step, run, batches)
             notices = write_snapshot(device.torch_device, one_step, folder / SNAPSHOT)
     progress("reading the trace")
-    cuda = device.kind == "cuda"
-    facts = read_trace(events, steps, device=cuda)
-    if cuda and not facts.kernels:
-        raise HardwareError(
-            "torch's profiler saw no kernels on the device",
-            "the driver may keep its counters to administrators; KINETO_LOG_LEVEL=1 shows what it says",
-        )
-    if not cuda:  # operators are slower under the profiler, so only their shares are worth something
-        facts = _scaled(facts, step_seconds / profiled_seconds)
-    measured = Measurements(
-        device=device.kind,
-        step_seconds=step_seconds,
-        profiled_step_seconds=profiled_seconds,
-        busy_seconds=facts.busy_seconds,
-        data_seconds=data_seconds,
-        seconds_by_kind=facts.by_kind(),
-        kernels=sum(kernel.calls for kernel in facts.kernels),
-        tokens=run.config.train.batch_tokens,
-        flops=run.flops_per_token * run.config.train.batch_tokens,
-        peak_flops=device.peak_flops,
-        micro_batch=run.step.micro_batch,
-        accumulation=run.speed.accumulation,
-        context=run.config.model.context,
-        streaming=run.config.data.streaming,
-        used={feature.name: feature.used for feature in run.speed.features},
-    )
-    verdict = judge(measured, lambda words: can_have(run, words))
+    facts = _facts(events, steps, step_seconds / profiled_seconds, cuda=device.kind == "cuda")
+    measured = _measurements(run, facts, step_seconds, waiting, profiled_seconds)
     with disk_errors(KERNELS, safe=""):
         _write_kernels(facts, folder / KERNELS)
-    files = [name for name in (TRACE, KERNELS, SNAPSHOT) if (folder / name).exists()]
-    report = _report(run, measured, facts, verdict, memory, data, steps, timed, (*files, REPORT), notices)
-    content = json.dumps(dataclasses.asdict(report), indent=1, ensure_ascii=False).encode("utf-8")
+    report = ProfileReport(
+        **vars(measured),
+        flatout=flatout.__version__,
+        torch=torch.__version__,
+        config=run.config.output.name,
+        device=_name_of(device),
+        data=data,
+        parameters=parameter_count(run.config.model, run.model.vocab),
+        warmup_steps=WARMUP,
+        timed_steps=timed,
+        profiled_steps=steps,
+        ranges=facts.ranges,
+        update_bytes_per_second=_update_rate(run, measured),
+        peak_bytes_per_second=_peak_bandwidth(device),
+        memory=memory,
+        top=facts.kernels[:15],
+        verdict=judge(measured, lambda words: can_have(run, words)),
+        files=(*(name for name in (TRACE, KERNELS, SNAPSHOT) if (folder / name).exists()), REPORT),
+        notices=(*run.new_notices.take(), *notices),
+    )
     with disk_errors(REPORT, safe=""):
-        write_whole(folder / REPORT, content)
+        write_whole(folder / REPORT, json.dumps(report.to_json(), indent=1, ensure_ascii=False).encode("utf-8"))
     return report
 
 
@@ -314,10 +293,42 @@ def _wait(device: Device) -> None:
 # --- figures ----------------------------------------------------------------------------------------------------------
 
 
-def _scaled(facts: TraceFacts, factor: float) -> TraceFacts:
+def _facts(events: list[dict[str, Any]], steps: int, factor: float, *, cuda: bool) -> TraceFacts:
+    """What a trace says; without a device, with the times of its operators as they are without the profiler."""
+    facts = read_trace(events, steps, device=cuda)
+    if cuda and not facts.kernels:
+        raise HardwareError(
+            "torch's profiler saw no kernels on the device",
+            "the driver may keep its counters to administrators; KINETO_LOG_LEVEL=1 shows what it says",
+        )
+    if cuda:
+        return facts
     kernels = [dataclasses.replace(kernel, seconds=factor * kernel.seconds) for kernel in facts.kernels]
     ranges = [dataclasses.replace(one, host_seconds=factor * one.host_seconds) for one in facts.ranges]
     return TraceFacts(factor * facts.busy_seconds, tuple(kernels), tuple(ranges))
+
+
+def _measurements(
+    run: Run, facts: TraceFacts, step_seconds: float, waiting: float, profiled_seconds: float
+) -> Measurements:
+    tokens = run.config.train.batch_tokens
+    return Measurements(
+        device_kind=run.speed.device.kind,
+        step_seconds=step_seconds,
+        profiled_step_seconds=profiled_seconds,
+        busy_seconds=facts.busy_seconds,
+        data_wait_seconds=waiting,
+        seconds_by_kind=facts.by_kind(),
+        kernels_per_step=sum(kernel.calls for kernel in facts.kernels),
+        batch_tokens=tokens,
+        flops=run.flops_per_token * tokens,
+        peak_flops_per_second=run.speed.device.peak_flops,
+        micro_batch=run.step.micro_batch,
+        accumulation=run.speed.accumulation,
+        context=run.config.model.context,
+        streaming=run.config.data.streaming,
+        used={feature.name: feature.used for feature in run.speed.features},
+    )
 
 
 def can_have(run: Run, words: str) -> bool:
@@ -376,58 +387,3 @@ def _name_of(device: Device) -> str:
         return device.name
     threads = torch.get_num_threads()
     return f"{device.name} ({threads} {'thread' if threads == 1 else 'threads'})"
-
-
-def _report(
-    run: Run,
-    measured: Measurements,
-    facts: TraceFacts,
-    verdict: Verdict,
-    memory: tuple[MemoryPart, ...],
-    data: str,
-    steps: int,
-    timed: int,
-    files: tuple[str, ...],
-    notices: list[str],
-) -> ProfileReport:
-    config, speed = run.config, run.speed
-    return ProfileReport(
-        flatout=flatout.__version__,
-        torch=torch.__version__,
-        config=config.output.name,
-        device=_name_of(speed.device),
-        device_kind=speed.device.kind,
-        data=data,
-        parameters=parameter_count(config.model, run.model.vocab),
-        context=config.model.context,
-        micro_batch=run.step.micro_batch,
-        accumulation=speed.accumulation,
-        batch_tokens=config.train.batch_tokens,
-        used=measured.used,
-        warmup_steps=WARMUP,
-        timed_steps=timed,
-        profiled_steps=steps,
-        step_seconds=measured.step_seconds,
-        profiled_step_seconds=measured.profiled_step_seconds,
-        busy_seconds=measured.busy_seconds,
-        data_wait_seconds=measured.data_seconds,
-        idle_for_data_seconds=measured.data_idle_seconds,
-        idle_for_host_seconds=measured.host_idle_seconds,
-        seconds_by_kind=measured.seconds_by_kind,
-        ranges=facts.ranges,
-        tokens_per_second=measured.tokens_per_second,
-        flops_per_second=measured.achieved_flops,
-        peak_flops_per_second=measured.peak_flops,
-        mfu=measured.mfu,
-        product_flops_per_second=measured.product_flops,
-        update_bytes_per_second=_update_rate(run, measured),
-        peak_bytes_per_second=_peak_bandwidth(speed.device),
-        kernels_per_step=measured.kernels,
-        kernels_per_second=measured.kernels_per_second,
-        mean_kernel_seconds=measured.mean_kernel_seconds,
-        memory=memory,
-        top=facts.kernels[:15],
-        verdict=verdict,
-        files=files,
-        notices=(*run.new_notices.take(), *notices),
-    )

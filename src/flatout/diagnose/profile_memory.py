@@ -12,13 +12,13 @@ Trap: torch's snapshot has no public name and is meant to be pickled. Ours is JS
 import contextlib
 import dataclasses
 import gzip
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flatout.device import peak_memory_bytes
 from flatout.engine.run import Run
@@ -42,8 +42,9 @@ def memory_parts(run: Run) -> tuple[MemoryPart, ...]:
     weights = sum(parameter.nbytes for parameter in run.model.parameters())
     gradients = sum(parameter.nbytes for parameter in run.model.parameters() if parameter.requires_grad)
     # Those of torch's autocast live inside a step only, and count as working memory.
-    narrow = [(one.values_MK, one.turned_KM, one.unit) for one in run.model.narrow.weights.copies.values()]
-    copies = sum(tensor.nbytes for tensor in _tensors(narrow))
+    narrow = run.model.narrow.weights.copies.values()
+    copied = itertools.chain.from_iterable((one.values_MK, one.turned_KM, one.unit) for one in narrow)
+    copies = sum(tensor.nbytes for tensor in copied if tensor is not None)
     tensors = list(run.step.optimizer.tensors().values())
     moments = sum(tensor.nbytes for tensor in tensors if tensor.device.type == device.kind)
     passing = estimate.activations + estimate.working + estimate.graphs - estimate.later
@@ -73,17 +74,6 @@ def memory_parts(run: Run) -> tuple[MemoryPart, ...]:
     ]
     host = sum(tensor.nbytes for tensor in tensors if tensor.device.type == "cpu")
     return (*parts, *([MemoryPart("moments in the host's memory", host, None)] if host > 2**20 else []))
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
 
 
 def write_snapshot(device: torch.device, step: Callable[[], object], path: Path) -> list[str]:

@@ -27,18 +27,18 @@ MOST_ADVICE = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measurements:
-    """What a step was like. Times are seconds of one step; `step_seconds` and `data_seconds` without the profiler."""
+    """What a step was like. Seconds are of one step; `step_seconds`, `data_wait_seconds` without the profiler."""
 
-    device: str  # cuda, cpu, mps
+    device_kind: str  # cuda, cpu, mps
     step_seconds: float
     profiled_step_seconds: float
     busy_seconds: float
-    data_seconds: float  # how long the host waited for the batch
+    data_wait_seconds: float  # how long the host waited for the batch
     seconds_by_kind: Mapping[str, float]
-    kernels: float  # kernels, or operators, of one step
-    tokens: int
+    kernels_per_step: float  # or operators
+    batch_tokens: int
     flops: float  # of one step, by the convention of model/count.py
-    peak_flops: float | None  # dense half-precision, by the data sheet
+    peak_flops_per_second: float | None  # dense half-precision, by the data sheet
     micro_batch: int
     accumulation: int
     context: int
@@ -50,50 +50,42 @@ class Measurements:
         return max(0.0, self.step_seconds - self.busy_seconds)
 
     @property
-    def data_idle_seconds(self) -> float:
+    def idle_for_data_seconds(self) -> float:
         """Idle because of the loader: a host that runs ahead may wait for data while the device is still busy."""
-        return min(self.idle_seconds, self.data_seconds)
+        return min(self.idle_seconds, self.data_wait_seconds)
 
     @property
-    def host_idle_seconds(self) -> float:
+    def idle_for_host_seconds(self) -> float:
         """Idle because the host was not fast enough: launches, Python, waiting for a number from the device."""
-        return self.idle_seconds - self.data_idle_seconds
+        return self.idle_seconds - self.idle_for_data_seconds
 
     @property
     def busy_share(self) -> float:
         return min(1.0, self.busy_seconds / self.step_seconds)
 
     @property
-    def data_share(self) -> float:
-        return self.data_idle_seconds / self.step_seconds
-
-    @property
-    def gap_share(self) -> float:
-        return self.host_idle_seconds / self.step_seconds
-
-    @property
     def kernels_per_second(self) -> float:
-        return self.kernels / self.step_seconds
+        return self.kernels_per_step / self.step_seconds
 
     @property
     def mean_kernel_seconds(self) -> float:
-        return sum(self.seconds_by_kind.values()) / max(self.kernels, 1.0)
+        return sum(self.seconds_by_kind.values()) / max(self.kernels_per_step, 1.0)
 
     @property
     def tokens_per_second(self) -> float:
-        return self.tokens / self.step_seconds
+        return self.batch_tokens / self.step_seconds
 
     @property
-    def achieved_flops(self) -> float:
+    def flops_per_second(self) -> float:
         return self.flops / self.step_seconds
 
     @property
     def mfu(self) -> float | None:
-        return None if self.peak_flops is None else self.achieved_flops / self.peak_flops
+        return None if self.peak_flops_per_second is None else self.flops_per_second / self.peak_flops_per_second
 
     @property
-    def product_flops(self) -> float | None:
-        """FLOP/s while products and attention run; None where none were seen."""
+    def product_flops_per_second(self) -> float | None:
+        """While products and attention run; None where none were seen."""
         seconds = sum(self.seconds_by_kind.get(kind, 0.0) for kind in COMPUTES)
         return self.flops / seconds if seconds > 0 else None
 
@@ -124,180 +116,158 @@ class Verdict:
 def judge(measured: Measurements, possible: Callable[[str], bool] = lambda words: True) -> Verdict:
     """The bottleneck of a step; `possible` says whether this machine and model can have a setting."""
     bottleneck = _bottleneck(measured)
-    sentence, evidence, candidates = {
+    sentence, evidence, rows = {
         "data-bound": _data_bound,
         "launch-bound": _launch_bound,
         "memory-bound": _memory_bound,
         "compute-bound": _compute_bound,
     }[bottleneck](measured)
-    advice = [one for one in candidates if not one.words or possible(one.words)][:MOST_ADVICE]
+    advice = [Advice(words, why) for when, words, why in rows if when and (not words or possible(words))]
     if not advice:
         advice = [Advice("", "no switch is left that this machine can have; `flatout bench` measures each of them")]
-    return Verdict(bottleneck, sentence, evidence, tuple(advice))
+    return Verdict(bottleneck, sentence, tuple(evidence), tuple(advice[:MOST_ADVICE]))
 
 
 def _bottleneck(measured: Measurements) -> str:
-    if measured.device != "cuda":  # operators run one after the other on the host: it is either them or the data
-        return "data-bound" if measured.data_seconds >= IDLE_SHARE * measured.step_seconds else "compute-bound"
+    if measured.device_kind != "cuda":  # operators run one after the other on the host: it is either them or the data
+        return "data-bound" if measured.data_wait_seconds >= IDLE_SHARE * measured.step_seconds else "compute-bound"
     if measured.idle_seconds >= IDLE_SHARE * measured.step_seconds:
-        return "data-bound" if measured.data_idle_seconds >= measured.host_idle_seconds else "launch-bound"
+        return "data-bound" if measured.idle_for_data_seconds >= measured.idle_for_host_seconds else "launch-bound"
     return "memory-bound" if measured.share_of(*MOVES) >= MEMORY_SHARE else "compute-bound"
 
 
-_Part = tuple[str, tuple[str, ...], list[Advice]]
+# The sentence, the evidence, and what to try, the best first: when it applies, the words for it, and why.
+_Part = tuple[str, list[str], list[tuple[bool, str, str]]]
 
 
 def _data_bound(measured: Measurements) -> _Part:
-    wait = measured.data_seconds
-    sentence = (
-        f"The step waits for its batch: {_ms(wait)} of {_ms(measured.step_seconds)} "
-        f"({wait / measured.step_seconds:.0%}) pass in the loader."
-    )
-    evidence = [f"waiting for data {_ms(wait)} a step, the step itself {_ms(measured.step_seconds)}"]
-    if measured.device == "cuda":
-        evidence.append(
-            f"the device is busy {measured.busy_share:.0%} of the time, idle for data {measured.data_share:.0%}"
-        )
-    advice: list[Advice] = []
+    wait, step, cuda = measured.data_wait_seconds, measured.step_seconds, measured.device_kind == "cuda"
+    sentence = f"The step waits for its batch: {_ms(wait)} of {_ms(step)} ({wait / step:.0%}) pass in the loader."
+    evidence = [f"waiting for data {_ms(wait)} a step, the step itself {_ms(step)}"]
+    if cuda:
+        idle = measured.idle_for_data_seconds / step
+        evidence.append(f"the device is busy {measured.busy_share:.0%} of the time, idle for data {idle:.0%}")
     workers = int(measured.used.get("workers", "0") or 0)
-    if measured.streaming:
-        advice.append(
-            Advice("", "prepare the text once with `flatout prepare`: a stream reads and tokenizes in every run")
-        )
-    elif measured.used.get("loader") == "host":
-        if measured.device == "cuda":
-            advice.append(Advice("speed.loader=device", "keeps all tokens on the GPU, so nothing is read in a step"))
-        advice.append(Advice(f"speed.workers={max(2, 2 * workers)}", f"reads ahead in more threads; now {workers}"))
-        advice.append(Advice("", "look at the disk that holds the shards: `flatout doctor` measures it"))
-    else:
-        advice.append(Advice("speed.loader=host speed.workers=4", "reads batches ahead in threads instead"))
-    return sentence, tuple(evidence), advice
+    stream, host = measured.streaming, not measured.streaming and measured.used.get("loader") == "host"
+    rows = [
+        (stream, "", "prepare the text once with `flatout prepare`: a stream reads and tokenizes in every run"),
+        (host and cuda, "speed.loader=device", "keeps all tokens on the GPU, so nothing is read in a step"),
+        (host, f"speed.workers={max(2, 2 * workers)}", f"reads ahead in more threads; now {workers}"),
+        (host, "", "look at the disk that holds the shards: `flatout doctor` measures it"),
+        (not stream and not host, "speed.loader=host speed.workers=4", "reads batches ahead in threads instead"),
+    ]
+    return sentence, evidence, rows
 
 
 def _launch_bound(measured: Measurements) -> _Part:
-    mean = 1e6 * measured.mean_kernel_seconds
+    used, size, count = measured.used, measured.micro_batch, measured.accumulation
     sentence = (
-        f"The device waits for the host: it is idle {measured.gap_share:.0%} of the step, while the host launches "
-        f"{measured.kernels:,.0f} kernels of {mean:.1f} µs on average."
+        f"The device waits for the host: it is idle {measured.idle_for_host_seconds / measured.step_seconds:.0%} of "
+        f"the step, while the host launches {measured.kernels_per_step:,.0f} kernels of "
+        f"{1e6 * measured.mean_kernel_seconds:.1f} µs on average."
     )
-    evidence = (
+    evidence = [
         f"the device is busy {_ms(measured.busy_seconds)} of {_ms(measured.step_seconds)} ({measured.busy_share:.0%})",
         f"{measured.kernels_per_second:,.0f} kernels per second; a launch takes a host about 5 to 10 µs",
-        f"a micro-batch has {measured.micro_batch * measured.context:,} tokens",
-    )
-    used = measured.used
-    advice: list[Advice] = []
-    if used.get("cuda_graphs") != "on":
-        advice.append(Advice("speed.cuda_graphs=on", "replays a micro-batch with one launch"))
-    if measured.accumulation > 1:
-        size = min(measured.micro_batch * min(measured.accumulation, 8), measured.micro_batch * measured.accumulation)
-        advice.append(Advice(f"speed.micro_batch={size}", f"fewer and longer kernels; now {measured.micro_batch}"))
-    if used.get("kernels") != "triton":
-        advice.append(Advice("speed.kernels=triton", "our kernels do in one launch what torch does in several"))
-    if used.get("compile") == "off" and used.get("kernels") != "triton":
-        advice.append(Advice("speed.compile=reduce-overhead", "fuses kernels and replays them as graphs"))
-    if used.get("fused_optimizer") == "off":
-        advice.append(
-            Advice("speed.fused_optimizer=on", "one kernel for the update, and no word to the host before it")
-        )
-    if measured.accumulation == 1:
-        advice.append(Advice("", "a larger train.batch_tokens makes kernels longer, but changes what is learned"))
-    return sentence, evidence, advice
+        f"a micro-batch has {size * measured.context:,} tokens",
+    ]
+    torch_kernels = used.get("kernels") != "triton"
+    eager = torch_kernels and used.get("compile") == "off"
+    single = used.get("fused_optimizer") == "off"
+    rows = [
+        (used.get("cuda_graphs") != "on", "speed.cuda_graphs=on", "replays a micro-batch with one launch"),
+        (count > 1, f"speed.micro_batch={size * min(count, 8)}", f"fewer and longer kernels; now {size}"),
+        (torch_kernels, "speed.kernels=triton", "our kernels do in one launch what torch does in several"),
+        (eager, "speed.compile=reduce-overhead", "fuses kernels and replays them as graphs"),
+        (single, "speed.fused_optimizer=on", "one kernel for the update, and no word to the host before it"),
+        (count == 1, "", "a larger train.batch_tokens makes kernels longer, but changes what is learned"),
+    ]
+    return sentence, evidence, rows
 
 
 def _memory_bound(measured: Measurements) -> _Part:
-    share = measured.share_of(*MOVES)
+    used, share = measured.used, measured.share_of(*MOVES)
     sentence = (
         f"Kernels that move memory and compute little take {share:.0%} of the device's time; "
         f"products and attention take {measured.share_of(*COMPUTES):.0%}."
     )
     kinds = [(kind, measured.share_of(kind)) for kind in MOVES if measured.share_of(kind) >= 0.01]
     listed = ", ".join(f"{kind} {part:.0%}" for kind, part in sorted(kinds, key=lambda item: -item[1]))
-    evidence = (
-        f"the device is busy {measured.busy_share:.0%} of the step",
-        f"of its time: {listed}",
-        *_rates(measured),
+    evidence = [f"the device is busy {measured.busy_share:.0%} of the step", f"of its time: {listed}"]
+    wide, torch_kernels = used.get("precision") in ("fp32", "tf32"), used.get("kernels") != "triton"
+    eager, wide_stream = torch_kernels and used.get("compile") == "off", used.get("residual") == "fp32"
+    updates = measured.share_of(OPTIMIZER) >= 0.2
+    single = updates and used.get("fused_optimizer") == "off"
+    small = (
+        "the update weighs this much because the batch is small; a larger train.batch_tokens changes what is learned"
     )
-    used = measured.used
-    advice: list[Advice] = []
-    if used.get("precision") in ("fp32", "tf32"):
-        advice.append(Advice("speed.precision=bf16", "halves what activations weigh"))
-    if used.get("kernels") != "triton":
-        advice.append(Advice("speed.kernels=triton", "norms, activations and additions in one pass over memory each"))
-        if used.get("compile") == "off":
-            advice.append(Advice("speed.compile=default", "torch's compiler fuses elementwise kernels as well"))
-    if used.get("loss") != "fused":
-        advice.append(Advice("speed.loss=fused", "never writes all logits to memory"))
-    if used.get("residual") == "fp32" and used.get("kernels") == "triton":
-        advice.append(Advice("speed.residual=bf16", "half the bytes between blocks"))
-    if measured.share_of(OPTIMIZER) >= 0.2:
-        if used.get("fused_optimizer") == "off":
-            advice.append(Advice("speed.fused_optimizer=on", "one pass over weights and moments"))
-        advice.append(Advice("", "the update weighs this much because the batch is small; a larger train.batch_tokens "
-                                 "changes what is learned"))  # fmt: skip
-    return sentence, evidence, advice
+    rows = [
+        (wide, "speed.precision=bf16", "halves what activations weigh"),
+        (torch_kernels, "speed.kernels=triton", "norms, activations and additions in one pass over memory each"),
+        (eager, "speed.compile=default", "torch's compiler fuses elementwise kernels as well"),
+        (used.get("loss") != "fused", "speed.loss=fused", "never writes all logits to memory"),
+        (wide_stream and not torch_kernels, "speed.residual=bf16", "half the bytes between blocks"),
+        (single, "speed.fused_optimizer=on", "one pass over weights and moments"),
+        (updates, "", small),
+    ]
+    return sentence, evidence + _rates(measured), rows
 
 
 def _compute_bound(measured: Measurements) -> _Part:
-    used, cuda = measured.used, measured.device == "cuda"
-    share = measured.share_of(*COMPUTES)
+    used, cuda = measured.used, measured.device_kind == "cuda"
     if cuda:
+        share = measured.share_of(*COMPUTES)
         sentence = f"Matrix products and attention take {share:.0%} of the device's time, and it hardly waits."
         evidence = [f"the device is busy {measured.busy_share:.0%} of the step"]
     else:
         sentence = (
             f"Operators take {measured.busy_share:.0%} of the step; waiting for data takes "
-            f"{_ms(measured.data_seconds)} of {_ms(measured.step_seconds)}."
+            f"{_ms(measured.data_wait_seconds)} of {_ms(measured.step_seconds)}."
         )
         top = sorted(measured.seconds_by_kind.items(), key=lambda item: -item[1])[:3]
         evidence = [", ".join(f"{kind} {measured.share_of(kind):.0%}" for kind, _ in top) + " of the operators' time"]
     evidence += _rates(measured)
-    precision, mfu = used.get("precision"), measured.mfu
-    advice: list[Advice] = []
-    if cuda and precision in ("fp32", "tf32"):
+    precision, mfu, size = used.get("precision"), measured.mfu, measured.micro_batch
+    wide, half = cuda and precision in ("fp32", "tf32"), cuda and precision in ("bf16", "fp16")
+    if wide:
         evidence.append(f"products run in {precision}; the peak is that of half precision")
-        advice.append(Advice("speed.precision=bf16", "runs products on the matrix units at their full rate"))
-        if precision == "fp32":
-            advice.append(Advice("speed.precision=tf32", "if numbers must stay near fp32"))
-    if used.get("attention", "").startswith("reference"):
-        advice.append(Advice("speed.attention=auto", "a fused attention kernel; now it is written out"))
-    if used.get("checkpointing") not in (None, "none"):
-        advice.append(Advice("speed.checkpointing=none", "computes nothing twice, if memory allows"))
-    if cuda and mfu is not None and mfu < HIGH_MFU and measured.accumulation > 1 and precision not in ("fp32", "tf32"):
-        size = measured.micro_batch * 2
-        advice.append(
-            Advice(f"speed.micro_batch={size}", "larger products reach a higher rate; `flatout tune` finds the best")
-        )
-    if cuda and used.get("kernels") == "triton" and used.get("products") == "torch" and precision in ("bf16", "fp16"):
-        advice.append(Advice("speed.products=tuned", "takes the fastest of the library's kernels for each shape"))
-    if cuda and mfu is not None and mfu >= HIGH_MFU and precision in ("bf16", "fp16"):
-        advice.append(Advice("", f"nothing cheap is left: {mfu:.0%} of the peak is what good training steps reach"))
-    if cuda and used.get("fp8") == "[]" and used.get("kernels") == "triton" and precision == "bf16":
-        advice.append(
-            Advice('speed.fp8="[qkv, out, up, down, head]"', "8-bit products; off unless asked for, see docs/speed.md")
-        )
-    if not cuda:
-        if measured.busy_share < 1 - IDLE_SHARE and measured.accumulation > 1:
-            size = measured.micro_batch * measured.accumulation
-            advice.append(Advice(f"speed.micro_batch={size}", "Python's share shrinks with larger micro-batches"))
-        if used.get("compile") == "off":
-            advice.append(
-                Advice("speed.compile=default", "fuses elementwise operators; takes about a minute to compile")
-            )
-        advice.append(Advice("", "a GPU: `flatout doctor` says what this machine has"))
-    return sentence, tuple(evidence), advice
+    ours, several = used.get("kernels") == "triton", measured.accumulation > 1
+    low = cuda and not wide and several and mfu is not None and mfu < HIGH_MFU
+    waits = not cuda and several and measured.busy_share < 1 - IDLE_SHARE
+    written_out = used.get("attention", "").startswith("reference")
+    again = used.get("checkpointing") not in (None, "none")
+    plain = half and ours and used.get("products") == "torch"
+    high = half and mfu is not None and mfu >= HIGH_MFU
+    eight_bit = 'speed.fp8="[qkv, out, up, down, head]"'
+    could_be_8bit = cuda and ours and precision == "bf16" and used.get("fp8") == "[]"
+    eager = not cuda and used.get("compile") == "off"
+    rows = [
+        (wide, "speed.precision=bf16", "runs products on the matrix units at their full rate"),
+        (wide and precision == "fp32", "speed.precision=tf32", "if numbers must stay near fp32"),
+        (written_out, "speed.attention=auto", "a fused attention kernel; now it is written out"),
+        (again, "speed.checkpointing=none", "computes nothing twice, if memory allows"),
+        (low, f"speed.micro_batch={2 * size}", "larger products reach a higher rate; `flatout tune` finds the best"),
+        (plain, "speed.products=tuned", "takes the fastest of the library's kernels for each shape"),
+        (high, "", f"nothing cheap is left: {mfu or 0.0:.0%} of the peak is what good training steps reach"),
+        (could_be_8bit, eight_bit, "8-bit products; off unless asked for, see docs/speed.md"),
+        (
+            waits,
+            f"speed.micro_batch={size * measured.accumulation}",
+            "Python's share shrinks with larger micro-batches",
+        ),
+        (eager, "speed.compile=default", "fuses elementwise operators; takes about a minute to compile"),
+        (not cuda, "", "a GPU: `flatout doctor` says what this machine has"),
+    ]
+    return sentence, evidence, rows
 
 
 def _rates(measured: Measurements) -> list[str]:
-    lines: list[str] = []
-    if measured.mfu is not None and measured.peak_flops is not None:
-        peak = _flops(measured.peak_flops)
-        lines.append(f"{_flops(measured.achieved_flops)} over the whole step, MFU {measured.mfu:.1%} of {peak}")
-    else:
-        lines.append(f"{_flops(measured.achieved_flops)} over the whole step; the peak of this device is not known")
-    if measured.product_flops is not None:
-        lines.append(f"{_flops(measured.product_flops)} while products and attention run")
-    return lines
+    peak, products = measured.peak_flops_per_second, measured.product_flops_per_second
+    known = "; the peak of this device is not known"
+    if measured.mfu is not None and peak is not None:
+        known = f", MFU {measured.mfu:.1%} of {_flops(peak)}"
+    lines = [f"{_flops(measured.flops_per_second)} over the whole step{known}"]
+    return lines + ([] if products is None else [f"{_flops(products)} while products and attention run"])
 
 
 def _ms(seconds: float) -> str:

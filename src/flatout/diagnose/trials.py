@@ -7,6 +7,7 @@ says so instead of blaming the trials after it.
 """
 
 import contextlib
+import functools
 import importlib
 import io
 import itertools
@@ -41,23 +42,19 @@ def run_trials(
     capability = machine.cards[index].capability if kind == "cuda" and index < len(machine.cards) else None
     precision = config_precision(config, capability) if kind == "cuda" else "fp32"
     narrow = "bf16" if capability is not None and capability >= (8, 0) else "fp16"
-    rate = runner.value("matrix product", lambda: _product_rate(device, precision))
+    rates: list[float] = []
+    runner.add("matrix product", lambda: rates.append(_product_rate(device, precision)))
     picked = _attention(runner, machine, device, config, precision, quick=quick)
     if config is not None and "E" in config.model.kinds:
         _scan(runner, machine, device, config, capability, precision)
     if kind == "cuda":
         _on_cuda(runner, machine, device, capability, narrow)
     _compile(runner, machine, device, config, quick=quick)
-    trials = Trials(
-        trials=tuple(runner.trials),
-        picked=picked,
-        product_flops=rate,
-        product_type=precision,
-    )
     if kind == "cuda":
         with contextlib.suppress(Exception):
             torch.cuda.empty_cache()
-    return trials
+    rate = rates[0] if rates else None
+    return Trials(trials=tuple(runner.trials), picked=picked, product_flops=rate, product_type=precision)
 
 
 def config_precision(config: RunConfig | None, capability: tuple[int, int] | None) -> str:
@@ -91,22 +88,11 @@ class _Runner:
             if any(word in str(error).lower() for word in _STICKY):
                 self.dead = name
         took = f"{detail}{', ' if detail else ''}{time.perf_counter() - started:.1f} s"
-        self.trials.append(
-            Trial(name=name, outcome="works" if reason is None else "fails", detail=took if reason is None else reason)
-        )
+        outcome, told = ("works", took) if reason is None else ("fails", reason)
+        self.trials.append(Trial(name=name, outcome=outcome, detail=told))
 
     def skip(self, name: str, why: str) -> None:
         self.trials.append(Trial(name=name, outcome="skipped", detail=why))
-
-    def value(self, name: str, measure: Callable[[], float]) -> float | None:
-        found: list[float] = []
-
-        def attempt() -> str | None:
-            found.append(measure())
-            return None
-
-        self.add(name, attempt)
-        return found[0] if found else None
 
 
 def _product_rate(device: Any, precision: str) -> float:
@@ -173,15 +159,12 @@ def _attention(
     """Tries every kernel that is at hand; returns the one that torch itself would take."""
     import torch
 
-    from flatout.ops.attention import attention_failure, picked_kernel
+    from flatout.ops.attention import attention_failure, install_flash, picked_kernel
 
     model = ModelConfig(heads=12, width=768, context=1024) if config is None else config.model
     shape = attention_shape(model)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     asked = "auto" if config is None else config.speed.attention
-
-    def attempt(backend: str) -> Callable[[], str | None]:
-        return lambda: attention_failure(backend, device, dtype, **shape)
 
     if device.type != "cuda":
         runner.add("attention sdpa", lambda: _plain_attention(device, dtype, shape))
@@ -194,10 +177,8 @@ def _attention(
     if asked not in ("auto", "sdpa", "reference", *backends):
         backends.append(asked)
     for backend in backends:
-        runner.add(f"attention {backend}", attempt(backend))
+        runner.add(f"attention {backend}", functools.partial(attention_failure, backend, device, dtype, **shape))
     with contextlib.suppress(Exception):
-        from flatout.ops.attention import install_flash
-
         install_flash("sdpa")  # a trial of fa3 leaves it behind torch's flash entry
     return picked_kernel(device, dtype, **shape)
 
@@ -235,12 +216,9 @@ def _scan(
     if device.type == "cuda" and machine.triton.status == "ok" and (capability is None or capability >= (8, 0)):
         paths.insert(0, "triton")
     shape = {"states": min(config.model.states, 16), "varying": config.model.modulation > 0}
-
-    def attempt(path: str) -> Callable[[], str | None]:
-        return lambda: scan_failure(path, device, dtype, apart=config.documents_apart, **shape)
-
+    shape["apart"] = config.documents_apart
     for path in paths:
-        runner.add(f"scan {path}", attempt(path))
+        runner.add(f"scan {path}", functools.partial(scan_failure, path, device, dtype, **shape))
 
 
 def scan_failure(path: str, device: Any, dtype: Any, *, states: int, varying: bool, apart: bool) -> str | None:

@@ -21,7 +21,7 @@ import dataclasses
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,11 @@ from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.data.loader import windows_of
 from flatout.data.shards import TokenShards, open_dataset
+from flatout.data.training_data import DataFacts
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fit_check import check_fits, memory_of, ways
+from flatout.engine.opening import steps_of
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, ResourceError
 from flatout.model.count import parameter_count
@@ -43,6 +45,8 @@ from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
 
 SECONDS = 15.0  # of timed steps; what else is timed comes on top
+_UNTIMED = "it needs timed steps, and there were none"
+_MOMENTS = "fp32 weights and two moments"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,7 @@ def estimate(
                 "train.epochs counts passes over data that is not prepared, so the length of the run is not known",
                 "prepare it with `flatout prepare`, or give train.tokens or train.steps instead",
             )
-        looked = _Look(loaded, loaded.config.model_copy(update={"data": data}), made_up)
+        looked = _Look(loaded, loaded.config.model_copy(update={"data": data}), made_up, began)
         problem, way_out, timed = "", "", None
         try:
             if probe:
@@ -153,7 +157,7 @@ def estimate(
                 looked.check_fits()
         except ResourceError as error:
             problem, way_out = error.message, error.hint
-        return looked.result(described, timed, (problem, way_out), price, imported, time.monotonic() - began)
+        return looked.result(described, timed, (problem, way_out), price, imported)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,9 +196,9 @@ def visits_of(config: RunConfig, steps: int, windows: int | None) -> Visits:
 class _Look:
     """What is known of a config's run without building it."""
 
-    def __init__(self, loaded: LoadedConfig, config: RunConfig, made_up: bool) -> None:
+    def __init__(self, loaded: LoadedConfig, config: RunConfig, made_up: bool, began: float) -> None:
         self.loaded = dataclasses.replace(loaded, config=config)
-        self.config, self.made_up, self.streaming = config, made_up, loaded.config.data.streaming
+        self.config, self.made_up, self.streaming, self.began = config, made_up, loaded.config.data.streaming, began
         dataset = open_dataset(config.data.folder or "")
         self.device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
         self.vocab = config.model.vocab or dataset.tokenizer.vocab
@@ -208,7 +212,8 @@ class _Look:
         self.parameters = parameter_count(config.model, self.vocab)
         self.base = _resident_bytes() if self.device.kind == "cpu" else 0
         self.sequences = config.train.batch_tokens // config.model.context
-        self.windows = None if made_up or self.streaming else _windows(config, dataset.train)
+        windows = None if made_up or self.streaming else _windows(config, dataset.train)
+        self.facts = DataFacts(fingerprint="", place=config.data.folder or "", train_tokens=None, windows=windows)
         asked = config.eval.tokens
         there = None if made_up or self.streaming else dataset.val.tokens - 1
         self.validation_tokens = min((count for count in (asked, there) if count is not None), default=None)
@@ -219,46 +224,14 @@ class _Look:
         check_fits(memory, self.device, lambda: ways(self.loaded, self.vocab, self.speed))
 
     def result(
-        self,
-        data: str,
-        timed: Timed | None,
-        problem: tuple[str, str],
-        price: float | None,
-        imported: float | None,
-        probe_seconds: float,
+        self, data: str, timed: Timed | None, problem: tuple[str, str], price: float | None, imported: float | None
     ) -> EstimateResult:
         config, speed = self.config, self.speed
-        steps = _steps(config, self.windows) if timed is None else timed.steps
-        visits = visits_of(config, steps, self.windows)
+        steps = timed.steps if timed is not None else steps_of(config, self.facts)
+        visits = visits_of(config, steps, self.facts.windows)
         tokens = steps * config.train.batch_tokens
         parts = () if timed is None else self._parts(timed, steps, visits, imported)
-        total, missing = None, "it needs timed steps, and there were none"
-        if parts:
-            told = [part.seconds.value for part in parts if part.seconds.value is not None]
-            total, missing = sum(told), ", ".join(part.name for part in parts if part.seconds.value is None)
-        unknown = Figure(None, "not told", missing)
-        without = f"without {missing}, which could not be told" if missing else ""
-        whole = unknown if total is None else Figure(total, "projected", without)
-        why = "no driver of an NVIDIA card tells the power" if timed is not None else missing
-        watts = Figure(None, "not told", why)
-        if timed is not None and timed.watts is not None:
-            watts = Figure(timed.watts, "measured", "mean of the timed steps, of the card alone")
-        energy = Figure(None, "not told", watts.note)
-        if total is not None and watts.value is not None:
-            energy = Figure(watts.value * total / 3.6e6, "projected", "of the card alone")
-        cost = Figure(None, "not told", "give a price per hour with --price" if price is None else missing)
-        if price is not None and total is not None:
-            cost = Figure(price * total / 3600, "projected", without)
-        one = checkpoint_size(self.parameters, config.optim, config.speed)
-        size = Figure(one, "estimated", "fp32 weights and two moments")
-        if timed is not None and timed.checkpoint_bytes is not None:
-            size = Figure(timed.checkpoint_bytes, "measured")
-        # Kept ones, the best, and the one being written before an older one goes.
-        at_once = min(visits.checkpoints, config.checkpoint.keep + (1 if config.checkpoint.best else 0) + 1)
-        epochs = Figure(None, "not told", "the data is not prepared" if self.made_up else "a stream is not counted")
-        if self.windows is not None:
-            epochs = Figure(steps * self.sequences / self.windows, "counted")
-        rate = None if timed is None else timed.tokens_per_second
+        epochs = None if self.facts.windows is None else steps * self.sequences / self.facts.windows
         return EstimateResult(
             config=config.output.name,
             device=machine_of(self.device),
@@ -274,27 +247,33 @@ class _Look:
             accumulation=speed.accumulation,
             context=config.model.context,
             tokens=Figure(tokens, "counted"),
-            epochs=epochs,
+            epochs=_told(
+                epochs, "counted", why="the data is not prepared" if self.made_up else "a stream is not counted"
+            ),
             tokens_per_parameter=Figure(tokens / self.parameters, "counted"),
-            tokens_per_second=unknown if timed is None else Figure(rate, "measured", timed.note),
-            step_seconds=unknown if timed is None else Figure(timed.step, "measured", timed.note),
             spread=None if timed is None else timed.spread,
-            mfu=_mfu(timed),
-            seconds=whole,
             parts=parts,
-            watts=watts,
-            kilowatt_hours=energy,
             price=price,
-            cost=cost,
             peak_estimate=Figure(self._memory(config, speed), "estimated", self._what_is_missing()),
-            peak_measured=unknown if timed is None else Figure(timed.peak_bytes, "measured"),
             device_bytes=self.device.memory_bytes,
-            checkpoint_bytes=size,
-            disk_bytes=Figure((size.value or 0) * at_once, "projected", f"{at_once} at once"),
             table=self._table(timed),
             notes=tuple(self._notes()),
-            probe_seconds=probe_seconds,
+            probe_seconds=time.monotonic() - self.began,
+            **_rates(timed),
+            **_costs(parts, timed, price),
+            **self._disk(timed, visits),
         )
+
+    def _disk(self, timed: Timed | None, visits: Visits) -> dict[str, Figure]:
+        """What a checkpoint takes, and all that are there at once."""
+        config = self.config
+        size = Figure(checkpoint_size(self.parameters, config.optim, config.speed), "estimated", _MOMENTS)
+        if timed is not None and timed.checkpoint_bytes is not None:
+            size = Figure(timed.checkpoint_bytes, "measured")
+        # Kept ones, the best, and the one being written before an older one goes.
+        at_once = min(visits.checkpoints, config.checkpoint.keep + (1 if config.checkpoint.best else 0) + 1)
+        every = Figure((size.value or 0) * at_once, "projected", f"{at_once} at once")
+        return {"checkpoint_bytes": size, "disk_bytes": every}
 
     def _parts(self, timed: Timed, steps: int, visits: Visits, imported: float | None) -> tuple[Part, ...]:
         def part(name: str, times: int, each: Figure, once: float = 0.0) -> Part:
@@ -362,27 +341,49 @@ class _Look:
             yield "checkpoint.best is on: a checkpoint at every evaluation is assumed"
 
 
-def _mfu(timed: Timed | None) -> Figure:
-    if timed is None or timed.mfu is None:
-        return Figure(None, "not told", "the peak rate of this device is not known" if timed else "no timed steps")
-    return Figure(timed.mfu, "measured")
+def _told(value: float | None, how: str, note: str = "", *, why: str) -> Figure:
+    """A figure, or `why` there is none."""
+    return Figure(None, "not told", why) if value is None else Figure(value, how, note)
+
+
+def _rates(timed: Timed | None) -> dict[str, Figure]:
+    """What the timed steps were like."""
+    names = ("tokens_per_second", "step_seconds", "peak_measured")
+    if timed is None:
+        return dict.fromkeys(names, Figure(None, "not told", _UNTIMED)) | {
+            "mfu": Figure(None, "not told", "no timed steps")
+        }
+    return {
+        "tokens_per_second": Figure(timed.tokens_per_second, "measured", timed.note),
+        "step_seconds": Figure(timed.step, "measured", timed.note),
+        "peak_measured": Figure(timed.peak_bytes, "measured"),
+        "mfu": _told(timed.mfu, "measured", why="the peak rate of this device is not known"),
+    }
+
+
+def _costs(parts: Sequence[Part], timed: Timed | None, price: float | None) -> dict[str, Figure]:
+    """Time, energy and money of the whole run; a part that could not be told is named."""
+    total = sum(part.seconds.value or 0.0 for part in parts) if parts else None
+    missing = ", ".join(part.name for part in parts if part.seconds.value is None) if parts else _UNTIMED
+    without = f"without {missing}, which could not be told" if missing else ""
+    no_watts = "no driver of an NVIDIA card tells the power" if timed is not None else missing
+    power = None if timed is None else timed.watts
+    watts = _told(power, "measured", "mean of the timed steps, of the card alone", why=no_watts)
+    energy = None if total is None or power is None else power * total / 3.6e6
+    money = None if total is None or price is None else price * total / 3600
+    no_money = "give a price per hour with --price" if price is None else missing
+    return {
+        "seconds": _told(total, "projected", without, why=missing),
+        "watts": watts,
+        "kilowatt_hours": _told(energy, "projected", "of the card alone", why=watts.note),
+        "cost": _told(money, "projected", without, why=no_money),
+    }
 
 
 def _windows(config: RunConfig, train: TokenShards) -> int:
     how = {"seed": config.train.seed, "best_fit": config.data.packing == "best_fit"}
     context = config.model.context
     return windows_of(train, context=context, stride=config.data.stride or context, **how).order.windows
-
-
-def _steps(config: RunConfig, windows: int | None) -> int:
-    """The length of a run that was not built."""
-    train = config.train
-    if train.steps is not None:
-        return train.steps
-    if train.tokens is not None:
-        return -(-train.tokens // train.batch_tokens)
-    assert windows is not None, "epochs of data that is not here were refused"
-    return math.ceil((train.epochs or 0) * windows / (train.batch_tokens // config.model.context))
 
 
 def _resident_bytes() -> int:

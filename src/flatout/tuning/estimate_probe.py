@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 import torch
@@ -54,7 +53,6 @@ class Timed:
     first evaluation; `watts` is the mean over the timed steps, None where no driver tells it."""
 
     steps: int
-    windows: int | None
     setup: float
     first: float
     step: float
@@ -101,7 +99,6 @@ def time_run(
             peak = max(peak, run.peak_memory_bytes())
         return Timed(
             steps=run.steps,
-            windows=run.data.facts.windows,
             setup=built,
             evaluation=evaluation,
             evaluation_once=once,
@@ -264,9 +261,7 @@ class EnergyMeter:
         self._began, self._before = time.perf_counter(), self._millijoules()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         after, seconds = self._millijoules(), time.perf_counter() - self._began
         if self._before is not None and after is not None and after > self._before and seconds > 0:
             self.watts = (after - self._before) / 1000 / seconds

@@ -4,8 +4,9 @@ A plain file is enough: `flatout train FILE` trains what was tuned. A cap that e
 The first line ends with a checksum of all the others, so that a file edited since can be told from one that was not.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
@@ -47,76 +48,65 @@ def train_words(overrides: Sequence[str], tuned: Sequence[str]) -> list[str]:
     return list((words | {word.partition("=")[0]: word for word in tuned}).values())
 
 
-def words_of(candidate: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
+def tuned_settings(candidate: Candidate, loaded: LoadedConfig) -> dict[str, Any]:
     """The tuned switches by path; those that say nothing beyond the config are left out."""
     before = loaded.config.speed
-    settings: dict[str, Any] = {
-        "speed.micro_batch": candidate.micro_batch,
-        "speed.checkpointing": candidate.checkpointing,
-        "speed.loss": candidate.loss,
-        "speed.kernels": candidate.kernels,
-        "speed.compile": candidate.compile,
+    return {
+        f"speed.{name}": value
+        for name, value in dataclasses.asdict(candidate).items()
+        if name not in ("loss_chunk", "optimizer_offload") or value != getattr(before, name)
     }
-    if candidate.loss_chunk != before.loss_chunk:
-        settings["speed.loss_chunk"] = candidate.loss_chunk
-    if candidate.optimizer_offload != before.optimizer_offload:
-        settings["speed.optimizer_offload"] = candidate.optimizer_offload
-    return settings
+
+
+def words_of(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """The values found as they stand on a command line."""
+    return tuple(f"{path}={value if isinstance(value, str) else format_value(value)}" for path, value in found.items())
 
 
 def fragment_of(loaded: LoadedConfig, settings: dict[str, Any], row: TuneRow, device: str, capacity: int | None) -> str:
     """The YAML of a config file that is the given config with the tuned switches."""
-    sections: dict[str, dict[str, str]] = {}
-    values = loaded.config.model_dump()
+    of = "" if capacity is None else f" of {capacity / 2**30:.1f}"
+    peak = "" if row.peak_bytes is None else f", at most {row.peak_bytes / 2**30:.2f}{of} GiB"
+    batch = f"{row.micro_batch} x {row.accumulation} sequences"
+    if loaded.config.chat.source is not None:
+        batch = f"{loaded.config.chat.batch_samples} samples, {row.micro_batch} rows at once"
+    speed = f"{row.tokens_per_second or 0.0:,.0f} tokens/s, {row.milliseconds or 0.0:,.1f} ms per step of {batch}"
+    holds = "The switches hold for that device and this model; what is learned does not depend on them."
+    return config_text(loaded, settings, f" on {device}: {speed}{peak}.", [holds])
+
+
+def config_text(loaded: LoadedConfig, found: Mapping[str, Any], first: str, comments: Sequence[str] = ()) -> str:
+    """The YAML of a config file that is the given config with the values of `found`, by dotted path.
+
+    `first` is the rest of the first line, after its opening words: what was found, and where.
+    """
+    values, sections = loaded.config.model_dump(), {}
     presets = {source.where for source in loaded.sources.values() if source.kind == "preset"}
     preset = next((where.removeprefix("preset ") for where in presets if where.startswith("preset ")), None)
+    replaced = {*found, "speed.accumulation"} if "speed.micro_batch" in found else {*found}
     for path, source in loaded.sources.items():
         section, _, name = path.partition(".")
         # A layer's null that silences an alternative below it (train.tokens beside train.steps) follows by itself.
         silenced = source.where.endswith(")") and values[section][name] is None
-        if (
-            path not in (*settings, "speed.accumulation")
-            and (source.by_user or source.kind == "hardware")
-            and not silenced
-        ):
-            sections.setdefault(section, {})[name] = format_value(values[section][name])
-    for path, value in settings.items():
+        if path not in replaced and (source.by_user or source.kind == "hardware") and not silenced:
+            sections.setdefault(section, {})[name] = values[section][name]
+    for path, value in found.items():
         section, _, name = path.partition(".")
-        sections.setdefault(section, {})[name] = format_value(value)
-    samples = None if loaded.config.chat.source is None else loaded.config.chat.batch_samples
-    first, *comments = _comments(row, device, capacity, samples)
-    lines = [*comments, *([] if preset is None else [f"preset: {preset}"])]
+        sections.setdefault(section, {})[name] = value
+    lines = [*(f"# {' '.join(comment.split())}" for comment in comments), *([f"preset: {preset}"] if preset else [])]
     for section, fields in sections.items():
-        lines += ["", f"{section}:", *(f"  {name}: {value}" for name, value in fields.items())]
+        lines += ["", f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in fields.items())]
     body = "\n".join(lines) + "\n"
-    return signed(first, body)
+    return f"{' '.join(f'{FIRST_LINE}{first}'.split())}{_CHECKSUM}{_checksum(body)}\n{body}"
 
 
 def is_unchanged(text: str) -> bool | None:
-    """Whether the text of a file is as `fragment_of` made it; None for a file that is not from here at all."""
+    """Whether the text of a file is as `config_text` made it; None for a file that is not from here at all."""
     first, _, body = text.partition("\n")
     if not first.startswith(FIRST_LINE):
         return None
     return first.rstrip().endswith(f"{_CHECKSUM}{_checksum(body)}")
 
 
-def signed(first: str, body: str) -> str:
-    """A file whose first line lets `is_unchanged` tell whether the rest is as it was written."""
-    return f"{first}{_CHECKSUM}{_checksum(body)}\n{body}"
-
-
 def _checksum(body: str) -> str:
     return hashlib.sha256(body.encode("utf-8", "replace")).hexdigest()[:16]
-
-
-def _comments(row: TuneRow, device: str, capacity: int | None, samples: int | None) -> list[str]:
-    of = "" if capacity is None else f" of {capacity / 2**30:.1f}"
-    peak = "" if row.peak_bytes is None else f", at most {row.peak_bytes / 2**30:.2f}{of} GiB"
-    batch = f"{row.micro_batch} x {row.accumulation} sequences"
-    if samples is not None:
-        batch = f"{samples} samples, {row.micro_batch} rows at once"
-    return [
-        f"{FIRST_LINE} on {' '.join(device.split())}: {row.tokens_per_second or 0.0:,.0f} tokens/s, "
-        f"{row.milliseconds or 0.0:,.1f} ms per step of {batch}{peak}.",
-        "# The switches hold for that device and this model; what is learned does not depend on them.",
-    ]

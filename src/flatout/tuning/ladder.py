@@ -14,6 +14,7 @@ be cleared, and every rung after it will say so.
 """
 
 import dataclasses
+import functools
 import gc
 import math
 import statistics
@@ -23,33 +24,15 @@ import torch
 
 import flatout
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import micro_batch_of
 from flatout.engine.features import Speed
 from flatout.errors import ResourceError, UserError
 from flatout.model.count import flops_per_token, parameter_count
-from flatout.ops.attention import FA4
 from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
 from flatout.tuning.measure import Measurement, Steps, borrowed_run, parity_losses, summary_of
-from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, resolved
+from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
 from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.rungs import (
-    COMPILED,
-    FULL,
-    REFERENCE,
-    WITHOUT,
-    Rung,
-    all_rungs,
-    as_words,
-    asked_for,
-    check_asked,
-    check_here,
-    choose,
-    linked,
-    settings_of,
-    tolerance_of,
-    top_of,
-)
+from flatout.tuning.rungs import REFERENCE, Rung, as_words, check_asked, choose_rungs, settings_of, tolerance_of
 from flatout.tuning.tricks import PERIOD, PERIODIC, trick
 
 TIMED_SECONDS = 8.0  # a slow rung takes fewer steps than asked for, and never fewer than the next line says
@@ -95,38 +78,19 @@ def bench(
             notice(
                 f"rungs that are there were timed for {told} steps, now it is {steps}: fewer steps are a rougher figure"
             )
-        attention = plain_attention = resolved(plan, {"speed.compile": "off"}).execution.attention
-        if attention in FA4:
-            words = {"speed.attention": "auto", "speed.kernels": "torch", "speed.compile": "off"}
-            plain_attention = resolved(plan, words).execution.attention
-        listed = all_rungs(
-            kind=plan.device.kind,
-            micro_batch=micro_batch_of(plan.config)[0],
-            attention=attention,
-            plain_attention=plain_attention,
-            eigenstates="E" in plan.config.model.kinds,
-        )
-        asked = None if names is None else list(names)
-        check_here(asked or (), listed, plan.device.kind)
-        absent = absences(plan, [rung for rung in listed if rung.group == "ladder"])
-        if asked is not None and FULL in asked:
-            asked = [*asked, top_of([rung for rung in listed if rung.name not in absent])]
-        # Asking whether a switch works may mean to compile or to run it: not for what nobody wants to know.
-        wanted = [rung for rung in listed if rung.group == "ladder" or asked_for(rung, names=asked, only=only)]
-        wanted += [rung for rung in listed if rung.name == COMPILED and rung not in wanted]
-        absent = absences(plan, wanted)
-        present = linked([rung for rung in listed if rung in wanted and rung.name not in absent])
-        known = {row.rung: row for row in earlier}
-        rungs = [rung for rung in choose(present, names=asked, only=only) if rung.name not in known]
+        listed = rungs_for(plan)
+        chosen = choose_rungs(listed, names, only, plan.device.kind, functools.partial(absences, plan))
         places = {rung.name: place for place, rung in enumerate(listed)}
+        known = {row.rung: row for row in earlier}
+        rungs = [rung for rung in chosen.measured if rung.name not in known]
         if rungs:
             progress(BenchProgress(0, len(rungs), "reference", "reference"))
         reference = reference_losses(plan, notice) if rungs else []
-        for row in _climb(plan, present, rungs, known, reference, progress):
+        for row in _climb(plan, chosen.present, rungs, known, reference, progress):
             yield dataclasses.replace(row, place=places[row.rung])
-        for rung in listed:
-            if rung.name in absent and rung.name not in known and asked_for(rung, names=asked, only=only):
-                row = row_of(plan, rung, settings_of(rung, []), Outcome("absent", absent[rung.name]))
+        for rung, reason in chosen.absent:
+            if rung.name not in known:
+                row = row_of(plan, rung, settings_of(rung, []), Outcome("absent", reason))
                 yield dataclasses.replace(row, place=places[rung.name])
 
 
@@ -172,8 +136,8 @@ def _climb(
             continue
         number += 1
         carried = {step.name for step in climbed}
-        if rung.group == "without" and rung.name.removeprefix(WITHOUT) not in carried:
-            reason = f"{rung.name.removeprefix(WITHOUT)} is not in the full set"
+        if rung.group == "without" and rung.switch not in carried:
+            reason = f"{rung.switch} is not in the full set"
             yield row_of(plan, rung, settings_of(rung, climbed), Outcome("absent", reason))
             continue
 
@@ -228,27 +192,20 @@ def _measured(
     while True:
         tell("parity")
         settings = settings_of(rung, climbed)
-        outcome = _outcome(plan, rung, settings, reference, tell)
+        try:
+            return rung, _try(plan, rung, settings, reference, tell)
+        except ResourceError as error:
+            outcome = Outcome("out_of_memory", error.message)
+        except UserError as error:
+            outcome = Outcome("failed", error.message)
+        except Exception as error:  # noqa: BLE001 - a foreign compiler or kernel may raise anything: a row, not the end
+            first = str(error).strip().partition("\n")[0][:200]
+            outcome = Outcome("failed", f"{type(error).__name__}: {first}")
+        gc.collect()  # the traceback is gone now, and what it held can go too
         size = int(settings["speed.micro_batch"])
         if outcome.status != "out_of_memory" or not rung.shrinks or size <= 2:
             return rung, outcome
         rung = dataclasses.replace(rung, words={**rung.words, "speed.micro_batch": str(size // 2)})
-
-
-def _outcome(
-    plan: Plan, rung: Rung, settings: dict[str, str], reference: Sequence[float], tell: Callable[[str], None]
-) -> Outcome:
-    try:
-        return _try(plan, rung, settings, reference, tell)
-    except ResourceError as error:
-        status, reason = "out_of_memory", error.message
-    except UserError as error:
-        status, reason = "failed", error.message
-    except Exception as error:  # noqa: BLE001 - a foreign compiler or kernel may raise anything: a row, not the end
-        first = str(error).strip().partition("\n")[0][:200]
-        status, reason = "failed", f"{type(error).__name__}: {first}"
-    gc.collect()  # the traceback is gone now, and what it held can go too
-    return Outcome(status, reason)
 
 
 def _try(
@@ -256,28 +213,28 @@ def _try(
 ) -> Outcome:
     tolerance = tolerance_of(settings)
     with borrowed_run(config_for(plan, settings)) as run, trick(rung.trick, plan.device) as after_step:
-        remarks = list(refusals(run.speed, settings).values())
+        notices = list(refusals(run.speed, settings).values())
         with Steps(run, after_step=after_step) as stepping:
             early = stepping.take(plan.parity_steps)
             parity = largest_difference([report.loss for report in early], reference)
-            remarks += run.new_notices.take()
-            lost = given_up(remarks, rung)
+            notices += run.new_notices.take()
+            lost = given_up(notices, rung)
             if lost is not None:
                 return Outcome("failed", lost, parity, None, run.speed)
             if not parity <= tolerance:
                 differs = f"the losses differ by {parity:.2g}, more than {tolerance:g}"
-                return Outcome("red", "; ".join([differs, *remarks]), parity, None, run.speed)
+                return Outcome("red", "; ".join([differs, *notices]), parity, None, run.speed)
             tell("timing")
             typical = statistics.median(report.seconds for report in early[len(early) // 2 :])
             timed = stepping.take(step_count(plan.steps, typical, whole=PERIOD if rung.trick in PERIODIC else 1))
-        remarks += run.new_notices.take()
-        return Outcome("green", "; ".join(remarks), parity, summary_of(run, early, timed), run.speed)
+        notices += run.new_notices.take()
+        return Outcome("green", "; ".join(notices), parity, summary_of(run, early, timed), run.speed)
 
 
-def given_up(news: Sequence[str], rung: Rung) -> str | None:
+def given_up(notices: Sequence[str], rung: Rung) -> str | None:
     """The message by which a run gave up the very switch that a rung is about: its speed would be another one's."""
     names = [path.removeprefix("speed.") for path in rung.words]
-    return next((line for line in news for name in names if line.startswith(f"{name} became ")), None)
+    return next((line for line in notices for name in names if line.startswith(f"{name} became ")), None)
 
 
 def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -293,14 +250,11 @@ def step_count(steps: int, seconds: float, *, whole: int = 1) -> int:
     return -(-count // whole) * whole
 
 
-def _milliseconds(rung: Rung, measured: Measurement) -> float:
-    """A step's time: the median, but the mean for what happens in some steps only."""
-    return measured.mean_milliseconds if rung.trick in PERIODIC else measured.milliseconds
-
-
 def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -> BenchRow:
     measured, speed, claim = outcome.measured, outcome.speed, claim_of(rung.name)
-    milliseconds = None if measured is None else _milliseconds(rung, measured)
+    milliseconds = None if measured is None else measured.milliseconds
+    if measured is not None and rung.trick in PERIODIC:  # it happens in some steps only, and a median does not see it
+        milliseconds = measured.mean_milliseconds
     rate = None if milliseconds is None else 1000 * plan.config.train.batch_tokens / max(milliseconds, 1e-6)
     peak = plan.device.peak_flops
     flops = flops_per_token(plan.config.model, plan.vocab)

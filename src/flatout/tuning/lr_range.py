@@ -33,7 +33,7 @@ from flatout.engine.run import Run
 from flatout.engine.saving import capture, restore
 from flatout.errors import ConfigError
 from flatout.ops.gradients import clear_gradients
-from flatout.tuning.found import config_text, words_of
+from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
@@ -127,7 +127,7 @@ def find_rate(
             device = machine_of(run.speed.device)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
     reading = read_curve([point.rate for point in points], [point.loss for point in points])
-    found = {"optim.learning_rate": _round(reading.rate)}
+    found = {"optim.learning_rate": float(f"{reading.rate:.1e}")}  # two digits: the test knows no more
     return LrResult(
         config=loaded.config.output.name,
         device=device,
@@ -199,7 +199,8 @@ def untouched(run: Run) -> Iterator[None]:
     step = run.step
     # `capture` hands out the live tensors, which the block would write into. DO NOT leave out the copy.
     kept = _copied(capture(run, Progress()))
-    schedules, was_training, had_gradients = step.optimizer.schedules_KU, run.model.training, _has_gradients(run)
+    schedules, was_training = step.optimizer.schedules_KU, run.model.training
+    had_gradients = any(parameter.grad is not None for parameter in run.model.parameters())
     try:
         yield
     finally:
@@ -213,18 +214,13 @@ def untouched(run: Run) -> Iterator[None]:
 
 def _copied(checkpoint: Any) -> Any:
     """A checkpoint whose tensors are its own, on the host."""
-    parts = {name: getattr(checkpoint, name) for name in ("model", "optimizer", "run")}
-    return dataclasses.replace(
-        checkpoint, **{name: {key: _copy(value) for key, value in part.items()} for name, part in parts.items()}
-    )
 
+    def copy(value: Any) -> Any:
+        return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
 
-def _copy(value: Any) -> Any:
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def _has_gradients(run: Run) -> bool:
-    return any(parameter.grad is not None for parameter in run.model.parameters())
+    parts = {name: getattr(checkpoint, name).items() for name in ("model", "optimizer", "run")}
+    own = {name: {key: copy(value) for key, value in part} for name, part in parts.items()}
+    return dataclasses.replace(checkpoint, **own)
 
 
 # --- reading the curve ------------------------------------------------------------------------------------------------
@@ -303,11 +299,6 @@ def _crossing(places: Sequence[float], smoothed: Sequence[float], bottom: int, d
     before, after = smoothed[index - 1], smoothed[index]
     share = (before - level) / (before - after) if before > after else 1.0
     return 10.0 ** (places[index - 1] + min(max(share, 0.0), 1.0) * (places[index] - places[index - 1]))
-
-
-def _round(rate: float) -> float:
-    """Two digits: the test knows no more."""
-    return float(f"{rate:.1e}")
 
 
 def _no_curve(why: str) -> ConfigError:

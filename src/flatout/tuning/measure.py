@@ -6,7 +6,8 @@ the next on the device's clock, or on the host's where there is none. First step
 and not timed. The figure is the median; how far the steps lie apart stands beside it.
 
 Contract:
-- `measure` is all of it. `Steps` is the same in pieces, for who wants to look at the losses before going on timing.
+- `Steps` takes steps, `summary_of` is what they were like: first those that are not timed, then those that are.
+  `after_step(number)` is called on the host after each step, inside the timed region: what it costs is measured.
 - Peak memory is reset when stepping begins and covers the first step too: a graph is captured, and its memory claimed,
   there and never again.
 - Running out of device memory is a `ResourceError`, raised after nothing but this run's own state has changed.
@@ -23,7 +24,6 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self, final
 
 import torch
@@ -39,7 +39,6 @@ from flatout.engine.setup import setup_run
 from flatout.ops.quantized import QuantizedWeight
 
 WARMUP = 4  # steps: compile, autotuning's last surprises, 8-bit scales, recording of graphs
-STEPS = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,32 +47,15 @@ class Measurement:
 
     `milliseconds` is the median step, `spread` the distance between the quartiles as a share of it, and
     `mean_milliseconds` sees what happens in some steps only; `compile_seconds` is what the first step took beyond a
-    median one, 0 where nothing was compiled. `mfu` is None where the device's peak rate is not known, `losses` holds
-    the untimed steps too.
+    median one, 0 where nothing was compiled.
     """
 
-    tokens_per_second: float
     milliseconds: float
     mean_milliseconds: float
     spread: float
-    mfu: float | None
     peak_bytes: int
     compile_seconds: float
-    losses: tuple[float, ...]
     steps: int
-
-
-def measure(
-    run: Run, *, warmup: int = WARMUP, steps: int = STEPS, after_step: Callable[[int], None] | None = None
-) -> Measurement:
-    """Trains `run` for `warmup` steps without and `steps` steps with the clock, from its first batch on.
-
-    `after_step(number)` is called on the host after each step, inside the timed region: what it costs is measured.
-    The run needs `warmup + steps` steps in its config.
-    """
-    with Steps(run, after_step=after_step) as stepping:
-        untimed = stepping.take(warmup)
-        return summary_of(run, untimed, stepping.take(steps))
 
 
 def parity_losses(run: Run, steps: int) -> list[float]:
@@ -116,9 +98,7 @@ class Steps:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.loader.close()
 
 
@@ -132,19 +112,14 @@ def summary_of(run: Run, untimed: Sequence[StepReport], timed: Sequence[StepRepo
     seconds = [report.seconds for report in timed]
     median = statistics.median(seconds)
     quarters = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [median] * 3
-    rate = run.config.train.batch_tokens / max(median, 1e-9)
-    peak = run.speed.device.peak_flops
     first = untimed[0].seconds if untimed else median
     compiles = run.speed.compile != "off" or run.speed.execution.kernels == "triton" or run.speed.cuda_graphs
     return Measurement(
-        tokens_per_second=rate,
         milliseconds=1000 * median,
         mean_milliseconds=1000 * statistics.fmean(seconds),
         spread=(quarters[2] - quarters[0]) / max(median, 1e-9),
-        mfu=None if peak is None else rate * run.flops_per_token / peak,
         peak_bytes=run.peak_memory_bytes(),
         compile_seconds=max(first - median, 0.0) if compiles else 0.0,
-        losses=tuple(report.loss for report in (*untimed, *timed)),
         steps=len(timed),
     )
 

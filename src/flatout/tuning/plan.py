@@ -13,17 +13,19 @@ from pathlib import Path
 import torch
 
 import flatout
+from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_stored
-from flatout.config.schema import RunConfig, SpeedConfig
+from flatout.config.schema import RunConfig, SpeedConfig, micro_batch_of
 from flatout.config.source import DEFAULT, Source
 from flatout.config.yaml_loader import format_value
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed
 from flatout.errors import ConfigError, HardwareError, UsageError
+from flatout.ops.attention import FA4
 from flatout.records import BenchRow
 from flatout.tuning.practice_data import practice_data
-from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, as_words, settings_of
+from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, all_rungs, as_words, settings_of
 from flatout.tuning.tricks import PERIOD, tricks_for
 
 MOST_SEQUENCES = 64  # of a step, unless told otherwise: the naive baseline takes seconds for them on any card
@@ -163,16 +165,27 @@ def commit_of(folder: Path) -> str | None:
 def config_for(plan: Plan, settings: dict[str, str]) -> LoadedConfig:
     """The config of a rung; its values count as a preset's, so that a device answers with a reason, not an error."""
     config = load_stored(plan.config.model_dump(), as_words(settings), where="bench").config
-    return LoadedConfig(config, {path: Source("preset", "bench") for path in as_paths(config)})
-
-
-def as_paths(config: RunConfig) -> list[str]:
-    return [f"{section}.{name}" for section, values in config.model_dump().items() for name in values]
+    return LoadedConfig(config, dict.fromkeys(field_facts(), Source("preset", "bench")))
 
 
 def resolved(plan: Plan, settings: dict[str, str]) -> Speed:
     config = config_for(plan, settings).config
     return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: DEFAULT, vocab=plan.vocab)
+
+
+def rungs_for(plan: Plan) -> list[Rung]:
+    """Every rung that a device of this kind has; `absences` says which of them this very one cannot have."""
+    attention = plain_attention = resolved(plan, {"speed.compile": "off"}).execution.attention
+    if attention in FA4:
+        words = {"speed.attention": "auto", "speed.kernels": "torch", "speed.compile": "off"}
+        plain_attention = resolved(plan, words).execution.attention
+    return all_rungs(
+        kind=plan.device.kind,
+        micro_batch=micro_batch_of(plan.config)[0],
+        attention=attention,
+        plain_attention=plain_attention,
+        eigenstates="E" in plan.config.model.kinds,
+    )
 
 
 def absences(plan: Plan, rungs: Sequence[Rung]) -> dict[str, str]:

@@ -11,13 +11,15 @@ Trap: a peak counts only with gradients and moments in place, so a step has two 
 has two, and the first step is never the one that is timed.
 """
 
+import contextlib
 import dataclasses
 import math
 import statistics
-from collections.abc import Generator
+from collections.abc import Callable, Mapping
 
 import torch
 
+from flatout.config.facts import field_facts
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
@@ -65,9 +67,11 @@ class Probe:
             )
         self.sequences = self.config.train.batch_tokens // self.config.model.context
         self.run: Run | None = None
-        self.context: Generator[Run] | None = None
-        self.vocab = 0
-        self.corpus_bytes = 0
+        self.stack = contextlib.ExitStack()  # what the run is borrowed by
+        self.vocab: int | None = None
+        self.streamed = loaded.config.data.streaming
+        self.corpus_bytes: int | None = 0
+        self.step_tokens: float | None = None  # of samples, on average
         self.update_seconds: dict[bool, float] = {}  # by whether the optimizer is offloaded
         self.recorded: dict[Candidate, bool] = {}  # whether a candidate's micro-batch is replayed as a graph
 
@@ -84,45 +88,31 @@ class Probe:
         """Micro-batches of a step."""
         return self.sequences // candidate.micro_batch
 
-    def source(self, path: str) -> Source:
-        """Where the user wrote a field that tune leaves alone."""
-        return self.written.get(path, DEFAULT)
-
-    def check(self, *, streamed: bool) -> None:
+    def check(self) -> None:
         """Refuses what the user wrote and this device cannot have, as a training run would."""
-        written = self.written | self.kept_written
-        resolve_speed(self.config, self.device, None if streamed else 0, lambda path: written.get(path, DEFAULT))
+        self._resolved(self.config, self.written | self.kept_written, None if self.streamed else self.corpus_bytes)
 
     def open(self, candidate: Candidate) -> None:
         """Builds the model for a way of compiling; everything else about a candidate can change later."""
         self.close()
-        sources = {path: self.written.get(path, Source("preset", "tune")) for path in _paths(self.config)}
-        self.context = _held(LoadedConfig(self.config_for(candidate), sources))
-        self.run = next(self.context)
-        self.vocab = self.run.model.vocab
-        self.corpus_bytes = self.run.data.facts.corpus_bytes or 0
+        sources = dict.fromkeys(field_facts(), Source("preset", "tune")) | self.written
+        run = self.run = self.stack.enter_context(borrowed_run(LoadedConfig(self.config_for(candidate), sources)))
+        self.vocab, self.corpus_bytes = run.model.vocab, run.data.facts.corpus_bytes
 
     def close(self) -> None:
         self.run = None
-        if self.context is not None:
-            self.context.close()
-            self.context = None
+        self.stack.close()
 
     def config_for(self, candidate: Candidate) -> RunConfig:
-        values = {
-            "micro_batch": candidate.micro_batch,
-            "accumulation": None,
-            "checkpointing": candidate.checkpointing,
-            "loss": candidate.loss,
-            "loss_chunk": candidate.loss_chunk,
-            "kernels": candidate.kernels,
-            "compile": candidate.compile,
-            "optimizer_offload": candidate.optimizer_offload,
-        }
+        values = {**dataclasses.asdict(candidate), "accumulation": None}
         return self.config.model_copy(update={"speed": self.config.speed.model_copy(update=values)})
 
     def resolve(self, config: RunConfig) -> Speed:
-        return resolve_speed(config, self.device, self.corpus_bytes, self.source, vocab=self.vocab or None)
+        return self._resolved(config, self.written, self.corpus_bytes)
+
+    def _resolved(self, config: RunConfig, written: Mapping[str, Source], corpus_bytes: int | None) -> Speed:
+        known = {"vocab": self.vocab, "step_tokens": self.step_tokens}
+        return resolve_speed(config, self.device, corpus_bytes, lambda path: written.get(path, DEFAULT), **known)
 
     def estimate(self, candidate: Candidate) -> int:
         """Needs no model: the switches are those of the run as it was built, with the candidate's in their place."""
@@ -148,10 +138,10 @@ class Probe:
             cuda_graphs=self.recorded[candidate],
             optimizer_offload=candidate.optimizer_offload,
         )
-        return self._need(speed)
+        return self._need(speed, self.run.model.vocab)
 
-    def _need(self, speed: Speed) -> int:
-        return memory_of(self.config, self.vocab, speed).total
+    def _need(self, speed: Speed, vocab: int) -> int:
+        return memory_of(self.config, vocab, speed).total
 
     def capacity(self) -> int | None:
         """Bytes that a run may use: the limit, or the card without what others hold on it."""
@@ -163,37 +153,44 @@ class Probe:
 
     def attempt(self, candidate: Candidate) -> tuple[Trial, Timing | None, bool]:
         """(what came of it, its timing, whether CUDA graphs were on). Out of memory is an answer, not an error."""
-        config = self.config_for(candidate)
-        speed = self.resolve(config)
+        speed = self.resolve(self.config_for(candidate))
         missing = _difference(candidate, speed)
         if missing:
             return Trial(candidate=candidate, status="absent", reason=missing), None, False
-        if self.run is None or self.run.speed.compile != candidate.compile:
-            self.open(candidate)
-        assert self.run is not None
-        timing = self._timed(config, speed)
-        graphs = speed.cuda_graphs and not _gave_up_recording(self.run)
-        _forget(self.run)
-        if isinstance(timing, str):
-            return Trial(candidate=candidate, status="out_of_memory", reason=timing), None, graphs
+        if speed.compile != "off":
+            torch._dynamo.reset()
+        timing, recorded = self._tried(candidate, self._measured)
+        graphs = speed.cuda_graphs and recorded
+        if not isinstance(timing, Timing):
+            return Trial(candidate=candidate, status="out_of_memory", reason=timing or ""), None, graphs
         rate = self.batch_tokens / timing.seconds
         trial = Trial(candidate=candidate, status="fits", tokens_per_second=rate, peak_bytes=timing.peak_bytes)
         return trial, timing, graphs
 
     def confirm(self, candidate: Candidate, seconds: float) -> Timing | str | None:
         """Whole steps of the global batch; a sentence where memory runs out, None where `seconds` are not enough."""
-        timing = None
+        return self._tried(candidate, lambda run: self._whole_steps(run, seconds))[0]
+
+    def _tried(self, candidate: Candidate, measure: Callable[[Run], Timing | None]) -> tuple[Timing | str | None, bool]:
+        """What was measured of a candidate, or a sentence where memory ran out; whether no recording was given up.
+
+        Moments, gradients and recordings are dropped afterwards: the next trial begins with weights only.
+        """
         config = self.config_for(candidate)
         if self.run is None or self.run.speed.compile != candidate.compile:
             self.open(candidate)
         assert self.run is not None
-        self.run = with_speed(self.run, config, self.resolve(config))
+        run = self.run = with_speed(self.run, config, self.resolve(config))
         try:
-            timing = self._whole_steps(self.run, seconds)
+            timing = measure(run)
         except ResourceError as error:
             timing = error.message
-        _forget(self.run)
-        return timing
+        graph = run.step.run_micro_batch
+        recorded = not (isinstance(graph, MicroBatchGraph) and graph.failed)
+        run.step.optimizer.forget()
+        run.step.use_micro_batch(run.step.micro_batch)
+        free_memory()
+        return timing, recorded
 
     def _whole_steps(self, run: Run, seconds: float) -> Timing | None:
         with Steps(run) as steps:
@@ -203,16 +200,6 @@ class Probe:
             steps.take(1)
             reports = steps.take(max(1, min(3, int(seconds / max(first, 1e-3)) - 2)))
             return Timing(statistics.median(r.seconds for r in reports), self._peak(0))
-
-    def _timed(self, config: RunConfig, speed: Speed) -> Timing | str:
-        assert self.run is not None
-        if speed.compile != "off":
-            torch._dynamo.reset()
-        self.run = with_speed(self.run, config, speed)
-        try:
-            return self._measured(self.run)
-        except ResourceError as error:
-            return error.message
 
     def _measured(self, run: Run) -> Timing:
         known = self.update_seconds.get(run.speed.optimizer_offload)
@@ -256,26 +243,10 @@ class Probe:
         return max(peak_memory_bytes(self.device.torch_device), held)
 
 
-def _held(loaded: LoadedConfig) -> Generator[Run]:
-    with borrowed_run(loaded) as run:
-        yield run
-
-
 def _median_seconds(steps: Steps) -> float:
     first = steps.take(1)[0].seconds
     count = max(2, min(8, int(TIMED_SECONDS / max(first, 1e-3))))
     return statistics.median([first, *(report.seconds for report in steps.take(count))])
-
-
-def _forget(run: Run) -> None:
-    """Drops moments, gradients and recordings, and gives their memory back: the next trial begins with weights only."""
-    run.step.optimizer.forget()
-    run.step.use_micro_batch(run.step.micro_batch)
-    free_memory()
-
-
-def _gave_up_recording(run: Run) -> bool:
-    return isinstance(run.step.run_micro_batch, MicroBatchGraph) and run.step.run_micro_batch.failed
 
 
 def _difference(candidate: Candidate, speed: Speed) -> str:
@@ -296,7 +267,3 @@ def _difference(candidate: Candidate, speed: Speed) -> str:
 
 def divisors(number: int) -> tuple[int, ...]:
     return tuple(size for size in range(1, number + 1) if number % size == 0)
-
-
-def _paths(config: RunConfig) -> list[str]:
-    return [f"{section}.{name}" for section, values in config.model_dump().items() for name in values]

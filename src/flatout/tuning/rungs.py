@@ -14,7 +14,7 @@ against the compiled set, not against the full one.
 import dataclasses
 import difflib
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from flatout.errors import UsageError
@@ -88,6 +88,11 @@ class Rung:
     # In the ladder only on these kinds of device; elsewhere beside it, because `auto` does not choose it there.
     kinds: tuple[str, ...] = ("cuda", "mps", "cpu")
 
+    @property
+    def switch(self) -> str:
+        """The rung of the ladder whose switch it turns on, or takes out."""
+        return self.name.removeprefix(WITHOUT)
+
 
 def all_rungs(
     *, kind: str, micro_batch: int, attention: str, plain_attention: str | None = None, eigenstates: bool = False
@@ -115,7 +120,7 @@ def linked(rungs: Sequence[Rung]) -> list[Rung]:
     ladder = [rung for rung in rungs if rung.group == "ladder"]
     below = {step.name: before.name for before, step in itertools.pairwise(ladder)}
     steps = {rung.name for rung in ladder}
-    present = [rung for rung in rungs if rung.group != "without" or rung.name.removeprefix(WITHOUT) in steps]
+    present = [rung for rung in rungs if rung.group != "without" or rung.switch in steps]
     names = {rung.name for rung in present}
 
     def against(rung: Rung) -> str | None:
@@ -126,105 +131,120 @@ def linked(rungs: Sequence[Rung]) -> list[Rung]:
     return [dataclasses.replace(rung, against=against(rung)) for rung in present]
 
 
+def _speed(**values: str) -> dict[str, str]:
+    return {f"speed.{name}": value for name, value in values.items()}
+
+
+_TORCH_ONLY = _speed(kernels="torch", residual="fp32", products="torch")
+
+
 def _steps(micro_batch: int, attention: str, plain_attention: str) -> list[Rung]:
     """The ladder, bottom to top; `against` is filled in by the caller."""
 
-    def step(
-        name: str,
-        words: dict[str, str],
-        out: dict[str, str] | None = None,
-        *,
-        kinds: tuple[str, ...] = ("cuda", "mps", "cpu"),
-        shrinks: bool = False,
-    ) -> Rung:
-        return Rung(name, "ladder", words, None, out=out, kinds=kinds, shrinks=shrinks)
+    def step(name: str, words: dict[str, str], out: dict[str, str] | None = None, *, shrinks: bool = False) -> Rung:
+        return Rung(name, "ladder", words, None, out=out, shrinks=shrinks)
 
-    torch_only = {"speed.kernels": "torch", "speed.residual": "fp32", "speed.products": "torch"}
+    def cuda(name: str, words: dict[str, str], out: dict[str, str] | None = None) -> Rung:
+        return dataclasses.replace(step(name, words, out), kinds=("cuda",))
+
+    no_bf16 = _speed(precision="tf32", residual="fp32", products="torch", attention="sdpa")
+    compiled = _TORCH_ONLY | _speed(attention=plain_attention, compile="default", cuda_graphs="off")
+    two = _speed(micro_batch=BASELINE["speed.micro_batch"])
     return [
         step("baseline", {}),
-        step("tf32", {"speed.precision": "tf32"}, kinds=("cuda",)),
-        step(
-            "bf16",
-            {"speed.precision": "bf16"},
-            {
-                "speed.precision": "tf32",
-                "speed.residual": "fp32",
-                "speed.products": "torch",
-                "speed.attention": "sdpa",
-            },
-            kinds=("cuda",),
-        ),
-        step("fused-qkv", {"speed.fused_qkv": "true"}, {"speed.fused_qkv": "false"}),
-        step("sdpa", {"speed.attention": "sdpa"}, {"speed.attention": "reference"}),
-        step(
-            "micro-batch",
-            {"speed.micro_batch": str(micro_batch)},
-            {"speed.micro_batch": BASELINE["speed.micro_batch"]},
-            shrinks=True,
-        ),
-        step("fused-adamw", {"speed.fused_optimizer": "on"}, {"speed.fused_optimizer": "off"}),
-        step("pad-vocab", {"speed.pad_vocab": "64"}, {"speed.pad_vocab": "1"}),
-        step("compile", {"speed.compile": "default"}, {**torch_only, "speed.compile": "off"}, kinds=("cuda",)),
-        step("attention", {"speed.attention": plain_attention}, {"speed.attention": "sdpa"}, kinds=("cuda",)),
-        step("scan", {"speed.scan": "triton"}, {"speed.scan": "chunked"}, kinds=("cuda",)),
-        step("loss", {"speed.loss": "fused"}, {"speed.loss": "plain"}, kinds=("cuda",)),
-        step(
-            "triton",
-            {"speed.kernels": "triton", "speed.compile": "off"},
-            {
-                **torch_only,
-                "speed.attention": plain_attention,
-                "speed.compile": "default",
-                "speed.cuda_graphs": "off",
-            },
-            kinds=("cuda",),
-        ),
-        step("fa4-backward", {"speed.attention": attention}, {"speed.attention": plain_attention}, kinds=("cuda",)),
-        step("residual", {"speed.residual": "bf16"}, {"speed.residual": "fp32"}, kinds=("cuda",)),
-        step("products", {"speed.products": "tuned"}, {"speed.products": "torch"}, kinds=("cuda",)),
-        step("loader-thread", {"speed.workers": "1"}),
-        step("device-loader", {"speed.loader": "device"}, {"speed.loader": "host"}, kinds=("cuda",)),
-        step("expandable", {"speed.expandable_segments": "on"}, {"speed.expandable_segments": "off"}, kinds=("cuda",)),
-        step("cuda-graphs", {"speed.cuda_graphs": "on"}, {"speed.cuda_graphs": "off"}, kinds=("cuda",)),
+        cuda("tf32", _speed(precision="tf32")),
+        cuda("bf16", _speed(precision="bf16"), no_bf16),
+        step("fused-qkv", _speed(fused_qkv="true"), _speed(fused_qkv="false")),
+        step("sdpa", _speed(attention="sdpa"), _speed(attention="reference")),
+        step("micro-batch", _speed(micro_batch=str(micro_batch)), two, shrinks=True),
+        step("fused-adamw", _speed(fused_optimizer="on"), _speed(fused_optimizer="off")),
+        step("pad-vocab", _speed(pad_vocab="64"), _speed(pad_vocab="1")),
+        cuda("compile", _speed(compile="default"), _TORCH_ONLY | _speed(compile="off")),
+        cuda("attention", _speed(attention=plain_attention), _speed(attention="sdpa")),
+        cuda("scan", _speed(scan="triton"), _speed(scan="chunked")),
+        cuda("loss", _speed(loss="fused"), _speed(loss="plain")),
+        cuda("triton", _speed(kernels="triton", compile="off"), compiled),
+        cuda("fa4-backward", _speed(attention=attention), _speed(attention=plain_attention)),
+        cuda("residual", _speed(residual="bf16"), _speed(residual="fp32")),
+        cuda("products", _speed(products="tuned"), _speed(products="torch")),
+        step("loader-thread", _speed(workers="1")),
+        cuda("device-loader", _speed(loader="device"), _speed(loader="host")),
+        cuda("expandable", _speed(expandable_segments="on"), _speed(expandable_segments="off")),
+        cuda("cuda-graphs", _speed(cuda_graphs="on"), _speed(cuda_graphs="off")),
     ]
 
 
 def _extras(kind: str, attention: str, plain_attention: str) -> list[Rung]:
     """What the full set leaves out, each put into it alone."""
 
-    def extra(name: str, words: dict[str, str], *, against: str = FULL, trick: str | None = None) -> Rung:
-        return Rung(name, "extra", words, against, trick=trick)
+    def extra(name: str, *, against: str = FULL, trick: str | None = None, **words: str) -> Rung:
+        return Rung(name, "extra", _speed(**words), against, trick=trick)
 
-    compiled = {
-        "speed.kernels": "torch",
-        "speed.residual": "fp32",
-        "speed.products": "torch",
-        "speed.attention": plain_attention,
-        "speed.cuda_graphs": "off",
-    }
+    compiled = {"kernels": "torch", "residual": "fp32", "products": "torch", "attention": plain_attention}
+    compiled |= {"cuda_graphs": "off"}
     modes = ["reduce-overhead", "max-autotune", "regional"] if kind == "cuda" else ["regional"]
     names = ("flash", "cudnn", "efficient", "flex", "fa3", "fa4", "cudnn+fa4")
     backends = [name for name in names if name not in (attention, plain_attention)]
+    tricks = ("empty-cache", "empty-cache-each-step", "gc-collect", "cudnn-benchmark")
     return [
-        extra("fp16", {"speed.precision": "fp16", "speed.residual": "fp32"}),
-        extra("fp8-mlp", {"speed.fp8": "[up, down]"}),
-        extra("fp8-all", {"speed.fp8": "[qkv, out, up, down, head]"}),
-        extra("loss-chunked", {"speed.loss": "chunked"}),
-        extra("checkpointing-selective", {"speed.checkpointing": "selective"}),
-        extra("checkpointing-full", {"speed.checkpointing": "full"}),
-        extra("activation-offload", {"speed.activation_offload": "true"}),
-        extra("optimizer-8bit", {"speed.optimizer_state": "8bit"}),
-        extra("optimizer-offload", {"speed.optimizer_offload": "true"}),
-        *(extra(f"attention-{name}", {"speed.attention": name}) for name in backends),
-        *(extra(f"compile-{mode}", {**compiled, "speed.compile": mode}, against=COMPILED) for mode in modes),
-        extra("workers-4", {"speed.loader": "host", "speed.workers": "4"}),
-        extra("empty-cache", {}, trick="empty-cache"),
-        extra("empty-cache-each-step", {}, trick="empty-cache-each-step"),
-        extra("gc-collect", {}, trick="gc-collect"),
-        extra("cudnn-benchmark", {}, trick="cudnn-benchmark"),
-        extra("split-512", {"speed.expandable_segments": "off"}, trick="split-512"),
-        extra("full-again", {}),  # nothing changed but the time of day: what is no further from 1 than this is noise
+        extra("fp16", precision="fp16", residual="fp32"),
+        extra("fp8-mlp", fp8="[up, down]"),
+        extra("fp8-all", fp8="[qkv, out, up, down, head]"),
+        extra("loss-chunked", loss="chunked"),
+        extra("checkpointing-selective", checkpointing="selective"),
+        extra("checkpointing-full", checkpointing="full"),
+        extra("activation-offload", activation_offload="true"),
+        extra("optimizer-8bit", optimizer_state="8bit"),
+        extra("optimizer-offload", optimizer_offload="true"),
+        *(extra(f"attention-{name}", attention=name) for name in backends),
+        *(extra(f"compile-{mode}", against=COMPILED, **compiled, compile=mode) for mode in modes),
+        extra("workers-4", loader="host", workers="4"),
+        *(extra(name, trick=name) for name in tricks),
+        extra("split-512", expandable_segments="off", trick="split-512"),
+        extra("full-again"),  # nothing changed but the time of day: what is no further from 1 than this is noise
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """Which rungs a call is about. `present` are those that the device can have, `measured` of these what was asked for
+    and what that is compared with, and `absent` what was asked for and cannot be had, with the reason."""
+
+    present: list[Rung]
+    measured: list[Rung]
+    absent: list[tuple[Rung, str]]
+
+
+def choose_rungs(
+    listed: Sequence[Rung],
+    names: Sequence[str] | None,
+    only: str | None,
+    kind: str,
+    absences: Callable[[Sequence[Rung]], Mapping[str, str]],
+) -> Chosen:
+    """Of the rungs of a `kind` of device, those by `names`, or of the group `only`, or all.
+
+    `absences` gives a reason for each rung that the device cannot have. To find out may mean to compile or to run a
+    switch, so it is asked only for what somebody wants to know.
+    """
+    known = [*(rung.name for rung in listed), FULL]
+    for name in names or ():
+        if name not in known:
+            raise UsageError(f"the ladder of this {kind} device has no rung {name!r}", f"it has {', '.join(known)}")
+    asked = None if names is None else list(names)
+    ladder = [rung for rung in listed if rung.group == "ladder"]
+    if asked is not None and FULL in asked:
+        absent = absences(ladder)
+        asked.append([rung.name for rung in ladder if rung.name not in absent][-1])
+    told = [rung for rung in listed if asked_for(rung, names=asked, only=only)]
+    wanted = [rung for rung in listed if rung in ladder or rung in told or rung.name == COMPILED]
+    absent = absences(wanted)
+    present = linked([rung for rung in wanted if rung.name not in absent])
+    return Chosen(
+        present=present,
+        measured=choose(present, names=asked, only=only),
+        absent=[(rung, absent[rung.name]) for rung in told if rung.name in absent],
+    )
 
 
 def choose(rungs: Sequence[Rung], *, names: Sequence[str] | None, only: str | None) -> list[Rung]:
@@ -234,7 +254,7 @@ def choose(rungs: Sequence[Rung], *, names: Sequence[str] | None, only: str | No
     """
     wanted = {rung.name for rung in rungs if asked_for(rung, names=names, only=only)}
     by_name = {rung.name: rung for rung in rungs}
-    top = top_of(rungs)
+    top = [rung.name for rung in rungs if rung.group == "ladder"][-1]
     for name in list(wanted):
         rung = by_name[name]
         wanted |= {rung.against} if rung.against is not None else set()
@@ -264,18 +284,6 @@ def check_asked(loaded: "LoadedConfig", names: Sequence[str] | None) -> None:
             f"the ladder sets {', '.join(written)} itself, rung by rung",
             "leave it out, or choose rungs with --rungs NAME",
         )
-
-
-def check_here(names: Sequence[str], rungs: Sequence[Rung], kind: str) -> None:
-    """Refuses names that have a meaning on other kinds of device only."""
-    listed = [*(rung.name for rung in rungs), FULL]
-    for name in names:
-        if name not in listed:
-            raise UsageError(f"the ladder of this {kind} device has no rung {name!r}", f"it has {', '.join(listed)}")
-
-
-def top_of(rungs: Iterable[Rung]) -> str:
-    return [rung.name for rung in rungs if rung.group == "ladder"][-1]
 
 
 def settings_of(rung: Rung, climbed: Sequence[Rung]) -> dict[str, str]:

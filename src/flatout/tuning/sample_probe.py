@@ -17,10 +17,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
-from flatout.config.source import DEFAULT
 from flatout.data.sample_loader import LargestRows
-from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.features import Speed
 from flatout.engine.fit_check import memory_of
 from flatout.engine.graphs import WARM_UPS
 from flatout.engine.pending import StepReport
@@ -44,6 +42,7 @@ class SampleProbe(Probe):
         self.config = self.config.model_copy(update=described)
         self.practice = practice
         self.sequences = self.config.chat.batch_samples
+        self.corpus_bytes, self.step_tokens = None, practice.step_tokens
         self.steps: tuple[int, ...] | None = None  # those that are timed
         self.found: dict[tuple[int, bool], dict[int, LargestRows]] = {}
 
@@ -62,29 +61,14 @@ class SampleProbe(Probe):
         """The most micro-batches of a step."""
         return -(-self.practice.rows // candidate.micro_batch)
 
-    def check(self, *, streamed: bool) -> None:
-        del streamed
-        self._resolved(self.config, with_kept=True)
-
-    def resolve(self, config: RunConfig) -> Speed:
-        return self._resolved(config, with_kept=False)
-
-    def _resolved(self, config: RunConfig, *, with_kept: bool) -> Speed:
-        written = self.written | (self.kept_written if with_kept else {})
-        vocab, tokens = self.vocab or None, self.practice.step_tokens
-        return resolve_speed(
-            config, self.device, None, lambda path: written.get(path, DEFAULT), vocab=vocab, step_tokens=tokens
-        )
-
     def _largest(self, speed: Speed) -> dict[int, LargestRows]:
         key = (speed.micro_batch, delivery_of(speed, speed.micro_batch).joined)
         if key not in self.found:
             self.found[key] = self.practice.largest(speed)
         return self.found[key]
 
-    def _need(self, speed: Speed) -> int:
-        rows = self._largest(speed).values()
-        return max(memory_of(self.config, self.vocab, speed, one).total for one in rows)
+    def _need(self, speed: Speed, vocab: int) -> int:
+        return max(memory_of(self.config, vocab, speed, one).total for one in self._largest(speed).values())
 
     def _measured(self, run: Run) -> Timing:
         timing = self._whole_steps(run, None)

@@ -30,9 +30,9 @@ class Candidate:
     micro_batch: int
     checkpointing: str
     loss: str
-    loss_chunk: int
     kernels: str
     compile: str
+    loss_chunk: int
     optimizer_offload: bool
 
     @property

@@ -36,7 +36,7 @@ from flatout.engine.loop import train_loop
 from flatout.errors import ConfigError, DataError, DivergedError, DoesNotFitError, ResourceError, UsageError
 from flatout.files import disk_errors, open_to_append
 from flatout.records import EvalRecord
-from flatout.tuning.found import config_text, words_of
+from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import borrowed_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import scratch_folder
@@ -106,7 +106,9 @@ def search(
         storage = None if study is None else stack.enter_context(_opened(optuna, study))
         base = _for_trials(loaded)
         kept = _study(optuna, storage, loaded, space, study)
-        _forget_interrupted(optuna, kept)
+        for trial in kept.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
+            # What was under way when a search was killed will not end any more.
+            kept.tell(trial.number, state=optuna.trial.TrialState.FAIL)
         prepare_data(base.config.data, base.config.clean)
         scratch = stack.enter_context(scratch_folder("flatout-search-"))
         while len(rows := rows_of(kept)) < trials:
@@ -306,12 +308,6 @@ def _differing(before: str, now: str) -> tuple[str, str]:
     first, second = json.loads(before), json.loads(now)
     path = next(path for path in sorted({*first, *second}) if first.get(path) != second.get(path))
     return tuple(f"{path} {json.dumps(facts[path]) if path in facts else 'absent'}" for facts in (first, second))  # pyright: ignore[reportReturnType]
-
-
-def _forget_interrupted(optuna: Any, study: Any) -> None:
-    """What was under way when a search was killed will not end any more."""
-    for trial in study.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
-        study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
 
 
 def rows_of(study: Any) -> list[TrialRow]:

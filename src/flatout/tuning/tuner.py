@@ -16,7 +16,7 @@ from flatout.config.yaml_loader import format_value
 from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
 from flatout.records import TuneProgress, TuneResult, TuneRow
-from flatout.tuning.fragment import fragment_of, kept_settings, words_of
+from flatout.tuning.fragment import fragment_of, kept_settings, tuned_settings, words_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
 from flatout.tuning.practice_samples import practice_samples
 from flatout.tuning.probe import Probe
@@ -62,7 +62,7 @@ def tune(
             )
             described = samples.described
             probe = SampleProbe(loaded, samples, memory)
-        probe.check(streamed=loaded.config.data.streaming)
+        probe.check()
         try:
             yield from _Tuning(loaded, probe, described, seconds, progress).run(thorough, compiled)
         finally:
@@ -267,12 +267,10 @@ class _Tuning:
         others = [f"{_text(one)}: {confirmed[one].tokens_per_second:,.0f}" for one in confirmed if one != candidate]
         measured = "of whole steps" if self.samples is None else "measured again"
         beside = f"; tokens/s {measured} with {'; with '.join(others)}" if others else ""
-        settings = words_of(candidate, self.loaded)
+        settings = tuned_settings(candidate, self.loaded)
         return TuneResult(
             chosen=row,
-            words=tuple(
-                f"{path}={value if isinstance(value, str) else format_value(value)}" for path, value in settings.items()
-            ),
+            words=words_of(settings),
             fragment=fragment_of(self.loaded, settings, row, probe.device.name, capacity),
             device=probe.device.name,
             capacity_bytes=capacity,

@@ -71,8 +71,6 @@ def profile_into(
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Profiles a config; writes all files into `unfinished`, which will be called `folder`; returns profile.json."""
-    import dataclasses
-
     from flatout.diagnose.profile import fitted, profile_run
     from flatout.observe.measured.profile_page import as_markdown, page_of
     from flatout.tuning.measure import borrowed_run
@@ -85,7 +83,7 @@ def profile_into(
         progress("building the model")
         with borrowed_run(fitted(loaded, data, steps)) as run:
             found = profile_run(run, unfinished, steps=steps, data=described, progress=progress)
-    report = dataclasses.asdict(found)
+    report = found.to_json()
     with disk_errors(str(folder / PAGE), safe=""):
         write_whole(unfinished / PAGE, as_markdown(page_of(report, str(folder))).encode("utf-8"))
     return report

@@ -248,9 +248,7 @@ class FakeCard(probe.Probe):
 
     def resolve(self, config):  # the tests' config is for a CPU; a card would take our kernels
         speed = resolve_speed(config, detect_device("cpu"), 0, lambda _: DEFAULT)
-        return dataclasses.replace(
-            speed, execution=dataclasses.replace(speed.execution, kernels="triton", loss="fused"), compile="off"
-        )
+        return dataclasses.replace(speed, kernels="triton", loss="fused", compile="off")
 
     def capacity(self) -> int | None:
         return self.device.memory_bytes

@@ -3,7 +3,7 @@
 A row's function looks at a `Case` and answers with the value the switch gets and the reason where that is not what was
 asked for. Switches that exclude each other are decided by this order: what the user wrote beats what is automatic; of
 two that were both written, the one named in the error gives way. To add a switch, add its field to `SpeedConfig` and
-`Used`, and a row here.
+`Speed`, and a row here.
 """
 
 import dataclasses

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from flatout.config.schema import ModelConfig
 from flatout.diagnose.doctor import Finding, finding_of
-from flatout.engine.starting import open_start
+from flatout.engine.base_model import open_start
 from flatout.errors import UserError
 from flatout.model.hub_find import is_within_reach
 

@@ -26,21 +26,21 @@ def try_attention(
 ) -> str | None:
     """Why this attention kernel cannot train these shapes under these switches, or None."""
     with arithmetic(precision, deterministic, device):
-        return attention_failure(backend, device, _product_type(precision), **shape)
+        return attention_failure(backend, device, product_type(precision), **shape)
 
 
 def try_documents(backend: str, device: torch.device, *, precision: str, **shape: Any) -> str | None:
     """Why this kernel cannot train packed documents, or None."""
-    return document_failure(backend, device, _product_type(precision), **shape)
+    return document_failure(backend, device, product_type(precision), **shape)
 
 
 def ask_sdpa(device: torch.device, *, precision: str, deterministic: bool, **shape: Any) -> str | None:
     """Which kernel torch takes for these shapes under these switches, or None where it does not tell."""
     with arithmetic(precision, deterministic, device):
-        return picked_kernel(device, _product_type(precision), **shape)
+        return picked_kernel(device, product_type(precision), **shape)
 
 
-def _product_type(precision: str) -> torch.dtype:
+def product_type(precision: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 

@@ -6,7 +6,9 @@ saved as step 0: there is always something to resume from.
 
 import math
 import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
@@ -17,7 +19,7 @@ from flatout.engine.boundary import quick_loss
 from flatout.engine.checkpoint import (
     Verdict,
     list_checkpoints,
-    read_config,
+    read_part,
     read_verdict,
     write_checkpoint,
     write_verdict,
@@ -46,12 +48,12 @@ def with_way_back(
         return DivergedError(error.message, f"start again with {gentle} ({failed.message})")
     if arrays is not None:
         given = f"flatout.train with the same data=, resume={str(point)!r} and {gentle} in its config"
-        return DivergedError(error.message, f"go on from {where}, in Python: {given}")
+        return DivergedError(error.message, f"resume from {where} in Python: {given}")
     verb = "train" if config.chat.source is None else "finetune"
-    words = {**_changed(config, point), **gentler(config)}
-    settings = [shlex.quote(f"{path}={value}") for path, value in words.items()]
+    changed = {path: now for path, _, now in differences(config, read_part(point, "config")) if path[:7] != "output."}
+    settings = [as_word(path, value) for path, value in {**changed, **gentler(config)}.items()]
     command = " ".join(["flatout", verb, "--resume", shlex.quote(str(point)), *settings])
-    return DivergedError(error.message, f"go on from {where} at a lower learning rate: {command}")
+    return DivergedError(error.message, f"resume from {where} at a lower learning rate: {command}")
 
 
 def gentler(config: RunConfig) -> dict[str, str]:
@@ -60,15 +62,19 @@ def gentler(config: RunConfig) -> dict[str, str]:
     return rate if 0 < config.optim.clip <= 1 else {**rate, "optim.clip": "1"}
 
 
-def _changed(config: RunConfig, checkpoint: Path) -> dict[str, str]:
-    """What the run has otherwise than the checkpoint, whose settings a resume takes."""
-    before, now = read_config(checkpoint), config.model_dump()
-    return {
-        f"{section}.{name}": value if isinstance(value, str) else format_value(value)
-        for section, values in now.items()
-        for name, value in values.items()
-        if section != "output" and before.get(section, {}).get(name, value) != value
-    }
+def differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(path, stored value, the config's) of every setting that a checkpoint has otherwise, but names of places."""
+    now = config.model_dump()
+    for section, values in stored.items():
+        for name, before in values.items():
+            after, path = now.get(section, {}).get(name), f"{section}.{name}"
+            if before != after and path not in ("output.folder", "output.name", "model.init_from"):
+                yield path, before, after
+
+
+def as_word(path: str, value: Any) -> str:
+    """A setting as a word of a command line."""
+    return shlex.quote(f"{path}={value if isinstance(value, str) else format_value(value)}")
 
 
 def _newest_sound(folder: Path, vocab: int) -> Path | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.config.source import Source
 from flatout.device import Device
-from flatout.engine.case import Case, Probes, Speed
+from flatout.engine.case import Answer, Case, Probes, Speed
 from flatout.engine.switches import ROWS
 from flatout.errors import HardwareError
 from flatout.records import Feature
@@ -43,8 +43,8 @@ def resolve_speed(
     )
     features: list[Feature] = []
     for row in ROWS:
-        answer = row.resolve(case)
         asked = getattr(config.speed, row.name) if row.asked is None else row.asked(case)
+        answer = Answer(asked) if asked in row.works else row.resolve(case)
         feature = Feature(name=row.name, asked=_text(asked), used=_text(answer.used, asked), why=answer.why)
         if not row.harmless:
             _check_wanted(feature, source(f"speed.{row.name}"))

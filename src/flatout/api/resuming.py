@@ -12,10 +12,10 @@ from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
 from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
-from flatout.engine.diverged import as_word, differences
 from flatout.engine.opening import steps_of, stored_schedule
 from flatout.engine.run import Run
 from flatout.engine.run_folder import find_resume_point
+from flatout.engine.saving import as_word, differences
 from flatout.errors import CheckpointError, ConfigError
 from flatout.optim.schedule import rate_factors
 

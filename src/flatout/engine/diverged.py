@@ -6,13 +6,10 @@ saved as step 0: there is always something to resume from.
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
-from flatout.config.yaml_loader import format_value
 from flatout.data.array_data import Arrays
 from flatout.engine.books import Progress
 from flatout.engine.boundary import quick_loss
@@ -25,7 +22,7 @@ from flatout.engine.checkpoint import (
     write_verdict,
 )
 from flatout.engine.run_folder import checkpoints_of
-from flatout.engine.saving import capture
+from flatout.engine.saving import as_word, capture, differences
 from flatout.engine.setup import setup_run
 from flatout.errors import DivergedError, UserError
 
@@ -60,21 +57,6 @@ def gentler(config: RunConfig) -> dict[str, str]:
     """Settings that hold where these did not."""
     rate = {"optim.learning_rate": f"{min(config.optim.learning_rate / 10, SAFE_RATE):g}"}
     return rate if 0 < config.optim.clip <= 1 else {**rate, "optim.clip": "1"}
-
-
-def differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(path, stored value, the config's) of every setting that a checkpoint has otherwise, but names of places."""
-    now = config.model_dump()
-    for section, values in stored.items():
-        for name, before in values.items():
-            after, path = now.get(section, {}).get(name), f"{section}.{name}"
-            if before != after and path not in ("output.folder", "output.name", "model.init_from"):
-                yield path, before, after
-
-
-def as_word(path: str, value: Any) -> str:
-    """A setting as a word of a command line."""
-    return shlex.quote(f"{path}={value if isinstance(value, str) else format_value(value)}")
 
 
 def _newest_sound(folder: Path, vocab: int) -> Path | None:

@@ -1,13 +1,16 @@
 """A run's state into a checkpoint and back, and its adapters into PEFT's folder beside the checkpoints."""
 
 import dataclasses
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import flatout
+from flatout.config.schema import RunConfig
+from flatout.config.yaml_loader import format_value
 from flatout.engine.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
 from flatout.engine.books import JUDGED, Progress
 from flatout.engine.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint, read_verdict
@@ -56,7 +59,16 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
     run.trained.assign(checkpoint.model, "the checkpoint")
-    for notice in run.step.optimizer.assign(checkpoint.optimizer, "the checkpoint"):
+    try:
+        converted = run.step.optimizer.assign(checkpoint.optimizer, "the checkpoint")
+    except CheckpointError as error:
+        changed = [row for row in differences(run.config, checkpoint.config) if row[0].startswith("optim.")]
+        if not changed:
+            raise
+        told = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
+        words = " ".join(as_word(path, was) for path, was, _ in changed)
+        raise CheckpointError(f"{error.message} ({told})", f"resume with {words}, or start a new run") from error
+    for notice in converted:
         run.new_notices.add(notice)
     run.step.updates.copy_(checkpoint.run["updates"])
     run.random.assign(checkpoint.run)
@@ -79,6 +91,21 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     for name in JUDGED & judged.keys():
         setattr(progress, name, judged[name])
     return progress
+
+
+def differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(path, stored value, the config's) of every setting that a checkpoint has otherwise, but names of places."""
+    now = config.model_dump()
+    for section, values in stored.items():
+        for name, before in values.items():
+            after, path = now.get(section, {}).get(name), f"{section}.{name}"
+            if before != after and path not in ("output.folder", "output.name", "model.init_from"):
+                yield path, before, after
+
+
+def as_word(path: str, value: Any) -> str:
+    """A setting as a word of a command line."""
+    return shlex.quote(f"{path}={value if isinstance(value, str) else format_value(value)}")
 
 
 def lacks_verdict(checkpoint: Checkpoint) -> bool:

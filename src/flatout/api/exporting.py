@@ -76,9 +76,9 @@ def _write_adapter(loaded: LoadedModel, target: Path, notice: Callable[[str], No
     assert loaded.description is not None, "adapters have a base"
     name = loaded.base_name if loaded.config is None else loaded.config.model.init_from
     name = name or str(loaded.description.folder)
-    facts = {"fingerprint": loaded.base, "quantize": loaded.quantize, "step": loaded.step}
+    facts = {"base": loaded.base, "quantize": loaded.quantize, "step": loaded.step}
     with disk_errors(str(target), safe=""):
-        write_adapter(loaded.adapters, target, base=name, files=_files_beside(loaded)[0], **facts)
+        write_adapter(loaded.adapters, target, name, _files_beside(loaded)[0], facts)
     if (limit := who_loads(name, loaded.description)) is not None:
         notice(limit)
     if loaded.quantize != "none":

@@ -13,7 +13,7 @@ refused. A run that was begun so and is resumed has them from its checkpoint.
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,25 +76,15 @@ def _same_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def write_adapter(
-    adapters: Adapters,
-    folder: Path,
-    *,
-    base: str,
-    fingerprint: str | None,
-    quantize: str,
-    step: int | None,
-    files: dict[str, bytes],
+    adapters: Adapters, folder: Path, base: str, files: Mapping[str, bytes], facts: Mapping[str, str | int | None]
 ) -> None:
-    """PEFT's folder. A base on this machine is named by its whole path, so that it is found from everywhere."""
-    place = Path(base)
+    """PEFT's folder. A base on this machine is named by its whole path, so that it is found from everywhere.
+
+    `facts` are what `flatout.json` keeps: base (a hash of its weights), quantize and step.
+    """
+    base = str(Path(base).resolve()) if os.path.isdir(base) else base
     kept = {name: content for name, content in files.items() if not name.startswith("generation_")}
-    save_adapter(
-        adapters,
-        folder,
-        base=str(place.resolve()) if os.path.isdir(place) else base,
-        files=kept,
-        facts={"base": fingerprint, "quantize": quantize, "step": step},
-    )
+    save_adapter(adapters, folder, base=base, files=kept, facts=facts)
 
 
 IN_4_BITS = "its base was in 4 bits (NF4): Flatout takes it so again, other programs have to be told (load_in_4bit)"

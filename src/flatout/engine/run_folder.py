@@ -12,6 +12,7 @@ Nothing here is written or removed before a run is accepted: until then the fold
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -160,14 +161,14 @@ def set_later_aside(run: Path, chosen: Checkpoint, notice: Callable[[str], None]
             notice(f"going back to step {chosen.step}: the later one of step {step} was set aside as {aside.name}")
 
 
+@dataclasses.dataclass
 class RunLock:
     """A run folder held against other processes. Until `accept`, leaving it puts the disk back as it was."""
 
-    def __init__(self, run: Path, handle: int, *, created: bool) -> None:
-        self.run = run
-        self.handle = handle
-        self.created = created
-        self.accepted = False
+    run: Path
+    handle: int
+    created: bool
+    accepted: bool = False
 
     def accept(self) -> None:
         """The run goes ahead: says who holds the folder, and removes what killed processes left in it."""

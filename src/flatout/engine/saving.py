@@ -143,9 +143,9 @@ def save_run_adapter(run: Run, folder: Path, step: int) -> Iterator[str]:
         return
     if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
         return
-    facts = {"fingerprint": run.base_hash, "quantize": run.config.lora.quantize, "step": step}
+    facts = {"base": run.base_hash, "quantize": run.config.lora.quantize, "step": step}
     try:
-        write_adapter(run.adapters, folder / ADAPTER, base=name, files=run.files_beside, **facts)
+        write_adapter(run.adapters, folder / ADAPTER, name, run.files_beside, facts)
     except OccupiedError as error:
         yield f"the adapter of step {step} was not written: {error.message}"
 

@@ -235,8 +235,8 @@ def _build_step(
     )
     graph = None
     if speed.cuda_graphs:
-        derived = () if adapters is None else (adapters.forget,)
-        graph = MicroBatchGraph(step.forward_backward, model, notices, Recorder(device), model.prepare, *derived)
+        forget = (lambda: None) if adapters is None else adapters.forget
+        graph = MicroBatchGraph(step.forward_backward, model, notices, Recorder(device), model.prepare, forget)
         step.run_micro_batch = graph
 
     def rebuild() -> None:

@@ -4,6 +4,7 @@ Contract: as in `flatout.cli`. Needs no torch and never writes into the run's fo
 code 0 if the run said so itself, 1 if its process is gone without a last word. Ctrl-C ends the watching, not the run.
 """
 
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -85,13 +86,14 @@ def _log_every(record: "Record") -> int:
     return value if isinstance(value, int) and value > 0 else 10
 
 
+@dataclasses.dataclass
 class _LastWord:
     """How a run ended, from the records it left."""
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.step = self.skipped = 0
-        self.heard = False
+    reason: str | None = None
+    step: int = 0
+    skipped: int = 0
+    heard: bool = False
 
     def hear(self, record: "Record") -> None:
         from flatout.records import EndRecord, RunInfo, StepRecord

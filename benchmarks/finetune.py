@@ -47,9 +47,9 @@ from flatout.data.sample_loader import SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import detect_device, use_expandable_segments
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fine_tuning import adapter_plan
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
+from flatout.engine.opening import adapter_plan
 from flatout.engine.run import delivery_of, device_scope
 from flatout.engine.step import TrainStep
 from flatout.engine.trained import only_adapters

@@ -17,12 +17,10 @@ from flatout.launch import SeveralProcessesError, check_one_process, is_first
 from flatout.streams import go_nowhere, usable_streams
 from flatout.verbs import (
     bench,
-    chat,
     config,
     data,
     doctor,
     estimate,
-    finders,
     models,
     plot,
     profile,
@@ -136,11 +134,6 @@ def _dispatch(words: list[str]) -> int:
         return int(stop.code or 0)
 
 
-def _tune(words: list[str]) -> int:
-    kinds = {"lr": finders.tune_lr, "search": finders.tune_search}
-    return kinds[words[0]](words[1:]) if words and words[0] in kinds else tune.tune(words)
-
-
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": train.train,
     "finetune": train.finetune,
@@ -152,15 +145,15 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "generate": models.generate,
     "doctor": doctor.doctor,
     "estimate": estimate.estimate,
-    "tune": _tune,
+    "tune": tune.tune,
     "bench": bench.bench,
     "profile": profile.profile,
     "watch": watch.watch,
     "plot": plot.plot,
     "report": report.report,
     "serve-report": report.serve_report,
-    "chat": chat.chat,
-    "merge": chat.merge,
+    "chat": models.chat,
+    "merge": models.merge,
     "export": models.export,
     "config": config.config,
 }

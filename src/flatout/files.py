@@ -21,7 +21,7 @@ from flatout.errors import ResourceError, UsageError
 
 CHECK_ACCESS = "check that it is there and that you may read it"
 MOST_LEVELS = 100  # of JSON inside JSON
-CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, go on with --resume auto"
+CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, continue with --resume auto"
 
 
 def canonical_json(value: Any) -> bytes:

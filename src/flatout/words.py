@@ -23,9 +23,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"flatout {verb}", description=description, allow_abbrev=False)
         self.verb = verb
         self.default_config: str | None = None
+        self.text_option: str | None = None  # where text belongs that people write without an option
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, f"see `{self.prog} --help`")
+
+    def flag(self, option: str, help: str) -> None:
+        self.add_argument(option, action="store_true", help=help)
+
+    def number(self, option: str, low: float, high: float, *, help: str, **more: Any) -> None:
+        """An option with a number from `low` to `high`, which is a whole one if `high` is."""
+        self.add_argument(option, type=number_between(type(high), low, high), help=help, **more)
 
     def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
         """Parses options and positionals in any order; `a.b=c` words go to `overrides`."""
@@ -59,6 +67,8 @@ class Parser(argparse.ArgumentParser):
         if word.startswith("-"):
             raise UsageError(f"unknown option {quoted(word)}", self._nearest(word.partition("=")[0], value))
         hint = "write settings as SECTION.FIELD=VALUE" if "overrides" in self._defaults else f"see `{self.prog} --help`"
+        if self.text_option is not None:
+            hint = f"write text as `{self.prog} RUN {self.text_option} {shlex.quote(word)}`"
         raise UsageError(f"unexpected word {quoted(word)}", hint)
 
     def _nearest(self, option: str, value: str | None) -> str:
@@ -130,12 +140,12 @@ def add_base(parser: Parser) -> None:
     parser.add_argument("--base", metavar="MODEL", help="the model under adapters, where it is not where they say")
 
 
-def check_model(parsed: argparse.Namespace) -> None:
+def check_model(parsed: argparse.Namespace, text_option: str | None) -> None:
     """Refuses a model or a device that cannot be one, before anything heavy is imported."""
     if parsed.run is not None and (not parsed.run or not Path(parsed.run).is_dir()):
-        raise UsageError(
-            f"{quoted(parsed.run)} is not a folder", "name a run folder, for example runs/shakespeare-char"
-        )
+        hint = "name a run folder, for example runs/shakespeare-char"
+        hint += f"; text goes after {text_option}" if text_option is not None else ""
+        raise UsageError(f"{quoted(parsed.run)} is not a folder", hint)
     if getattr(parsed, "folder", None) == "":
         raise UsageError("the name of the folder to write is empty", "name a new folder to write into")
     if not re.fullmatch(r"auto|cpu|mps|cuda(:\d{1,3})?", parsed.device):
@@ -170,22 +180,19 @@ def converse(invitation: str, answer: Callable[[str], None]) -> int:
             print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
 
 
-def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str | None, list[str]]:
-    """The action of a verb that has several, and the words after it; None when only help was asked for."""
+def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str, Parser, list[str]]:
+    """The action of a verb that has several, its parser, and the words after it; leaves where help was asked for."""
     if not words or words[0] in ("-h", "--help"):
         listing = "\n".join(f"  {name:<9}{text}" for name, text in actions.items())
         print(f"usage: flatout {verb} ACTION ...\n\nactions:\n{listing}\n\n`flatout {verb} ACTION --help` tells more.")
-        return None, []
+        raise SystemExit(0)
     action = words[0]
     if action not in actions:
         near = difflib.get_close_matches(action, actions, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(actions)}"
         raise UsageError(f"unknown action {quoted(action)}", hint)
-    return action, words[1:]
-
-
-def sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
+    about = actions[action]
+    return action, Parser(f"{verb} {action}", f"{about[0].upper()}{about[1:]}."), words[1:]
 
 
 def _setting_called(name: str, value: str | None) -> str | None:

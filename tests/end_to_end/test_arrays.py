@@ -103,3 +103,16 @@ def test_a_tokenizer_gives_text_and_its_ids_are_checked():
     assert next(record for record in records if isinstance(record, RunInfo)).vocab == 257
     with pytest.raises(DataError, match="token id 300"):
         list(flatout.train(config(*words, "output.folder=other"), data=[np.array([5, 300])] * 9, val=rows[:1]))
+
+
+def test_a_start_that_fails_before_its_first_step_leaves_the_disk_as_it_was(tmp_path):
+    def broken():
+        yield np.arange(40) % 32
+        raise OSError("the source is gone")
+
+    before = sorted(tmp_path.rglob("*"))
+    for _ in range(2):  # not "already holds a run"
+        with pytest.raises(OSError, match="the source is gone"):
+            list(flatout.train(config("output.folder=run"), data=broken, val=[np.arange(3000) % 32]))
+        assert sorted(tmp_path.rglob("*")) == before
+    assert list(flatout.train(config("output.folder=run"), data=arrays))

@@ -217,7 +217,7 @@ def test_going_on_measures_what_is_missing(tmp_path: Path, capsys: pytest.Captur
 
 def test_going_on_from_nothing_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 0
-    assert capsys.readouterr().err.count("there is nothing to go on from in rows: ") == 1
+    assert capsys.readouterr().err.count("there is nothing to continue from in rows: ") == 1
     assert len(rows_in(tmp_path / "rows")) == 1
 
 

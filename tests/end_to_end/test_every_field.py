@@ -300,6 +300,7 @@ def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch
     beside = BESIDE.get(field, [])
     if tuple(beside) not in BASE:
         BASE[tuple(beside)] = signature(beside)
+    assert field in OTHER, f"give {field} another value in OTHER, or list it in ELSEWHERE with the test that shows it"
     other = OTHER[field]
     shutil.rmtree("shards", ignore_errors=True)
     if field.startswith(("data.", "clean.", "chat.")):

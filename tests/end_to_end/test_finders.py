@@ -24,8 +24,8 @@ from flatout.tuning.lr_range import find_rate
 from flatout.tuning.measure import Steps
 from flatout.tuning.search_space import read_space
 from flatout.tuning.study import StudyResult, TrialRow, search
-from flatout.verbs import finders as verb
-from flatout.verbs import targets
+from flatout.verbs import measuring
+from flatout.verbs import tune as verb
 from tests.conftest import TINY
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
@@ -62,7 +62,7 @@ def test_the_choice_is_written_as_a_config_that_trains(tiny, tmp_path: Path, cap
     assert (tmp_path / "lr.png").read_bytes().startswith(b"\x89PNG")
     assert {path.name for path in tmp_path.iterdir()} <= {"lr.yaml", "lr.png", "data"}
     # A file of our own is written over, an edited one is not.
-    targets.write_config(out, out.read_text(encoding="utf-8"))
+    measuring.write_config(out, out.read_text(encoding="utf-8"))
     out.write_text(out.read_text(encoding="utf-8") + "# mine\n", encoding="utf-8")
     with pytest.raises(UsageError, match="was edited"):
         verb.tune_lr([*words_for(tiny), "--out", str(out)])
@@ -111,7 +111,7 @@ def test_where_the_file_cannot_be_written_in_the_end_the_config_is_printed(tiny,
     def full(path: Path, _content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(targets, "write_whole", full)
+    monkeypatch.setattr(measuring, "write_whole", full)
     with pytest.raises(ResourceError):
         verb.tune_lr([*words_for(tiny), "--out", str(tmp_path / "lr.yaml"), "--steps", "40"])
     assert "learning_rate:" in capsys.readouterr().out
@@ -267,7 +267,7 @@ def test_bad_trials_are_cut_short(tiny, space):
 def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
     file = tmp_path / "study.db"
     words = [str(space()), *words_for(tiny, "train.steps=20"), "--study", str(file), "--trials", "400"]
-    command = "import sys; from flatout.verbs.finders import tune_search; sys.exit(tune_search(sys.argv[1:]))"
+    command = "import sys; from flatout.verbs.tune import tune_search; sys.exit(tune_search(sys.argv[1:]))"
     process = subprocess.Popen(
         [sys.executable, "-c", command, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
         env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
@@ -294,7 +294,8 @@ def test_interrupting_ends_with_what_to_do_next(tiny, space, tmp_path: Path, cap
 
     monkeypatch.setattr(study, "train_loop", stopped)
     words = [str(space()), *words_for(tiny), "--study", str(tmp_path / "study.db"), "--out", str(tmp_path / "b.yaml")]
-    assert verb.tune_search(words) == 130
+    with pytest.raises(SystemExit, match="130"):
+        verb.tune_search(words)
     assert "keeps the trials so far" in capsys.readouterr().err
     assert not (tmp_path / "b.yaml").exists()
 

@@ -14,8 +14,8 @@ from flatout.config.load import load_config
 from flatout.engine import run as run_module
 from flatout.engine import setup
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
-from flatout.engine.fine_tuning import open_sample_data
 from flatout.engine.graphs import MicroBatchGraph
+from flatout.engine.opening import open_sample_data
 from flatout.engine.recovery import attempt_step, use_less_memory
 from flatout.errors import UserError
 from flatout.model.gpt import GPT
@@ -157,7 +157,7 @@ def test_out_of_memory_recordings_are_given_up_before_the_run(words, monkeypatch
         monkeypatch.setattr(GPT, "forward", forward)
         told = attempt_step(run, batch)
         assert isinstance(told, str)
-        assert "going on without CUDA graphs" in use_less_memory(run, batch, told)
+        assert "continuing without CUDA graphs" in use_less_memory(run, batch, told)
         report = attempt_step(run, batch)
     assert isinstance(report, torch.Tensor)
     assert torch.equal(report, right)
@@ -175,7 +175,10 @@ def test_out_of_memory_beside_recordings_leaves_the_micro_batch_as_it_is(words, 
         batch = next(loader)
         assert isinstance(attempt_step(run, batch), torch.Tensor)
         assert graph.recordings
-        for told in ("cuda_graphs became off: no room: going on without", "no room: going on with micro-batches of 1"):
+        for told in (
+            "cuda_graphs became off: no room: continuing without",
+            "no room: continuing with micro-batches of 1",
+        ):
             assert use_less_memory(run, batch, "no room").startswith(told)
             assert isinstance(attempt_step(run, batch), torch.Tensor)
 

@@ -10,10 +10,12 @@ import torch
 
 import flatout
 from flatout.config.load import load_config
-from flatout.config.schema import LoraConfig, ModelConfig
+from flatout.config.schema import ModelConfig
 from flatout.device import Device
 from flatout.engine import boundary, fit_check, setup
+from flatout.engine.books import Progress
 from flatout.engine.checkpoint import list_checkpoints
+from flatout.engine.saving import capture
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, UserError
 from flatout.model.count import estimate_memory
 from flatout.model.execution import Execution
@@ -253,7 +255,8 @@ def test_a_step_that_cannot_fit_is_refused_before_it_is_tried():
 )
 def test_what_is_said_to_fit_does(tiny, more: list[str], share: int, monkeypatch: pytest.MonkeyPatch):
     words = ["model.context=512", "train.batch_tokens=2048", *more]
-    memory = setup.setup_run(tiny(*words)).memory.total // share
+    run = setup.setup_run(tiny(*words))
+    begun, memory = capture(run, Progress()), run.memory.total // share
     small = Device(torch_device=torch.device("cpu"), name="a small card", memory_bytes=memory, capability=None)
     monkeypatch.setattr(setup, "detect_device", lambda asked: small)
     with pytest.raises(DoesNotFitError, match="a small card has") as refused:
@@ -264,7 +267,7 @@ def test_what_is_said_to_fit_does(tiny, more: list[str], share: int, monkeypatch
     for way in ways:
         setup.setup_run(tiny(*words, *way.split()))
     with pytest.raises(DoesNotFitError) as refused:
-        setup.setup_run(tiny(*words), begun=LoraConfig())
+        setup.setup_run(tiny(*words), resumed=begun)
     assert "model.context" not in refused.value.hint, "a run that goes on keeps its context"
 
 

@@ -1,5 +1,6 @@
 """An interrupted run continues bit for bit as if nothing had happened."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -151,9 +152,20 @@ def test_a_longer_run_goes_on_from_a_finished_one(tiny):
 def test_a_run_cannot_be_resumed_to_fewer_steps_than_it_has(tiny):
     list(flatout.train(tiny("train.steps=6", "output.folder=run")))
     before = Path("run/config.yaml").read_text(encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"at step 6 already, and train\.steps makes 4"):
+    with pytest.raises(ConfigError, match=r"at step 6 already, and train\.steps=4 ends it at step 4"):
         list(flatout.train(tiny("train.steps=4", "output.folder=run"), resume="auto"))
     assert Path("run/config.yaml").read_text(encoding="utf-8") == before
+
+
+def test_another_optimizers_state_is_refused_by_the_settings_that_changed(tiny):
+    run = setup_run(tiny("optim.beta1=0.8"))
+    with run.batches(0) as loader:
+        run.take_step(next(loader))
+    saved = capture(run, Progress())
+    renamed = {name.replace("exp_avg", "moment"): tensor for name, tensor in saved.optimizer.items()}
+    with pytest.raises(CheckpointError, match=r"needs exp_avg.*\(optim\.beta1 was 0\.8, is now 0\.9\)") as refused:
+        restore(setup_run(tiny("optim.beta1=0.9")), dataclasses.replace(saved, optimizer=renamed))
+    assert "resume with optim.beta1=0.8" in refused.value.hint
 
 
 def test_a_path_resumes_with_the_stored_config(tiny):

@@ -12,7 +12,8 @@ from flatout.data.positions import Schedule, Stage
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.setup import setup_run
-from flatout.records import EpochRecord, EvalRecord, StepRecord
+from flatout.errors import ConfigError
+from flatout.records import EpochRecord, EvalRecord, RunInfo, StepRecord
 from tests.unit.test_graphs import FakeRecorder
 
 WORDS = ("train.steps=9", "model.pattern=AW", "model.window=8", "checkpoint.every=1", "checkpoint.keep=20",
@@ -114,3 +115,22 @@ def test_another_batch_size_after_a_resume_goes_on_where_reading_stopped(tiny):
     first = next(record for record in records if isinstance(record, StepRecord))
     info = records[next(index for index, record in enumerate(records) if hasattr(record, "windows"))]
     assert first.epoch == (3 * 128 + 256) / context / info.windows
+
+
+def test_epochs_end_where_they_end_whatever_the_batch_size_was(tiny):
+    words = ["train.steps=null", "train.epochs=1", "output.folder=run"]
+    stopping = iter([False] * 4 + [True]).__next__
+    begun = list(flatout.train(tiny(*words, "train.batch_tokens=128"), stop=stopping))
+    records = list(flatout.train(tiny(*words, "train.batch_tokens=256"), resume="auto"))
+    context = tiny().config.model.context
+    windows = next(record.windows for record in begun if isinstance(record, RunInfo))
+    left = -(-(windows - 5 * 128 // context) // (256 // context))
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    assert [record.step for record in steps] == list(range(6, 6 + left))
+    assert steps[-1].epoch is not None
+    assert steps[-2].epoch < 1 <= steps[-1].epoch
+    assert [record.epoch for record in records if isinstance(record, EpochRecord)] == [1]
+    assert steps[-1].learning_rate < 0.2 * max(record.learning_rate for record in steps), "the schedule ends there, too"
+    with pytest.raises(ConfigError, match=r"at step \d+ already, and train.epochs=0.5 ends it at step") as refused:
+        list(flatout.train(tiny(*words, "train.epochs=0.5", "train.batch_tokens=256"), resume="auto"))
+    assert "raise train.epochs" in refused.value.hint

@@ -31,7 +31,7 @@ from flatout.observe.measured.tune_table import TuneReader
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow
 from flatout.tuning import probe, tuner
 from flatout.tuning.search import Candidate, Trial
-from flatout.verbs import targets
+from flatout.verbs import measuring
 from flatout.words import Parser, add_config, load
 
 BATCH = "train.batch_tokens=192"  # 12 sequences of 16 tokens
@@ -248,9 +248,7 @@ class FakeCard(probe.Probe):
 
     def resolve(self, config):  # the tests' config is for a CPU; a card would take our kernels
         speed = resolve_speed(config, detect_device("cpu"), 0, lambda _: DEFAULT)
-        return dataclasses.replace(
-            speed, execution=dataclasses.replace(speed.execution, kernels="triton", loss="fused"), compile="off"
-        )
+        return dataclasses.replace(speed, kernels="triton", loss="fused", compile="off")
 
     def capacity(self) -> int | None:
         return self.device.memory_bytes
@@ -497,7 +495,7 @@ def test_what_cannot_be_written_in_the_end_is_shown(
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(targets, "write_whole", full)
+    monkeypatch.setattr(measuring, "write_whole", full)
     before = sorted(path.name for path in tmp_path.iterdir())
     assert main([*words, "--out", "tuned.yaml"]) == 5
     captured = capsys.readouterr()

@@ -100,7 +100,7 @@ def test_a_run_is_followed_to_its_end(
     assert len(steps) >= 10
     kept = [json.loads(line) for line in (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]]
     assert rows == kept
-    assert "go on with: flatout train --resume runs/long" in said.err
+    assert "resume with: flatout train --resume runs/long" in said.err
     if number == signal.SIGKILL:
         assert code == 1
         assert f"seems dead: no process works in runs/long, and its last record is of step {len(steps)}" in said.err

@@ -117,7 +117,7 @@ def test_the_hint_of_a_damaged_checkpoint_names_the_newest_whole_one(tmp_path: P
         flip_bit(tmp_path / f"step-{step:08d}" / "model.safetensors", 1000)
     with pytest.raises(CheckpointError, match="step-00000030") as refused:
         read_checkpoint(tmp_path / "step-00000030")
-    assert f"--resume {tmp_path / 'step-00000010'} goes on" in refused.value.hint
+    assert f"--resume {tmp_path / 'step-00000010'} resumes from it" in refused.value.hint
     flip_bit(tmp_path / "step-00000010" / "model.safetensors", 1000)
     with pytest.raises(CheckpointError, match="step-00000030") as refused:
         read_checkpoint(tmp_path / "step-00000030")

@@ -13,7 +13,7 @@ from flatout.observe.sinks import MetricsFile, read_metrics
 from flatout.records import NoticeRecord
 from flatout.tuning.search_space import read_space
 from flatout.tuning.study import search
-from flatout.verbs import bench, data, finders, profile, targets, tune
+from flatout.verbs import bench, data, measuring, profile, tune
 
 
 def tree(folder: Path) -> dict[str, object]:
@@ -97,7 +97,7 @@ def test_folders_that_cannot_be_are_refused_and_nothing_changes(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("word", ["x" * 300 + ".yaml", "file/x.yaml", "mine.yaml", "link.yaml", ".", "folder.yaml"])
-@pytest.mark.parametrize("verb", [tune.tune, finders.tune_lr], ids=["tune", "tune lr"])
+@pytest.mark.parametrize("verb", [tune.tune, tune.tune_lr], ids=["tune", "tune lr"])
 def test_configs_that_are_not_ours_are_refused_and_nothing_changes(tmp_path: Path, monkeypatch, verb, word: str):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
@@ -114,8 +114,8 @@ def test_a_picture_beside_a_config_is_looked_at_before_anything_is_trained(tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr.png").write_bytes(b"mine")
     with pytest.raises(UsageError, match=r"lr\.png is there"):
-        finders.tune_lr(["--out", "lr.yaml"])
-    targets.picture_target(Path("lr.png"), "--plot", overwrite=True)
+        tune.tune_lr(["--out", "lr.yaml"])
+    measuring.picture_target(Path("lr.png"), "--plot", overwrite=True)
     assert tree(tmp_path) == {str(tmp_path / "lr.png"): b"mine"}
 
 
@@ -124,8 +124,8 @@ def test_overwriting_a_config_replaces_a_link_and_not_what_it_leads_to(tmp_path:
     mine.write_text("mine")
     link.symlink_to(mine)
     with pytest.raises(UsageError, match="is a link"):
-        targets.write_config(link, "found")
-    targets.write_config(link, "found", overwrite=True)
+        measuring.write_config(link, "found")
+    measuring.write_config(link, "found", overwrite=True)
     assert (mine.read_text(), link.read_text(), link.is_symlink()) == ("mine", "found", False)
 
 

@@ -19,7 +19,7 @@ from flatout.device import Device
 from flatout.engine import setup
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
-from flatout.engine.fine_tuning import adapter_plan
+from flatout.engine.opening import adapter_plan
 from flatout.engine.setup import setup_run
 from flatout.engine.step import LossScale
 from flatout.errors import DoesNotFitError, HardwareError, UserError

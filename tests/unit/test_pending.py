@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flatout.engine import spans
-from flatout.engine.pending import MOST_WAITING, PendingReports
+from flatout.engine.spans import MOST_WAITING, PendingReports
 
 CPU = torch.device("cpu")
 

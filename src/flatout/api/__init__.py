@@ -4,13 +4,12 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 """
 
 from flatout.api.configs import stored_config
-from flatout.api.data import prepare
 from flatout.api.evaluation import Evaluation, evaluate
 from flatout.api.exporting import Merged, export, merge
 from flatout.api.measuring import bench, tune
 from flatout.api.models import LoadedModel, load_model
 from flatout.api.text import chat_prompt, generate, is_untaught
-from flatout.api.training import train
+from flatout.api.training import prepare, train
 
 __all__ = [
     "Evaluation",

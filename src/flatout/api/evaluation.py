@@ -1,10 +1,12 @@
 """The loss of a trained model on its own validation text, its samples, or other shards."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 from flatout.api.models import LoadedModel, load_model
 from flatout.config.schema import RunConfig
+from flatout.data.batch import Batch
 from flatout.data.loader import evaluation_batches
 from flatout.data.prepare import data_folder
 from flatout.data.sample_data import first_samples
@@ -16,8 +18,8 @@ from flatout.data.training_data import tokens_per_byte
 from flatout.device import arithmetic
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.evaluate import evaluate as evaluate_model
-from flatout.engine.fine_tuning import open_sample_data, samples_folder
 from flatout.engine.fit_check import out_of_memory
+from flatout.engine.opening import open_sample_data, samples_folder
 from flatout.errors import CheckpointError, DataError, UsageError
 
 
@@ -50,23 +52,23 @@ def evaluate(
             "name prepared shards with --data, or measure the run that it was written from: `flatout eval RUN`",
         )
     tuned = loaded.config is not None and loaded.config.chat.source is not None
+    device = loaded.device.torch_device
     if tuned and (data is None or holds_samples(Path(data))):
         samples = _samples_again(loaded) if data is None else _samples_in(Path(data), loaded)
-        return _evaluate_samples(loaded, samples, split, tokens, batch_size)
-    if data is None and _known(loaded.config).data.streaming:
-        shards = _streamed_validation(loaded, split)
+        batches, rate = _sample_batches(loaded, samples, split, tokens, batch_size), None
     else:
-        shards = _shards(loaded, data, split)
-    device = loaded.device.torch_device
-    how = {"context": loaded.model.config.context, "batch_size": batch_size, "device": device}
-    apart = loaded.config is not None and loaded.config.documents_apart
-    batches = evaluation_batches(shards, most_tokens=tokens, apart=apart, **how)
+        streamed = data is None and _known(loaded.config).data.streaming
+        shards = _streamed_validation(loaded, split) if streamed else _shards(loaded, data, split)
+        how = {"context": loaded.model.config.context, "batch_size": batch_size, "device": device}
+        apart = loaded.config is not None and loaded.config.documents_apart
+        batches = evaluation_batches(shards, most_tokens=tokens, apart=apart, **how)
+        rate = tokens_per_byte(shards, loaded.tokenizer, apart=apart)
     with out_of_memory():
         loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
     return Evaluation(
         loss=loss,
         perplexity=perplexity(loss),
-        bits_per_byte=bits_per_byte(loss, tokens_per_byte(shards, loaded.tokenizer, apart=apart)),
+        bits_per_byte=bits_per_byte(loss, rate),
         tokens=count,
         split=split,
         origin=str(loaded.origin),
@@ -107,25 +109,15 @@ def _samples_in(folder: Path, loaded: LoadedModel) -> SampleSet:
     return samples
 
 
-def _evaluate_samples(
+def _sample_batches(
     loaded: LoadedModel, samples: SampleSet, split: str, tokens: int | None, batch_size: int
-) -> Evaluation:
-    """Of a fine-tuned run: the mean over the learned tokens of its samples."""
-    config, device = _known(loaded.config), loaded.device.torch_device
+) -> Iterator[Batch]:
+    """Of a fine-tuned run: its samples, whose learned tokens are what the mean is over."""
+    config = _known(loaded.config)
     part = samples.val if split == "val" else samples.train
     assert part is not None, "a run holds some out"
     how = {"batch_samples": batch_size, "row_tokens": config.model.context, "packing": config.chat.packing}
-    batches = SampleRows(first_samples(part, tokens), **how).in_order(device)
-    with out_of_memory():
-        loss, count = evaluate_model(loaded.model, batches, lambda: arithmetic("fp32", False, device))
-    return Evaluation(
-        loss=loss,
-        perplexity=perplexity(loss),
-        bits_per_byte=None,
-        tokens=count,
-        split=split,
-        origin=str(loaded.origin),
-    )
+    return SampleRows(first_samples(part, tokens), **how).in_order(loaded.device.torch_device)
 
 
 def _shards(loaded: LoadedModel, data: str | Path | None, split: str) -> Tokens:

@@ -49,33 +49,38 @@ def export(
             notice(f"adapters are merged into the weights, which are in {MERGED_DTYPE}; --dtype fp32 rounds nothing")
         return folder
     target = _new_folder(folder)
+    if adapted:
+        _write_adapter(loaded, target, notice)
+    else:
+        _write_model(loaded, target, dtype or "fp32", notice)
+    return target
+
+
+def _write_model(loaded: LoadedModel, target: Path, dtype: str, notice: Callable[[str], None]) -> None:
     files, notices = _files_beside(loaded)
     with disk_errors(str(target), safe=""):
-        if adapted:
-            _export_adapter(loaded, target, files, notice)
-            return target
         export_huggingface(
             loaded.model,
             target,
-            dtype=getattr(torch, DTYPES[dtype or "fp32"]),
+            dtype=getattr(torch, DTYPES[dtype]),
             end_of_text=loaded.tokenizer.end_of_text,
             source=_described(loaded),
             files=files,
         )
-    for remark in notices:
-        notice(remark)
-    return target
+    for line in notices:
+        notice(line)
 
 
-def _export_adapter(loaded: LoadedModel, target: Path, files: dict[str, bytes], notice: Callable[[str], None]) -> None:
+def _write_adapter(loaded: LoadedModel, target: Path, notice: Callable[[str], None]) -> None:
     assert loaded.adapters is not None, "checked by the caller"
     assert loaded.description is not None, "adapters have a base"
     name = loaded.base_name if loaded.config is None else loaded.config.model.init_from
     name = name or str(loaded.description.folder)
-    facts = {"fingerprint": loaded.base, "quantize": loaded.quantize, "step": loaded.step}
-    write_adapter(loaded.adapters, target, base=name, files=files, **facts)
-    if (remark := who_loads(name, loaded.description)) is not None:
-        notice(remark)
+    facts = {"base": loaded.base, "quantize": loaded.quantize, "step": loaded.step}
+    with disk_errors(str(target), safe=""):
+        write_adapter(loaded.adapters, target, name, _files_beside(loaded)[0], facts)
+    if (limit := who_loads(name, loaded.description)) is not None:
+        notice(limit)
     if loaded.quantize != "none":
         notice(IN_4_BITS)
 
@@ -87,9 +92,7 @@ def _files_beside(loaded: LoadedModel) -> tuple[dict[str, bytes], tuple[str, ...
         loaded.tokenizer,
         context=loaded.model.config.context if description is None else description.config.context,
         description=description,
-        chat=(loaded.config is not None and loaded.config.chat.source is not None)
-        or loaded.template is not None
-        or loaded.bare,
+        chat=loaded.taught or loaded.template is not None,
         template=loaded.template,
         stops=loaded.stops,
     )
@@ -137,25 +140,13 @@ def merge(
     if loaded.adapters is None or loaded.adapters.detached:
         raise UsageError(f"{loaded.origin} has no adapters to merge", _instead_of_merging(loaded))
     target = _new_folder(folder)
-    files, notices = _files_beside(loaded)
     ids = loaded.tokenizer.encode(prompt or chat_prompt(loaded, MERGE_PROMPT))[: loaded.model.config.context]
     tokens = torch.tensor([ids.tolist()], device=loaded.device.torch_device)
-    kind = getattr(torch, DTYPES[dtype])
     with torch.no_grad(), quiet_narrow_products():
         before = loaded.model.logits(tokens).double().cpu()
-        report = merge_adapters(loaded.adapters, kind)
+        report = merge_adapters(loaded.adapters, getattr(torch, DTYPES[dtype]))
         after = loaded.model.logits(tokens).double().cpu()
-    with disk_errors(str(target), safe=""):
-        export_huggingface(
-            loaded.model,
-            target,
-            dtype=kind,
-            end_of_text=loaded.tokenizer.end_of_text,
-            source=_described(loaded),
-            files=files,
-        )
-    for remark in notices:
-        notice(remark)
+    _write_model(loaded, target, dtype, notice)
     return Merged(target, report, logit_difference(before, after))
 
 

@@ -17,8 +17,8 @@ from flatout.engine.adapter_folder import stored_base, stored_quantize
 from flatout.engine.attention_switches import scan_for
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import read_checkpoint
-from flatout.engine.fine_tuning import adapter_plan
 from flatout.engine.fit_check import out_of_memory
+from flatout.engine.opening import adapter_plan
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.engine.trained import only_adapters
 from flatout.errors import CheckpointError, DataError, UsageError
@@ -52,6 +52,11 @@ class LoadedModel:
     base_name: str | None = None  # where an adapter's folder found them
     bare: bool = False  # an adapter of ours that was taught without a template
     quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
+
+    @property
+    def taught(self) -> bool:
+        """Whether it was taught to chat, by a template or without one."""
+        return self.bare or (self.config is not None and self.config.chat.source is not None)
 
 
 def load_model(

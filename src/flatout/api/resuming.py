@@ -2,7 +2,7 @@
 
 import dataclasses
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
 from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
-from flatout.engine.opening import steps_of
+from flatout.engine.opening import steps_of, stored_schedule
 from flatout.engine.run import Run
 from flatout.engine.run_folder import find_resume_point
-from flatout.engine.saving import recorded_again
+from flatout.engine.saving import as_word, differences
 from flatout.errors import CheckpointError, ConfigError
 from flatout.optim.schedule import rate_factors
 
@@ -31,7 +31,6 @@ class Origin:
 
     folder: Path
     asked: str | None
-    point: Path | None
     unusable: Sequence[Unusable]
     checkpoint: Checkpoint | None
 
@@ -46,17 +45,14 @@ class Origin:
     @property
     def resumable(self) -> Path:
         """What a refusal tells to resume: the folder would mean its newest checkpoint, damaged or not."""
-        return self.point if self.point is not None and self.unusable else self.folder
-
-    def recorded_again(self) -> Collection[str]:
-        """What of the records up to the checkpoint will be yielded once more."""
-        return () if self.checkpoint is None or self.point is None else recorded_again(self.checkpoint, self.point)
+        point = None if self.checkpoint is None else self.checkpoint.path
+        return point if point is not None and self.unusable else self.folder
 
 
 def find_origin(folder: Path, resume: str | None) -> Origin:
     point, unusable = find_resume_point(folder, resume)
     checkpoint = None if point is None else read_checkpoint(point, verified=True)
-    return Origin(folder=folder, asked=resume, point=point, unusable=unusable, checkpoint=checkpoint)
+    return Origin(folder=folder, asked=resume, unusable=unusable, checkpoint=checkpoint)
 
 
 def check_resumed(run: Run, origin: Origin) -> list[str]:
@@ -65,17 +61,23 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
     if checkpoint is None:
         return []
     if run.steps < checkpoint.step:
+        train = run.config.train
+        length = next(name for name in ("steps", "tokens", "epochs") if getattr(train, name) is not None)
+        more = f"set train.steps above {checkpoint.step}" if length == "steps" else f"raise train.{length}"
         raise ConfigError(
-            f"the run is at step {checkpoint.step:,} already, and train.steps makes {run.steps:,}",
-            f"set train.steps above {checkpoint.step}, or start a new run without --resume",
+            f"the run is at step {checkpoint.step:,} already, and train.{length}={getattr(train, length)} ends it at "
+            f"step {run.steps:,}",
+            f"{more}, or start a new run without --resume",
         )
     notices = [
         *_changes(run, checkpoint, origin.resumable),
         *_about_rate(run, checkpoint),
         *_about_threads(run, checkpoint),
     ]
-    if origin.asked == "auto" and any(_perhaps_forgotten(path) for path, _, _ in _differences(run.config, checkpoint)):
-        notices.append(f"to go on with the settings that the run had: {_go_on(checkpoint, origin.folder)}")
+    if origin.asked == "auto" and any(
+        _perhaps_forgotten(path) for path, _, _ in differences(run.config, checkpoint.config)
+    ):
+        notices.append(f"to resume with the settings that the run had: {_resume_words(checkpoint, origin.folder)}")
     return notices
 
 
@@ -89,7 +91,7 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
             f"{facts.fingerprint[:12]}",
             f"{way or 'restore the data it was trained on'}, or start a new run",
         )
-    if run.base is not None and checkpoint.state.get("base", run.base) != run.base:
+    if run.base_hash is not None and checkpoint.state.get("base", run.base_hash) != run.base_hash:
         raise CheckpointError(
             f"{run.config.model.init_from} holds other weights than those that the run's adapters were trained on",
             "put the model that they were trained on back in its place, or start a new run",
@@ -98,14 +100,14 @@ def _changes(run: Run, checkpoint: Checkpoint, folder: Path) -> list[str]:
     changed: list[str] = []
     if run.config.model.dropout > 0 and not run.random.tensors().keys() <= checkpoint.run.keys():
         changed.append(f"the checkpoint was not saved on {run.speed.device.kind}: dropout draws start anew there")
-    for path, before, after in _differences(run.config, checkpoint):
+    for path, before, after in differences(run.config, checkpoint.config):
         section, _, name = path.partition(".")
         if section == "lora" and name != "rank" and not run.config.lora.rank:
             continue  # without adapters nobody reads it
         if section == "lora" and name in ("rank", "alpha", "targets", "rank_stabilised", "dora"):
             raise CheckpointError(
                 f"the checkpoint has {path} {format_value(before)}, the config says {format_value(after)}",
-                f"set {path}={format_value(before)}, or go on without a config: {_go_on(checkpoint, folder)}",
+                f"set {path}={format_value(before)}, or resume without a config: {_resume_words(checkpoint, folder)}",
             )
         changed.append(_change(path, before, after))
     base = checkpoint.config["model"].get("init_from")
@@ -119,8 +121,8 @@ def _change(path: str, before: Any, after: Any) -> str:
 
 
 def check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None:
-    """Refuses a checkpoint of another model, with the command that goes on with it."""
-    for path, before, after in _differences(config, checkpoint):
+    """Refuses a checkpoint of another model, with the command that resumes it."""
+    for path, before, after in differences(config, checkpoint.config):
         if path.startswith("model.") and path != "model.dropout":
             way = own_settings(config, checkpoint, folder, ("model",))
             raise CheckpointError(
@@ -129,49 +131,39 @@ def check_shape(config: RunConfig, checkpoint: Checkpoint, folder: Path) -> None
             )
 
 
-def _differences(config: RunConfig, checkpoint: Checkpoint) -> Iterator[tuple[str, Any, Any]]:
-    """(path, what the run had, what the config says) of every setting that is not the run's, but names of places."""
-    now = config.model_dump()
-    for section, values in checkpoint.config.items():
-        for name, before in values.items():
-            after = now.get(section, {}).get(name)
-            path = f"{section}.{name}"
-            if before != after and path not in ("output.folder", "output.name", "model.init_from"):
-                yield path, before, after
-
-
 def _perhaps_forgotten(path: str) -> bool:
     """Whether a setting that differs may be one that was not typed again: runs are made longer on purpose."""
     lengths = ("train.steps", "train.tokens", "train.epochs")
     return path.partition(".")[0] in ("data", "clean", "optim", "train", "model") and path not in lengths
 
 
-def _go_on(checkpoint: Checkpoint, folder: Path) -> str:
+def _resume_words(checkpoint: Checkpoint, folder: Path) -> str:
     verb = "train" if resolve_from_mapping(checkpoint.config).chat.source is None else "finetune"
     return f"`flatout {verb} --resume {shlex.quote(str(folder))}`"
 
 
 def own_settings(config: RunConfig, checkpoint: Checkpoint, folder: Path, sections: Sequence[str]) -> str | None:
-    """How to go on with a run as it was, where the config differs from it in these sections; None where it does not.
+    """How to resume a run as it was, where the config differs from it in these sections; None where it does not.
 
     The command without a config takes every setting from the checkpoint, so nothing has to be typed again.
     """
     words = [
-        shlex.quote(f"{path}={before if isinstance(before, str) else format_value(before)}")
-        for path, before, _ in _differences(config, checkpoint)
+        as_word(path, before)
+        for path, before, _ in differences(config, checkpoint.config)
         if path.partition(".")[0] in sections and path != "model.dropout"
     ]
     if not words:
         return None
     shown = " ".join(words[:_MOST_WORDS])
     more = f" and {len(words) - _MOST_WORDS} more" if len(words) > _MOST_WORDS else ""
-    return f"{_go_on(checkpoint, folder)} takes all settings from the run; with a config, add {shown}{more}"
+    return f"{_resume_words(checkpoint, folder)} takes all settings from the run; with a config, add {shown}{more}"
 
 
 def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     """A run that is made longer or shorter gets the schedule of its new length, which may be a jump from the old."""
     before = resolve_from_mapping(checkpoint.config)
-    steps, done = steps_of(before, run.data.facts), int(checkpoint.run["updates"])
+    steps = steps_of(before, run.data.facts, stored_schedule(run.data, checkpoint))
+    done = int(checkpoint.run["updates"])
     if steps == run.steps or not 0 < done < min(steps + 1, run.steps):
         return
     last = before.optim.learning_rate * rate_factors(before.optim, steps)[done - 1]

@@ -93,8 +93,7 @@ def chat_prompt(model: LoadedModel, message: str, history: Sequence[Mapping[str,
 
 def is_untaught(model: LoadedModel) -> bool:
     """Whether a model has no template to chat by and was not taught to do without one either."""
-    taught = model.bare or (model.config is not None and model.config.chat.source is not None)
-    return not taught and template_of(model) is None
+    return not model.taught and template_of(model) is None
 
 
 def template_of(model: LoadedModel) -> ChatTemplate | None:

@@ -1,5 +1,6 @@
-"""Training as a generator of records, which also writes them to the run folder."""
+"""Training as a generator of records, which also writes them to the run folder; data preparation as a function."""
 
+import contextlib
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -7,9 +8,11 @@ from typing import Any
 
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
-from flatout.config.load import load_config, resolve_from_mapping, show
+from flatout.config.load import load_config, show
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
+from flatout.data.prepare import prepare_data
+from flatout.data.workers import EngineName
 from flatout.device import free_memory
 from flatout.engine.checkpoint import mark_as_base
 from flatout.engine.diverged import with_way_back
@@ -17,8 +20,15 @@ from flatout.engine.fit_check import check_disk
 from flatout.engine.loop import train_loop
 from flatout.engine.run import Run
 from flatout.engine.run_files import check_own
-from flatout.engine.run_folder import choose_folder, is_checkpoint, run_lock, set_later_aside, set_unusable_aside
-from flatout.engine.saving import lacks_verdict
+from flatout.engine.run_folder import (
+    RunLock,
+    choose_folder,
+    is_checkpoint,
+    run_lock,
+    set_later_aside,
+    set_unusable_aside,
+)
+from flatout.engine.saving import lacks_verdict, recorded_again
 from flatout.engine.setup import setup_run
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, DivergedError, UsageError
@@ -27,6 +37,22 @@ from flatout.launch import check_one_process
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
 from flatout.records import NoticeRecord, Record, RunInfo
+
+
+def prepare(
+    config: Config | None = None,
+    *,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    workers: int | None = None,
+    engine: EngineName = "local",
+) -> Path:
+    """Tokenizes the config's text into shards and returns their folder; does nothing when they are there.
+
+    Input that cannot be used is left out and listed in problems.jsonl there.
+    """
+    wanted = plain(config or load_config())
+    return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
 def train(
@@ -70,25 +96,42 @@ def train(
         if not done or origin.unusable:
             lock.accept()
         notices[:0] = set_unusable_aside(origin.unusable)
-        if origin.point is not None and resume != "auto" and not done:
-            set_later_aside(folder, origin.point, notices.append)
+        if origin.checkpoint is not None and resume != "auto" and not done:
+            set_later_aside(folder, origin.checkpoint, notices.append)
         notices += _mark_base(run, folder)
         records = _loop(run, origin, stop, save)
         if done:  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
             yield from records
             return
-        with disk_errors(f"{folder / 'config.yaml'}"):
-            write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
         device, vocab = run.speed.device.torch_device, run.model.vocab
-        with MetricsFile(origin.metrics, keep_to_step=origin.step, again=origin.recorded_again()) as metrics:
-            try:
-                yield from _written(notices, records, run, metrics, origin.step)
-            except DivergedError as error:
-                del run, records
-                traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
-                free_memory(device)
-                raise with_way_back(error, config, folder, vocab, arrays) from error
+        with _undone_before_the_first_step(lock, origin):
+            with disk_errors(f"{folder / 'config.yaml'}"):
+                write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
+            with MetricsFile(
+                origin.metrics, keep_to_step=origin.step, again=recorded_again(origin.checkpoint)
+            ) as metrics:
+                try:
+                    yield from _written(notices, records, run, metrics, origin.step)
+                except DivergedError as error:
+                    del run, records
+                    traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
+                    free_memory(device)
+                    raise with_way_back(error, config, folder, vocab, arrays) from error
+
+
+@contextlib.contextmanager
+def _undone_before_the_first_step(lock: RunLock, origin: Origin) -> Iterator[None]:
+    """Takes back the files of a new run that fails before its first step, so that it can be started again."""
+    made = [path for path in (origin.folder / "config.yaml", origin.metrics) if not path.exists()]
+    try:
+        yield
+    except Exception:
+        if origin.checkpoint is None and not any(row["type"] == "step" for row in read_metrics(origin.metrics)):
+            for path in made:
+                path.unlink(missing_ok=True)
+            lock.accepted = False  # leaving it then removes it, too
+        raise
 
 
 def _arrays(data: Any, val: Any) -> Arrays | None:
@@ -105,7 +148,7 @@ def _set_up(config: Config, origin: Origin, progress: Progress | None, arrays: A
     if plain(config).chat.source is None:  # else the shape is the base's, read later
         check_shape(plain(config), resumed, origin.resumable)
     try:
-        return setup_run(config, progress, begun=resolve_from_mapping(resumed.config).lora, arrays=arrays)
+        return setup_run(config, progress, resumed=resumed, arrays=arrays)
     except DataError as error:
         way = own_settings(plain(config), resumed, origin.resumable, ("data", "clean", "chat"))
         if way is None:
@@ -115,18 +158,14 @@ def _set_up(config: Config, origin: Origin, progress: Progress | None, arrays: A
 
 def _is_done(run: Run, origin: Origin) -> bool:
     """Whether the checkpoint is the end of the run, judged and recorded."""
-    judged = (
-        origin.checkpoint is not None
-        and origin.point is not None
-        and not lacks_verdict(origin.checkpoint, origin.point)
-    )
+    judged = origin.checkpoint is not None and not lacks_verdict(origin.checkpoint)
     return judged and origin.step == run.steps and ends_at(origin.metrics, origin.step)
 
 
 def _mark_base(run: Run, folder: Path) -> Iterator[str]:
     """Notes in a checkpoint of ours that the adapters of this run need it."""
-    if run.adapters is not None and run.origin is not None:
-        base = run.origin.description.folder
+    if run.adapters is not None and run.base is not None:
+        base = run.base.description.folder
         if is_checkpoint(base) and not mark_as_base(base, folder):
             yield f"{base} cannot be written to, so nothing says there that these adapters need it"
 
@@ -137,7 +176,6 @@ def _loop(run: Run, origin: Origin, stop: Callable[[], bool], save: Callable[[],
         run,
         origin.folder,
         resumed=origin.checkpoint,
-        resumed_from=None if origin.point is None else str(origin.point),
         stop=stop,
         save=save,
         recorded=any(row["type"] == "checkpoint" and row.get("step") == origin.step for row in rows),

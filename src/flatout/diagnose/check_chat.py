@@ -28,19 +28,19 @@ from flatout.data.sample_data import SampleData
 from flatout.device import detect_device, limit_memory
 from flatout.diagnose.check_folder import check_folder, folder_of
 from flatout.diagnose.doctor import Check, Finding, finding_of, in_gib
-from flatout.engine.base_model import Base, open_base
+from flatout.engine.base_model import Base, open_base, open_start
 from flatout.engine.features import resolve_speed
-from flatout.engine.fine_tuning import (
+from flatout.engine.fit_check import check_disk, check_samples_fit, memory_on
+from flatout.engine.opening import (
     adapter_plan,
+    described_config,
     open_sample_data,
     sample_limit,
     sample_tokens,
+    steps_of,
     why_samples_are_made,
 )
-from flatout.engine.fit_check import check_disk, check_samples_fit, memory_on
-from flatout.engine.opening import described_config, steps_of
 from flatout.engine.run_folder import is_checkpoint
-from flatout.engine.starting import open_start
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import UserError
 from flatout.model.adapter_targets import choose, needless_rank, targets_of

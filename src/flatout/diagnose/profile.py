@@ -45,8 +45,8 @@ from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import memory_of, out_of_memory
-from flatout.engine.pending import PendingReports
 from flatout.engine.run import Run
+from flatout.engine.spans import PendingReports
 from flatout.engine.step import TrainStep
 from flatout.errors import HardwareError, UserError
 from flatout.files import disk_errors, write_whole

@@ -1,4 +1,4 @@
-"""Adapters as other programs have them: PEFT's folder, written with a run's checkpoints, and one to go on from.
+"""Adapters as other programs have them: PEFT's folder, written with a run's checkpoints, and one to continue from.
 
 `RUN/adapter` always holds what `flatout chat RUN` would load: the best checkpoint so far, or else the newest. Beside
 the adapter lie the tokenizer and the chat template that it was taught with, so PEFT and vLLM need nothing else but the
@@ -8,12 +8,12 @@ Contract: the folder is replaced as a whole, and only if it holds nothing but wh
 hashes in flatout.json is that of the base, and an adapter of ours is not put on another base; so is whether the base
 was in 4 bits, for us to round it again. Other programs pass over that file.
 `lora.init_from` takes over rank, alpha, targets and kind from the folder; what a user wrote that says otherwise is
-refused. A run that was begun so and goes on has them from its checkpoint.
+refused. A run that was begun so and is resumed has them from its checkpoint.
 """
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,25 +76,15 @@ def _same_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def write_adapter(
-    adapters: Adapters,
-    folder: Path,
-    *,
-    base: str,
-    fingerprint: str | None,
-    quantize: str,
-    step: int | None,
-    files: dict[str, bytes],
+    adapters: Adapters, folder: Path, base: str, files: Mapping[str, bytes], facts: Mapping[str, str | int | None]
 ) -> None:
-    """PEFT's folder. A base on this machine is named by its whole path, so that it is found from everywhere."""
-    place = Path(base)
+    """PEFT's folder. A base on this machine is named by its whole path, so that it is found from everywhere.
+
+    `facts` are what `flatout.json` keeps: base (a hash of its weights), quantize and step.
+    """
+    base = str(Path(base).resolve()) if os.path.isdir(base) else base
     kept = {name: content for name, content in files.items() if not name.startswith("generation_")}
-    save_adapter(
-        adapters,
-        folder,
-        base=str(place.resolve()) if os.path.isdir(place) else base,
-        files=kept,
-        facts={"base": fingerprint, "quantize": quantize, "step": step},
-    )
+    save_adapter(adapters, folder, base=base, files=kept, facts=facts)
 
 
 IN_4_BITS = "its base was in 4 bits (NF4): Flatout takes it so again, other programs have to be told (load_in_4bit)"
@@ -141,7 +131,7 @@ def stored_quantize(folder: Path) -> str:
     return quantize
 
 
-# --- going on from a folder -------------------------------------------------------------------------------------------
+# --- continuing from a folder -----------------------------------------------------------------------------------------
 
 
 def adapter_at(name: str) -> Path:
@@ -168,9 +158,9 @@ def with_adapter(
     *,
     begun: LoraConfig | None = None,
 ) -> RunConfig:
-    """The config with the settings of the adapter it goes on from.
+    """The config with the settings of the adapter it continues from.
 
-    `begun` is what the checkpoint of a run that goes on says: it began with that folder as it was then, and what lies
+    `begun` is what the checkpoint of a resumed run says: it began with that folder as it was then, and what lies
     there today, if anything, does not matter any more.
     """
     name = config.lora.init_from
@@ -180,18 +170,15 @@ def with_adapter(
         raise ConfigError("lora.init_from is set, but lora.rank is 0", "leave one of the two out")
     if begun is not None and begun.rank and begun.init_from is not None and Path(begun.init_from) == Path(name):
         found = {field: getattr(begun, field) for field in (*_SETTINGS, "targets")}
-        whose, hint = "the run", "leave lora.{} out: a run goes on with the adapter that it has"
+        whose, hint = "the run", "leave lora.{} out: a resumed run keeps the adapter that it has"
     elif begun is not None and not os.path.isdir(name):
         return config
     else:
         origin = read_origin(adapter_at(name))
         found = {field: getattr(origin.plan, field) for field in _SETTINGS}
         found |= {"alpha": float(origin.plan.alpha), "targets": _targets(origin, description)}
-        _check_stored(origin, description)
-        whose, hint = (
-            f"the adapter in {origin.folder}",
-            "leave lora.{} out, or begin a new adapter without lora.init_from",
-        )
+        whose = f"the adapter in {origin.folder}"
+        hint = "leave lora.{} out, or begin a new adapter without lora.init_from"
     for field, value in found.items():
         ours, written = getattr(config.lora, field), source(f"lora.{field}")
         if written.by_user and written.where and not _mean_the_same(field, ours, value, found["rank"], description):
@@ -210,35 +197,29 @@ def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: D
         return field == "targets" or ours == theirs
     targets = targets_of(empty_model(description.config, description.vocab, device="meta"))
     try:
-        one, other = (choose(AdapterPlan(rank=rank, targets=_plan_targets(names)), targets) for names in (ours, theirs))
+        one, other = (choose(AdapterPlan(rank=rank, targets=plan_targets(names)), targets) for names in (ours, theirs))
     except ConfigError:
         return False
     return one == other
 
 
-def _plan_targets(names: list[str]) -> str | tuple[str, ...]:
+def plan_targets(names: list[str]) -> str | tuple[str, ...]:
     return ALL_LINEAR if names == [ALL_LINEAR] else tuple(names)
 
 
-def _check_stored(origin: AdapterOrigin, description: Description) -> None:
-    """Refuses ranks that the adapter's file does not have, before a run takes memory for them."""
-    model = empty_model(description.config, description.vocab, device="meta")
+def _targets(origin: AdapterOrigin, description: Description) -> list[str]:
+    """The adapter's targets as our config can say them: its names, or whole paths.
+
+    Refuses ranks that the adapter's file does not have, before a run takes memory for them.
+    """
+    plan, targets = origin.plan, targets_of(empty_model(description.config, description.vocab, device="meta"))
     try:
-        check_stored(origin, choose(origin.plan, targets_of(model), strict=False))
+        choices = choose(plan, targets, strict=False)
+        check_stored(origin, choices)
     except ConfigError as error:
         raise CheckpointError(f"{origin.folder / CONFIG}: {error.message}", error.hint) from error
-
-
-def _targets(origin: AdapterOrigin, description: Description) -> list[str]:
-    """The adapter's targets as our config can say them: its names, or whole paths."""
-    plan = origin.plan
     if plan.targets == ALL_LINEAR and plan.layers is None and not plan.exclude:
         return [ALL_LINEAR]
-    model = empty_model(description.config, description.vocab, device="meta")
-    try:
-        choices = choose(plan, targets_of(model), strict=False)
-    except ConfigError as error:
-        raise CheckpointError(f"{origin.folder / CONFIG}: {error.message}", error.hint) from error
     if {(choice.rank, choice.scale) for choice in choices} != {(plan.rank, plan.scale(plan.rank, plan.alpha))}:
         raise CheckpointError(
             f"{origin.folder} has ranks or alphas that differ between its targets, which cannot be trained on here",
@@ -246,7 +227,7 @@ def _targets(origin: AdapterOrigin, description: Description) -> list[str]:
         )
     names = [name for name in plan.targets if isinstance(plan.targets, tuple)]
     plain = dataclasses.replace(plan, targets=tuple(names) or ALL_LINEAR, exclude=(), layers=None)
-    if names and choose(plain, targets_of(model), strict=False) == choices:
+    if names and choose(plain, targets, strict=False) == choices:
         fitting = {choice.target.path for choice in choices}
         return [name for name in names if any(path == name or path.endswith(f".{name}") for path in fitting)]
     return [choice.target.path for choice in choices]

@@ -39,7 +39,7 @@ def _backend(case: Case) -> tuple[str, str]:
 
 
 def _failure(backend: str, case: Case) -> str | None:
-    return case.probes.attention(backend, case.device.torch_device, **_arithmetic(case), **_shape(case.model))
+    return case.probes.attention(backend, case.device.torch_device, **_shape(case))
 
 
 def _faster_with_fa4(model: ModelConfig) -> str | None:
@@ -54,19 +54,16 @@ def _with_torchs_choice(used: str, case: Case) -> str | None:
     """The backend with the kernel that torch picks, where the choice is torch's."""
     if used != "sdpa" or not case.model.attends:
         return None
-    picked = case.probes.picked(case.device.torch_device, **_arithmetic(case), **_shape(case.model))
+    picked = case.probes.picked(case.device.torch_device, **_shape(case))
     return None if picked is None else f"sdpa ({picked})"
 
 
-def _arithmetic(case: Case) -> dict[str, Any]:
-    return {"precision": case.used.precision, "deterministic": case.config.train.deterministic}
+def _shape(case: Case) -> dict[str, Any]:
+    model, rows = case.model, {"context": case.model.context, "dropout": case.model.dropout}
+    return {**_heads(model), **rows, "precision": case.used.precision, "deterministic": case.config.train.deterministic}
 
 
-def _shape(model: ModelConfig) -> dict[str, Any]:
-    return {**_head_shape(model), "context": model.context, "dropout": model.dropout}
-
-
-def _head_shape(model: ModelConfig) -> dict[str, Any]:
+def _heads(model: ModelConfig) -> dict[str, Any]:
     return {"heads": model.heads, "groups": model.kv_heads or model.heads, "size": model.size}
 
 
@@ -91,22 +88,18 @@ def _document_backend(case: Case) -> tuple[str, str]:
     if attention == "flash":
         return "flash", ""
     if attention in FA4 and case.attends_inside:
-        shape = _head_shape(case.model)
-        reason = case.probes.documents("fa4", device.torch_device, precision=precision, **shape)
+        reason = case.probes.documents("fa4", device.torch_device, precision=precision, **_heads(case.model))
         return ("fa4", "") if reason is None else ("flash", reason)
     return "flash", f"{attention} knows no bounds"
 
 
 def scan(case: Case) -> Answer:
     """How the states of E blocks are computed; `auto` where there are none."""
-    asked = case.asked.scan
-    if asked in ("reference", "chunked"):  # accepted without E blocks too: rungs of the ladder set it for every model
-        return Answer(asked)
     if "E" not in case.model.kinds:
         return Answer("auto", f"no block of model.pattern={case.model.pattern} is E", "none")
     if case.no_triton is None:
         return Answer("triton")
-    return Answer("chunked", "" if asked == "auto" else case.no_triton)
+    return Answer("chunked", "" if case.asked.scan == "auto" else case.no_triton)
 
 
 def scan_for(device: Device) -> str:

@@ -9,9 +9,8 @@ import torch
 
 import flatout
 from flatout.device import reserved_memory_bytes
-from flatout.engine.pending import StepReport
 from flatout.engine.run import Run
-from flatout.engine.spans import SpanTotals
+from flatout.engine.spans import SpanTotals, StepReport
 from flatout.errors import DivergedError
 from flatout.model.count import parameter_count
 from flatout.records import EpochRecord, NoticeRecord, Record, RunInfo, StepRecord
@@ -158,6 +157,6 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         config=config.model_dump(),
         batch_samples=facts.batch_samples,
         trained_parameters=run.trained.count if config.lora.rank else None,
-        base=run.base,
+        base=run.base_hash,
         samples=facts.samples,
     )

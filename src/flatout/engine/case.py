@@ -3,17 +3,20 @@
 import dataclasses
 import functools
 import importlib.util
+import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig
 from flatout.device import Device, arithmetic
 from flatout.engine.compiling import compile_failure
+from flatout.model.execution import Execution
 from flatout.ops.attention import attention_failure, picked_kernel
 from flatout.ops.documents import document_failure
 from flatout.ops.kernels.cublaslt import missing as cublaslt_missing
+from flatout.records import Feature
 
 NOT_CUDA = "only CUDA devices have it"
 
@@ -23,21 +26,21 @@ def try_attention(
 ) -> str | None:
     """Why this attention kernel cannot train these shapes under these switches, or None."""
     with arithmetic(precision, deterministic, device):
-        return attention_failure(backend, device, _product_type(precision), **shape)
+        return attention_failure(backend, device, product_type(precision), **shape)
 
 
 def try_documents(backend: str, device: torch.device, *, precision: str, **shape: Any) -> str | None:
     """Why this kernel cannot train packed documents, or None."""
-    return document_failure(backend, device, _product_type(precision), **shape)
+    return document_failure(backend, device, product_type(precision), **shape)
 
 
 def ask_sdpa(device: torch.device, *, precision: str, deterministic: bool, **shape: Any) -> str | None:
     """Which kernel torch takes for these shapes under these switches, or None where it does not tell."""
     with arithmetic(precision, deterministic, device):
-        return picked_kernel(device, _product_type(precision), **shape)
+        return picked_kernel(device, product_type(precision), **shape)
 
 
-def _product_type(precision: str) -> torch.dtype:
+def product_type(precision: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
 
 
@@ -53,35 +56,29 @@ class Probes:
     triton: Callable[[], bool] = lambda: importlib.util.find_spec("triton") is not None
 
 
-class Used:
-    """The value of each switch that has been decided. Reading one too early is an AttributeError."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Speed(Execution):
+    """What really runs: the value of each switch."""
 
-    device: str
+    device: Device
     precision: str
-    kernels: str
-    residual: str
-    products: str
-    fp8: tuple[str, ...]
-    attention: str
-    scan: str
-    fused_qkv: bool
-    document_attention: str
     compile: str
-    loss: str
-    loss_chunk: int
+    cuda_graphs: bool
     fused_optimizer: bool
-    optimizer_offload: bool
     optimizer_state: str
+    optimizer_offload: bool
     loader: str
+    workers: int
     micro_batch: int
     accumulation: int
-    pad_vocab: int
-    checkpointing: str
-    activation_offload: bool
-    cuda_graphs: bool
-    workers: int
     expandable_segments: bool
     memory_limit: float | None
+    features: tuple[Feature, ...]
+
+    @functools.cached_property
+    def execution(self) -> Execution:
+        """The model's share of them."""
+        return Execution(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Execution)})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -94,7 +91,8 @@ class Case:
     vocab: int | None
     step_tokens: float | None
     probes: Probes
-    used: Used = dataclasses.field(default_factory=Used)
+    # What has been decided so far, as `Speed` will have it. Reading a switch too early is an AttributeError.
+    used: Speed = dataclasses.field(default_factory=lambda: cast("Speed", types.SimpleNamespace()))
 
     @property
     def asked(self) -> SpeedConfig:

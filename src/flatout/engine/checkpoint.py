@@ -56,6 +56,7 @@ class Checkpoint:
     state: dict[str, Any]
     config: dict[str, Any]
     tokenizer: dict[str, Any]
+    path: Path | None = None  # where it was read from
 
     @property
     def step(self) -> int:
@@ -222,7 +223,7 @@ def verify_checkpoint(path: Path) -> None:
         if whole is None:
             raise DamagedError(error.message, "restore the file: there is no whole checkpoint beside it") from error
         way = f"restore the file, or name the newest whole checkpoint instead: {whole}"
-        raise DamagedError(error.message, f"{way} (--resume {shlex.quote(str(whole))} goes on from it)") from error
+        raise DamagedError(error.message, f"{way} (--resume {shlex.quote(str(whole))} resumes from it)") from error
 
 
 def _newest_whole(damaged: Path) -> Path | None:
@@ -255,8 +256,8 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     if not verified:
         verify_checkpoint(path)
     tensors = {name: read_safetensors(path / f"{name}.safetensors") for name in TENSOR_FILES}
-    values = {name: _read_object(path / f"{name}.json") for name in JSON_FILES}
-    checkpoint = Checkpoint(**tensors, **values)
+    values = {name: read_part(path, name) for name in JSON_FILES}
+    checkpoint = Checkpoint(**tensors, **values, path=path)
     checkpoint.fact("step", int)
     return checkpoint
 
@@ -266,14 +267,13 @@ def checkpoint_bytes(path: Path) -> int:
     return sum(entry["bytes"] for entry in _read_manifest(path)["files"].values())
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The settings that a checkpoint was written with."""
-    return _read_object(path / "config.json")
-
-
-def _read_object(path: Path) -> dict[str, Any]:
+def read_part(checkpoint: Path, name: str) -> dict[str, Any]:
+    """The object in one of `JSON_FILES`. Its hash is right, so who wrote something else wrote no object."""
+    path = checkpoint / f"{name}.json"
     try:
         value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}", CHECK_ACCESS) from error
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
@@ -332,9 +332,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise _damaged(file, "is missing") from error
     except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be read: {error.strerror}", "check the path and its permissions"
-        ) from error
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
     except ValueError as error:
         raise _damaged(file, str(error)) from error
     if manifest.get("format") != FORMAT:

@@ -13,8 +13,8 @@ Trap: torch's own graphs keep what they return in memory that the next replay ov
 exist before the first backward and be added to in place (`TrainStep.keep_gradients`).
 """
 
-import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -50,8 +50,7 @@ def compile_failure(device: torch.device) -> str | None:
         return f"torch.compile failed: {type(error).__name__}: {first_line}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CompileCounts:
+class CompileCounts(NamedTuple):
     """What the compiler has done in this process so far."""
 
     graphs: int = 0
@@ -61,13 +60,9 @@ class CompileCounts:
     reasons: tuple[str, ...] = ()  # of the breaks
 
     def since(self, before: "CompileCounts") -> "CompileCounts":
-        return CompileCounts(
-            graphs=self.graphs - before.graphs,
-            breaks=self.breaks - before.breaks,
-            cached=self.cached - before.cached,
-            built=self.built - before.built,
-            reasons=self.reasons[len(before.reasons) :],
-        )
+        graphs, breaks = self.graphs - before.graphs, self.breaks - before.breaks
+        cached, built = self.cached - before.cached, self.built - before.built
+        return CompileCounts(graphs, breaks, cached, built, self.reasons[len(before.reasons) :])
 
 
 def compile_counts() -> CompileCounts:

@@ -10,20 +10,19 @@ from pathlib import Path
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
-from flatout.config.yaml_loader import format_value
 from flatout.data.array_data import Arrays
 from flatout.engine.books import Progress
 from flatout.engine.boundary import quick_loss
 from flatout.engine.checkpoint import (
     Verdict,
     list_checkpoints,
-    read_config,
+    read_part,
     read_verdict,
     write_checkpoint,
     write_verdict,
 )
 from flatout.engine.run_folder import checkpoints_of
-from flatout.engine.saving import capture
+from flatout.engine.saving import as_word, capture, differences
 from flatout.engine.setup import setup_run
 from flatout.errors import DivergedError, UserError
 
@@ -46,29 +45,18 @@ def with_way_back(
         return DivergedError(error.message, f"start again with {gentle} ({failed.message})")
     if arrays is not None:
         given = f"flatout.train with the same data=, resume={str(point)!r} and {gentle} in its config"
-        return DivergedError(error.message, f"go on from {where}, in Python: {given}")
+        return DivergedError(error.message, f"resume from {where} in Python: {given}")
     verb = "train" if config.chat.source is None else "finetune"
-    words = {**_changed(config, point), **gentler(config)}
-    settings = [shlex.quote(f"{path}={value}") for path, value in words.items()]
+    changed = {path: now for path, _, now in differences(config, read_part(point, "config")) if path[:7] != "output."}
+    settings = [as_word(path, value) for path, value in {**changed, **gentler(config)}.items()]
     command = " ".join(["flatout", verb, "--resume", shlex.quote(str(point)), *settings])
-    return DivergedError(error.message, f"go on from {where} at a lower learning rate: {command}")
+    return DivergedError(error.message, f"resume from {where} at a lower learning rate: {command}")
 
 
 def gentler(config: RunConfig) -> dict[str, str]:
     """Settings that hold where these did not."""
     rate = {"optim.learning_rate": f"{min(config.optim.learning_rate / 10, SAFE_RATE):g}"}
     return rate if 0 < config.optim.clip <= 1 else {**rate, "optim.clip": "1"}
-
-
-def _changed(config: RunConfig, checkpoint: Path) -> dict[str, str]:
-    """What the run has otherwise than the checkpoint, whose settings a resume takes."""
-    before, now = read_config(checkpoint), config.model_dump()
-    return {
-        f"{section}.{name}": value if isinstance(value, str) else format_value(value)
-        for section, values in now.items()
-        for name, value in values.items()
-        if section != "output" and before.get(section, {}).get(name, value) != value
-    }
 
 
 def _newest_sound(folder: Path, vocab: int) -> Path | None:

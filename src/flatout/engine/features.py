@@ -8,36 +8,14 @@ the compiler work) is tried through `Probes`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.config.source import Source
 from flatout.device import Device
-from flatout.engine.case import Case, Probes, Used
+from flatout.engine.case import Answer, Case, Probes, Speed
 from flatout.engine.switches import ROWS
 from flatout.errors import HardwareError
-from flatout.model.execution import Execution
 from flatout.records import Feature
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Speed:
-    """What really runs."""
-
-    device: Device
-    precision: str
-    execution: Execution
-    compile: str
-    cuda_graphs: bool
-    fused_optimizer: bool
-    optimizer_state: str
-    optimizer_offload: bool
-    loader: str
-    workers: int
-    micro_batch: int
-    accumulation: int
-    expandable_segments: bool
-    features: tuple[Feature, ...]
 
 
 def resolve_speed(
@@ -65,15 +43,17 @@ def resolve_speed(
     )
     features: list[Feature] = []
     for row in ROWS:
-        answer = row.resolve(case)
         asked = getattr(config.speed, row.name) if row.asked is None else row.asked(case)
+        answer = Answer(asked) if asked in row.works else row.resolve(case)
         feature = Feature(name=row.name, asked=_text(asked), used=_text(answer.used, asked), why=answer.why)
         if not row.harmless:
             _check_wanted(feature, source(f"speed.{row.name}"))
         if answer.listed:
             features.append(feature if answer.shown is None else dataclasses.replace(feature, used=answer.shown))
-        setattr(case.used, row.name, answer.used)
-    return _speed(device, case.used, tuple(features))
+        vars(case.used)[row.name] = answer.used
+    used = vars(case.used)
+    scan = "chunked" if used["scan"] == "auto" else used["scan"]
+    return Speed(**{**used, "device": device, "scan": scan, "features": tuple(features)})
 
 
 def _check_wanted(feature: Feature, source: Source) -> None:
@@ -97,13 +77,3 @@ def _text(value: object, asked: object = None) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return "null" if value is None else str(value)
-
-
-def _speed(device: Device, used: Used, features: tuple[Feature, ...]) -> Speed:
-    execution = Execution(**{**_shared(Execution, used), "scan": "chunked" if used.scan == "auto" else used.scan})
-    return Speed(**{**_shared(Speed, used), "device": device, "execution": execution, "features": features})
-
-
-def _shared(kind: type[Execution | Speed], used: Used) -> dict[str, Any]:
-    """The switches that a dataclass has a field for."""
-    return {field.name: vars(used)[field.name] for field in dataclasses.fields(kind) if field.name in vars(used)}

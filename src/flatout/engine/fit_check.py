@@ -1,4 +1,9 @@
-"""Whether a run fits its device and its disk: what a step needs, refusals with a way out, out of memory in words."""
+"""Whether a run fits its device and its disk: what a step needs, refusals with a way out, out of memory in words.
+
+Ways out are words for the command line, each reckoned through. Three kinds, at most one of each: switches that leave
+what is learned as it is, a shorter context, and a hardware overlay. The doctor's own ways (`diagnose/check_memory.py`)
+are for machines that may be elsewhere.
+"""
 
 import contextlib
 import dataclasses
@@ -6,24 +11,36 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-from flatout.config.load import LoadedConfig
-from flatout.config.schema import LoraConfig, RunConfig
+from flatout.config.catalogue import hardware_for, list_hardware
+from flatout.config.load import LoadedConfig, with_hardware
+from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.data.sample_loader import LargestRows
 from flatout.data.training_data import TrainingData
 from flatout.device import Device, is_out_of_memory
 from flatout.engine.features import Speed
-from flatout.engine.fitting import amount, ways_to_fit
 from flatout.engine.run import delivery_of
-from flatout.errors import DoesNotFitError, ResourceError
+from flatout.errors import ConfigError, DoesNotFitError, ResourceError
 from flatout.files import readable_sizes
 from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory
 from flatout.optim.rules import state_bytes
+
+_ROOM = 0.92  # of the memory may be taken: fragmentation and evaluation want the rest
+_SHORTEST = 256  # tokens: a context below is another task
+# The cheapest in time first.
+_SAVINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"checkpointing": "full"},
+    {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048},
+    {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048, "optimizer_state": "8bit"},
+)
 
 
 def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | None = None) -> MemoryEstimate:
     """What a step of this config needs with these switches; `rows` is the most that packed samples fill."""
     lora = config.lora
+    frozen = FrozenModel(rank=lora.rank, dora=lora.dora, dropout=lora.dropout > 0, quantized=lora.quantize != "none")
     row_tokens = config.model.context if config.documents_apart and config.model.attends else None
     return estimate_memory(
         config.model,
@@ -35,14 +52,10 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
         state_bytes=state_bytes(config.optim, state=speed.optimizer_state, offload=speed.optimizer_offload).device,
         accumulated=speed.accumulation > 1,
         graphs=speed.cuda_graphs,
-        frozen=_frozen(lora) if lora.rank else None,
+        frozen=frozen if lora.rank else None,
         row_tokens=row_tokens if rows is None else rows.row_tokens,
         labels=None if rows is None else rows.labels,
     )
-
-
-def _frozen(lora: LoraConfig) -> FrozenModel:
-    return FrozenModel(rank=lora.rank, dora=lora.dora, dropout=lora.dropout > 0, quantized=lora.quantize != "none")
 
 
 def memory_on(
@@ -63,21 +76,12 @@ def check_fits(memory: MemoryEstimate, device: Device, ways: Callable[[], Iterab
     raise _does_not_fit(memory, device, hint)
 
 
-def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed, *, resumed: bool = False) -> Iterator[str]:
-    """What would make a step of pretraining fit."""
-
-    def need(config: RunConfig, switches: Speed) -> int:
-        return memory_of(config, vocab, switches).total
-
-    return ways_to_fit(loaded, speed, need, resumed=resumed)
-
-
 def check_samples_fit(data: TrainingData, config: RunConfig, vocab: int, speed: Speed, memory: MemoryEstimate) -> None:
     """Refuses samples that do not fit, with the first change that would make them fit."""
     device = speed.device
     if not _too_large(memory, device):
         return
-    full = dataclasses.replace(speed, execution=dataclasses.replace(speed.execution, checkpointing="full"))
+    full = dataclasses.replace(speed, checkpointing="full")
     sizes = [size for size in (speed.micro_batch >> shift for shift in range(1, 40)) if size >= 1]
     tried = [(size, speed, f"set speed.micro_batch={size}; batch and loss stay the same") for size in sizes]
     tried.append((speed.micro_batch, full, "set speed.checkpointing=full"))
@@ -99,7 +103,7 @@ def _too_large(memory: MemoryEstimate, device: Device) -> bool:
 def _does_not_fit(memory: MemoryEstimate, device: Device, hint: str) -> DoesNotFitError:
     limited = "" if device.limit_bytes is None else " by speed.memory_limit"
     return DoesNotFitError(
-        f"a step needs about {amount(memory.total)}, {device.name} has {amount(device.memory_bytes or 0)}{limited}",
+        f"a step needs about {_amount(memory.total)}, {device.name} has {_amount(device.memory_bytes or 0)}{limited}",
         hint,
     )
 
@@ -140,3 +144,108 @@ def first_sentence(error: RuntimeError) -> str:
     text = re.sub(r"^\[enforce fail [^]]*\][ .]*", "", " ".join(str(error).split()))  # how the CPU's allocator begins
     tried = re.search(r"[Tt]ried to allocate [\d.]+ \w+", text)
     return text.partition(". ")[0].removesuffix(".") + (f", {tried.group().lower()}" if tried else "")
+
+
+# --- ways out ---------------------------------------------------------------------------------------------------------
+
+
+def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed, *, resumed: bool = False) -> Iterator[str]:
+    """What would make a step of pretraining fit. A `resumed` run keeps its context."""
+    config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
+    have = speed.device.memory_bytes
+    if have is None:
+        return
+
+    def fits(config: RunConfig, switches: Speed) -> str:
+        """How much it takes, where that fits; nothing where it does not."""
+        size = memory_of(config, vocab, switches).total
+        return f"about {_amount(size)}" if size <= _ROOM * have else ""
+
+    yield from _by_switches(config, speed, fits)
+    if not resumed:
+        yield from _by_context(config, speed, fits)
+    if isinstance(loaded, LoadedConfig):
+        yield from _by_overlay(loaded, speed, fits, have, resumed=resumed)
+
+
+def _amount(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+
+
+Fits = Callable[[RunConfig, Speed], str]
+
+
+def _by_switches(config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
+    for saving in _SAVINGS:
+        for size in _sizes(config, speed.micro_batch):
+            found = fits(config, _switched(config, speed, size, saving))
+            if found:
+                words = [f"speed.{name}={value}" for name, value in saving.items()]
+                yield f"{' '.join([*words, *_words_for(config, config.model.context, size)])} ({found})"
+                return
+
+
+def _by_context(config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
+    context = config.model.context
+    while context % 2 == 0 and context // 2 >= _SHORTEST:
+        context //= 2
+        values = config.model_dump()
+        values["model"]["context"] = context
+        values["speed"] |= {"micro_batch": None, "accumulation": None}  # both are made to fit below
+        try:
+            shorter = RunConfig.model_validate(values)
+        except ValueError:  # windows' stride or scales of states that reach beyond it
+            return
+        for size in _sizes(shorter, speed.micro_batch):
+            found = fits(shorter, _switched(shorter, speed, size, {}))
+            if found:
+                yield f"{' '.join([f'model.context={context}', *_words_for(config, context, size)])} ({found})"
+                return
+
+
+def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int, *, resumed: bool) -> Iterator[str]:
+    """The largest overlay that is not above the memory, and with which it fits."""
+    names = [row.name for row in list_hardware()]
+    for name in reversed(names[: names.index(hardware_for(have)) + 1]):
+        try:
+            other = with_hardware(loaded, name)
+        except ConfigError:
+            continue
+        if resumed and other.model.context != loaded.config.model.context:
+            continue
+        size, _ = micro_batch_of(other)
+        found = fits(other, _switched(other, speed, size, {"checkpointing": other.speed.checkpointing}))
+        if found:
+            context = other.model.context
+            shorter = f"model.context {context:,}, " if context < loaded.config.model.context else ""
+            yield f"--hardware {name} ({shorter}{found})"
+            return
+
+
+def _words_for(config: RunConfig, context: int, size: int) -> list[str]:
+    """What to write so that micro-batches have `size` sequences of `context` tokens; nothing where they have anyway."""
+    speed, sequences = config.speed, config.train.batch_tokens // context
+    words = []
+    if speed.accumulation is not None:
+        count = sequences // size
+        words += [f"speed.accumulation={count}"] if speed.accumulation != count else []
+        words += [f"speed.micro_batch={size}"] if speed.micro_batch not in (None, size) else []
+        return words
+    most = min(speed.micro_batch or sequences, sequences)
+    comes = next(other for other in range(most, 0, -1) if sequences % other == 0)
+    return [] if comes == size else [f"speed.micro_batch={size}"]
+
+
+def _sizes(config: RunConfig, most: int) -> Iterator[int]:
+    """Micro-batches from `most` down, each about half of the one before, that divide the batch."""
+    sequences = config.train.batch_tokens // config.model.context
+    size = most
+    while size >= 1:
+        if sequences % size == 0:
+            yield size
+        size //= 2
+
+
+def _switched(config: RunConfig, speed: Speed, micro_batch: int, saving: dict[str, Any]) -> Speed:
+    accumulation = config.train.batch_tokens // config.model.context // micro_batch
+    return dataclasses.replace(speed, micro_batch=micro_batch, accumulation=accumulation, **saving)

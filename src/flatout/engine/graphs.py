@@ -94,32 +94,26 @@ class Recording:
     pool: Any
 
 
+@dataclasses.dataclass(eq=False)
 class MicroBatchGraph:
-    """Takes the place of `TrainStep.forward_backward`."""
+    """Takes the place of `TrainStep.forward_backward`, which is `plain`.
 
-    def __init__(
-        self,
-        plain: MicroBatch,
-        model: nn.Module,
-        notices: Notices,
-        recorder: Recorder,
-        prepare: Callable[[], Hashable] = lambda: None,
-        forget: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`prepare` is called before every micro-batch and says what a recording depends on besides shapes.
+    `prepare` is called before every micro-batch and says what a recording depends on besides shapes. `forget` is called
+    around every recording, so that what is kept from one pass to the next is made inside it.
+    """
 
-        `forget` is called around every recording, so that what is kept from one pass to the next is made inside it.
-        """
-        self.plain = plain
-        self.prepare = prepare
-        self.forget = forget
-        self.model = model
-        self.notices = notices
-        self.recorder = recorder
-        self.failed = False
-        self.crowded = False
-        self.window: int | None = None  # that attention has now, where it is not the model's own
-        self.recordings: dict[Hashable, Recording] = {}
+    plain: MicroBatch
+    model: nn.Module
+    notices: Notices
+    recorder: Recorder
+    prepare: Callable[[], Hashable] = lambda: None
+    forget: Callable[[], None] = lambda: None
+    failed: bool = False
+    crowded: bool = False
+    window: int | None = None  # that attention has now, where it is not the model's own
+    recordings: dict[Hashable, Recording] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:

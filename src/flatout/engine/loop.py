@@ -18,20 +18,11 @@ from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience
 from flatout.engine.checkpoint import Checkpoint, checkpoint_bytes
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.machine import MachineWatch
-from flatout.engine.pending import PendingReports
 from flatout.engine.recovery import attempt_step, use_less_memory
 from flatout.engine.run import Run
 from flatout.engine.run_folder import read_best
-from flatout.engine.saving import (
-    due_of,
-    lacks_verdict,
-    mend_run_adapter,
-    notice_on_adapter,
-    restore,
-    restore_verdict,
-    resumed_schedule,
-)
-from flatout.engine.spans import SpanTotals
+from flatout.engine.saving import due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
+from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, PreviewRecord, Record
 
 PARAMETER_NORM_EVERY = 10  # steps: it reads all weights once more
@@ -43,7 +34,6 @@ def train_loop(
     folder: Path,
     *,
     resumed: Checkpoint | None,
-    resumed_from: str | None,
     stop: Callable[[], bool],
     save: Callable[[], bool] = lambda: False,
     recorded: bool = True,
@@ -55,12 +45,9 @@ def train_loop(
     already has the CheckpointRecord of the checkpoint that is resumed from; a kill can come after the save and before
     the record.
     """
-    progress = Progress()
-    if resumed is not None:
-        progress = restore(run, resumed)
-        run = dataclasses.replace(run, schedule=resumed_schedule(run, resumed))
-    origin = None if resumed_from is None else Path(resumed_from)
-    restore_verdict(progress, origin)
+    progress = Progress() if resumed is None else restore(run, resumed)
+    origin = None if resumed is None else resumed.path
+    resumed_from = None if origin is None else str(origin)
     if read_best(folder) != progress.best_step:  # a run taken back to an older checkpoint forgets a later best
         write_best(folder, progress)
     mended = [] if resumed is None else list(mend_run_adapter(run, folder))
@@ -72,7 +59,7 @@ def train_loop(
     yield from look_at_eigenstates(run.model, progress.step)
     totals = SpanTotals()
     boundary = Boundary(run, progress, folder, totals, run.step.micro_batch, resumed_from, progress.step, saves)
-    if resumed is not None and origin is not None and lacks_verdict(resumed, origin):
+    if resumed is not None and lacks_verdict(resumed):
         yield from boundary.pass_through(due_of(resumed), saving=True, saved=origin)
     elif origin is not None and not recorded:
         size, best = checkpoint_bytes(origin), progress.best_step == progress.step

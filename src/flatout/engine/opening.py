@@ -1,23 +1,35 @@
-"""The data that a config names, behind one protocol, and the model that comes with it where a run is fine-tuned."""
+"""The data that a config names, behind one protocol, and the model that comes with it where a run is fine-tuned.
+
+A fine-tuning run is made of a model from elsewhere, and samples in its own language. The model section of the config
+gives way to what the model's folder says; only the context is the run's own, since it is how much of a sample is read.
+Everything after that (step, loop, checkpoints, records) is what pretraining has.
+"""
 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import LoraConfig, RunConfig
 from flatout.config.source import IN_PYTHON, Source
 from flatout.data.array_data import Arrays, open_arrays
+from flatout.data.chat_template import ChatTemplate
 from flatout.data.loader import windows_of
+from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
+from flatout.data.masking import stops_of
 from flatout.data.pack import Progress
-from flatout.data.positions import Schedule
+from flatout.data.positions import Schedule, Stage
+from flatout.data.sample_data import SampleData
 from flatout.data.shard_data import ShardData, open_shards
 from flatout.data.stream import open_stream
 from flatout.data.stream_loader import StreamData
 from flatout.data.training_data import DataFacts, TrainingData
-from flatout.engine.adapter_folder import with_adapter
-from flatout.engine.base_model import Base
-from flatout.engine.fine_tuning import open_sample_data, with_described_model
-from flatout.errors import ConfigError
+from flatout.engine.adapter_folder import plan_targets, with_adapter
+from flatout.engine.base_model import Base, open_base
+from flatout.engine.checkpoint import Checkpoint
+from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.hub import Description
 
 MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
@@ -37,13 +49,14 @@ def open_data(
     sources: Mapping[str, Source],
     progress: Progress | None,
     *,
-    begun: LoraConfig | None = None,
+    resumed: Checkpoint | None = None,
     arrays: Arrays | None = None,
 ) -> Opened:
-    """`begun` is what the checkpoint of a resumed run says of adapters; `arrays` take the place of the data section."""
+    """`resumed` is the checkpoint of a run that is resumed; `arrays` take the place of the data section."""
     if config.chat.source is not None and arrays is None:
         written = sources_of(sources)("model.context")
-        base, samples = open_sample_data(config, progress, written=written, resumed=begun is not None)
+        base, samples = open_sample_data(config, progress, written=written, resumed=resumed is not None)
+        begun = None if resumed is None else resolve_from_mapping(resumed.config).lora
         return Opened(described_config(config, base, sources, begun=begun), samples, base)
     schedule, seed, val_tokens = _schedule_of(config), config.train.seed, config.eval.tokens
     if arrays is not None:
@@ -121,6 +134,119 @@ def _check_no_shape(config: RunConfig, description: Description, sources: Mappin
             )
 
 
+# --- fine-tuning ------------------------------------------------------------------------------------------------------
+
+
+def open_sample_data(
+    config: RunConfig, progress: Progress | None, *, written: Source = IN_PYTHON, resumed: bool = False
+) -> tuple[Base, SampleData]:
+    """The model to fine-tune, and the samples that a config asks for, made now unless they are there.
+
+    `written` is where model.context was written, as `Base.fit` has it. Of a `resumed` run a missing base is its own.
+    """
+    base, template, notices, request, folder = _asked(config, written, resumed=resumed)
+    samples = prepare_samples(request, base.tokenizer, template, folder, progress)
+    if samples.val is None:
+        raise DataError(
+            f"nothing of {request.source} is held out to evaluate on",
+            "set chat.val_fraction, or name chat.val_source",
+        )
+    return dataclasses.replace(base, template=template), SampleData(
+        sample_set=samples,
+        tokenizer=base.tokenizer,
+        template=template,
+        described=base.description.values,
+        stops=stops_of(base.tokenizer, template, base.description.end_of_text),
+        row_tokens=base.description.config.context,
+        packing=config.chat.packing,
+        batch_samples=config.chat.batch_samples,
+        seed=config.train.seed,
+        val_samples=samples.val,
+        val_tokens=config.eval.tokens,
+        opening_notices=notices,
+    )
+
+
+def why_samples_are_made(config: RunConfig, *, written: Source = IN_PYTHON) -> tuple[Path, str]:
+    """The folder of a config's samples, and why `open_sample_data` would make them now; nothing if they are there."""
+    base, template, _, request, folder = _asked(config, written)
+    return folder, why_made(request, base.tokenizer, template, folder)
+
+
+def _asked(
+    config: RunConfig, written: Source, *, resumed: bool = False
+) -> tuple[Base, ChatTemplate | None, tuple[str, ...], SampleRequest, Path]:
+    """(model, chat template, notices on both, what samples are made of, their folder)"""
+    chat, name = config.chat, config.model.init_from
+    assert chat.source is not None, "checked by the config"
+    assert name is not None, "checked by the config"
+    try:
+        base = open_base(name, config.model.context, ignore_code=config.model.ignore_auto_map)
+    except CheckpointError as error:
+        if not resumed:
+            raise
+        raise CheckpointError(
+            f"the base of the run cannot be loaded: {error.message}",
+            "call this from the folder that the run was trained in, or say where the base is: model.init_from=MODEL",
+        ) from error
+    config, cut = base.fit(config, written)
+    template, notice = base.template_for(chat.template)
+    request = SampleRequest(
+        source=chat.source,
+        context=sample_tokens(config),
+        val_source=chat.val_source,
+        format=chat.format,
+        fields=dict(pair.split("=", 1) for pair in chat.fields),
+        train_on=chat.train_on,
+        too_long=chat.too_long,
+        val_fraction=0.0 if chat.val_source is not None else chat.val_fraction,
+        limit=sample_limit(config),
+    )
+    notices = tuple(line for line in (notice, cut) if line)
+    return base, template, notices, request, samples_folder(config)
+
+
+def samples_folder(config: RunConfig) -> Path:
+    """Where the samples of a run lie."""
+    return Path(config.data.folder or f"data/{Path(config.chat.source or '').stem}-samples")
+
+
+def sample_tokens(config: RunConfig) -> int:
+    """The most that a sample may have."""
+    return min(config.chat.max_tokens or config.model.context, config.model.context)
+
+
+def sample_limit(config: RunConfig) -> str:
+    """The setting that says so."""
+    return "chat.max_tokens" if sample_tokens(config) < config.model.context else "model.context"
+
+
+def with_described_model(config: RunConfig, base: Base) -> RunConfig:
+    """The config with the model that its folder describes; a run of ours is named by its checkpoint.
+
+    Learned positions cannot be fewer than they are, nor scales of eigenstates longer than the context: what the run
+    wants less is then a matter of its samples alone.
+    """
+    kept = {name: getattr(config.model, name) for name in ("dropout", "ignore_auto_map")} | {"init_from": base.name}
+    model = base.description.config.model_copy(update=kept)
+    shorter = {"max_tokens": sample_tokens(config)} if config.model.context < model.context else {}
+    return config.model_copy(update={"model": model, "chat": config.chat.model_copy(update=shorter)})
+
+
+def adapter_plan(config: LoraConfig) -> AdapterPlan:
+    return AdapterPlan(
+        rank=config.rank,
+        alpha=2.0 * config.rank if config.alpha is None else config.alpha,
+        dropout=config.dropout,
+        targets=plan_targets(config.targets),
+        rank_stabilised=config.rank_stabilised,
+        dora=config.dora,
+    )
+
+
+# --- the model's vocabulary, and how long a run is --------------------------------------------------------------------
+
+
 def vocabulary_of(opened: Opened) -> int:
     """The ids that the model knows: those of its base, or at least those of the data's tokenizer."""
     if opened.base is not None:
@@ -134,16 +260,36 @@ def vocabulary_of(opened: Opened) -> int:
     return asked or known
 
 
-def steps_of(config: RunConfig, facts: DataFacts) -> int:
-    train = config.train
+def stored_schedule(data: TrainingData, checkpoint: Checkpoint) -> Schedule | None:
+    """The table by which the run of a checkpoint read, where that says so and it is not the same for every run."""
+    rows = checkpoint.state.get("schedule")
+    if rows is None or data.facts.steps_per_epoch is not None:  # samples: every step of an epoch has its own
+        return None
+    try:
+        return dataclasses.replace(data.schedule, stages=tuple(Stage(*row) for row in rows))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the checkpoint's state.json has no usable schedule: {error}", "name another checkpoint"
+        ) from error
+
+
+def schedule_of(data: TrainingData, resumed: Checkpoint | None) -> Schedule:
+    """The data's table from a checkpoint's step on. Before it, what the checkpoint says was read."""
+    earlier = None if resumed is None else stored_schedule(data, resumed)
+    return data.schedule if resumed is None or earlier is None else data.schedule.after(earlier, resumed.step)
+
+
+def steps_of(config: RunConfig, facts: DataFacts, schedule: Schedule | None = None) -> int:
+    """The steps of a run that reads by `schedule`: the config's own, unless it was resumed with another batch size."""
+    train, table = config.train, schedule or _schedule_of(config)
     if train.steps is not None:
         steps = train.steps
     elif facts.steps_per_epoch is not None:
         steps = math.ceil((train.epochs or 0) * facts.steps_per_epoch)
     elif train.tokens is not None:
-        steps = _schedule_of(config).steps_until(-(-train.tokens // config.model.context))
+        steps = table.steps_until(-(-train.tokens // config.model.context))
     else:
-        steps = _schedule_of(config).steps_until((train.epochs or 0) * (facts.windows or 0))
+        steps = table.steps_until((train.epochs or 0) * (facts.windows or 0))
     if steps > MOST_STEPS:
         size = "train.batch_tokens" if facts.batch_samples is None else "chat.batch_samples"
         raise ConfigError(f"the run would have {steps:,} steps, more than {MOST_STEPS:,}", f"raise {size}")

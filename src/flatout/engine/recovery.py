@@ -58,8 +58,8 @@ def use_less_memory(run: Run, batch: Batch, sentence: str) -> str:
         run.step.run_micro_batch = run.step.forward_backward
         free_memory(run.speed.device.torch_device)
         return (
-            f"cuda_graphs became off: {sentence}: going on without CUDA graphs, which hold memory of their own; batch "
-            "and loss stay the same (next time: speed.cuda_graphs=off)"
+            f"cuda_graphs became off: {sentence}: continuing without CUDA graphs, which hold memory of their own; "
+            "batch and loss stay the same (next time: speed.cuda_graphs=off)"
         )
     size = next(size for size in range(before // 2, 0, -1) if packed or sequences % size == 0)
     run.step.use_micro_batch(size)
@@ -69,7 +69,7 @@ def use_less_memory(run: Run, batch: Batch, sentence: str) -> str:
         torch.cuda.reset_peak_memory_stats(device)  # the peak shown is that of what runs now
     count = -(-sequences // size)
     return (
-        f"{sentence}: going on with micro-batches of {size} instead of {before}, {count} per step; batch "
+        f"{sentence}: continuing with micro-batches of {size} instead of {before}, {count} per step; batch "
         f"and loss stay the same (next time: speed.micro_batch={size}, or `flatout tune`)"
     )
 

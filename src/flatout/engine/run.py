@@ -46,8 +46,8 @@ class Run:
     memory: MemoryEstimate
     notices: tuple[str, ...]  # known before the first step
     new_notices: Notices  # those that come up later
-    origin: Base | None = None  # the model that is fine-tuned
-    base: str | None = None  # hash of the frozen weights under adapters
+    base: Base | None = None  # the model that is fine-tuned
+    base_hash: str | None = None  # of its frozen weights, under adapters
 
     @property
     def world(self) -> World:
@@ -56,8 +56,8 @@ class Run:
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:
         """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""
-        assert self.origin is not None, "only a base gets adapters"
-        given = {"description": self.origin.description, "template": self.origin.template, "stops": self.data.stops}
+        assert self.base is not None, "only a base gets adapters"
+        given = {"description": self.base.description, "template": self.base.template, "stops": self.data.stops}
         return files_beside(self.data.tokenizer, context=self.config.model.context, chat=True, **given)[0]
 
     def peak_memory_bytes(self) -> int:

@@ -12,6 +12,7 @@ Nothing here is written or removed before a run is accepted: until then the fold
 """
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 
 from flatout.config.schema import OutputConfig
 from flatout.engine.checkpoint import (
+    Checkpoint,
     Unusable,
     newest_good,
     read_verdict,
@@ -54,7 +56,7 @@ def choose_folder(output: OutputConfig, resume: str | None) -> Path:
         if resume is None and holds_run(folder):
             raise UsageError(
                 f"{folder} already holds a run",
-                "add --resume auto to go on with it, or set output.folder to a new folder",
+                "add --resume auto to resume it, or set output.folder to a new folder",
             )
         return folder
     taken = numbered_runs(output.name)
@@ -82,11 +84,14 @@ def newest_run() -> Path:
 
 def run_of(path: Path) -> Path:
     """The run folder a path means: itself, or the run that a checkpoint folder belongs to."""
+    _check_folder(path)
+    above = path.resolve().parent
+    return above.parent if is_checkpoint(path) and above.name == "checkpoints" else path
+
+
+def _check_folder(path: Path) -> None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder", "name a run folder or one of its checkpoints/step-N folders")
-    if is_checkpoint(path):
-        return path.resolve().parent.parent if path.resolve().parent.name == "checkpoints" else path
-    return path
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -98,8 +103,7 @@ def checkpoint_to_load(path: Path, *, best: bool = False) -> Path:
 
     One whose loss was found not to be finite is passed over, as long as there is another.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder", "name a run folder or one of its checkpoints/step-N folders")
+    _check_folder(path)
     if is_checkpoint(path):
         return path
     found = dict(list_checkpoints(checkpoints_of(path)))
@@ -149,22 +153,22 @@ def set_unusable_aside(unusable: Sequence[Unusable]) -> list[str]:
     return told
 
 
-def set_later_aside(run: Path, chosen: Path, notice: Callable[[str], None]) -> None:
+def set_later_aside(run: Path, chosen: Checkpoint, notice: Callable[[str], None]) -> None:
     """Going back to an older checkpoint: the later ones would be taken for its future, so they step aside."""
     for step, path in list_checkpoints(checkpoints_of(run)):
-        if path.name > chosen.name:
+        if step > chosen.step:
             aside = set_aside(path, "superseded")
-            notice(f"going back to {chosen.name}: the later checkpoint of step {step} was set aside as {aside.name}")
+            notice(f"going back to step {chosen.step}: the later one of step {step} was set aside as {aside.name}")
 
 
+@dataclasses.dataclass
 class RunLock:
     """A run folder held against other processes. Until `accept`, leaving it puts the disk back as it was."""
 
-    def __init__(self, run: Path, handle: int, *, created: bool) -> None:
-        self.run = run
-        self.handle = handle
-        self.created = created
-        self.accepted = False
+    run: Path
+    handle: int
+    created: bool
+    accepted: bool = False
 
     def accept(self) -> None:
         """The run goes ahead: says who holds the folder, and removes what killed processes left in it."""

@@ -1,14 +1,16 @@
 """A run's state into a checkpoint and back, and its adapters into PEFT's folder beside the checkpoints."""
 
 import dataclasses
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import flatout
-from flatout.data.positions import Schedule, Stage
+from flatout.config.schema import RunConfig
+from flatout.config.yaml_loader import format_value
 from flatout.engine.adapter_folder import ADAPTER, IN_4_BITS, step_of, who_loads, write_adapter
 from flatout.engine.books import JUDGED, Progress
 from flatout.engine.checkpoint import Checkpoint, checkpoint_path, list_checkpoints, read_checkpoint, read_verdict
@@ -42,7 +44,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         "schedule": [dataclasses.astuple(stage) for stage in run.schedule.stages],
         **({} if position is None else {"stream": position}),
         **run.data.saved(),
-        **({} if run.base is None else {"base": run.base}),
+        **({} if run.base_hash is None else {"base": run.base_hash}),
     }
     return Checkpoint(
         model=run.trained.tensors(),
@@ -57,7 +59,16 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
     run.trained.assign(checkpoint.model, "the checkpoint")
-    for notice in run.step.optimizer.assign(checkpoint.optimizer, "the checkpoint"):
+    try:
+        converted = run.step.optimizer.assign(checkpoint.optimizer, "the checkpoint")
+    except CheckpointError as error:
+        changed = [row for row in differences(run.config, checkpoint.config) if row[0].startswith("optim.")]
+        if not changed:
+            raise
+        told = "; ".join(f"{path} was {format_value(was)}, is now {format_value(now)}" for path, was, now in changed)
+        words = " ".join(as_word(path, was) for path, was, _ in changed)
+        raise CheckpointError(f"{error.message} ({told})", f"resume with {words}, or start a new run") from error
+    for notice in converted:
         run.new_notices.add(notice)
     run.step.updates.copy_(checkpoint.run["updates"])
     run.random.assign(checkpoint.run)
@@ -75,34 +86,31 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     progress.bad_steps = 0  # nothing is saved while they are counted; older checkpoints may say otherwise
     if "tokens" not in checkpoint.state:  # saved before tokens were counted
         progress.tokens = progress.step * run.config.train.batch_tokens
+    verdict = None if checkpoint.path is None else read_verdict(checkpoint.path)  # which was written after it
+    judged = {} if verdict is None else verdict.progress
+    for name in JUDGED & judged.keys():
+        setattr(progress, name, judged[name])
     return progress
 
 
-def resumed_schedule(run: Run, checkpoint: Checkpoint) -> Schedule:
-    """The run's table from the checkpoint's step on. Before it, what the checkpoint says was read, where it does."""
-    rows, table = checkpoint.state.get("schedule"), run.schedule
-    if rows is None or run.data.facts.steps_per_epoch is not None:  # samples: every step of an epoch has its own
-        return table
-    try:
-        earlier = dataclasses.replace(table, stages=tuple(Stage(*row) for row in rows))
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"the checkpoint's state.json has no usable schedule: {error}", "name another checkpoint"
-        ) from error
-    return table.after(earlier, checkpoint.step)
+def differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """(path, stored value, the config's) of every setting that a checkpoint has otherwise, but names of places."""
+    now = config.model_dump()
+    for section, values in stored.items():
+        for name, before in values.items():
+            after, path = now.get(section, {}).get(name), f"{section}.{name}"
+            if before != after and path not in ("output.folder", "output.name", "model.init_from"):
+                yield path, before, after
 
 
-def restore_verdict(progress: Progress, origin: Path | None) -> None:
-    """What an evaluation of the checkpoint said, which was written after it."""
-    verdict = None if origin is None else read_verdict(origin)
-    if verdict is not None:
-        for name in JUDGED & verdict.progress.keys():
-            setattr(progress, name, verdict.progress[name])
+def as_word(path: str, value: Any) -> str:
+    """A setting as a word of a command line."""
+    return shlex.quote(f"{path}={value if isinstance(value, str) else format_value(value)}")
 
 
-def lacks_verdict(checkpoint: Checkpoint, path: Path) -> bool:
+def lacks_verdict(checkpoint: Checkpoint) -> bool:
     """Whether a run was killed between writing a checkpoint and judging it. Old ones were written after evaluation."""
-    return "due" in checkpoint.state and read_verdict(path) is None
+    return "due" in checkpoint.state and checkpoint.path is not None and read_verdict(checkpoint.path) is None
 
 
 def due_of(checkpoint: Checkpoint) -> Due:
@@ -113,9 +121,9 @@ def due_of(checkpoint: Checkpoint) -> Due:
     return Due(reason if reason in ("step", "epoch", "end") else None, found.get("sample") is True)
 
 
-def recorded_again(checkpoint: Checkpoint, path: Path) -> tuple[str, ...]:
+def recorded_again(checkpoint: Checkpoint | None) -> tuple[str, ...]:
     """The types of records of a checkpoint's step that resuming from it brings once more."""
-    if not lacks_verdict(checkpoint, path):
+    if checkpoint is None or not lacks_verdict(checkpoint):
         return ()
     due = due_of(checkpoint)
     evaluated = ("eval", "eigenstates", "sample") if due.evaluate else ("sample",) if due.sample else ()
@@ -135,20 +143,20 @@ def save_run_adapter(run: Run, folder: Path, step: int) -> Iterator[str]:
         return
     if checkpoint_to_load(folder, best=True) != checkpoint_path(checkpoints_of(folder), step):
         return
-    facts = {"fingerprint": run.base, "quantize": run.config.lora.quantize, "step": step}
+    facts = {"base": run.base_hash, "quantize": run.config.lora.quantize, "step": step}
     try:
-        write_adapter(run.adapters, folder / ADAPTER, base=name, files=run.files_beside, **facts)
+        write_adapter(run.adapters, folder / ADAPTER, name, run.files_beside, facts)
     except OccupiedError as error:
         yield f"the adapter of step {step} was not written: {error.message}"
 
 
 def notice_on_adapter(run: Run, folder: Path) -> Iterator[str]:
     """Where a run's adapter lies, and who can load it."""
-    place, name, origin = folder / ADAPTER, run.config.model.init_from, run.origin
+    place, name, base = folder / ADAPTER, run.config.model.init_from, run.base
     step = step_of(place)
     if run.adapters is None or step is None:
         return
-    limit = who_loads(name, origin.description) if origin is not None and name is not None else None
+    limit = who_loads(name, base.description) if base is not None and name is not None else None
     known = f"adapter{' for PEFT and vLLM' if limit is None else ''}: {place}, of step {step}"
     yield "; ".join(filter(None, [known, limit, IN_4_BITS if run.config.lora.quantize != "none" else None]))
 

@@ -6,37 +6,48 @@ they get their own section or plain values.
 
 import dataclasses
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import LoraConfig, RunConfig
-from flatout.config.unused import check_used
+from flatout.config.schema import RunConfig
+from flatout.config.unused import check_used, cut_pattern, wide_window
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.device import detect_device, limit_memory, use_expandable_segments
-from flatout.engine.adapter_folder import adapter_at, stored_base
-from flatout.engine.base_model import base_fingerprint
+from flatout.engine.adapter_folder import adapter_at, stored_base, stored_quantize
+from flatout.engine.base_model import Start, base_fingerprint, build_base, open_start
+from flatout.engine.case import product_type
+from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fine_tuning import adapter_plan, build_described
-from flatout.engine.first_notices import notices_on_config, notices_on_weights
 from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, out_of_memory, ways
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
-from flatout.engine.opening import Opened, open_data, sources_of, steps_of, vocabulary_of
+from flatout.engine.opening import (
+    Opened,
+    adapter_plan,
+    open_data,
+    schedule_of,
+    sources_of,
+    steps_of,
+    vocabulary_of,
+)
 from flatout.engine.randomness import RandomStream
 from flatout.engine.run import Run, delivery_of, device_scope
-from flatout.engine.starting import Start, open_start
 from flatout.engine.step import LossScale, TrainStep
 from flatout.engine.trained import Trained, all_weights, only_adapters
 from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into
+from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
 from flatout.model.count import MemoryEstimate, flops_per_token
-from flatout.model.gpt import GPT, build_model
+from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
-from flatout.model.quantize import check_quantizing, quantize_linears
+from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
@@ -46,13 +57,14 @@ def setup_run(
     loaded: LoadedConfig | RunConfig,
     progress: Progress | None = None,
     *,
-    begun: LoraConfig | None = None,
+    resumed: Checkpoint | None = None,
     arrays: Arrays | None = None,
 ) -> Run:
     """Builds a run with fresh weights. Resuming overwrites its state afterwards.
 
-    `begun` is what the checkpoint to resume from says of adapters. Weights that `model.init_from` names are then not
-    read where the checkpoint brings all of them. `arrays` are token arrays from Python instead of the config's data.
+    `resumed` is the checkpoint to resume from. Weights that `model.init_from` names are then not read where it brings
+    all of them, and steps are counted from what it has read. `arrays` are token arrays from Python instead of the
+    config's data.
     """
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     sources = {} if isinstance(loaded, RunConfig) else loaded.sources
@@ -61,27 +73,28 @@ def setup_run(
     if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
-    opened = open_data(config, sources, progress, begun=begun, arrays=arrays)
+    opened, fresh = open_data(config, sources, progress, resumed=resumed, arrays=arrays), resumed is None
     config, data, vocab = opened.config, opened.data, vocabulary_of(opened)
-    start = open_start(config.model, vocab, data.tokenizer) if begun is None and opened.base is None else None
+    start = open_start(config.model, vocab, data.tokenizer) if fresh and opened.base is None else None
     facts, source_of = data.facts, sources_of(sources)
     speed = resolve_speed(config, device, facts.corpus_bytes, source_of, vocab=vocab, step_tokens=facts.step_tokens)
-    memory = _checked_memory(opened, loaded, vocab, speed, resumed=begun is not None)
-    steps = steps_of(config, facts)
+    memory = _checked_memory(opened, loaded, vocab, speed, resumed=not fresh)
+    schedule = schedule_of(data, resumed)
+    steps = steps_of(config, facts, schedule)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
     use_expandable_segments(device.torch_device, on=speed.expandable_segments)
     later = Notices()
-    model = _build(opened, vocab, speed, later, start, weights=begun is None)
+    model = _build(opened, vocab, speed, later, start, weights=fresh)
     adapters = _attach(model, config) if config.lora.rank else None
-    base = None if adapters is None else _base_of(adapters, opened, weights=begun is None)
+    base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
     trained = all_weights(model) if adapters is None else only_adapters(adapters)
     adapted = None if adapters is None else trained.count
     run = Run(
         config=config,
         speed=speed,
         data=data,
-        schedule=data.schedule,
+        schedule=schedule,
         model=model,
         trained=trained,
         adapters=adapters,
@@ -90,18 +103,14 @@ def setup_run(
         steps=steps,
         flops_per_token=flops_per_token(config.model, vocab, facts.attended, adapters=adapted),
         memory=memory,
-        notices=(
-            *(loaded.notices if isinstance(loaded, LoadedConfig) else ()),
-            *notices_on_config(config, steps, lambda path: source_of(path).by_user),
-            *data.notices(delivery_of(speed, speed.micro_batch)),
-            *notices_on_weights(config, model, adapters, start, weights=begun is None),
-        ),
+        notices=(),
         new_notices=later,
-        origin=opened.base,
-        base=base,
+        base=opened.base,
+        base_hash=base_hash,
     )
     run.evaluation()  # a validation split without a single target is an error now, not after the first steps
-    return run
+    told = _notices(run, start, lambda path: source_of(path).by_user, weights=fresh)
+    return dataclasses.replace(run, notices=(*(loaded.notices if isinstance(loaded, LoadedConfig) else ()), *told))
 
 
 def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
@@ -158,19 +167,18 @@ def _build(opened: Opened, vocab: int, speed: Speed, notices: Notices, start: St
 def _build_described(config: RunConfig, description: Description, speed: Speed, *, weights: bool) -> GPT:
     """A frozen model is held in the type of its products; one that is trained in fp32."""
     frozen = config.lora.rank > 0
-    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(speed.precision, torch.float32)
+    narrow = product_type(speed.precision)
     description = dataclasses.replace(description, config=config.model)
     device, quantize = speed.device.torch_device, config.lora.quantize != "none"
     if quantize:
         check_quantizing(device)
+    how: dict[str, Any] = {"dtype": narrow if frozen else torch.float32, "execution": speed.execution}
+    how["device"] = torch.device("cpu") if quantize else device
     with out_of_memory():
-        model = build_described(
-            description,
-            dtype=narrow if frozen else torch.float32,
-            device=torch.device("cpu") if quantize else device,
-            execution=speed.execution,
-            weights=weights or frozen,
-        )
+        if weights or frozen:
+            model = build_base(description, **how)
+        else:  # a checkpoint brings all of them
+            model = empty_model(description.config, description.vocab, **how)
         if quantize:
             quantize_linears(model, device)
     return model
@@ -183,7 +191,7 @@ def _attach(model: GPT, config: RunConfig) -> Adapters:
         raise ConfigError(f"lora.targets: {error.message}", error.hint) from error
 
 
-def _base_of(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
+def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
     """The hash of the weights under adapters, which get the values that `lora.init_from` names."""
     assert opened.base is not None, "adapters are for a model from elsewhere: checked by the config"
     config, base = opened.config, base_fingerprint(opened.base.description)
@@ -225,26 +233,14 @@ def _build_step(
         clear_gradients=trained.clear_gradients,
         scope=lambda: device_scope(speed, config.train.deterministic),
     )
-    _make_shapes_anew(step, model, speed, _recorded(step, model, speed, notices, adapters))
-    return step
-
-
-def _recorded(
-    step: TrainStep, model: GPT, speed: Speed, notices: Notices, adapters: Adapters | None
-) -> MicroBatchGraph | None:
-    if not speed.cuda_graphs:
-        return None
-    derived = () if adapters is None else (adapters.forget,)
-    recorder = Recorder(speed.device.torch_device)
-    graph = MicroBatchGraph(step.forward_backward, model, notices, recorder, model.prepare, *derived)
-    step.run_micro_batch = graph
-    return graph
-
-
-def _make_shapes_anew(step: TrainStep, model: GPT, speed: Speed, graph: MicroBatchGraph | None) -> None:
-    """Tells a step what to do with what was made for one shape, or for one attention window."""
+    graph = None
+    if speed.cuda_graphs:
+        forget = (lambda: None) if adapters is None else adapters.forget
+        graph = MicroBatchGraph(step.forward_backward, model, notices, Recorder(device), model.prepare, forget)
+        step.run_micro_batch = graph
 
     def rebuild() -> None:
+        """What was made for one shape goes."""
         model.narrow.drop()
         model.offload.drop()
         if graph is not None:
@@ -252,14 +248,63 @@ def _make_shapes_anew(step: TrainStep, model: GPT, speed: Speed, graph: MicroBat
         if speed.compile != "off":
             torch._dynamo.reset()  # code for a shape that never comes again only holds memory
 
-    current: int | None = None
-
     def use_window(window: int | None) -> None:
-        nonlocal current
-        if window != current:
-            model.use_window(window)
-            current = window
+        model.use_window(window)
         if graph is not None:
             graph.window = window  # each window has recordings of its own
 
     step.rebuild, step.use_window = rebuild, use_window
+    return step
+
+
+# --- notices before the first step: settings and weights that are not what they may seem ------------------------------
+
+
+def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, weights: bool) -> Iterator[str]:
+    """`weights` is whether they come from elsewhere, and not from a checkpoint of the run."""
+    yield from _notices_on_config(run.config, run.steps, written)
+    yield from run.data.notices(delivery_of(run.speed, run.speed.micro_batch))
+    if start is not None:
+        yield start.notice
+    base = quantized_base(run.model)
+    if base is not None:
+        yield (
+            f"base: {base.weights:,} weights of linear layers in 4 bits, {base.bytes / 2**20:,.1f} MiB "
+            f"instead of {base.wide_bytes / 2**20:,.1f}"
+        )
+    if weights:
+        yield from _notices_on_adapter(run.config)
+    if run.adapters is not None:
+        yield from needless_rank(run.adapters.choices)
+
+
+def _notices_on_config(config: RunConfig, steps: int, written: Callable[[str], bool]) -> Iterator[str]:
+    """Settings that do not mean what they seem to. Intervals only where a user wrote them: those of presets are for
+    their own length, and the doctor tells of them."""
+    yield from filter(None, (cut_pattern(config.model), wide_window(config.model)))
+    if 0 < steps < config.optim.warmup_steps:
+        yield (
+            f"optim.warmup_steps is {config.optim.warmup_steps:,} and the run has {steps:,} steps, so the warm-up is "
+            f"cut to {steps:,}: the learning rate reaches its peak in the last step and never falls"
+        )
+    every, epochs = config.eval.every, config.eval.epoch_end
+    if 0 < steps < every and written("eval.every"):
+        which = "the ends of epochs and of the run are" if epochs else "the end is"
+        yield f"eval.every {every} is never reached in {steps} steps: only {which} evaluated"
+    if 0 < steps < config.checkpoint.every and written("checkpoint.every"):
+        between = config.checkpoint.best and (0 < every < steps or epochs)
+        which = "the end and each best so far are" if between else "the end is"
+        yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only {which} saved"
+
+
+def _notices_on_adapter(config: RunConfig) -> Iterator[str]:
+    """An adapter that training resumes from with its base in other bits works, and does not start where it was."""
+    name, ours = config.lora.init_from, config.lora.quantize
+    if config.lora.rank and name is not None and Path(name).is_dir():
+        folder = adapter_at(name)
+        theirs = stored_quantize(folder)
+        if stored_base(folder) is not None and ours != theirs:
+            yield (
+                f"lora.init_from: the adapter was trained with lora.quantize={theirs}, and here it is {ours}, so the "
+                "loss does not start where it ended"
+            )

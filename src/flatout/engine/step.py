@@ -52,48 +52,39 @@ class LossScale:
         self.good_updates.copy_(torch.where(grow, torch.zeros_like(good), good))
 
 
+@dataclasses.dataclass(eq=False)
 class TrainStep:
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizers,
-        *,
-        clip: float,
-        micro_batch: int,
-        label_smoothing: float = 0.0,
-        loss_scale: LossScale | None = None,
-        keep_gradients: bool = False,
-        after_update: Callable[[], None] = lambda: None,
-        clear_gradients: Callable[[], None] | None = None,
-        scope: Callable[[], AbstractContextManager[None]],
-        world: World | None = None,
-    ) -> None:
-        """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need.
+    """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need.
 
-        `after_update` follows every update, also one that was turned into nothing. `clear_gradients` is how gradients
-        that must stay where they are become zero.
-        """
-        first = next(model.parameters())
-        self.model = model
-        self.optimizer = optimizer
-        self.clip = clip
-        self.micro_batch = micro_batch
-        self.label_smoothing = label_smoothing
-        self.loss_scale = loss_scale
-        self.keep_gradients = keep_gradients or clear_gradients is not None
-        self.clear_gradients = clear_gradients
-        self.after_update = after_update
-        self.scope = scope
-        self.world = world or World()
+    `after_update` follows every update, also one that was turned into nothing. `clear_gradients` is how gradients that
+    must stay where they are become zero.
+    """
+
+    model: nn.Module
+    optimizer: Optimizers
+    _: dataclasses.KW_ONLY
+    clip: float
+    micro_batch: int
+    label_smoothing: float = 0.0
+    loss_scale: LossScale | None = None
+    keep_gradients: bool = False
+    after_update: Callable[[], None] = lambda: None
+    clear_gradients: Callable[[], None] | None = None
+    scope: Callable[[], AbstractContextManager[None]]
+    world: World = dataclasses.field(default_factory=World)
+    rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
+    use_window: Callable[[int | None], None] = lambda window: None  # another attention window, from setup too
+    updating: bool = False  # weights may be half moved: there is no way back to before the step
+    with_parameter_norm: bool = False  # whether the next report has it: it reads all weights once more
+
+    def __post_init__(self) -> None:
+        device = next(self.model.parameters()).device
+        self.keep_gradients = self.keep_gradients or self.clear_gradients is not None
         # engine/graphs.py puts a recording of it here
         self.run_micro_batch: Callable[..., Tensor] = self.forward_backward
-        self.rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
-        self.use_window: Callable[[int | None], None] = lambda window: None  # another attention window, from setup too
-        self.updating = False  # weights may be half moved: there is no way back to before the step
-        self.clock = StepClock(first.device)
-        self.with_parameter_norm = False  # whether the next report has it: it reads all weights once more
-        self.updates = torch.zeros((), dtype=torch.int64, device=first.device)
-        self.one = torch.ones((), dtype=torch.float32, device=first.device)
+        self.clock = StepClock(device)
+        self.updates = torch.zeros((), dtype=torch.int64, device=device)
+        self.one = torch.ones((), dtype=torch.float32, device=device)
 
     def __call__(
         self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1

@@ -3,7 +3,7 @@
 A row's function looks at a `Case` and answers with the value the switch gets and the reason where that is not what was
 asked for. Switches that exclude each other are decided by this order: what the user wrote beats what is automatic; of
 two that were both written, the one named in the error gives way. To add a switch, add its field to `SpeedConfig` and
-`Used`, and a row here.
+`Speed`, and a row here.
 """
 
 import dataclasses
@@ -47,8 +47,6 @@ def _precision(case: Case) -> Answer:
 
 def _kernels(case: Case) -> Answer:
     asked = case.asked
-    if asked.kernels == "torch":
-        return Answer("torch")
     if case.quantized:
         return Answer("torch", "they know no 4-bit weights")
     reason = case.no_triton or _adapters_beyond_kernels(case)
@@ -94,8 +92,6 @@ def _residual(case: Case) -> Answer:
 
 def _products(case: Case) -> Answer:
     asked = case.asked.products
-    if asked == "torch":
-        return Answer("torch")
     if case.used.kernels == "torch":
         return Answer("torch", "kernels is torch")
     if _wide(case):
@@ -143,16 +139,7 @@ def _fused_qkv(case: Case) -> Answer:
 
 
 def _compile(case: Case) -> Answer:
-    answer = _compile_mode(case)
-    if case.quantized and answer.used != "off":
-        return Answer("off", "it cannot look into 4-bit weights")
-    return answer
-
-
-def _compile_mode(case: Case) -> Answer:
     asked, wanted, device = case.asked, case.asked.compile, case.device
-    if wanted == "off":
-        return Answer("off")
     if case.several_documents and wanted == "auto":
         return Answer("off", "not worth its start-up where rows hold other documents at every step")
     if wanted == "auto" and not case.cuda:
@@ -165,6 +152,8 @@ def _compile_mode(case: Case) -> Answer:
         return Answer("off", "it cannot look into FlashAttention-4")
     if reason := _no_compiler(case):
         return Answer("off", reason)
+    if case.quantized:
+        return Answer("off", "it cannot look into 4-bit weights")
     if case.several_documents and wanted in ("reduce-overhead", "max-autotune"):
         return Answer("default", "it wants one shape, and samples make several")
     if wanted == "reduce-overhead" and not case.cuda:
@@ -315,11 +304,13 @@ def _memory_limit(case: Case) -> Answer:
 class Row:
     """A switch: what was asked for (its field of `speed` unless told otherwise), and how it is decided.
 
-    A value that the user wrote and cannot have is an error, unless doing without is `harmless`.
+    A value that the user wrote and cannot have is an error, unless doing without is `harmless`. What `works` everywhere
+    is taken as it was asked for.
     """
 
     name: str
     resolve: Callable[[Case], Answer]
+    works: tuple[str, ...] = ()
     harmless: bool = False
     asked: Callable[[Case], object] | None = None
 
@@ -327,15 +318,15 @@ class Row:
 ROWS = (
     Row("device", lambda case: Answer(str(case.device.torch_device))),
     Row("precision", _precision),
-    Row("kernels", _kernels),
+    Row("kernels", _kernels, works=("torch",)),
     Row("residual", _residual),
-    Row("products", _products),
+    Row("products", _products, works=("torch",)),
     Row("fp8", _fp8),
     Row("attention", attention),
-    Row("scan", scan),
+    Row("scan", scan, works=("reference", "chunked")),  # without E blocks, too: rungs of the ladder set it for all
     Row("fused_qkv", _fused_qkv),
     Row("document_attention", document_attention, harmless=True, asked=lambda case: case.used.attention),
-    Row("compile", _compile),
+    Row("compile", _compile, works=("off",)),
     Row("loss", _loss),
     Row("loss_chunk", _loss_chunk, harmless=True),
     Row("fused_optimizer", _fused_optimizer),

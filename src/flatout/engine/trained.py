@@ -3,14 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from flatout.config.schema import OptimConfig, SpeedConfig
 from flatout.engine.features import Speed
-from flatout.errors import CheckpointError
 from flatout.model.adapters import Adapters
-from flatout.model.weights import why_not_these
+from flatout.model.weights import assign_tensors
 from flatout.optim.optimizer import Trainable, trainables
 from flatout.optim.rules import state_bytes
 
@@ -34,19 +32,9 @@ class Trained:
     def tensors(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.saved.items()}
 
-    @torch.no_grad()
     def assign(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         """Puts a checkpoint's values back: all of them, or none."""
-        hint = why_not_these(tensors, "model and lora sections")
-        for name in sorted(self.saved.keys() ^ tensors.keys()):
-            what = "has no tensor" if name in self.saved else "holds an unknown tensor"
-            raise CheckpointError(f"{origin} {what} {name}", hint)
-        for name, parameter in self.saved.items():
-            if tensors[name].shape != parameter.shape:
-                shapes = f"{tuple(tensors[name].shape)}, the model needs {tuple(parameter.shape)}"
-                raise CheckpointError(f"{origin}: {name} has shape {shapes}", hint)
-        for name, parameter in self.saved.items():
-            parameter.copy_(tensors[name])
+        assign_tensors(self.saved, tensors, origin, "model and lora sections")
 
 
 def all_weights(model: nn.Module) -> Trained:

@@ -1,6 +1,6 @@
 """Our own weights on disk: safetensors only, one name per tensor, shapes checked before anything is overwritten."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,19 +45,23 @@ def why_not_these(names: Iterable[str], sections: str = "model section") -> str:
     return f"it belongs to another model; check the {sections}"
 
 
-def assign_weights(model: torch.nn.Module, tensors: dict[str, Tensor], origin: str) -> None:
+def assign_weights(model: torch.nn.Module, tensors: Mapping[str, Tensor], origin: str) -> None:
     """Copies tensors into the model; names and shapes must match exactly."""
-    expected = dict(model.named_parameters())
-    for name in sorted(expected.keys() - tensors.keys()):
-        raise CheckpointError(f"{origin} has no tensor {name}", why_not_these(tensors))
-    for name in sorted(tensors.keys() - expected.keys()):
-        raise CheckpointError(f"{origin} holds an unknown tensor {name}", why_not_these(tensors))
+    assign_tensors(dict(model.named_parameters()), tensors, origin, "model section")
+
+
+@torch.no_grad()
+def assign_tensors(
+    expected: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, Tensor], origin: str, sections: str
+) -> None:
+    """Copies all tensors, or none; `sections` are those of a config that say which there must be."""
+    hint = why_not_these(tensors, sections)
+    for name in sorted(expected.keys() ^ tensors.keys()):
+        what = "has no tensor" if name in expected else "holds an unknown tensor"
+        raise CheckpointError(f"{origin} {what} {name}", hint)
     for name, parameter in expected.items():
         if tensors[name].shape != parameter.shape:
-            raise CheckpointError(
-                f"{origin}: {name} has shape {tuple(tensors[name].shape)}, the model needs {tuple(parameter.shape)}",
-                "check layers, width, heads, context and vocab in the model section",
-            )
-    with torch.no_grad():
-        for name, parameter in expected.items():
-            parameter.copy_(tensors[name])
+            shapes = f"{tuple(tensors[name].shape)}, the model needs {tuple(parameter.shape)}"
+            raise CheckpointError(f"{origin}: {name} has shape {shapes}", hint)
+    for name, parameter in expected.items():
+        parameter.copy_(tensors[name])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatout.errors import CheckpointError
 
-Schedule = Sequence[float]  # a value for every applied update; the last one stays
+Table = Sequence[float]  # a value for every applied update; the last one stays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +58,12 @@ class Rule:
     takes: Callable[[Trainable], bool]
     optimizer: "Callable[[Sequence[Group]], Optimizer]"  # rules with the same one share one instance
     bytes: StateBytes
-    rate: Schedule
-    decay: float | Schedule = 0.0
-    settings: Mapping[str, float | Schedule] = dataclasses.field(default_factory=dict)
+    rate: Table
+    decay: float | Table = 0.0
+    settings: Mapping[str, float | Table] = dataclasses.field(default_factory=dict)
 
     @property
-    def numbers(self) -> dict[str, float | Schedule]:
+    def numbers(self) -> dict[str, float | Table]:
         return {"rate": self.rate, "decay": self.decay, **self.settings}
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatout.errors import CheckpointError, ConfigError
-from flatout.optim.optimizer import Group, Optimizer, Rule, Schedule, Trainable
+from flatout.optim.optimizer import Group, Optimizer, Rule, Table, Trainable
 
 
 class Optimizers:
@@ -41,12 +41,12 @@ class Optimizers:
         self._of = {parameter: one for one in self.optimizers for parameter in one.parameters}
         self._complete = False
 
-    def _tabulate(self, schedules: Sequence[Schedule]) -> Tensor:
+    def _tabulate(self, schedules: Sequence[Table]) -> Tensor:
         most = max(len(schedule) for schedule in schedules)
         rows = [[*schedule, *[schedule[-1]] * (most - len(schedule))] for schedule in schedules]
         return torch.tensor(rows, dtype=torch.float64).to(self.parameters[0].device, torch.float32)
 
-    def follow(self, rates: Schedule) -> None:
+    def follow(self, rates: Table) -> None:
         """Replaces all rates: the last rule's by `rates`, another rule's by `rates` times the ratio of their peaks."""
         peaks = {id(group.rule.rate): max(group.rule.rate) for group in self.groups}
         last = max(self.groups[-1].rule.rate)

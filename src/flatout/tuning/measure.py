@@ -33,9 +33,9 @@ from flatout.config.schema import RunConfig
 from flatout.data.positions import Schedule
 from flatout.engine.fit_check import out_of_memory
 from flatout.engine.graphs import MicroBatchGraph
-from flatout.engine.pending import PendingReports, StepReport
 from flatout.engine.run import Run
 from flatout.engine.setup import setup_run
+from flatout.engine.spans import PendingReports, StepReport
 from flatout.ops.quantized import QuantizedWeight
 
 WARMUP = 4  # steps: compile, autotuning's last surprises, 8-bit scales, recording of graphs

@@ -121,17 +121,13 @@ class Probe:
         if candidate not in self.recorded:
             self.recorded[candidate] = self.resolve(self.config_for(candidate)).cuda_graphs
         triton = candidate.kernels == "triton"
-        execution = dataclasses.replace(
-            speed.execution,
+        speed = dataclasses.replace(
+            speed,
             kernels=candidate.kernels,
             checkpointing=candidate.checkpointing,
             loss=candidate.loss,
             loss_chunk=candidate.loss_chunk,
-            residual=speed.execution.residual if triton else "fp32",
-        )
-        speed = dataclasses.replace(
-            speed,
-            execution=execution,
+            residual=speed.residual if triton else "fp32",
             micro_batch=candidate.micro_batch,
             accumulation=self.accumulation(candidate),
             compile=candidate.compile,

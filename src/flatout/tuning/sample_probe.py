@@ -21,8 +21,8 @@ from flatout.data.sample_loader import LargestRows
 from flatout.engine.features import Speed
 from flatout.engine.fit_check import memory_of
 from flatout.engine.graphs import WARM_UPS
-from flatout.engine.pending import StepReport
 from flatout.engine.run import Run, delivery_of
+from flatout.engine.spans import StepReport
 from flatout.tuning import probe
 from flatout.tuning.measure import Steps
 from flatout.tuning.practice_samples import PracticeSamples

@@ -138,7 +138,7 @@ def _run(
     status, reason = "interrupted", "stopped from outside"
     try:
         with borrowed_run(with_values(base, values, "trial")) as run, contextlib.closing(
-            train_loop(run, folder, resumed=None, resumed_from=None, stop=lambda: False, saves=False)
+            train_loop(run, folder, resumed=None, stop=lambda: False, saves=False)
         ) as records:  # fmt: skip
             folder.mkdir(parents=True)
             for record in records:

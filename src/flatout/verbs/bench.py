@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from flatout.errors import HardwareError, ResourceError, UsageError
 from flatout.files import check_folder_writable, disk_errors, write_whole
 from flatout.folders import make_folders, remove_empty
-from flatout.words import Parser, add_config, load_pretraining, number_between, quoted
+from flatout.verbs.measuring import free_folder
+from flatout.words import Parser, add_config, load_pretraining, quoted
 
 if TYPE_CHECKING:
     from flatout.records import BenchRow
@@ -54,21 +55,12 @@ def bench(words: list[str]) -> int:
     from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
     before = len(rows)
+    asked = {name: getattr(parsed, name) for name in ("steps", "parity_steps", "batch_tokens", "only", "go_on")}
     stopped: KeyboardInterrupt | None = None
     try:
         with terminated_like_interrupted():
-            for row in api.bench(
-                loaded,
-                steps=parsed.steps,
-                parity_steps=parsed.parity_steps,
-                batch_tokens=parsed.batch_tokens,
-                rungs=names,
-                only=parsed.only,
-                folder=folder,
-                go_on=parsed.go_on,
-                notice=reader.notice,
-                progress=reader.progress,
-            ):
+            told = {"notice": reader.notice, "progress": reader.progress}
+            for row in api.bench(loaded, **asked, rungs=names, folder=folder, **told):
                 rows.append(row)
                 reader.row(row)
                 if parsed.json:
@@ -106,20 +98,10 @@ def _parser() -> Parser:
     )
     listing = f"rungs (docs/bench.md tells what each one is):\n{_filled(', '.join(every_name()), '  ')}"
     parser.epilog = f"{_filled(settings)}\n\n{listing}"
-    parser.add_argument(
-        "--steps", type=number_between(int, 3, 10_000), default=12, help="most steps to time per rung; default 12"
-    )
-    parser.add_argument(
-        "--parity-steps",
-        type=number_between(int, 2, 10_000),
-        default=20,
-        help="steps whose losses must be the reference's; default 20",
-    )
-    parser.add_argument(
-        "--batch-tokens",
-        type=number_between(int, 1, 2**40),
-        help="tokens per step; default: the config's, at most 64 sequences",
-    )
+    parser.number("--steps", 3, 10_000, default=12, help="most steps to time per rung; default 12")
+    parity = "steps whose losses must be the reference's; default 20"
+    parser.number("--parity-steps", 2, 10_000, default=20, help=parity)
+    parser.number("--batch-tokens", 1, 2**40, help="tokens per step; default: the config's, at most 64 sequences")
     parser.add_argument(
         "--rungs", metavar="A,B,C", help="only these rungs, and what they are compared with; the names are below"
     )
@@ -127,13 +109,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--out", metavar="FOLDER", help=f"where {ROWS} and {PICTURE} go; default: bench/NAME, numbered when taken"
     )
-    parser.add_argument(
-        "--go-on", action="store_true", help="measure what is missing in the rows that --out holds already"
-    )
-    parser.add_argument(
-        "--claims", action="store_true", help="show what guides claim of each switch, in the table and the picture"
-    )
-    parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
+    parser.flag("--go-on", "measure what is missing in the rows that --out holds already")
+    parser.flag("--claims", "show what guides claim of each switch, in the table and the picture")
+    parser.flag("--json", "print rows as JSON lines instead of the table")
     return parser
 
 
@@ -142,12 +120,12 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow]":
-    """What is there to go on from; that there is nothing is told."""
+    """What is there to continue from; that there is nothing is told."""
     from flatout.observe.measured.bench_rows import read_bench
 
     rows = read_bench(folder / ROWS, notice) if (folder / ROWS).exists() else []
     if not rows:
-        notice(f"there is nothing to go on from in {folder}: the ladder starts at its beginning")
+        notice(f"there is nothing to continue from in {folder}: the ladder starts at its beginning")
     return rows
 
 
@@ -224,12 +202,9 @@ def _rungs(count: int) -> str:
 
 def _free_folder(name: str) -> Path:
     """bench/NAME, or the first bench/NAME-2, bench/NAME-3 ... that holds neither rows nor a picture."""
-    first = Path("bench") / name
-    number, folder = 1, first
-    while any(os.path.lexists(folder / made) for made in (ROWS, PICTURE)):
-        number += 1
-        folder = first.with_name(f"{name}-{number}")
-    return folder
+    return free_folder(
+        Path("bench") / name, lambda folder: any(os.path.lexists(folder / made) for made in (ROWS, PICTURE))
+    )
 
 
 def _check_folder(folder: Path, written: str) -> None:
@@ -237,13 +212,9 @@ def _check_folder(folder: Path, written: str) -> None:
     if not written:
         raise UsageError("--out needs a folder", "for example --out rows")
     with disk_errors(f"to the folder {written}", safe=", or name another one with --out"):
-        for parent in (folder, *folder.parents):
-            if os.path.lexists(parent):
-                if not parent.is_dir():
-                    raise UsageError(
-                        f"--out {quoted(written)}: {str(parent)!r} is not a folder", "name another one with --out"
-                    )
-                break
+        parent = next(filter(os.path.lexists, (folder, *folder.parents)))
+        if not parent.is_dir():
+            raise UsageError(f"--out {quoted(written)}: {str(parent)!r} is not a folder", "name another one with --out")
         made = make_folders(folder)
         try:
             check_folder_writable(folder)

@@ -3,13 +3,9 @@
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
-from flatout.words import Parser, add_config, choose_action, load, sentence
-
-if TYPE_CHECKING:
-    pass
+from flatout.words import add_config, choose_action, load
 
 CONFIG_ACTIONS = {
     "explain": "every value, where it came from and what it means",
@@ -21,19 +17,15 @@ CONFIG_ACTIONS = {
 
 
 def config(words: list[str]) -> int:
-    action, rest = choose_action("config", words, CONFIG_ACTIONS)
-    if action is None:
-        return 0
-    parser = Parser(f"config {action}", sentence(CONFIG_ACTIONS[action]))
+    action, parser, rest = choose_action("config", words, CONFIG_ACTIONS)
     if action == "copy":
         parser.add_argument("preset", help="name of the preset")
         parser.add_argument("file", nargs="?", help="file to write; default: PRESET.yaml")
     elif action in ("explain", "show"):
         add_config(parser)
     if action == "explain":
-        parser.add_argument("--json", action="store_true", help="print rows as JSON")
-    parsed = parser.parse_words(rest)
-    return _config_action(action, parsed)
+        parser.flag("--json", "print rows as JSON")
+    return _config_action(action, parser.parse_words(rest))
 
 
 def _config_action(action: str, parsed: argparse.Namespace) -> int:
@@ -60,9 +52,9 @@ def _config_action(action: str, parsed: argparse.Namespace) -> int:
         if parsed.json:
             print(json.dumps([vars(row) for row in rows], ensure_ascii=False))
             return 0
-        widths = [max(len(row.path) for row in rows), max(len(format_value(row.value)) for row in rows)]
-        sources = max(len(row.source) for row in rows)
-        for row in rows:
-            value = format_value(row.value)
-            print(f"{row.path:<{widths[0]}}  {value:<{widths[1]}}  {row.source:<{sources}}  {row.description}")
+        cells = [(row.path, format_value(row.value), row.source) for row in rows]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for row, texts in zip(rows, cells, strict=True):
+            aligned = (f"{text:<{width}}" for text, width in zip(texts, widths, strict=True))
+            print("  ".join([*aligned, row.description]))
     return 0

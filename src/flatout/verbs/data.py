@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.errors import DataError, UsageError
 from flatout.files import check_folder_writable, check_replaceable, disk_errors
-from flatout.verbs.targets import add_overwrite, picture_target
-from flatout.words import Parser, add_config, choose_action, load_pretraining, number_between, quoted, sentence
+from flatout.verbs.measuring import add_overwrite, picture_target
+from flatout.words import Parser, add_config, choose_action, load_pretraining, quoted
 
 if TYPE_CHECKING:
     from flatout.config.schema import RunConfig
@@ -33,17 +33,19 @@ TOKENIZER_ACTIONS = {
 
 
 def prepare(words: list[str]) -> int:
-    parser = Parser("prepare", "Turn the config's text into token shards with a manifest. Goes on after a kill.")
+    parser = Parser("prepare", "Turn the config's text into token shards with a manifest. Continues after a kill.")
     add_config(parser)
-    _add_engine(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace shards that are already there")
-    parser.add_argument(
+    parser.number("--workers", 0, 1024, help="worker processes; default: one per core; 0: none")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where workers run; default: local")
+    parser.flag("--overwrite", "replace shards that are already there")
+    parser.number(
         "--context",
-        type=number_between(int, 1, 2**24),
+        1,
+        2**24,
         help="tokens of a window to count by, and to hold documents against; default: model.context, with no word of "
         "documents. Shards fit any",
     )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.flag("--json", "print the result as JSON")
     parsed = parser.parse_words(words)
     config = load_pretraining(parsed, "prepare").config
     from flatout.data.prepare import prepare_data, refuse_second_pipe
@@ -52,19 +54,13 @@ def prepare(words: list[str]) -> int:
     if not parsed.overwrite:
         refuse_second_pipe(config.data)
     started = time.monotonic()
+    how = {"overwrite": parsed.overwrite, "workers": parsed.workers, "engine": parsed.engine}
     with PrepareBar() as bar:
         try:
-            folder, fresh = prepare_data(
-                config.data,
-                config.clean,
-                bar,
-                overwrite=parsed.overwrite,
-                workers=parsed.workers,
-                engine=parsed.engine,
-            )
+            folder, fresh = prepare_data(config.data, config.clean, bar, **how)
         except KeyboardInterrupt:
             bar.close()
-            print("interrupted; the same command goes on where it stopped", file=sys.stderr)
+            print("interrupted; the same command continues where it stopped", file=sys.stderr)
             return 130
     seconds = time.monotonic() - started
     facts = _facts(folder, config, "sizes" if fresh else "full", parsed.context)
@@ -74,13 +70,6 @@ def prepare(words: list[str]) -> int:
         for line in _lines(facts, seconds if fresh else None):
             print(line)
     return _tell_problems(folder, facts["report"])
-
-
-def _add_engine(parser: Parser) -> None:
-    parser.add_argument(
-        "--workers", type=number_between(int, 0, 1024), help="worker processes; default: one per core; 0: none"
-    )
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where workers run; default: local")
 
 
 def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
@@ -168,17 +157,14 @@ def _tell_problems(folder: Path, report: dict[str, Any] | None) -> int:
 
 
 def data(words: list[str]) -> int:
-    action, rest = choose_action("data", words, DATA_ACTIONS)
-    if action is None:
-        return 0
-    parser = Parser(f"data {action}", sentence(DATA_ACTIONS[action]))
+    action, parser, rest = choose_action("data", words, DATA_ACTIONS)
     parser.add_argument("folder", help="folder of prepared shards")
     if action == "inspect":
-        parser.add_argument("--context", type=number_between(int, 1, 2**24), help="count windows of this many tokens")
+        parser.number("--context", 1, 2**24, help="count windows of this many tokens")
         parser.add_argument("--picture", metavar="FILE", help="PNG or SVG to draw; default: FOLDER.png beside it")
-        parser.add_argument("--no-picture", action="store_true", help="draw nothing")
+        parser.flag("--no-picture", "draw nothing")
         add_overwrite(parser)
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.flag("--json", "print the result as JSON")
     parsed = parser.parse_words(rest)
     if not Path(parsed.folder).is_dir():
         raise UsageError(f"{quoted(parsed.folder)} is not a folder", "name a folder that `flatout prepare` made")
@@ -224,26 +210,20 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def tokenizer(words: list[str]) -> int:
-    action, rest = choose_action("tokenizer", words, TOKENIZER_ACTIONS)
-    if action is None:
-        return 0
-    parser = Parser(f"tokenizer {action}", sentence(TOKENIZER_ACTIONS[action]))
+    action, parser, rest = choose_action("tokenizer", words, TOKENIZER_ACTIONS)
     add_config(parser)
     if action == "train":
-        parser.add_argument("--vocab", type=number_between(int, 257, 2**24), required=True, help="ids in all")
+        parser.number("--vocab", 257, 2**24, required=True, help="ids in all")
         parser.add_argument("--out", metavar="FILE", default="tokenizer.json", help="file to write")
         parser.add_argument("--split", choices=("gpt2", "gpt4"), default="gpt4", help="how text is cut into words")
-        parser.add_argument("--overwrite", action="store_true", help="replace the file")
+        parser.flag("--overwrite", "replace the file")
     else:
-        parser.add_argument(
-            "--tokenizer", action="append", metavar="NAME", help="gpt2, bytes or a tokenizer.json; may be repeated"
-        )
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+        repeated = "gpt2, bytes or a tokenizer.json; may be repeated"
+        parser.add_argument("--tokenizer", action="append", metavar="NAME", help=repeated)
+    parser.flag("--json", "print the result as JSON")
     parsed = parser.parse_words(rest)
     config = load_pretraining(parsed, f"tokenizer {action}").config
-    if action == "train":
-        return _train_tokenizer(config, parsed)
-    return _report_tokenizers(config, parsed)
+    return (_train_tokenizer if action == "train" else _report_tokenizers)(config, parsed)
 
 
 def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
@@ -252,8 +232,7 @@ def _train_tokenizer(config: "RunConfig", parsed: argparse.Namespace) -> int:
 
     if not parsed.out:
         raise UsageError("--out needs a file", "for example --out tokenizer.json")
-    target = Path(parsed.out)
-    way = "name another file with --out"
+    target, way = Path(parsed.out), "name another file with --out"
     if target.is_file() and not target.is_symlink() and not parsed.overwrite:
         raise UsageError(f"{quoted(str(target))} is already there", f"{way}, or add --overwrite")
     check_replaceable(target, lambda _: False, overwrite=parsed.overwrite, way=way)

@@ -14,6 +14,7 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from flatout.verbs.measuring import Line, ended_by_signals
 from flatout.words import Parser, add_config
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _TITLES = {
     "memory": "Memory and speed",
 }
 _NAME_WIDTH = 20
+_ARROW = "        -> "
 
 
 def doctor(words: list[str]) -> int:
@@ -40,31 +42,20 @@ def doctor(words: list[str]) -> int:
         "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
     )
     add_config(parser)
-    parser.add_argument("--quick", action="store_true", help="leave out what takes seconds, such as compiling")
-    parser.add_argument("--json", action="store_true", help="print findings as JSON lines")
+    parser.flag("--quick", "leave out what takes seconds, such as compiling")
+    parser.flag("--json", "print findings as JSON lines")
     parsed = parser.parse_words(words)
     from flatout.diagnose.doctor import exit_code
     from flatout.diagnose.examine import examine
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
     printer = _Printer(as_json=parsed.json)
     findings: list[Finding] = []
-    try:
-        with terminated_like_interrupted():
-            for finding in examine(
-                parsed.config,
-                parsed.overrides,
-                hardware=parsed.hardware,
-                quick=parsed.quick,
-                progress=printer.progress,
-            ):
-                findings.append(finding)
-                printer.finding(finding)
-            printer.end(findings, exit_code(findings))
-    except KeyboardInterrupt as stopped:
-        printer.clear()
-        print(f"{word_of(stopped)}; the checks above were made, the rest was not", file=sys.stderr)
-        return exit_code_of(stopped)
+    how = {"hardware": parsed.hardware, "quick": parsed.quick, "progress": printer.progress}
+    with ended_by_signals(printer.stopped):
+        for finding in examine(parsed.config, parsed.overrides, **how):
+            findings.append(finding)
+            printer.finding(finding)
+        printer.end(findings, exit_code(findings))
     return exit_code(findings)
 
 
@@ -76,25 +67,20 @@ class _Printer:
         self.area = ""
         self.colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         # A line that is wiped away again: only where somebody watches.
-        self.watched = not as_json and sys.stdout.isatty() and sys.stderr.isatty()
-        self.waiting = False
+        self.line = Line(watched=not as_json and sys.stdout.isatty())
 
     def progress(self, text: str) -> None:
-        if self.watched:
-            self.clear()
-            print(f"  ... {text}", end="", file=sys.stderr, flush=True)
-            self.waiting = True
+        self.line.show(f"  ... {text}")
 
-    def clear(self) -> None:
-        if self.waiting:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-            self.waiting = False
+    def stopped(self) -> str:
+        self.line.close()
+        return "the checks above were made, the rest was not"
 
     def finding(self, finding: "Finding") -> None:
         if self.as_json:
             print(json.dumps({"type": "finding", **dataclasses.asdict(finding)}, ensure_ascii=False), flush=True)
             return
-        self.clear()
+        self.line.close()
         if finding.area != self.area:
             print(f"{'' if not self.area else chr(10)}{self._styled(_TITLES[finding.area], '1')}")
             self.area = finding.area
@@ -109,7 +95,7 @@ class _Printer:
             summary = {status: counts[status] for status in _MARKS}
             print(json.dumps({"type": "doctor", "checks": len(findings), **summary, "exit_code": code}), flush=True)
             return
-        self.clear()
+        self.line.close()
         worth = [one for one in findings if one.status in ("ok", "note") and one.advice]
         self._section("Worth knowing", worth)
         self._section("Warnings: it works, but not well", [one for one in findings if one.status == "warn"])
@@ -123,16 +109,11 @@ class _Printer:
         print(f"\n{self._styled(title, '1')}")
         for finding in findings:
             head = f"{_TITLES[finding.area]}, {_clean(finding.name)}: {_clean(finding.found)}"
-            for text, indent in ((head, "        "), (_clean(finding.advice), "        ")):
-                lines = textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False) or []
-                if text is head:
-                    print(f"  {self._mark(finding.status)}  {lines[0]}")
-                    lines = lines[1:]
-                    for line in lines:
-                        print(f"{indent}{line}")
-                    continue
+            advice = _clean(finding.advice)
+            for text, first, others in ((head, f"  {self._mark(finding.status)}  ", ""), (advice, _ARROW, "   ")):
+                lines = textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
                 for number, line in enumerate(lines):
-                    print(f"{indent}{'-> ' if number == 0 else '   '}{line}")
+                    print(f"{first if number == 0 else f'        {others}'}{line}")
 
     def _mark(self, status: str) -> str:
         word, colour = _MARKS[status]

@@ -6,26 +6,16 @@ whole files, each of them of before or of now.
 """
 
 import argparse
-import dataclasses
 import json
 import os
-import sys
 from pathlib import Path
 
 from flatout.errors import DataError, UsageError
 from flatout.files import disk_errors
+from flatout.verbs.measuring import add_overwrite, ended_by_signals
 from flatout.words import Parser, quoted
 
 _FORMS = (".png", ".svg")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    """Where files go: a folder, or with `picture` a picture of that name with its tables beside it."""
-
-    folder: Path
-    form: str
-    picture: Path | None = None
 
 
 def plot(words: list[str]) -> int:
@@ -33,15 +23,9 @@ def plot(words: list[str]) -> int:
     runs = [_run_folder(word) for word in parsed.runs]
     if parsed.each and len(runs) > 1:
         raise UsageError("--each goes with one run", "leave it out, or name one run")
-    target = _target(parsed, runs)
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
-
-    try:
-        with terminated_like_interrupted():
-            written = _write(parsed, runs, target)
-    except KeyboardInterrupt as stopped:
-        print(f"{word_of(stopped)}; files that are there are whole", file=sys.stderr)
-        return exit_code_of(stopped)
+    folder, form, name = _target(parsed, runs)
+    with ended_by_signals(lambda: "files that are there are whole"):
+        written = _write(parsed, runs, folder, form, name)
     if parsed.json:
         print(json.dumps({"files": [str(path) for path in written]}))
         return 0
@@ -66,11 +50,11 @@ def _parser() -> Parser:
         help="where files go; default: plots in the run's folder, for several runs ./plots. For several runs it may "
         "also be the picture's name, ending in .png or .svg",
     )
-    parser.add_argument("--svg", action="store_true", help="write SVG pictures instead of PNG")
-    parser.add_argument("--each", action="store_true", help="also write every panel as a picture of its own")
-    parser.add_argument("--no-csv", action="store_true", help="write pictures only")
-    parser.add_argument("--overwrite", action="store_true", help="also replace files that flatout did not write")
-    parser.add_argument("--json", action="store_true", help="print the files written as JSON")
+    parser.flag("--svg", "write SVG pictures instead of PNG")
+    parser.flag("--each", "also write every panel as a picture of its own")
+    parser.flag("--no-csv", "write pictures only")
+    add_overwrite(parser)
+    parser.flag("--json", "print the files written as JSON")
     return parser
 
 
@@ -98,62 +82,39 @@ def _run_folder(word: str) -> Path:
     raise DataError(f"{quoted(word)} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
 
 
-def _target(parsed: argparse.Namespace, runs: list[Path]) -> _Target:
-    """Where files go, if nothing is in the way there."""
+def _target(parsed: argparse.Namespace, runs: list[Path]) -> tuple[Path, str, str | None]:
+    """Where files go: a folder, the form of pictures, and the name of the picture where one was given."""
     several = len(runs) > 1
-    form = "svg" if parsed.svg else "png"
+    folder, form, name = Path(parsed.out or "plots"), "svg" if parsed.svg else "png", None
     if parsed.out is None:
-        target = _Target(Path("plots") if several else runs[0] / "plots", form)
+        folder = folder if several else runs[0] / "plots"
     elif not parsed.out:
         raise UsageError("--out needs a folder", "for example --out plots")
-    elif not parsed.out.lower().endswith(_FORMS) or os.path.isdir(parsed.out):
-        target = _Target(Path(parsed.out), form)
-    elif not several:
-        raise UsageError(
-            f"a run has several pictures, and --out {quoted(parsed.out)} names one",
-            "name a folder with --out; --svg writes SVG",
-        )
-    else:
-        picture = Path(parsed.out)
-        if parsed.svg and picture.suffix.lower() != ".svg":
+    elif parsed.out.lower().endswith(_FORMS) and not os.path.isdir(parsed.out):
+        if not several:
+            raise UsageError(
+                f"a run has several pictures, and --out {quoted(parsed.out)} names one",
+                "name a folder with --out; --svg writes SVG",
+            )
+        folder, form, name = folder.parent, folder.suffix[1:].lower(), folder.name
+        if parsed.svg and form != "svg":
             raise UsageError(f"--svg does not go with --out {quoted(parsed.out)}", "name a file that ends in .svg")
-        target = _Target(picture.parent, picture.suffix[1:].lower(), picture)
-    own = target.folder.name == "plots" and os.path.isfile(target.folder.absolute().parent / "metrics.jsonl")
+    own = folder.name == "plots" and os.path.isfile(folder.absolute().parent / "metrics.jsonl")
     if own and several:
         raise UsageError(
-            f"{target.folder} is the plots folder of a run, whose files it would replace",
-            "name another folder with --out",
+            f"{folder} is the plots folder of a run, whose files it would replace", "name another folder with --out"
         )
-    from flatout.observe.plot.plots import check_places
-
-    check_places(_files(parsed, target, several=several), names=several, overwrite=parsed.overwrite)
-    return target
+    return folder, form, name
 
 
-def _files(parsed: argparse.Namespace, target: _Target, *, several: bool) -> list[Path]:
-    from flatout.observe.plot.plots import COMPARISON, picture_names
+def _write(parsed: argparse.Namespace, runs: list[Path], folder: Path, form: str, name: str | None) -> list[Path]:
+    """Draws, once it is known that nothing is in the way."""
+    from flatout.observe.plot.plots import COMPARISON, write_comparison, write_run_plots
     from flatout.observe.plot.tables import EIGENSTATES, EVALS, STEPS
 
-    folder = target.folder
-    if target.picture is not None:
-        pictures, before = [target.picture], f"{target.picture.stem}-"
-    else:
-        names = [COMPARISON] if several else picture_names(each=parsed.each)
-        pictures, before = [folder / f"{name}.{target.form}" for name in names], ""
-    return pictures + ([] if parsed.no_csv else [folder / f"{before}{name}" for name in (STEPS, EVALS, EIGENSTATES)])
-
-
-def _write(parsed: argparse.Namespace, runs: list[Path], target: _Target) -> list[Path]:
-    from flatout.observe.plot.plots import write_comparison, write_run_plots
-
+    how = {"overwrite": parsed.overwrite}
     if len(runs) == 1:
-        return write_run_plots(
-            runs[0],
-            out=target.folder,
-            form=target.form,
-            tables=not parsed.no_csv,
-            each=parsed.each,
-            overwrite=parsed.overwrite,
-        )
-    picture, *tables = _files(parsed, target, several=True)
-    return write_comparison(runs, picture, *tables, overwrite=parsed.overwrite)
+        return write_run_plots(runs[0], out=folder, form=form, tables=not parsed.no_csv, each=parsed.each, **how)
+    before = "" if name is None else f"{Path(name).stem}-"
+    tables = [] if parsed.no_csv else [folder / f"{before}{table}" for table in (STEPS, EVALS, EIGENSTATES)]
+    return write_comparison(runs, folder / (name or f"{COMPARISON}.{form}"), *tables, **how)

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import UsageError
 from flatout.files import disk_errors, write_whole
 from flatout.folders import whole_folder
-from flatout.words import Parser, add_config, load_pretraining, number_between, quoted
+from flatout.verbs.measuring import ended_by_signals, free_folder
+from flatout.words import Parser, add_config, load_pretraining, quoted
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -31,26 +32,20 @@ def profile(words: list[str]) -> int:
         "data, and which switch to try. Writes a trace, a memory snapshot, the kernels and a page to read.",
     )
     add_config(parser)
-    parser.add_argument(
-        "--steps",
-        type=number_between(int, 1, 1000),
-        help="steps under the profiler; default 4, fewer if a step has many micro-batches",
-    )
+    timed = "steps under the profiler; default 4, fewer if a step has many micro-batches"
+    parser.number("--steps", 1, 1000, help=timed)
     parser.add_argument(
         "--out", metavar="FOLDER", help="where the files go; default: profile/NAME, numbered when that is taken"
     )
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object instead of the page")
+    parser.flag("--json", "print the figures as one JSON object instead of the page")
     parsed = parser.parse_words(words)
     loaded = load_pretraining(parsed, "profile")
-    folder = _free_folder(loaded.config.output.name) if parsed.out is None else _named_folder(parsed.out)
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
-
-    try:
-        with terminated_like_interrupted(), _quiet_profiler(), _folder_for(folder) as unfinished:
-            report = profile_into(loaded, unfinished, folder, steps=parsed.steps, progress=_say)
-    except KeyboardInterrupt as stopped:
-        print(f"{word_of(stopped)}; nothing was written", file=sys.stderr)
-        return exit_code_of(stopped)
+    if parsed.out is None:
+        folder = free_folder(Path("profile") / loaded.config.output.name, os.path.lexists)
+    else:
+        folder = _named_folder(parsed.out)
+    with ended_by_signals(lambda: "nothing was written"), _quiet_profiler(), _folder_for(folder) as unfinished:
+        report = profile_into(loaded, unfinished, folder, steps=parsed.steps, progress=_say)
     if parsed.json:
         import json
 
@@ -106,16 +101,6 @@ def _quiet_profiler() -> Iterator[None]:
         del os.environ[_LOG_LEVEL]
 
 
-def _free_folder(name: str) -> Path:
-    """profile/NAME, or the first profile/NAME-2, profile/NAME-3 ... that is not there."""
-    first = Path("profile") / name
-    number, folder = 1, first
-    while os.path.lexists(folder):
-        number += 1
-        folder = first.with_name(f"{name}-{number}")
-    return folder
-
-
 def _named_folder(written: str) -> Path:
     if not written.strip():
         raise UsageError("--out needs a folder", "for example --out profiles/first")
@@ -136,13 +121,11 @@ def _folder_for(folder: Path) -> Iterator[Path]:
     what, safe = f"to the folder {folder}", ", or name another one with --out"
     stack = contextlib.ExitStack()
     with disk_errors(what, safe=safe):
-        for parent in folder.absolute().parents:
-            if os.path.lexists(parent):
-                if not parent.is_dir():
-                    raise UsageError(
-                        f"{quoted(str(folder))} lies in {quoted(str(parent))}, which is no folder", "name another one"
-                    )
-                break
+        parent = next(filter(os.path.lexists, folder.absolute().parents))
+        if not parent.is_dir():
+            raise UsageError(
+                f"{quoted(str(folder))} lies in {quoted(str(parent))}, which is no folder", "name another one"
+            )
         unfinished = stack.enter_context(whole_folder(folder, occupied=_occupied))
     try:
         yield unfinished

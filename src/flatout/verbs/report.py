@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from flatout.words import Parser, number_between
+from flatout.words import Parser
 
 
 def report(words: list[str]) -> int:
@@ -19,8 +19,8 @@ def report(words: list[str]) -> int:
     )
     _add_runs(parser)
     parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, or here for several")
-    parser.add_argument("--overwrite", action="store_true", help="also replace a file that is no report of flatout")
-    parser.add_argument("--json", action="store_true", help="print what the page would show as JSON, and write no page")
+    parser.flag("--overwrite", "also replace a file that is no report of flatout")
+    parser.flag("--json", "print what the page would show as JSON, and write no page")
     parsed = parser.parse_mixed(words)
     folders = _folders(parsed.runs)
     from flatout.observe.report.report import check_target, read_runs, write_report
@@ -44,9 +44,7 @@ def serve_report(words: list[str]) -> int:
         "Show the report of runs in the browser, on this machine only, refreshed while they go on. Ctrl-C ends it.",
     )
     _add_runs(parser)
-    parser.add_argument(
-        "--port", type=number_between(int, 1, 65535), help="port to listen on; default: a free one from 8484 on"
-    )
+    parser.number("--port", 1, 65535, help="port to listen on; default: a free one from 8484 on")
     parsed = parser.parse_mixed(words)
     folders = _folders(parsed.runs)
     from flatout.observe.report.server import serve

@@ -42,10 +42,10 @@ def finetune(words: list[str]) -> int:
 
 def _run_training(parser: Parser, words: list[str]) -> int:
     parser.add_argument(
-        "--resume", metavar="auto|PATH", help="go on with a run: auto (if there is one), a run folder or a checkpoint"
+        "--resume", metavar="auto|PATH", help="resume a run: auto (if there is one), a run folder or a checkpoint"
     )
-    parser.add_argument("--json", action="store_true", help="print records as JSON lines and nothing else")
-    parser.add_argument("--view", action="store_true", help="a panel with curve, speed, card and warnings")
+    parser.flag("--json", "print records as JSON lines and nothing else")
+    parser.flag("--view", "a panel with curve, speed, card and warnings")
     parsed = parser.parse_words(words)
     if parsed.view and parsed.json:
         raise UsageError("--view and --json exclude each other", "leave one of them out")
@@ -103,7 +103,7 @@ def _follow_training(
         if checkpoint is not None:
             verb = "finetune" if loaded.config.chat.source is not None else "train"
             way = f"{_program()} {verb} --resume {shlex.quote(str(folder))}"
-            print(f"saved {checkpoint}; go on with: {way}", file=sys.stderr)
+            print(f"saved {checkpoint}; resume with: {way}", file=sys.stderr)
         return 128 + stop.number
     if not parsed.json:
         verb = "chat" if loaded.config.chat.source is not None else "generate"
@@ -124,7 +124,7 @@ def _check_rows_named(loaded: "LoadedConfig", resume: str | None) -> None:
 
         run = choose_folder(loaded.config.output, resume)
         if run.exists():  # by its own name it brings its settings along
-            hint = f"go on with what {run} was trained on: flatout finetune --resume {shlex.quote(str(run))}"
+            hint = f"resume {run} on what it was trained on: flatout finetune --resume {shlex.quote(str(run))}"
     raise UsageError(f"nothing was named to fine-tune on, and {source}, which {origin.where} has, is not there", hint)
 
 

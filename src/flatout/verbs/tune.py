@@ -1,47 +1,63 @@
-"""The verb tune: words in, `flatout.api.tune` called, a table and a config file out.
+"""The verbs `tune`, `tune lr` and `tune search`: words in, the fastest switches, a learning rate or a whole config out.
 
-Contract: as in `flatout.cli`. An existing file is replaced only if `tune` itself has written it and nobody has edited
-it since, or with --overwrite; that, and whether a file can be made there, is asked before anything is measured. What
-was found is shown even where it cannot be written in the end. Ctrl-C, SIGTERM and SIGHUP show what was measured so far
-and write nothing; once the file is there the work is done, and a signal does not make it a failure.
+Contract: as in `flatout.cli`. A config is replaced only if `tune` itself has written it and nobody has edited it since,
+a picture only if it is ours, others with --overwrite; that, and whether a file can be made there, is asked before
+anything is measured. What was found is shown even where it cannot be written in the end. Ctrl-C, SIGTERM and SIGHUP
+show what was measured so far and write nothing; a study keeps its trials; once the file of `tune` is there the work is
+done, and a signal does not make it a failure.
 """
 
 import argparse
+import contextlib
+import dataclasses
+import json
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from flatout.errors import ResourceError, UserError
-from flatout.verbs.targets import add_overwrite, config_target, write_config
-from flatout.words import Parser, add_config, load, number_between
+from flatout.errors import ResourceError, UsageError, UserError
+from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+from flatout.verbs.measuring import (
+    Line,
+    add_overwrite,
+    config_target,
+    ended_by_signals,
+    picture_target,
+    study_target,
+    write_config,
+)
+from flatout.words import Parser, add_config, load, load_pretraining
 
 if TYPE_CHECKING:
     from flatout.records import TuneResult, TuneRow
 
 
 def tune(words: list[str]) -> int:
+    finders = {"lr": tune_lr, "search": tune_search}
+    return finders[words[0]](words[1:]) if words and words[0] in finders else _tune_speed(words)
+
+
+def _tune_speed(words: list[str]) -> int:
     parser = Parser(
         "tune",
         "Find the micro-batch, checkpointing and loss with the most tokens per second for the config's global batch, "
         "in pretraining or fine-tuning, by real training steps on this device. What is learned does not change.",
     )
     add_config(parser)
-    parser.add_argument(
-        "--memory", metavar="GIB", type=number_between(float, 0.1, 10_000), help="emulate a GPU with this much memory"
-    )
+    parser.number("--memory", 0.1, 10_000.0, metavar="GIB", help="emulate a GPU with this much memory")
     parser.add_argument("--out", metavar="FILE", help="write the config found to this YAML file, to train with")
     add_overwrite(parser)
-    parser.add_argument("--exhaustive", action="store_true", help="try every micro-batch with everything else")
-    parser.add_argument(
-        "--compile", action="store_true", help="try torch.compile's modes as well; takes minutes for each"
-    )
-    parser.add_argument(
+    parser.flag("--exhaustive", "try every micro-batch with everything else")
+    parser.flag("--compile", "try torch.compile's modes as well; takes minutes for each")
+    parser.number(
         "--seconds",
-        type=number_between(float, 1, 1e6),
+        1,
+        1e6,
         help="take the best found after this long; default 120, 1200 with compile, 3600 with --exhaustive",
     )
-    parser.add_argument("--json", action="store_true", help="print rows as JSON lines instead of the table")
+    parser.flag("--json", "print rows as JSON lines instead of the table")
     parsed = parser.parse_words(words)
     out = None if parsed.out is None else config_target(Path(parsed.out), overwrite=parsed.overwrite)
     if not parsed.config_given and any(word.startswith("chat.source=") for word in parsed.overrides):
@@ -51,34 +67,25 @@ def tune(words: list[str]) -> int:
     from flatout import api
     from flatout.observe.measured.tune_table import TuneReader
     from flatout.records import TuneResult, record_to_json
-    from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
     reader = TuneReader()
     rows: list[TuneRow] = []
     result: TuneResult | None = None
     failure: UserError | None = None
     shown = parsed.json
+    asked = {name: getattr(parsed, name) for name in ("memory", "exhaustive", "compile", "seconds")}
     try:
         with terminated_like_interrupted():
-            try:
-                for record in api.tune(
-                    loaded,
-                    memory=parsed.memory,
-                    exhaustive=parsed.exhaustive,
-                    compile=parsed.compile,
-                    seconds=parsed.seconds,
-                    progress=reader.progress,
-                ):
+            with contextlib.closing(reader):
+                for record in api.tune(loaded, **asked, progress=reader.progress):
                     if parsed.json:
                         print(record_to_json(record), flush=True)
                     if isinstance(record, TuneResult):
                         result = record
                     else:
                         rows.append(record)
-            finally:
-                reader.close()
             assert result is not None, "the last record of a search"
-            failure = None if out is None else _write(out, result.fragment, overwrite=parsed.overwrite)
+            failure = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
             if not shown:
                 shown = True
                 reader.table(rows, result)
@@ -96,15 +103,6 @@ def tune(words: list[str]) -> int:
     return 0
 
 
-def _write(path: Path, text: str, *, overwrite: bool) -> UserError | None:
-    """Writes the whole file or nothing; why it could not, which is told after the result is shown."""
-    try:
-        write_config(path, text, overwrite=overwrite)
-    except UserError as error:
-        return ResourceError(error.message, error.hint)
-    return None
-
-
 def _holds(path: Path, text: str) -> bool:
     """Whether the file is there and whole; the file is asked, since a signal can come right after its writing."""
     try:
@@ -114,14 +112,163 @@ def _holds(path: Path, text: str) -> bool:
 
 
 def _print_choice(result: "TuneResult", out: Path | None, parsed: argparse.Namespace, verb: str) -> None:
+    if out is None:
+        print(f"{result.fragment}\n", end="")
+    print(_train_with(verb, out, result.words, parsed))
+    if parsed.out is None:
+        print("or write it to a file with --out FILE")
+
+
+# --- tune lr, tune search ---------------------------------------------------------------------------------------------
+
+
+def tune_lr(words: list[str]) -> int:
+    parser = Parser(
+        "tune lr",
+        "Find a learning rate by a range test: real training steps whose rate rises from far too small to too large.",
+    )
+    add_config(parser)
+    parser.add_argument("--out", metavar="FILE", help="write the config found to this YAML file, to train with")
+    parser.add_argument("--plot", metavar="FILE", help="draw the curve to this PNG or SVG file")
+    parser.number("--from", 1e-12, 100.0, dest="start", metavar="RATE", default=1e-7, help="first rate; default 1e-7")
+    parser.number("--to", 1e-12, 100.0, dest="end", metavar="RATE", default=1.0, help="last rate; default 1")
+    parser.number("--steps", 20, 100_000, default=100, help="steps between them, 20 to 100,000; default 100")
+    add_overwrite(parser)
+    parser.flag("--json", "print one JSON line instead of the table")
+    parsed = parser.parse_words(words)
+    low, high, steps = parsed.start, parsed.end, parsed.steps
+    if low * 10 > high:
+        raise UsageError(
+            f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
+            "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
+        )
+    out, plot = _targets(parsed)
+    loaded = load_pretraining(parsed, "tune lr")
+    from flatout.observe.measured.lr_picture import draw_rates, print_rates
+    from flatout.tuning.lr_range import Point, find_rate
+
+    def progress(number: int, point: Point) -> None:
+        line.show(f"step {number} of {steps}: rate {point.rate:.1e}, loss {point.loss:.4f}")
+
+    line = Line()
+    with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
+        result = find_rate(loaded, low=low, high=high, steps=steps, progress=progress)
+    return _hand_over(result, print_rates, draw_rates, out, plot, parsed)
+
+
+def tune_search(words: list[str]) -> int:
+    parser = Parser(
+        "tune search",
+        "Search hyperparameters by short real runs. Fields and ranges stand in SPACE.yaml; bad trials are cut short.",
+    )
+    add_config(parser)
+    parser.usage = f"{parser.prog} SPACE.yaml [CONFIG] [SECTION.FIELD=VALUE ...] [options]"
+    parser.number("--trials", 1, 100_000, default=20, help="finished trials in all; default 20")
+    parser.add_argument(
+        "--study", metavar="FILE.db", help="keep the trials in this SQLite file, to continue with later"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the best config to this YAML file, to train with")
+    parser.add_argument("--plot", metavar="FILE", help="draw all trials to this PNG or SVG file")
+    add_overwrite(parser)
+    parser.flag("--json", "print a JSON line per trial and one for the result")
+    named = bool(words) and not words[0].startswith("-")
+    parsed = parser.parse_words(words[1:] if named else words)
+    if not named:
+        raise UsageError(
+            "`flatout tune search` needs a file with the fields to search over",
+            "write lines such as `optim.learning_rate: {log: [1e-4, 1e-2]}` to space.yaml and name it first",
+        )
+    out, plot = _targets(parsed)
+    study = None if parsed.study is None else study_target(Path(parsed.study))
+    loaded = load_pretraining(parsed, "tune search")
+    from flatout.tuning.search_space import read_space
+
+    space = read_space(Path(words[0]), loaded)
+    from flatout.observe.measured.study_picture import draw_study, print_study, trial_line
+    from flatout.tuning.study import StudyResult, search
+
+    line, trials, result = Line(), 0, None
+
+    def progress(number: int, values: dict[str, Any], record: Any) -> None:
+        told = "" if record is None else f", loss {record.loss:.4f} at step {record.step}"
+        shown = ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in values.items())
+        line.show(f"trial {number}: {shown}{told}")
+
+    def became() -> str:
+        kept = f"; {study} keeps the trials so far, the same command continues with them" if study else ""
+        return f"{trials} {'trial was' if trials == 1 else 'trials were'} made{kept}; nothing else was written"
+
+    with ended_by_signals(became), contextlib.closing(line):
+        for record in search(loaded, space, trials=parsed.trials, study=study, progress=progress):
+            line.close()
+            if isinstance(record, StudyResult):
+                result = record
+                continue
+            trials += 1
+            if parsed.json:
+                print(json.dumps({"type": "trial", **dataclasses.asdict(record)}, ensure_ascii=False), flush=True)
+            else:
+                print(trial_line(dataclasses.asdict(record)), file=sys.stderr, flush=True)
+    return _hand_over(result, print_study, draw_study, out, plot, parsed)
+
+
+def _targets(parsed: argparse.Namespace) -> tuple[Path | None, Path | None]:
+    """Where the config and the picture go; a config is never without its picture."""
+    out = None if parsed.out is None else config_target(Path(parsed.out), overwrite=parsed.overwrite)
+    plot = None if parsed.plot is None else Path(parsed.plot)
+    plot = out.with_suffix(".png") if plot is None and out is not None else plot
+    return out, None if plot is None else picture_target(plot, "--plot", overwrite=parsed.overwrite)
+
+
+def _hand_over(
+    result: Any,
+    show: Callable[[dict[str, Any]], None],
+    draw: Callable[..., None],
+    out: Path | None,
+    plot: Path | None,
+    parsed: argparse.Namespace,
+) -> int:
+    """Shows what was found, then writes it; what could not be written is told after everything else."""
+    body = result.to_json()
+    if parsed.json:
+        print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)
+    else:
+        show(body)
+    unwritten = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
+    undrawn = None if plot is None else _failure_of(lambda: draw(body, plot, overwrite=parsed.overwrite))
+    if not parsed.json:
+        print(_train_with("train", None if unwritten else out, result.words, parsed))
+        if unwritten is not None:
+            print(result.fragment, end="")
+        if plot is not None and undrawn is None:
+            print(f"drew {plot}")
+    if failure := unwritten or undrawn:
+        raise failure
+    return 0
+
+
+# --- what all of them have in common ----------------------------------------------------------------------------------
+
+
+def _writing(out: Path, fragment: str, parsed: argparse.Namespace) -> Callable[[], None]:
+    return lambda: write_config(out, fragment, overwrite=parsed.overwrite)
+
+
+def _failure_of(write: Callable[[], None]) -> UserError | None:
+    """Why writing did not work, to be told after everything was shown."""
+    try:
+        write()
+    except UserError as error:
+        return ResourceError(error.message, error.hint)
+    return None
+
+
+def _train_with(verb: str, out: Path | None, found: tuple[str, ...], parsed: argparse.Namespace) -> str:
+    """How to train with what was found: from the file that was written, or by words."""
     from flatout.tuning.fragment import train_words
 
     if out is not None:
-        print(f"wrote {out}; train with: flatout {verb} {shlex.quote(str(out))}")
-        return
-    print(result.fragment, end="")
-    words = [*([parsed.config] if parsed.config else []), *train_words(parsed.overrides, result.words)]
+        return f"wrote {out}; train with: flatout {verb} {shlex.quote(str(out))}"
+    words = [*([parsed.config] if parsed.config else []), *train_words(parsed.overrides, found)]
     words += ["--hardware", parsed.hardware] if parsed.hardware else []
-    print(f"\ntrain with: flatout {verb} {shlex.join(words)}")
-    if parsed.out is None:
-        print("or write it to a file with --out FILE")
+    return f"train with: flatout {verb} {shlex.join(words)}"

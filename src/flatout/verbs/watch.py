@@ -4,13 +4,14 @@ Contract: as in `flatout.cli`. Needs no torch and never writes into the run's fo
 code 0 if the run said so itself, 1 if its process is gone without a last word. Ctrl-C ends the watching, not the run.
 """
 
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import DataError, UsageError
-from flatout.words import Parser, number_between, one_line
+from flatout.words import Parser, one_line
 
 if TYPE_CHECKING:
     from flatout.records import Record
@@ -22,9 +23,9 @@ LOST = 1
 def watch(words: list[str]) -> int:
     parser = Parser("watch", "Follow a run that another process trains: how far it is, how it goes, what goes wrong.")
     parser.add_argument("run", nargs="?", help="a run folder, or a name under runs/; default: the newest run there")
-    parser.add_argument("--json", action="store_true", help="print the run's records as JSON lines and nothing else")
-    parser.add_argument("--web", action="store_true", help="show its report in the browser, on this machine only")
-    parser.add_argument("--port", type=number_between(int, 0, 65535), help="port of --web; default: a free one")
+    parser.flag("--json", "print the run's records as JSON lines and nothing else")
+    parser.flag("--web", "show its report in the browser, on this machine only")
+    parser.number("--port", 0, 65535, help="port of --web; default: a free one")
     parser.epilog = "Ends with the run: code 0, or 1 if the run's process is gone without having finished."
     parsed = parser.parse_words(words)
     if parsed.web and parsed.json:
@@ -85,13 +86,14 @@ def _log_every(record: "Record") -> int:
     return value if isinstance(value, int) and value > 0 else 10
 
 
+@dataclasses.dataclass
 class _LastWord:
     """How a run ended, from the records it left."""
 
-    def __init__(self) -> None:
-        self.reason: str | None = None
-        self.step = self.skipped = 0
-        self.heard = False
+    reason: str | None = None
+    step: int = 0
+    skipped: int = 0
+    heard: bool = False
 
     def hear(self, record: "Record") -> None:
         from flatout.records import EndRecord, RunInfo, StepRecord
@@ -108,7 +110,7 @@ class _LastWord:
     def tell(self, folder: Path) -> int:
         """The exit code; where the run has no ending of its own, says so."""
         shown = one_line(str(folder))
-        again = f"go on with: flatout train --resume {shlex.quote(shown)}"
+        again = f"resume with: flatout train --resume {shlex.quote(shown)}"
         if self.reason == "interrupted":
             print(f"the run was interrupted; {again}", file=sys.stderr)
         if self.reason is not None:

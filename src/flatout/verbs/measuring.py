@@ -1,28 +1,71 @@
-"""Files that measuring verbs are asked to write: looked at before anything is measured, and again when it is written.
+"""What measuring verbs share: the files they are asked to write, a line that passes, and how a signal ends them.
 
+Files are looked at before anything is measured, and again when they are written.
 Contract: an existing config file is replaced only if `tune` wrote it and nobody has edited it since, a picture only if
 it carries our mark; `--overwrite` is the user's word that another one may go. Links are never followed. Looking leaves
 nothing behind.
 """
 
+import contextlib
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from flatout.errors import UsageError
 from flatout.files import check_folder_writable, check_replaceable, disk_errors, write_whole
-from flatout.words import Parser, quoted
+from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
+from flatout.words import Parser, one_line, quoted
 
 CONFIGS, PICTURES = (".yaml", ".yml"), (".png", ".svg")
 
 
+@contextlib.contextmanager
+def ended_by_signals(said: Callable[[], str]) -> Iterator[None]:
+    """Leaves with a signal's own exit code where one ends the block; `said` is what became of the work."""
+    try:
+        with terminated_like_interrupted():
+            yield
+    except KeyboardInterrupt as stopped:
+        print(f"{word_of(stopped)}; {said()}", file=sys.stderr)
+        raise SystemExit(exit_code_of(stopped)) from stopped
+
+
+class Line:
+    """One line on the terminal that is written over; nothing where nobody watches."""
+
+    def __init__(self, *, watched: bool = True) -> None:
+        self.watched = watched and sys.stderr.isatty()
+        self.shown = False
+
+    def show(self, text: str) -> None:
+        if self.watched:
+            self.shown = True
+            print(f"\r\x1b[K{one_line(text)[:160]}", end="", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.shown:
+            self.shown = False
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def free_folder(first: Path, taken: Callable[[Path], bool]) -> Path:
+    """A folder, or the first of FOLDER-2, FOLDER-3 ... that is not taken."""
+    number, folder = 1, first
+    while taken(folder):
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
 def add_overwrite(parser: Parser) -> None:
-    parser.add_argument("--overwrite", action="store_true", help="also replace files that flatout did not write")
+    parser.flag("--overwrite", "also replace files that flatout did not write")
 
 
-def config_target(path: Path, option: str = "--out", *, overwrite: bool = False) -> Path:
+def config_target(path: Path, *, overwrite: bool = False) -> Path:
     """The path, if a config file can be written there."""
-    _check_name(path, option, CONFIGS)
-    _check_config(path, option, overwrite=overwrite)
+    _check_name(path, "--out", CONFIGS)
+    _check_config(path, overwrite=overwrite)
     return path
 
 
@@ -35,16 +78,16 @@ def picture_target(path: Path, option: str, *, overwrite: bool = False) -> Path:
     return path
 
 
-def study_target(path: Path, option: str) -> Path:
+def study_target(path: Path) -> Path:
     """The path, if the trials of a search can be kept there; whether a file that is there has some, the search asks."""
-    _check_name(path, option, (".db", ".sqlite"))
-    check_replaceable(path, lambda _: True, way=f"name another file with {option}")
+    _check_name(path, "--study", (".db", ".sqlite"))
+    check_replaceable(path, lambda _: True, way="name another file with --study")
     return path
 
 
 def write_config(path: Path, text: str, *, overwrite: bool = False) -> None:
     """Writes the whole file or nothing."""
-    _check_config(path, "--out", overwrite=overwrite)  # it may have been edited while it was measured
+    _check_config(path, overwrite=overwrite)  # it may have been edited while it was measured
     with disk_errors(str(path), safe="; what was found is printed above"):
         write_whole(path, text.encode("utf-8"))
 
@@ -63,10 +106,10 @@ def _check_name(path: Path, option: str, suffixes: tuple[str, ...]) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 
 
-def _check_config(path: Path, option: str, *, overwrite: bool) -> None:
+def _check_config(path: Path, *, overwrite: bool) -> None:
     from flatout.tuning.fragment import is_unchanged
 
-    shown, way = f"{option} {quoted(str(path))}", f"name another file with {option}"
+    shown, way = f"--out {quoted(str(path))}", "name another file with --out"
 
     def is_ours(path: Path) -> bool:
         unchanged = is_unchanged(path.read_text(encoding="utf-8", errors="replace"))

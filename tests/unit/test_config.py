@@ -16,7 +16,6 @@ from pydantic import BaseModel
 
 from flatout.config.catalogue import DEFAULT_PRESET, copy_preset, hardware_for, list_hardware, list_presets, preset_text
 from flatout.config.data_sections import SourceConfig
-from flatout.config.elsewhere import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
 from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at, with_whole_numbers
 from flatout.config.load import (
     explain,
@@ -27,8 +26,10 @@ from flatout.config.load import (
     show,
     with_hardware,
 )
+from flatout.config.model_section import GPT2, ModelConfig
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.source import Source
+from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
@@ -788,3 +789,10 @@ def test_another_family_brings_its_own_architecture():
     assert loaded.sources["model.mlp"].kind == "family"
     with pytest.raises(ConfigError, match="fixes mlp to gelu"):
         load_config("shakespeare-char", ["model.family=gpt2", "model.mlp=relu2"])
+
+
+def test_a_family_differs_from_the_other_in_the_fields_that_it_decides_alone():
+    gpt, gpt2 = ModelConfig(), ModelConfig(family="gpt2")
+    differing = {name for name in ModelConfig.model_fields if getattr(gpt, name) != getattr(gpt2, name)}
+    assert differing == {"family", "norm", "positions", "mlp", "bias", "qk_norm"}
+    assert {name: getattr(gpt2, name) for name in GPT2} == GPT2

@@ -16,7 +16,6 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from flatout.config.elsewhere import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, VALUE_ELSEWHERE_CALLED
 from flatout.config.facts import (
     Spot,
     allowed_values,
@@ -28,7 +27,15 @@ from flatout.config.facts import (
     value_at,
 )
 from flatout.config.schema import RunConfig
-from flatout.config.suggest import close_matches, known_below, shorten_path, unknown_key
+from flatout.config.suggest import (
+    FIELD_ELSEWHERE_CALLED,
+    ITEM_ELSEWHERE_CALLED,
+    VALUE_ELSEWHERE_CALLED,
+    close_matches,
+    known_below,
+    shorten_path,
+    unknown_key,
+)
 from flatout.config.yaml_loader import has_control_character, looks_like_value, printable, shorten
 from flatout.errors import ConfigError
 

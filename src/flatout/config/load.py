@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, section_class, section_paths, with_whole_numbers
-from flatout.config.model_section import FAMILY_DEFAULTS
+from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source, SourceKind
 from flatout.config.suggest import nearest_paths, unknown_key
@@ -335,7 +335,7 @@ def _merge(layers: Sequence[_Layer]) -> _Layer:
                     merged[path] = _Setting(None, Source(source.kind, f"{source.where} ({given})"))
         if "model.family" in layer and layer["model.family"].value != _family_of(merged):
             # Another family means its own norm, positions and so on, not those a preset chose for the first one.
-            for name in FAMILY_DEFAULTS["gpt"]:
+            for name in GPT2:
                 merged.pop(f"model.{name}", None)
         merged.update(layer)
     return merged
@@ -358,7 +358,7 @@ def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:
 
 def _sources(config: RunConfig, merged: _Layer) -> dict[str, Source]:
     family = config.model.family
-    by_family = {f"model.{name}" for name in FAMILY_DEFAULTS.get(family, {})}
+    by_family = {f"model.{name}" for name in GPT2}
     sources: dict[str, Source] = {}
     for path in field_facts():
         if path in merged:

@@ -19,23 +19,28 @@ from flatout.config.training_sections import CheckpointConfig, EvalConfig, Optim
 class RunConfig(Section):
     """The whole of a run. `flatout config explain` prints it with the source of each value."""
 
-    model: ModelConfig = Field(default_factory=lambda: ModelConfig(), description="The network.")
-    data: DataConfig = Field(default_factory=lambda: DataConfig(), description="The text and its tokens.")
-    clean: CleanConfig = Field(default_factory=lambda: CleanConfig(), description="What is dropped of the text.")
-    chat: ChatConfig = Field(default_factory=lambda: ChatConfig(), description="What a model is fine-tuned on.")
-    lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="Adapters on a frozen model.")
-    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(), description="The optimizer and its schedule.")
-    train: TrainConfig = Field(description="Length, batch and seed of the run.")
-    speed: SpeedConfig = Field(
-        default_factory=lambda: SpeedConfig(), description="Switches that may not change what is learned."
-    )
-    eval: EvalConfig = Field(
-        default_factory=lambda: EvalConfig(), description="Validation, early stopping and samples."
-    )
-    checkpoint: CheckpointConfig = Field(
-        default_factory=lambda: CheckpointConfig(), description="What is saved and when."
-    )
-    output: OutputConfig = Field(default_factory=lambda: OutputConfig(), description="Where the run writes.")
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The network."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """The text and its tokens."""
+    clean: CleanConfig = Field(default_factory=CleanConfig)
+    """What is dropped of the text."""
+    chat: ChatConfig = Field(default_factory=ChatConfig)
+    """What a model is fine-tuned on."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Adapters on a frozen model."""
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    """The optimizer and its schedule."""
+    train: TrainConfig
+    """Length, batch and seed of the run."""
+    speed: SpeedConfig = Field(default_factory=SpeedConfig)
+    """Switches that may not change what is learned."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """Validation, early stopping and samples."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """What is saved and when."""
+    output: OutputConfig = Field(default_factory=OutputConfig)
+    """Where the run writes."""
 
     @property
     def documents_apart(self) -> bool:

@@ -31,15 +31,11 @@ class FieldFact:
 def field_facts() -> dict[str, FieldFact]:
     """Every leaf of the schema by dotted path, in the schema's order."""
     facts: dict[str, FieldFact] = {}
-    waiting: list[tuple[str, type[BaseModel]]] = [("", RunConfig)]
-    while waiting:
-        prefix, owner = waiting.pop(0)
+    for section, holder in RunConfig.model_fields.items():
+        owner = section_class(holder.annotation)
+        assert owner is not None, "a config holds sections, and nothing beside them"
         for name, field in owner.model_fields.items():
-            section = section_class(field.annotation)
-            if section is not None:
-                waiting.append((f"{prefix}{name}.", section))
-            else:
-                facts[prefix + name] = FieldFact(owner, name, field.description or "", field.annotation)
+            facts[f"{section}.{name}"] = FieldFact(owner, name, field.description or "", field.annotation)
     return facts
 
 
@@ -48,11 +44,9 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-@cache
 def section_paths() -> tuple[str, ...]:
-    """Dotted paths of the sections, such as `model`."""
-    paths = dict.fromkeys(path.rpartition(".")[0] for path in field_facts())
-    return tuple(path for path in paths if path)
+    """The names of the sections, such as `model`."""
+    return tuple(RunConfig.model_fields)
 
 
 def value_at(config: RunConfig, path: str) -> Any:

@@ -60,10 +60,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Row:
-    """One record with all its fields, for those who need more of it than one text."""
+    """One record with all its fields. `replaced` counts the U+FFFD that stand for invalid bytes in its texts."""
 
     value: object
     place: str
+    replaced: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,12 @@ class Slice:
     end: int | None = None
     share: int = 0
     shares: int = 1
+
+
+def reason(error: Exception) -> str:
+    """What a library says of an error, for a message."""
+    words = " ".join(str(error).split())
+    return shown(words or type(error).__name__)[:200]
 
 
 def shown(name: object) -> str:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
-from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, shown
-from flatout.corpus.streams import decode
+from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, Row, shown
+from flatout.corpus.streams import LINE_LIMIT, decode
 
 TEXT_FIELD = "text"
 EVERY = "*"
@@ -46,6 +46,38 @@ def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = 
     return _whole(found) if isinstance(found, str) else found
 
 
+def document_of(row: Row, file: InputFile, options: ReadOptions) -> Document | Problem:
+    """The document of a record with fields. Bytes in the place of a text are UTF-8, or go by the policy for others."""
+    replaced = row.replaced
+
+    def decoder(raw: bytes) -> str:
+        nonlocal replaced
+        text, more = decode(raw, options.invalid_utf8)
+        replaced += more
+        return text
+
+    try:
+        text = text_of(row.value, options.field, decoder)
+    except UnicodeDecodeError as error:
+        return not_utf8(error, file, row.place, options)
+    if isinstance(text, str):
+        return Document(text, row.place, replaced=replaced)
+    return Document("", row.place) if text.null else Problem(file.name, row.place, text.kind, text.message, records=1)
+
+
+def limited(found: Document | Problem, file: InputFile) -> Document | Problem:
+    """The same, or a problem where the text of a row is too long."""
+    if isinstance(found, Document) and len(found.text) > LINE_LIMIT // 4:
+        size = len(found.text.encode("utf-8"))
+        if size > LINE_LIMIT:
+            return Problem(file.name, found.place, "too-long", too_long(size, LINE_LIMIT), records=1)
+    return found
+
+
+def too_long(size: int, limit: int) -> str:
+    return f"the row has {size:,} bytes; the limit is {limit:,}"
+
+
 def decoded(
     raw: bytes, file: InputFile, place: str, options: ReadOptions, url: str | None = None
 ) -> Document | Problem:
@@ -63,8 +95,11 @@ def not_utf8(
     """What becomes of a record that cannot be decoded where the policy is not to replace what is wrong with it."""
     if options.invalid_utf8 == "skip":
         return Document("", place, url, rejected=REJECTED_UTF8)
-    message = f"byte 0x{error.object[error.start]:02x} is not {error.encoding.upper()} ({error.reason})"
-    return Problem(file.name, f"{place}, byte {error.start} of it", "not-utf8", message, records=1)
+    return Problem(file.name, f"{place}, byte {error.start} of it", "not-utf8", bad_byte(error), records=1)
+
+
+def bad_byte(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} is not {error.encoding.upper()} ({error.reason})"
 
 
 def names_shown(names: Sequence[object]) -> str:

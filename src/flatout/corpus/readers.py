@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Row, Slice
-from flatout.corpus.fields import FieldError, text_of
+from flatout.corpus.fields import bad_byte, document_of, not_utf8
 from flatout.corpus.shipped import gpt2_tokens
 from flatout.corpus.streams import (
     CHUNK,
@@ -43,6 +43,7 @@ from flatout.corpus.streams import (
 )
 
 Results = Iterator[Document | Problem]
+Rows = Iterator[Row | Document | Problem]  # documents: those dropped for their bytes
 
 REJECTED_BOMB = "bomb"
 REJECTED_TOKENS = "token_range"
@@ -97,17 +98,21 @@ def read_slice(
     file = slice.file
     if file.format in _TEXT_FORMATS and _is_binary(file):
         if slice.start == 0:
-            records = 1 if file.format == "text" else 0
-            message = "it is binary, or text that is not in UTF-8: its first bytes hold NUL"
-            yield Problem(file.name, "", "binary", message, records)
+            yield _binary(file, records=1 if file.format == "text" else 0)
     elif file.format == "text":
         yield from _read_text(slice, options, piece, watch)
     elif file.format == "jsonl":
-        yield from _read_json_lines(slice, options, limit, watch)
+        yield from _documents(_json_line_rows(slice, options, limit, watch), file, options)
     elif file.format == "smiles":
         yield from _read_molecules(slice, options, limit, watch)
-    elif file.format in ("parquet", "saved", "hub"):
-        yield from _read_table(slice, options)
+    elif file.format in ("parquet", "saved"):
+        from flatout.corpus import arrow
+
+        yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
+    elif file.format == "hub":
+        from flatout.corpus import tables
+
+        yield from tables.read_hub(file, options)
     else:
         with open_bytes(file, watch=watch) as stream:
             yield from _read_stream(stream, file, options, piece, limit)
@@ -116,64 +121,65 @@ def read_slice(
 def read_rows(file: InputFile, *, watch: Watch | None = None, limit: int = LINE_LIMIT) -> Iterator[Row | Problem]:
     """The records of a JSON, JSON lines, CSV, TSV or parquet file with all their fields, in order."""
     if file.format in _TEXT_FORMATS and _is_binary(file):
-        message = "it is binary, or text that is not in UTF-8: its first bytes hold NUL"
-        yield Problem(file.name, "", "binary", message, records=0)
+        yield _binary(file, records=0)
     elif file.format == "jsonl":
-        yield from _json_line_rows(file, limit, watch)
+        yield from _undropped(_json_line_rows(Slice(file), ReadOptions(), limit, watch))
     elif file.format == "parquet":
-        from flatout.corpus import tables
+        from flatout.corpus import arrow
 
-        yield from tables.read_parquet_rows(file)
+        yield from arrow.read_parquet_rows(file)
     elif file.format in ("json", "csv", "tsv"):
         with open_bytes(file, watch=watch) as stream:
             if file.format == "json":
-                yield from _json_rows(stream, file, limit)
+                yield from _undropped(_json_rows(stream, file, ReadOptions(), limit))
                 return
             from flatout.corpus import tables
 
-            yield from tables.read_csv_rows(stream, file, "," if file.format == "csv" else "\t")
+            yield from tables.read_csv_rows(stream, file)
     else:
         raise ValueError(f"there are no rows in the format {file.format!r}")
 
 
-def _json_line_rows(file: InputFile, limit: int, watch: Watch | None) -> Iterator[Row | Problem]:
-    for line in _records(Slice(file), ReadOptions(), limit, watch):
-        if isinstance(line, Problem):
+def _undropped(rows: Rows) -> Iterator[Row | Problem]:
+    """The same: where invalid bytes are told of, none is a document that is dropped for them."""
+    return (row for row in rows if not isinstance(row, Document))
+
+
+def _documents(rows: Rows, file: InputFile, options: ReadOptions) -> Results:
+    return (document_of(row, file, options) if isinstance(row, Row) else row for row in rows)
+
+
+def _json_line_rows(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Rows:
+    for line in _records(slice, options, limit, watch):
+        if not isinstance(line, _Record):
             yield line
-        elif isinstance(line, _Record):
-            try:
-                yield Row(json.loads(line.text), line.place)
-            except (ValueError, RecursionError) as error:
-                yield _broken_line(file, line, error)
+            continue
+        try:
+            yield Row(json.loads(line.text), line.place, line.replaced)
+        except (ValueError, RecursionError) as error:
+            yield _broken_line(slice.file, line, error)
 
 
-def _json_rows(stream: ByteStream, file: InputFile, limit: int) -> Iterator[Row | Problem]:
+def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions, limit: int) -> Rows:
+    """The elements of an array, or else values that follow one another, of which there may be just one."""
     for item in _json_values(stream, file, limit):
         if isinstance(item, Problem):
             yield item
             continue
-        place = f"element {item.number}"
-        try:
-            item.raw if item.raw.isascii() else decode(item.raw.encode("utf-8", "surrogateescape"), "strict")
-        except UnicodeDecodeError as error:
-            yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
-        else:
-            yield Row(item.value, place)
-
-
-def _read_table(slice: Slice, options: ReadOptions) -> Results:
-    from flatout.corpus import tables
-
-    if slice.file.format == "parquet":
-        return tables.read_parquet(slice.file, slice.start, slice.end, options, slice.share, slice.shares)
-    if slice.file.format == "saved":
-        return tables.read_saved(slice.file, slice.start, slice.end, options)
-    return tables.read_hub(slice.file, options)
+        place, value, replaced = f"element {item.number}", item.value, 0
+        if not item.raw.isascii():
+            try:
+                text, replaced = decode(item.raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
+            except UnicodeDecodeError as error:
+                yield not_utf8(error, file, place, options)
+                continue
+            value = json.loads(text) if replaced else value
+        yield Row(value, place, replaced)
 
 
 def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions, piece: int, limit: int) -> Results:
     if file.format == "json":
-        return _read_json(stream, file, options, limit)
+        return _documents(_json_rows(stream, file, options, limit), file, options)
     if file.format == "tokens":
         return _read_tokens(stream, file, options, piece)
     if file.format == "warc":
@@ -183,8 +189,13 @@ def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions, piec
     if file.format in ("csv", "tsv"):
         from flatout.corpus import tables
 
-        return tables.read_csv(stream, file, options, "," if file.format == "csv" else "\t")
+        return tables.read_csv(stream, file, options)
     raise ValueError(f"there is no reader for the format {file.format!r}")
+
+
+def _binary(file: InputFile, records: int) -> Problem:
+    message = "it is binary, or text that is not in UTF-8: its first bytes hold NUL"
+    return Problem(file.name, "", "binary", message, records)
 
 
 def _is_binary(file: InputFile) -> bool:
@@ -241,37 +252,13 @@ def _decoded(
         if options.invalid_utf8 == "skip" or not whole:
             yield Document("", place, None, piece.begins, piece.ends, rejected=REJECTED_UTF8)
         if options.invalid_utf8 == "strict":
-            yield _not_utf8(file, place_of_byte.format(first + error.start), error, records=1 if whole else 0)
+            place = place_of_byte.format(first + error.start)
+            yield Problem(file.name, place, "not-utf8", bad_byte(error), records=1 if whole else 0)
     else:
         yield Document(text, place, None, piece.begins, piece.ends, replaced)
 
 
-def _not_utf8(file: InputFile, place: str, error: UnicodeDecodeError, records: int) -> Problem:
-    message = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
-    return Problem(file.name, place, "not-utf8", message, records)
-
-
 # Records on lines.
-
-
-def _read_json_lines(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Results:
-    file, field = slice.file, options.field
-    for line in _records(slice, options, limit, watch):
-        if not isinstance(line, _Record):
-            yield line
-            continue
-        try:
-            value = json.loads(line.text)
-        except (ValueError, RecursionError) as error:
-            yield _broken_line(file, line, error)
-            continue
-        text = text_of(value, field)
-        if isinstance(text, str):
-            yield Document(text, line.place, replaced=line.replaced)
-        elif text.null:
-            yield Document("", line.place)
-        else:
-            yield Problem(file.name, line.place, text.kind, text.message, records=1)
 
 
 def _read_molecules(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Results:
@@ -313,12 +300,11 @@ def _records(
             try:
                 text, replaced = decode(raw, options.invalid_utf8)
             except UnicodeDecodeError as error:
-                if options.invalid_utf8 == "skip":
-                    yield Document("", place, rejected=REJECTED_UTF8)
-                elif not line.ended and whole_characters(raw) == error.start:
+                is_cut = not line.ended and whole_characters(raw) == error.start
+                if is_cut and options.invalid_utf8 != "skip":
                     yield Problem(file.name, place, "truncated", "the file ends inside a character", records=1)
                 else:
-                    yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
+                    yield not_utf8(error, file, place, options)
                 continue
             if text and not text.isspace():
                 yield _Record(place, text, replaced, line.ended)
@@ -359,12 +345,6 @@ def _not_json(error: Exception) -> str:
 # JSON.
 
 
-def _read_json(stream: ByteStream, file: InputFile, options: ReadOptions, limit: int) -> Results:
-    """The elements of an array, or else values that follow one another, of which there may be just one."""
-    for item in _json_values(stream, file, limit):
-        yield item if isinstance(item, Problem) else _element(item.number, item.value, item.raw, file, options)
-
-
 def _json_values(stream: ByteStream, file: InputFile, limit: int) -> "Iterator[_Value | Problem]":
     held: Problem | None = None
     for item in _JsonText(stream, file.name, limit).values():
@@ -378,25 +358,6 @@ def _json_values(stream: ByteStream, file: InputFile, limit: int) -> "Iterator[_
         yield replace(stream.problem, records=0 if held is None else held.records)
     elif held is not None:
         yield held
-
-
-def _element(number: int, value: object, raw: str, file: InputFile, options: ReadOptions) -> Document | Problem:
-    place = f"element {number}"
-    replaced = 0
-    if not raw.isascii():
-        try:
-            text, replaced = decode(raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
-        except UnicodeDecodeError as error:
-            if options.invalid_utf8 == "skip":
-                return Document("", place, rejected=REJECTED_UTF8)
-            return _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
-        value = json.loads(text) if replaced else value
-    found = text_of(value, options.field)
-    if isinstance(found, FieldError) and found.null:
-        return Document("", place)
-    if isinstance(found, FieldError):
-        return Problem(file.name, place, found.kind, found.message, records=1)
-    return Document(found, place, replaced=replaced)
 
 
 class _Value(NamedTuple):

@@ -136,9 +136,9 @@ def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:
     if file.format == "parquet":
         return _row_groups(file, target)
     if file.format == "saved":
-        from flatout.corpus import tables
+        from flatout.corpus import arrow
 
-        rows = tables.saved_rows(file.path)
+        rows = arrow.saved_rows(file.path)
         return _ranges(file, rows, max(1, rows * target // max(file.bytes, 1)))
     if file.format == "hub" or (file.format != "warc" and file.bytes > _WHOLE_BYTES):
         return None
@@ -152,11 +152,11 @@ def _ranges(file: InputFile, total: int, step: int) -> list[Slice]:
 
 
 def _row_groups(file: InputFile, target: int) -> list[Slice]:
-    from flatout.corpus import tables
+    from flatout.corpus import arrow
 
     slices: list[Slice] = []
     start = held = 0
-    sizes = tables.parquet_group_bytes(file.path)
+    sizes = arrow.parquet_group_bytes(file.path)
     # What the footer of a damaged file says of sizes is no reason to read it a thousand times.
     most = min(1 + file.bytes // 2**10, _MOST_SHARES)
     for group, size in enumerate(sizes):

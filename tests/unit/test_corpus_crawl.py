@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.corpus import crawl
 from flatout.corpus.crawl import DEPTH_LIMIT, read_warc
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.corpus.streams import open_bytes
@@ -466,7 +465,6 @@ def test_no_input_raises(parts: list[bytes]) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crawl._resiliparse.cache_clear()
     monkeypatch.setitem(sys.modules, "resiliparse.extract.html2text", None)
     with pytest.raises(DataError, match="resiliparse") as caught:
         read(tmp_path, CRAWL[2])

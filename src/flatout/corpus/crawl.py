@@ -24,13 +24,12 @@ import functools
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import INSTALL, Document, InputFile, Problem, ProblemKind, ReadOptions, shown
+from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, needed, shown
 from flatout.corpus.fields import decoded, not_utf8
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
-from flatout.errors import DataError
 
 REJECTED_TYPE = "not_html"
 REJECTED_STATUS = "http_status"
@@ -67,6 +66,7 @@ _AS_IT_IS = (b"", b"identity")
 _BLOCK = re.compile(r"<(/?)(?:div|article)\b", re.IGNORECASE)
 # What pages call these encodings is in truth a larger one, which browsers use and Python calls by another name.
 _LARGER = {"gbk": "gb18030", "euc_kr": "cp949", "shift_jis": "cp932", "big5": "big5hkscs"}
+_NEEDS = "reading WARC files needs"
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 
 Fields = dict[bytes, bytes]
@@ -373,7 +373,7 @@ class _Pages:
         type = _media_type(page.stated or record.fields.get(b"warc-identified-payload-type", b""))
         if type:
             return type
-        type = _resiliparse().detect_mime(page.body[:1024])
+        type = _resiliparse("parse.encoding").detect_mime(page.body[:1024])
         return "text/html" if type == "text/plain" and page.body.lstrip().startswith(b"<") else type
 
     def _text(self, page: "_Page", html: bool, place: str, url: str | None) -> Document | Problem:
@@ -382,7 +382,7 @@ class _Pages:
             if _too_deep(text):
                 return Document("", place, url, rejected=REJECTED_DEPTH)
             # Without the texts of images, figures would go as a whole, and with them many a listing of code.
-            text = _resiliparse().extract_plain_text(text, main_content=True, alt_texts=True)
+            text = _resiliparse("extract.html2text").extract_plain_text(text, main_content=True, alt_texts=True)
         replaced = text.count("\ufffd") if error is not None else 0
         if error is not None and replaced and self._options.invalid_utf8 != "replace":
             return not_utf8(error, self._file, place, self._options, url)
@@ -392,7 +392,7 @@ class _Pages:
         """The page without the transfer and content encodings of its answer."""
         head = b"WARC/1.0\r\nWARC-Type: response\r\nContent-Type: application/http; msgtype=response\r\n"
         framed = b"%sContent-Length: %d\r\n\r\n%s\r\n\r\n" % (head, len(record.block), record.block)
-        records = _fastwarc()
+        records = _fastwarc().ArchiveIterator
         try:
             whole = next(iter(records(io.BytesIO(framed), auto_decode="all"))).reader.read(self._limit + 1)
         except Exception as error:  # noqa: BLE001  # the library does not say what it raises
@@ -416,36 +416,15 @@ class _Page(NamedTuple):
     body: bytes
 
 
-class _Resiliparse(NamedTuple):
-    detect_mime: Callable[..., str]
-    detect_encoding: Callable[..., str]
-    map_encoding_to_html5: Callable[..., str | None]
-    extract_plain_text: Callable[..., str]
+def _resiliparse(module: str) -> Any:
+    return needed(f"resiliparse.{module}", _NEEDS)
 
 
 @functools.cache
-def _resiliparse() -> _Resiliparse:
-    try:
-        from resiliparse.extract.html2text import extract_plain_text
-        from resiliparse.parse.encoding import detect_encoding, detect_mime, map_encoding_to_html5
-    except ImportError as error:
-        raise _missing("resiliparse") from error
-    return _Resiliparse(detect_mime, detect_encoding, map_encoding_to_html5, extract_plain_text)
-
-
-@functools.cache
-def _fastwarc() -> Callable[..., Iterable[Any]]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fastwarc 1.1 warns about itself
-            from fastwarc.warc import ArchiveIterator
-    except ImportError as error:
-        raise _missing("fastwarc") from error
-    return ArchiveIterator
-
-
-def _missing(package: str) -> DataError:
-    return DataError(f"reading WARC files needs the package {package}", INSTALL)
+def _fastwarc() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fastwarc 1.1 warns about itself
+        return needed("fastwarc.warc", _NEEDS)
 
 
 def _as_text(page: _Page) -> tuple[str, UnicodeDecodeError | None]:
@@ -456,10 +435,11 @@ def _as_text(page: _Page) -> tuple[str, UnicodeDecodeError | None]:
             body, encoding = body[len(mark) :], name
             break
     charset = _CHARSET.search(page.stated)
+    encodings = _resiliparse("parse.encoding")
     if encoding is None and charset is not None:
-        encoding = _resiliparse().map_encoding_to_html5(charset[1].decode("latin-1"), fallback_utf8=False)
+        encoding = encodings.map_encoding_to_html5(charset[1].decode("latin-1"), fallback_utf8=False)
     if encoding is None:
-        encoding = _resiliparse().detect_encoding(body, from_html_meta=True)
+        encoding = encodings.detect_encoding(body, from_html_meta=True)
     encoding = _LARGER.get(encoding, encoding)
     try:
         return str(body, encoding), None

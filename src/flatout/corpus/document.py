@@ -10,7 +10,10 @@ document is rejected, the whole document is.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
+
+from flatout.errors import DataError
 
 # One place for the words that a report and the tests share.
 ProblemKind = Literal[
@@ -114,6 +117,14 @@ class Slice:
     end: int | None = None
     share: int = 0
     shares: int = 1
+
+
+def needed(module: str, who_needs: str) -> Any:
+    """A module of a package that need not be installed; `who_needs` begins the error where it is not."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise DataError(f"{who_needs} the package {module.partition('.')[0]}", INSTALL) from error
 
 
 def reason(error: Exception) -> str:

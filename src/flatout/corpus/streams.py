@@ -28,8 +28,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import INSTALL, InputFile, InvalidUtf8, Problem, ProblemKind
-from flatout.errors import DataError
+from flatout.corpus.document import InputFile, InvalidUtf8, Problem, ProblemKind, needed
 
 CHUNK = 2**20
 PIECE = 2**24
@@ -456,10 +455,7 @@ def _decoder(method: str) -> Any:
     if method == "bz2":
         return bz2.BZ2Decompressor()
     if method == "zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError("reading .zst files needs the package zstandard", INSTALL) from error
+        zstandard = needed("zstandard", "reading .zst files needs")
         return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
     raise ValueError(f"no compression {method!r}")
 

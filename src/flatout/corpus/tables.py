@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import INSTALL, Document, InputFile, Problem, ReadOptions, Row, reason, shown
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Row, needed, reason, shown
 from flatout.corpus.fields import bad_byte, document_of, limited, names_shown, too_long
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
 from flatout.errors import DataError
@@ -278,7 +278,10 @@ def read_hub(file: InputFile, options: ReadOptions) -> Results:
 
 def open_hub(path: str) -> Any:
     """The dataset of `datasets` that `hf:NAME:CONFIG:SPLIT` means, for streaming."""
-    datasets = _import_datasets()
+    datasets = needed("datasets", "Hugging Face datasets need")
+    datasets.disable_progress_bars()
+    # It logs what it raises as well.
+    datasets.logging.set_verbosity(logging.CRITICAL)
     name, config, split = hub_parts(path)
     # What cannot be reached is told by our error; the library's account of each try would drown it.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
@@ -374,17 +377,6 @@ def _hub_error(path: str, error: Exception) -> DataError:
     if isinstance(error, FileNotFoundError):
         return DataError(message, "check the name, and run `hf auth login` if the dataset needs a login")
     return DataError(message, "write hf:NAME:CONFIG:SPLIT with a config and a split that the dataset has")
-
-
-def _import_datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError("Hugging Face datasets need the package datasets", INSTALL) from error
-    datasets.disable_progress_bars()
-    # It logs what it raises as well.
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    return datasets
 
 
 def _until_damage(items: Iterable[Any]) -> Iterator[Any]:

@@ -113,16 +113,13 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
     A link at `path` is replaced, not followed. `durable`: the new bytes survive a power loss once this returns.
     """
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-    with temporary.open("xb") as file:  # created here, so it is ours to remove
-        try:
+    created = temporary.open("xb")  # so it is ours to remove
+    try:
+        with created as file:
             file.write(content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    try:
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -14,7 +14,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from flatout.config.catalogue import DEFAULT_PRESET, copy_preset, hardware_for, list_hardware, list_presets, preset_text
+from flatout.config.catalogue import (
+    DEFAULT_PRESET,
+    ShippedKind,
+    copy_preset,
+    hardware_for,
+    preset_text,
+    shipped_names,
+    summary,
+)
 from flatout.config.data_sections import SourceConfig
 from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at, with_whole_numbers
 from flatout.config.load import (
@@ -36,8 +44,8 @@ from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
 from flatout.words import number_between
 
-PRESETS = [preset.name for preset in list_presets()]
-OVERLAYS = [overlay.name for overlay in list_hardware()]
+PRESETS = shipped_names("preset")
+OVERLAYS = shipped_names("hardware")
 
 
 def write(folder: Path, text: str, name: str = "my.yaml") -> Path:
@@ -666,11 +674,14 @@ def test_the_shipped_names() -> None:
     assert OVERLAYS == ["4gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"]
 
 
-@pytest.mark.parametrize("shipped", [*list_presets(), *list_hardware()], ids=lambda shipped: shipped.name)
-def test_summaries_are_one_sentence(shipped: Any) -> None:
-    assert shipped.summary.endswith(".")
-    assert len(shipped.summary) > 20
-    assert not re.search(r"[.!?]\s", shipped.summary)
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("preset", name) for name in PRESETS), *(("hardware", name) for name in OVERLAYS)]
+)
+def test_summaries_are_one_sentence(kind: ShippedKind, name: str) -> None:
+    sentence = summary(kind, name)
+    assert sentence.endswith(".")
+    assert len(sentence) > 20
+    assert not re.search(r"[.!?]\s", sentence)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

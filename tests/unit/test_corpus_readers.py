@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -43,7 +44,12 @@ def stored(folder: Path, name: str, content: bytes | str) -> InputFile:
 
 
 def read(file: InputFile, *, piece: int = 2**24, limit: int = 2**26, **options) -> list[Document | Problem]:
-    return list(read_slice(Slice(file), ReadOptions(**options), piece=piece, limit=limit))
+    return read_part(Slice(file), piece, limit, **options)
+
+
+def read_part(part: Slice, piece: int, limit: int = 2**26, **options) -> list[Document | Problem]:
+    with patch.object(readers, "PIECE", piece), patch.object(readers, "LINE_LIMIT", limit):
+        return list(read_slice(part, ReadOptions(**options)))
 
 
 def texts(results: list[Document | Problem]) -> list[str]:
@@ -475,7 +481,7 @@ def assert_slices_agree(file: InputFile, target: int, piece: int, **options) -> 
     whole = read(file, piece=piece, **options)
     slices = slices_of(file, target)
     assert slices is not None
-    sliced = [list(read_slice(part, ReadOptions(**options), piece=piece)) for part in slices]
+    sliced = [read_part(part, piece, **options) for part in slices]
     assert content(list(itertools.chain(*sliced))) == content(whole)
 
 
@@ -546,7 +552,7 @@ def test_tables_and_crawls_are_read_by_their_modules(
     module, name = {
         "parquet": (arrow, "read_parquet"),
         "saved": (arrow, "read_saved"),
-        "hub": (tables, "read_hub"),
+        "hub": (tables, "HubStream"),
         "csv": (tables, "read_csv"),
         "tsv": (tables, "read_csv"),
         "warc": (crawl, "read_warc"),
@@ -560,7 +566,7 @@ def test_tables_and_crawls_are_read_by_their_modules(
     if format in ("parquet", "saved"):
         assert arguments == (Slice(file, 2, 5), options)
     elif format == "hub":
-        assert arguments == (file, options)
+        assert arguments == (file.path, options, file.name)
     else:
         assert arguments[1:] == (file, options)
 

@@ -1,10 +1,10 @@
-"""`data` and `clean`: the text, its tokens, and what is dropped."""
+"""`data`, `clean` and `chat`: the text, its tokens, what is dropped, and what a model is fine-tuned on."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.section import Conflict, Name, Natural, Positive, Section
+from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share
 
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
 
@@ -84,4 +84,39 @@ class CleanConfig(Section):
                 f"min_characters {self.min_characters} is above max_characters {self.max_characters}",
                 f"set clean.min_characters to at most {self.max_characters}, or clean.max_characters higher",
             )
+        return self
+
+
+class ChatConfig(Section):
+    source: str | None = None
+    """File or folder of conversations or instructions to fine-tune on; null trains on plain text."""
+    val_source: str | None = None
+    """File or folder to evaluate on; null holds out a share of the rows."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
+    """How a row tells a conversation; auto looks at the first rows."""
+    fields: list[Name] = Field(default=[])
+    """Columns under other names, such as [prompt=question, completion=answer]."""
+    template: Name = "model"
+    """Chat template: the model's own, chatml, plain, none, or a file of Jinja."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What has a label: assistant turns, the last of them, or every token."""
+    max_tokens: Positive | None = None
+    """Most tokens of a sample; null means model.context, which they never exceed."""
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """What happens to samples with more tokens than that; both are counted."""
+    val_fraction: Share = 0.05
+    """Share of the rows that is held out for evaluation."""
+    packing: bool = True
+    """Several samples in a row, none of which sees another; false pads each to a row."""
+    batch_samples: Positive = 8
+    """Samples per optimizer step."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for pair in self.fields:
+            name, sign, column = pair.partition("=")
+            if not (name and sign and column):
+                raise Conflict(
+                    f"fields has {pair!r}, which is no name with a column", "write chat.fields=[prompt=question]"
+                )
         return self

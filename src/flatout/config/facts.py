@@ -49,6 +49,11 @@ def section_paths() -> tuple[str, ...]:
     return tuple(RunConfig.model_fields)
 
 
+def names_in(section: str) -> list[str]:
+    """The names of a section's fields."""
+    return [path.removeprefix(f"{section}.") for path in field_facts() if path.startswith(f"{section}.")]
+
+
 def value_at(config: RunConfig, path: str) -> Any:
     """The value of a dotted path such as `model.width`."""
     value: Any = config

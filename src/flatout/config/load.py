@@ -14,23 +14,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from flatout.config import yaml_loader
 from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
 from flatout.config.complain import validate
-from flatout.config.facts import choices, field_facts, section_paths, with_whole_numbers
+from flatout.config.facts import choices, field_facts, names_in, section_paths, with_whole_numbers
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source, SourceKind
 from flatout.config.suggest import nearest_paths, unknown_key
-from flatout.config.yaml_loader import (
-    Node,
-    format_value,
-    is_collection,
-    parse_collection,
-    parse_scalar,
-    printable,
-    read_yaml,
-    shorten,
-)
 from flatout.errors import ConfigError
 
 _FILE_KEYS = ("preset", "hardware")
@@ -88,8 +79,8 @@ def load_config(
     """
     path = _path_of(target)
     _refuse_data(Path(str(target)) if path is None else path)
-    tree = read_yaml(path) if path is not None else {}
-    file_name = printable(str(path))
+    tree = yaml_loader.read_yaml(path) if path is not None else {}
+    file_name = yaml_loader.printable(str(path))
     if path is None:
         preset = str(target) if target is not None else DEFAULT_PRESET
         preset_where = "command line"
@@ -139,14 +130,16 @@ def _refuse_data(path: Path) -> None:
     kind = plain.suffix.lower()
     if kind == ".json" and path.is_file():
         try:
-            known = not (tree := read_yaml(path)) or bool(tree.keys() & {*RunConfig.model_fields, *_FILE_KEYS})
+            known = not (tree := yaml_loader.read_yaml(path)) or bool(
+                tree.keys() & {*RunConfig.model_fields, *_FILE_KEYS}
+            )
         except ConfigError:
             known = False
         if known:
             return
     elif kind not in _DATA or not path.is_file():
         return
-    name = printable(str(path))
+    name = yaml_loader.printable(str(path))
     raise ConfigError(
         f"{name} is data, not a config",
         f"to fine-tune on it: chat.source={name}; to train on its text: data.source={name}",
@@ -181,7 +174,9 @@ def _layer_of(config: RunConfig, where: str) -> _Layer:
 def resolve_from_mapping(values: Mapping[str, Any], where: str = "stored config") -> RunConfig:
     """The config that a nested mapping from `config.model_dump()` holds, as kept in checkpoints."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: is {shorten(values)}, not a mapping", "it must hold sections such as model, train")
+        raise ConfigError(
+            f"{where}: is {yaml_loader.shorten(values)}, not a mapping", "it must hold sections such as model, train"
+        )
     return validate(values, {}, where)
 
 
@@ -198,7 +193,7 @@ def show(config: RunConfig) -> str:
     """The whole config as YAML that loads back to an equal config."""
     lines: list[str] = []
     for section, values in config.model_dump().items():
-        lines += [f"{section}:", *(f"  {name}: {format_value(value)}" for name, value in values.items())]
+        lines += [f"{section}:", *(f"  {name}: {yaml_loader.format_value(value)}" for name, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -226,7 +221,7 @@ def _path_of(target: str | Path | None) -> Path | None:
     return None
 
 
-def _named_in_file(tree: Mapping[str, Node], key: ShippedKind, file_name: str) -> tuple[str | None, str]:
+def _named_in_file(tree: Mapping[str, yaml_loader.Node], key: ShippedKind, file_name: str) -> tuple[str | None, str]:
     """The preset or overlay a file names, and where it does so."""
     node = tree.get(key)
     if node is None:
@@ -234,14 +229,14 @@ def _named_in_file(tree: Mapping[str, Node], key: ShippedKind, file_name: str) -
     where = f"{file_name}:{node.line}"
     if node.value is not None and not isinstance(node.value, str):
         raise ConfigError(
-            f"{where}: {key} is {shorten(node.plain)}, but it must be a name",
+            f"{where}: {key} is {yaml_loader.shorten(node.plain)}, but it must be a name",
             f"the names are {', '.join(shipped_names(key))}",
         )
     return node.value, where
 
 
 def _settings(
-    tree: Mapping[str, Node], kind: SourceKind, where: str, *, extras: tuple[str, ...] = ()
+    tree: Mapping[str, yaml_loader.Node], kind: SourceKind, where: str, *, extras: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, _Setting]]:
     """The leaves of a parsed file as (path, setting). A file's sources carry line numbers, those of presets do not."""
     for section, node in tree.items():
@@ -256,10 +251,10 @@ def _settings(
             raise unknown_key(section, line, top_level_extras=extras)
         fields = {} if node.value is None else node.value  # a section whose lines are all comments is empty, not wrong
         if not isinstance(fields, dict):
-            first = next(path for path in field_facts() if path.startswith(f"{section}."))
+            first = names_in(section)[0]
             raise ConfigError(
-                f"{line}: {section} is {shorten(node.plain)}, but it is a section",
-                f"write `{section}:` alone and its fields, such as `{first.rpartition('.')[2]}: ...`, below it",
+                f"{line}: {section} is {yaml_loader.shorten(node.plain)}, but it is a section",
+                f"write `{section}:` alone and its fields, such as `{first}: ...`, below it",
             )
         for name, leaf in fields.items():
             path, line = f"{section}.{name}", f"{where}:{leaf.line}"
@@ -282,7 +277,7 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
             close = [f"{known}=..." for known in nearest_paths(path) if known in field_facts()] if path else []
             example = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(
-                f"command line: {shorten(override)} is not of the form section.field=value",
+                f"command line: {yaml_loader.shorten(override)} is not of the form section.field=value",
                 f"write an override like train.steps=100{example}",
             )
         if path == "preset" or path == "hardware":
@@ -294,8 +289,8 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
             raise unknown_key(path, "command line")
         where, fact = f"command line: {path}", field_facts()[path]
         # Elsewhere a bracket is more likely the shell's or a slip, and the refusal of `parse_scalar` says more.
-        as_list = fact.takes_lists and is_collection(text)
-        value = parse_collection(text, where).plain if as_list else parse_scalar(text, where)
+        as_list = fact.takes_lists and yaml_loader.is_collection(text)
+        value = yaml_loader.parse_collection(text, where).plain if as_list else yaml_loader.parse_scalar(text, where)
         layer[path] = _Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
 
@@ -345,22 +340,14 @@ def _validated(merged: _Layer, fallback: str) -> LoadedConfig:
         if setting.source.kind != "default":
             written |= {path: setting.source.where, **setting.lines}
     config = validate(nested, written, fallback)
-    family = config.model.family
-    by_family = {f"model.{name}" for name in GPT2}
-    sources: dict[str, Source] = {}
-    for path in field_facts():
-        if path in merged:
-            sources[path] = merged[path].source
-        elif path in by_family:
-            sources[path] = Source("family", f"family {family}")
-        else:
-            sources[path] = DEFAULT
-    return LoadedConfig(config, sources)
+    family = Source("family", f"family {config.model.family}")
+    sources = dict.fromkeys(field_facts(), DEFAULT) | {f"model.{name}": family for name in GPT2}
+    return LoadedConfig(config, sources | {path: setting.source for path, setting in merged.items()})
 
 
-def _lines_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
+def _lines_in(path: str, node: yaml_loader.Node, where: str) -> Iterator[tuple[str, str]]:
     """By path, the line of everything inside a node."""
-    inner: list[tuple[str, Node]] = []
+    inner: list[tuple[str, yaml_loader.Node]] = []
     if isinstance(node.value, list):
         inner = [(f"{path}[{number}]", item) for number, item in enumerate(node.value)]
     elif isinstance(node.value, dict):
@@ -371,5 +358,5 @@ def _lines_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:
-    tree = read_yaml(shipped_path(kind, name, where))
+    tree = yaml_loader.read_yaml(shipped_path(kind, name, where))
     return dict(_settings(tree, kind, f"{kind} {name}"))

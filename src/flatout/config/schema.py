@@ -8,12 +8,18 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.data_sections import CleanConfig, DataConfig
-from flatout.config.fine_tuning_sections import ChatConfig, LoraConfig
+from flatout.config.data_sections import ChatConfig, CleanConfig, DataConfig
 from flatout.config.model_section import ModelConfig
 from flatout.config.section import Conflict, Section, multiple_near
 from flatout.config.speed_section import SpeedConfig
-from flatout.config.training_sections import CheckpointConfig, EvalConfig, OptimConfig, OutputConfig, TrainConfig
+from flatout.config.training_sections import (
+    CheckpointConfig,
+    EvalConfig,
+    LoraConfig,
+    OptimConfig,
+    OutputConfig,
+    TrainConfig,
+)
 
 
 class RunConfig(Section):
@@ -123,18 +129,14 @@ class RunConfig(Section):
         return self
 
 
-def _sequences(config: RunConfig) -> int:
-    """Rows of a step: those of the batch, or as many as it has samples at most."""
-    chat = config.chat
-    return chat.batch_samples if chat.source is not None else config.train.batch_tokens // config.model.context
-
-
 def micro_batch_of(config: RunConfig) -> tuple[int, int]:
     """(sequences per micro-batch, micro-batches per step).
 
     The global batch never changes: a `micro_batch` that does not divide it is lowered to the next divisor.
     """
-    sequences = _sequences(config)
+    # Rows of a step: those of the batch, or as many as it has samples at most.
+    chat = config.chat
+    sequences = chat.batch_samples if chat.source is not None else config.train.batch_tokens // config.model.context
     if config.speed.accumulation is not None:
         return sequences // config.speed.accumulation, config.speed.accumulation
     most = min(config.speed.micro_batch or sequences, sequences)

@@ -2,7 +2,7 @@
 
 import re
 
-from flatout.config.facts import field_facts, section_paths
+from flatout.config.facts import field_facts, names_in, section_paths
 from flatout.config.yaml_loader import shorten
 from flatout.errors import ConfigError
 
@@ -75,8 +75,8 @@ ITEM_ELSEWHERE_CALLED = _by_foreign_name(
 def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()) -> ConfigError:
     """The error for a dotted path that is no field, with the nearest known one."""
     if path in section_paths():
-        parts = [known.rpartition(".")[2] for known in field_facts() if known.startswith(path + ".")]
-        return ConfigError(f"{where}: {path} is a section, not a value", f"give one of its fields: {', '.join(parts)}")
+        hint = f"give one of its fields: {', '.join(names_in(path))}"
+        return ConfigError(f"{where}: {path} is a section, not a value", hint)
     close = nearest_paths(path, top_level_extras)
     if close:
         hint = f"did you mean {' or '.join(close)}?"
@@ -88,8 +88,7 @@ def unknown_key(path: str, where: str, *, top_level_extras: tuple[str, ...] = ()
 
 def known_below(section: str, extras: tuple[str, ...]) -> str:
     if section:
-        names = [path.removeprefix(section + ".") for path in field_facts() if path.startswith(section + ".")]
-        return f"the keys of {section} are {', '.join(names)}"
+        return f"the keys of {section} are {', '.join(names_in(section))}"
     return f"the keys at the top level are {', '.join([*section_paths(), *extras])}"
 
 

@@ -1,10 +1,35 @@
-"""`optim`, `train`, `eval`, `checkpoint` and `output`: how a run learns, is judged, saved and shown."""
+"""`lora`, `optim`, `train`, `eval`, `checkpoint` and `output`: how a run learns, is judged, saved and shown."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share
+
+
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Rank of the adapters that are trained beside frozen weights; 0 trains the weights."""
+    alpha: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Adapters count alpha / rank times; null is twice the rank."""
+    targets: list[Name] = Field(default=["all-linear"])
+    """Projections with an adapter, such as [q_proj, v_proj]; all-linear is all."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout share on what adapters read, in training."""
+    rank_stabilised: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    dora: bool = False
+    """Learn the length of every row of a weight apart from its direction."""
+    init_from: Name | None = None
+    """Adapter to go on from: a folder that PEFT wrote, or a run of ours; null begins anew."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Hold the frozen linear layers in 4 bits (QLoRA); needs bitsandbytes: less memory, slower steps."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.quantize != "none" and self.rank == 0:
+            raise Conflict("weights in 4 bits cannot be trained, only adapters beside them", "set rank, such as 16")
+        return self
 
 
 class OptimConfig(Section):

@@ -332,10 +332,8 @@ def _events(text: str, name: str, one_line: bool) -> Iterator[yaml.Event]:
 
 
 def _kind(value: object) -> str:
-    if value is None:
-        return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
-    return names[type(value)]
+    return names.get(type(value), "null")
 
 
 def _place(name: str, line: int) -> str:

@@ -20,31 +20,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import (
-    INSTALL,
-    Document,
-    InputFile,
-    Problem,
-    ProblemKind,
-    ReadOptions,
-    Row,
-    Slice,
-    reason,
-    shown,
-)
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Row, Slice, needed, reason, shown
 from flatout.corpus.fields import EVERY, document_of, limited, names_shown
 from flatout.corpus.streams import CHUNK
-from flatout.errors import DataError
 
 try:
     import pyarrow as pa
     from pyarrow.parquet import ParquetFile
-except ImportError as error:
-    raise DataError("parquet and saved datasets need the package pyarrow", INSTALL) from error
+except ImportError:
+    needed("pyarrow", "parquet and saved datasets need")
+    raise
 
 Results = Iterator[Document | Problem]
 
-DEFAULT_SPLIT = "train"
 
 # How much is decoded at once, in how many rows, since some are much longer than others.
 _BATCH_BYTES = 2**21
@@ -292,48 +280,28 @@ def _saved_batches(path: str) -> Iterator[pa.RecordBatch | Problem]:
             if memory.read() != _ARROW_END:
                 yield Problem("", "", "truncated", "the file has no end, so that rows may be missing", records=0)
     except (OSError, pa.ArrowException) as error:
-        kind: ProblemKind = "format"
-        if isinstance(error, OSError):
-            kind = "unreadable" if error.errno else "truncated"
+        kind = "format" if isinstance(error, pa.ArrowException) else "unreadable" if error.errno else "truncated"
         yield Problem("", "", kind, f"the rest of the file cannot be read: {reason(error)}", records=1)
 
 
 def _saved_files(folder: str) -> list[str] | str:
-    """The data files of a saved dataset in order, or what is wrong with it."""
+    """The data files of a saved split in order, or what is wrong with it. Splits are found by `sources`."""
     try:
-        splits = _json_file(folder, "dataset_dict.json").get("splits")
-    except FileNotFoundError:
-        splits = [""]
+        with open(os.path.join(folder, "state.json"), "rb") as file:
+            state = json.load(file)
     except (OSError, ValueError) as error:
-        return f"dataset_dict.json cannot be read: {reason(error)}"
-    if not isinstance(splits, list) or not all(isinstance(name, str) and _is_plain(name) for name in splits):
-        return "dataset_dict.json has no list of splits"
-    paths: list[str] = []
-    for name in [DEFAULT_SPLIT] if DEFAULT_SPLIT in splits else splits:
-        try:
-            state = _json_file(os.path.join(folder, name), "state.json")
-        except (OSError, ValueError) as error:
-            return f"{shown(os.path.join(name, 'state.json'))} cannot be read: {reason(error)}"
-        entries = state.get("_data_files")
-        if not isinstance(entries, list) or state.get("_indices_data_files"):
-            return "state.json is not as `datasets` writes it today; load the dataset and save it again"
-        files = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-        if not all(isinstance(file, str) and file and _is_plain(file) for file in files):
-            return "state.json names data files that are not in its folder"
-        paths += [os.path.join(folder, name, str(file)) for file in files]
-    return paths
+        return f"state.json cannot be read: {reason(error)}"
+    entries = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(entries, list) or state.get("_indices_data_files"):
+        return "state.json is not as `datasets` writes it today; load the dataset and save it again"
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    if not all(isinstance(name, str) and name and _is_plain(name) for name in names):
+        return "state.json names data files that are not in its folder"
+    return [os.path.join(folder, str(name)) for name in names]
 
 
 def _is_plain(name: str) -> bool:
     return os.path.basename(name) == name and name not in (os.curdir, os.pardir) and "\0" not in name
-
-
-def _json_file(folder: str, name: str) -> dict[str, object]:
-    with open(os.path.join(folder, name), "rb") as file:
-        value = json.load(file)
-    if not isinstance(value, dict):
-        raise ValueError("it is no object")
-    return value
 
 
 # Columns of either.

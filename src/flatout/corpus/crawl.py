@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, needed, shown
+from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, Results, needed, shown
 from flatout.corpus.fields import decoded, not_utf8
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
 
@@ -72,12 +72,10 @@ _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codec
 Fields = dict[bytes, bytes]
 
 
-def read_warc(
-    stream: ByteStream, file: InputFile, options: ReadOptions, *, limit: int = LINE_LIMIT
-) -> Iterator[Document | Problem]:
-    """The documents of a WARC or WET file. `limit`, the most bytes a record may have, is lower in tests only."""
-    pages = _Pages(file, options, limit)
-    for record in _Records(stream, file, limit):
+def read_warc(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
+    """The documents of a WARC or WET file."""
+    pages = _Pages(file, options)
+    for record in _Records(stream, file):
         if isinstance(record, Problem):
             yield record
         elif (found := pages.document(record)) is not None:
@@ -100,19 +98,14 @@ class _Head(NamedTuple):
     length: int
     translated: bool
 
-    @property
-    def kind(self) -> bytes:
-        return _kind(self.fields)
-
 
 @final
 class _Records:
     """The records of a stream, and problems where it is damaged. Every position here is an offset in the stream."""
 
-    def __init__(self, stream: ByteStream, file: InputFile, limit: int) -> None:
+    def __init__(self, stream: ByteStream, file: InputFile) -> None:
         self._stream = stream
         self._name = file.name
-        self._limit = limit
         self._data = bytearray()
         self._base = 0  # where the data begins; what lies before `_at` may go
         self._at = 0
@@ -134,7 +127,7 @@ class _Records:
         head = self._head()
         if isinstance(head, Problem):
             return head
-        if head.length <= self._limit:
+        if head.length <= LINE_LIMIT:
             self._reach(self._at + head.size + head.length + _TAIL)
             if self._is_end(self._at + head.size + head.length, head.translated):
                 return self._take(head, head.length)
@@ -142,8 +135,9 @@ class _Records:
 
     def _take(self, head: _Head, size: int) -> _Record:
         begin = self._at + head.size
-        block = b"" if head.kind in _NO_TEXT else self._bytes(begin, begin + size)
-        record = _Record(self._number, self._at, head.kind, head.fields, block)
+        kind = _kind(head.fields)
+        block = b"" if kind in _NO_TEXT else self._bytes(begin, begin + size)
+        record = _Record(self._number, self._at, kind, head.fields, block)
         self._at = begin + size
         return record
 
@@ -196,8 +190,8 @@ class _Records:
         place, begin, records = self._place(), self._at + head.size, _counted(head.fields)
         found = self._seek_next(begin)
         size = self._at - begin
-        if head.translated or (head.length > self._limit and 0 <= size - head.length <= _TAIL):
-            message = f"the record has {size if head.translated else head.length:,} bytes; the limit is {self._limit:,}"
+        if head.translated or (head.length > LINE_LIMIT and 0 <= size - head.length <= _TAIL):
+            message = f"the record has {size if head.translated else head.length:,} bytes; the limit is {LINE_LIMIT:,}"
             return Problem(self._name, place, "too-long", message, records)
         says = f"its head says that it has {head.length:,} bytes"
         if found:
@@ -211,10 +205,10 @@ class _Records:
         begin = look = self._at + head.size
         while (following := self._find_next(look)) is None:
             look = max(begin, self._end - _NEXT_BYTES)
-            if self._end - begin > self._limit + _TAIL or not self._grow():
+            if self._end - begin > LINE_LIMIT + _TAIL or not self._grow():
                 break
         end = self._end if following is None else following
-        if end - begin > self._limit + _TAIL:
+        if end - begin > LINE_LIMIT + _TAIL:
             return self._unsound(head)
         block = self._bytes(begin, end).rstrip(_LINE_ENDS)
         if following is None:
@@ -314,10 +308,9 @@ class _Records:
 class _Pages:
     """What the records hold."""
 
-    def __init__(self, file: InputFile, options: ReadOptions, limit: int) -> None:
+    def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
         self._options = options
-        self._limit = limit
 
     def document(self, record: _Record) -> Document | Problem | None:
         """The record's document, or nothing if it is of a kind that has none."""
@@ -394,14 +387,14 @@ class _Pages:
         framed = b"%sContent-Length: %d\r\n\r\n%s\r\n\r\n" % (head, len(record.block), record.block)
         records = _fastwarc().ArchiveIterator
         try:
-            whole = next(iter(records(io.BytesIO(framed), auto_decode="all"))).reader.read(self._limit + 1)
+            whole = next(iter(records(io.BytesIO(framed), auto_decode="all"))).reader.read(LINE_LIMIT + 1)
         except Exception as error:  # noqa: BLE001  # the library does not say what it raises
             # Some crawlers keep the head of the answer as it was and the body decoded.
             if page.body.lstrip().startswith(b"<"):
                 return page
             return self._problem(record, f"its HTTP body cannot be decoded: {_excerpt(str(error).encode())}")
-        if len(whole) > self._limit:
-            message = f"its HTTP body has over {self._limit:,} bytes when decoded, which is the limit"
+        if len(whole) > LINE_LIMIT:
+            message = f"its HTTP body has over {LINE_LIMIT:,} bytes when decoded, which is the limit"
             return self._problem(record, message, "too-long")
         return _Page(page.stated, whole)
 

@@ -9,6 +9,7 @@ but the last piece's text ends where a tokenizer would not cut anyway (see `flat
 document is rejected, the whole document is.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
@@ -79,6 +80,9 @@ class Problem:
     kind: ProblemKind
     message: str
     records: int
+
+
+Results = Iterator[Document | Problem]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ although it has a dot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
 from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, Row, shown
@@ -29,9 +29,9 @@ _NAMES_SHOWN = 8
 class FieldError:
     """Why a record has no text. `null` if the field is there, or something above it is, and holds nothing at all."""
 
-    kind: Literal["field", "surrogate"]
     message: str
     null: bool = False
+    kind: Literal["field", "surrogate"] = "field"
 
 
 def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = None) -> str | FieldError:
@@ -41,7 +41,7 @@ def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = 
     if isinstance(value, str):
         if field == TEXT_FIELD:
             return _whole(value)
-        return FieldError("field", f"the record is a plain string and has no field {_quoted(field)}")
+        return FieldError(f"the record is a plain string and has no field {_quoted(field)}")
     found = _at(value, field, field, decoder)
     return _whole(found) if isinstance(found, str) else found
 
@@ -117,29 +117,25 @@ def _at(value: object, path: str, field: str, decoder: Callable[[bytes], str] | 
             name, _, path = path.partition(".")
             if name not in value:
                 names = names_shown(list(value))
-                return FieldError("field", f"the record lacks the field {_at_path(name, field)}; there are: {names}")
+                return FieldError(f"the record lacks the field {_at_path(name, field)}; there are: {names}")
             value = value[name]
         elif isinstance(value, (list, tuple)):
             name, _, path = path.partition(".")
             if name == EVERY:
                 return _every(value, path, field, decoder)
             if not (name.isascii() and name.isdigit()):
-                return FieldError(
-                    "field", f"the record has a list where the field {_at_path(name, field)} is looked for"
-                )
+                return FieldError(f"the record has a list where the field {_at_path(name, field)} is looked for")
             if len(name) > 18 or int(name) >= len(value):
-                return FieldError(
-                    "field", f"the record lacks element {_at_path(name, field)}; the list has {len(value)}"
-                )
+                return FieldError(f"the record lacks element {_at_path(name, field)}; the list has {len(value)}")
             value = value[int(name)]
         else:
             what = f"the record holds {_kind(value)} where the field {_at_path(path, field)} is looked for"
-            return FieldError("field", what, null=value is None)
+            return FieldError(what, null=value is None)
     if isinstance(value, str):
         return value
     if decoder is not None and isinstance(value, bytes):
         return decoder(value)
-    return FieldError("field", f"the field {_quoted(field)} holds {_kind(value)}, not text", null=value is None)
+    return FieldError(f"the field {_quoted(field)} holds {_kind(value)}, not text", null=value is None)
 
 
 def _every(values: Sequence[object], path: str, field: str, decoder: Callable[[bytes], str] | None) -> str | FieldError:
@@ -148,7 +144,7 @@ def _every(values: Sequence[object], path: str, field: str, decoder: Callable[[b
         text = _at(value, path, field, decoder)
         if isinstance(text, FieldError):
             # One null among texts is damage, unlike a field that is null as a whole.
-            return FieldError(text.kind, text.message)
+            return replace(text, null=False)
         texts.append(text)
     return "\n".join(texts)
 
@@ -160,7 +156,8 @@ def _whole(text: str) -> str | FieldError:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"{text[error.start]!a} at character {error.start}"
-        return FieldError("surrogate", f"the text escapes half of a surrogate pair, {half}, which is not Unicode text")
+        message = f"the text escapes half of a surrogate pair, {half}, which is not Unicode text"
+        return FieldError(message, kind="surrogate")
     return text
 
 

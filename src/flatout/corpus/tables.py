@@ -16,16 +16,14 @@ has all of its rows end so.
 import codecs
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Row, needed, reason, shown
+from flatout.corpus.document import InputFile, Problem, ReadOptions, Results, Row, needed, reason, shown
 from flatout.corpus.fields import bad_byte, document_of, limited, names_shown, too_long
 from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
 from flatout.errors import DataError
-
-Results = Iterator[Document | Problem]
 
 HUB = "hf:"
 DEFAULT_SPLIT = "train"
@@ -37,15 +35,15 @@ _FIRST_ROW = re.compile(rb'(?:[^"\r\n]++|"[^"]*+")*+')
 # CSV.
 
 
-def read_csv(stream: ByteStream, file: InputFile, options: ReadOptions, *, limit: int = LINE_LIMIT) -> Results:
-    """The rows of a CSV file, whose first row names the columns. `limit` for a row is lower in tests only."""
-    for row in _named_rows(stream, file, limit, options.field):
+def read_csv(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
+    """The rows of a CSV file, whose first row names the columns."""
+    for row in _named_rows(stream, file, options.field):
         yield row if isinstance(row, Problem) else document_of(Row(row.values, row.place), file, options)
 
 
 def read_csv_rows(stream: ByteStream, file: InputFile) -> Iterator[Row | Problem]:
     """The rows of a CSV file as objects of texts, named by its first row."""
-    for row in _named_rows(stream, file, LINE_LIMIT):
+    for row in _named_rows(stream, file):
         if isinstance(row, Problem):
             yield row
             continue
@@ -60,14 +58,12 @@ class _NamedRow(NamedTuple):
     values: dict[str, bytes]
 
 
-def _named_rows(
-    stream: ByteStream, file: InputFile, limit: int, field: str | None = None
-) -> Iterator[_NamedRow | Problem]:
+def _named_rows(stream: ByteStream, file: InputFile, field: str | None = None) -> Iterator[_NamedRow | Problem]:
     """The rows with the names that the first row gives; where there is a `field`, with that column alone.
 
     A problem that costs every row comes last, with their number, and what is wrong with single rows before it.
     """
-    rows = iter(_Rows(stream, file, limit))
+    rows = iter(_Rows(stream, file))
     header = next(rows, None)
     names: list[str] = []
     wrong: Problem | None = None
@@ -116,11 +112,10 @@ class _Parsed(NamedTuple):
 class _Rows:
     """The rows of a CSV file as bytes, and problems in the place of those that cannot be told apart."""
 
-    def __init__(self, stream: ByteStream, file: InputFile, limit: int) -> None:
+    def __init__(self, stream: ByteStream, file: InputFile) -> None:
         self._stream = stream
         self._name = file.name
         self._delimiter = b"," if file.format == "csv" else b"\t"
-        self._limit = limit
         self._stop = re.compile(b"[%s\n]" % self._delimiter)
         self._data = b""
         self._at = 0
@@ -145,7 +140,7 @@ class _Rows:
                     message = f"a quote is opened in this row and not closed; lines {line} to {self._line} are lost"
                     yield Problem(self._name, f"line {line}", "csv", message, records=1)
                 else:
-                    yield Problem(self._name, f"line {line}", "too-long", too_long(size, self._limit), records=1)
+                    yield Problem(self._name, f"line {line}", "too-long", too_long(size, LINE_LIMIT), records=1)
                 continue
             raw = self._data[self._at : parsed.end]
             self._at = parsed.end
@@ -154,8 +149,8 @@ class _Rows:
                 continue
             if self._stream.problem is not None and self._ended and not raw.endswith(b"\n"):
                 lost = 1
-            elif (size := len(raw.removesuffix(b"\n"))) > self._limit:
-                yield Problem(self._name, f"line {line}", "too-long", too_long(size, self._limit), records=1)
+            elif (size := len(raw.removesuffix(b"\n"))) > LINE_LIMIT:
+                yield Problem(self._name, f"line {line}", "too-long", too_long(size, LINE_LIMIT), records=1)
             elif parsed.wrong:
                 last = self._line - 1 if raw.endswith(b"\n") else self._line
                 message = f"{parsed.wrong}; lines {line} to {last} are lost"
@@ -171,7 +166,7 @@ class _Rows:
             match = _FIRST_ROW.match(self._data, self._at)
             end = match.end() if match else self._at
             # A b"\r" at the end of what is read may be half of a line end.
-            if end + 1 < len(self._data) or self._ended or len(self._data) > self._limit:
+            if end + 1 < len(self._data) or self._ended or len(self._data) > LINE_LIMIT:
                 break
             self._grow()
         if self._data[end : end + 1] == b"\r" and self._data[end + 1 : end + 2] != b"\n":
@@ -181,7 +176,7 @@ class _Rows:
     def _parse(self) -> _Parsed | None:
         """The next row; nothing if it has no end, or none within the limit."""
         while (parsed := self._parse_held()) is None:
-            if self._ended or len(self._data) - self._at > self._limit + 1:
+            if self._ended or len(self._data) - self._at > LINE_LIMIT + 1:
                 return None
             self._grow()
         return parsed
@@ -258,7 +253,7 @@ class _Rows:
         if self._ended:
             return False
         rest = self._data[self._at :]
-        more = self._stream.read(max(CHUNK, min(len(rest), self._limit)))
+        more = self._stream.read(max(CHUNK, min(len(rest), LINE_LIMIT)))
         more = _new_ends(more) if self._old_ends else more
         self._data, self._at, self._ended = rest + more, 0, not more
         return bool(more)
@@ -269,11 +264,6 @@ def _new_ends(raw: bytes) -> bytes:
 
 
 # Datasets of the hub.
-
-
-def read_hub(file: InputFile, options: ReadOptions) -> Results:
-    """The rows of `hf:NAME:CONFIG:SPLIT`, of which the last two may be missing, as they come over the network."""
-    yield from HubStream(file.path, options, file.name)
 
 
 def open_hub(path: str) -> Any:
@@ -337,11 +327,17 @@ class HubStream:
             self._part = dataset.shard(num_shards=parts, index=self._number)
             if self._state is not None:
                 self._part.load_state_dict(self._state)
-            for row in _until_damage(self._part):
-                if isinstance(row, Exception):
-                    if _is_network(row):
-                        raise _hub_error(self._path, row) from row
-                    message = f"the rest of file {self._number + 1} of {parts} cannot be read: {reason(row)}"
+            rows: Iterator[Any] | None = None
+            while True:
+                try:
+                    rows = iter(self._part) if rows is None else rows
+                    row = next(rows)
+                except StopIteration:
+                    break
+                except Exception as error:  # each library has its own
+                    if _is_network(error):
+                        raise _hub_error(self._path, error) from error
+                    message = f"the rest of file {self._number + 1} of {parts} cannot be read: {reason(error)}"
                     yield Problem(self._file.name, f"row {self._row + 1}", "format", message, records=1)
                     break
                 self._row += 1
@@ -377,18 +373,3 @@ def _hub_error(path: str, error: Exception) -> DataError:
     if isinstance(error, FileNotFoundError):
         return DataError(message, "check the name, and run `hf auth login` if the dataset needs a login")
     return DataError(message, "write hf:NAME:CONFIG:SPLIT with a config and a split that the dataset has")
-
-
-def _until_damage(items: Iterable[Any]) -> Iterator[Any]:
-    """The items, and at the end the error that came instead of the next one, if there was any."""
-    iterator: Iterator[Any] | None = None
-    while True:
-        try:
-            iterator = iter(items) if iterator is None else iterator
-            item = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:  # noqa: BLE001  # each library has its own
-            yield error
-            return
-        yield item

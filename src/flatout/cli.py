@@ -154,3 +154,6 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "export": (models.export, "write a trained model as a Hugging Face folder"),
     "config": (config.config, "explain, show, schema, presets, copy"),
 }
+
+if __name__ == "__main__":
+    sys.exit(main())

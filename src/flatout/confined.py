@@ -285,6 +285,3 @@ def _exactly(pipe: IO[bytes], count: int) -> bytes:
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
-
-
-__all__ = ["Child", "Exceeded", "Limits", "serve"]

@@ -150,7 +150,7 @@ def check_replaceable(
     `overwrite` is the user's word that it may go. A link is nobody's mark; with `overwrite` the link itself is
     replaced, never the file that it leads to. Folders, pipes and devices are refused anyway. `way` is for the hint.
     """
-    shown = printable_path(path)
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(path))
     with disk_errors(shown, safe=f", or {way}"):
         try:
             mode = path.lstat().st_mode
@@ -182,11 +182,6 @@ def open_to_append(path: Path) -> BinaryIO:
         raise OSError(errno.ELOOP, "it is a link, and links are not followed", str(path))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags, 0o666), "ab")
-
-
-def printable_path(path: Path) -> str:
-    """A path for a message, in one line."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(path))
 
 
 @contextmanager

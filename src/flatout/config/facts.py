@@ -21,11 +21,6 @@ class FieldFact:
     description: str
     annotation: Any
 
-    @property
-    def takes_lists(self) -> bool:
-        """Whether a list may be the field's value."""
-        return _item_annotation(self.annotation) is not None
-
 
 @cache
 def field_facts() -> dict[str, FieldFact]:
@@ -77,7 +72,7 @@ def with_whole_numbers(annotation: Any, value: Any) -> Any:
     if isinstance(value, float):
         kinds = _kinds(annotation)
         return int(value) if value.is_integer() and int in kinds and float not in kinds else value
-    if isinstance(value, list) and (item := _item_annotation(annotation)) is not None:
+    if isinstance(value, list) and (item := item_annotation(annotation)) is not None:
         return [with_whole_numbers(item, inner) for inner in value]
     if isinstance(value, dict):
         models = [model for kind in _kinds(annotation) if (model := section_class(kind)) is not None]
@@ -89,7 +84,7 @@ def with_whole_numbers(annotation: Any, value: Any) -> Any:
     return value
 
 
-def _item_annotation(annotation: Any) -> Any:
+def item_annotation(annotation: Any) -> Any:
     """The annotation of the items, where an annotation allows a list."""
     return next((get_args(kind)[0] for kind in _kinds(annotation) if get_origin(kind) is list), None)
 

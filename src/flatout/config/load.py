@@ -17,7 +17,7 @@ from typing import Any
 from flatout.config import yaml_loader
 from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
 from flatout.config.complain import validate
-from flatout.config.facts import choices, field_facts, names_in, section_paths, with_whole_numbers
+from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source, SourceKind
@@ -289,7 +289,7 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
             raise unknown_key(path, "command line")
         where, fact = f"command line: {path}", field_facts()[path]
         # Elsewhere a bracket is more likely the shell's or a slip, and the refusal of `parse_scalar` says more.
-        as_list = fact.takes_lists and yaml_loader.is_collection(text)
+        as_list = item_annotation(fact.annotation) is not None and yaml_loader.is_collection(text)
         value = yaml_loader.parse_collection(text, where).plain if as_list else yaml_loader.parse_scalar(text, where)
         layer[path] = _Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
@@ -306,16 +306,13 @@ def _merge(layers: Sequence[_Layer]) -> _Layer:
             for path in group:
                 if path in merged and path not in layer:
                     merged[path] = _Setting(None, Source(source.kind, f"{source.where} ({given})"))
-        if "model.family" in layer and layer["model.family"].value != _family_of(merged):
+        family = merged["model.family"].value if "model.family" in merged else "gpt"
+        if "model.family" in layer and layer["model.family"].value != family:
             # Another family means its own norm, positions and so on, not those a preset chose for the first one.
             for name in GPT2:
                 merged.pop(f"model.{name}", None)
         merged.update(layer)
     return merged
-
-
-def _family_of(merged: _Layer) -> Any:
-    return merged["model.family"].value if "model.family" in merged else "gpt"
 
 
 def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:

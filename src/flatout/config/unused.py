@@ -63,7 +63,7 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield path, "fine-tuning on chat.source does not use it", f"leave {path} out{instead}"
     if config.model.init_from is None:
         yield "model.ignore_auto_map", "there is no model.init_from", "leave model.ignore_auto_map out"
-    if config.model.init_from is None:  # else the model's own shape is what counts, and it is read later
+        # Of a model from elsewhere its own shape is what counts, and it is read later.
         for path, letters in _OF_BLOCKS.items():
             if not set(letters) & set(config.model.kinds):
                 told = " or ".join(letters)
@@ -110,6 +110,3 @@ def _is_default(config: RunConfig, path: str) -> bool:
     section, _, name = path.partition(".")
     values = getattr(config, section)
     return format_value(getattr(values, name)) == format_value(type(values).model_fields[name].default)
-
-
-__all__ = ["check_used", "cut_pattern", "wide_window"]

@@ -28,8 +28,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, Results, needed, shown
-from flatout.corpus.fields import decoded, not_utf8
-from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
+from flatout.corpus.fields import not_utf8
+from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
 
 REJECTED_TYPE = "not_html"
 REJECTED_STATUS = "http_status"
@@ -164,7 +164,7 @@ class _Records:
         return _Head(self._base + blank.end() - self._at, fields, int(length), translated)
 
     def _bad_head(self, fields: Fields, message: str) -> Problem:
-        problem = self._problem("record", message, _counted(fields))
+        problem = Problem(self._name, self._place(), "record", message, _counted(fields))
         self._seek_next(self._at + 1)
         return problem
 
@@ -287,18 +287,12 @@ class _Records:
     def _place(self) -> str:
         return f"record {self._number}, byte {self._at}"
 
-    def _problem(self, kind: ProblemKind, message: str, records: int) -> Problem:
-        return Problem(self._name, self._place(), kind, message, records)
-
     def _broken_off(self, message: str, records: int, place: str | None = None) -> Problem:
         """A problem for what was being read when the stream ended."""
         damage = self._stream.problem
         self._told = True
-        if damage is None:
-            kind: ProblemKind = "truncated"
-        else:
-            kind = damage.kind
-            message = f"{message}: {damage.message} ({damage.place})"
+        kind = "truncated" if damage is None else damage.kind
+        message = message if damage is None else f"{message}: {damage.message} ({damage.place})"
         problem = Problem(self._name, place or self._place(), kind, message, records)
         self._at = self._end
         return problem
@@ -329,7 +323,11 @@ class _Pages:
         if record.kind == b"conversion":
             if page.stated and _media_type(page.stated) not in _PLAIN_TYPES:
                 return Document("", place, url, rejected=REJECTED_TYPE)
-            return decoded(page.body, self._file, place, self._options, url)
+            try:
+                text, replaced = decode(page.body, self._options.invalid_utf8)
+            except UnicodeDecodeError as error:
+                return not_utf8(error, self._file, place, self._options, url)
+            return Document(text, place, url, replaced=replaced)
         if record.kind == b"response":
             page = self._answer(record)
             if isinstance(page, str):

@@ -1,4 +1,4 @@
-"""The text of a record: of one that has fields (a JSON value, a row of a table), and of one that is bytes.
+"""The text of a record that has fields (a JSON value, a row of a table), and what becomes of bytes that are not UTF-8.
 
 Idea: a field is a path. `text` is a name in an object, `page.body` a name inside the object under another name,
 `messages.0.content` takes one element of a list by its number, and `messages.*.content` all of them, joined by "\\n".
@@ -76,17 +76,6 @@ def limited(found: Document | Problem, file: InputFile) -> Document | Problem:
 
 def too_long(size: int, limit: int) -> str:
     return f"the row has {size:,} bytes; the limit is {limit:,}"
-
-
-def decoded(
-    raw: bytes, file: InputFile, place: str, options: ReadOptions, url: str | None = None
-) -> Document | Problem:
-    """The document of a record whose text is UTF-8, or what the policy for other bytes makes of it."""
-    try:
-        text, replaced = decode(raw, options.invalid_utf8)
-    except UnicodeDecodeError as error:
-        return not_utf8(error, file, place, options, url)
-    return Document(text, place, url, replaced=replaced)
 
 
 def not_utf8(

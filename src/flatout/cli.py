@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import flatout
-from flatout.errors import UsageError, UserError
+from flatout.errors import DataError, ResourceError, UsageError, UserError
 from flatout.launch import SeveralProcessesError, check_one_process, is_first
 from flatout.streams import go_nowhere, usable_streams
 from flatout.verbs import (
@@ -29,7 +29,7 @@ from flatout.verbs import (
     tune,
     watch,
 )
-from flatout.words import one_line, quoted
+from flatout.words import quoted, tell
 
 HELP = """\
 Flatout trains GPTs as fast as your machine allows.
@@ -37,26 +37,7 @@ Flatout trains GPTs as fast as your machine allows.
 usage: flatout VERB [CONFIG] [SECTION.FIELD=VALUE ...] [options]
 
 verbs:
-  train      train a model; without a CONFIG, a small Shakespeare model
-  finetune   LoRA or full fine-tuning of a chat model on conversations
-  prepare    turn text into token shards (train does this when needed)
-  data       inspect or verify prepared shards
-  tokenizer  train a byte-pair encoding, or compare tokenizers
-  eval       loss, perplexity and bits per byte of a trained model
-  generate   continue a prompt with a trained model
-  doctor     check machine, data and config, and say what to do
-  estimate   time, memory, energy and cost of a run, from a few real steps
-  tune       find the fastest micro-batch, checkpointing and loss for this machine;
-             `tune lr` finds a learning rate, `tune search` searches any settings
-  bench      what each speed switch is worth on this machine, proven first
-  profile    what holds a step on this machine: arithmetic, memory, launches or data
-  watch      follow a run from another terminal, or in the browser
-  plot       curves of one run or several, as pictures and CSV
-  report     one run or several as a page; serve-report shows it live
-  chat       talk to a fine-tuned model
-  merge      write a fine-tuned model as one folder, its adapters inside the weights
-  export     write a trained model as a Hugging Face folder
-  config     explain, show, schema, presets, copy
+{verbs}
 
 CONFIG is a preset's name (see `flatout config presets`) or a YAML file.
 `flatout VERB --help` tells more about a verb; `flatout --version` prints the version.
@@ -85,7 +66,7 @@ def _answer(words: list[str]) -> int:
         return code
     except UserError as error:
         if is_first() or not isinstance(error, SeveralProcessesError):
-            print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
+            tell(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -94,28 +75,32 @@ def _answer(words: list[str]) -> int:
         go_nowhere(sys.stdout)
         return 141
     except OSError as error:
-        if "No usable temporary directory" in str(error):  # ours, or torch's when its compiler is imported
-            print("error: no folder for temporary files can be written", file=sys.stderr)
-            print("hint: free some space, or set TMPDIR to a folder with some", file=sys.stderr)
-            return 5
-        if error.errno in (errno.EACCES, errno.EPERM):
-            print(f"error: {one_line(str(error.filename or 'a file'))}: {error.strerror}", file=sys.stderr)
-            print("hint: check who may read and write it, and the folders that it lies in", file=sys.stderr)
-            return 3
-        if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS):
-            print(f"error: {quoted(str(error.filename or 'a file')[:200])}: {error.strerror}", file=sys.stderr)
-            print("hint: name another file or folder", file=sys.stderr)
-            return 2
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
-            raise
-        go_nowhere(sys.stdout)
-        print(f"error: could not write: {error.strerror}\nhint: free some space, then try again", file=sys.stderr)
-        return 5
+        told = _for_the_user(error)
+        tell(told)
+        return told.exit_code
+
+
+def _for_the_user(error: OSError) -> UserError:
+    """An error of the operating system that a user can mend, in words; any other is raised again."""
+    name = str(error.filename or "a file")
+    if "No usable temporary directory" in str(error):  # ours, or torch's when its compiler is imported
+        hint = "free some space, or set TMPDIR to a folder with some"
+        return ResourceError("no folder for temporary files can be written", hint)
+    if error.errno in (errno.EACCES, errno.EPERM):
+        hint = "check who may read and write it, and the folders that it lies in"
+        return DataError(f"{name}: {error.strerror}", hint)
+    if error.errno in (errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EROFS):
+        return UsageError(f"{quoted(name[:200])}: {error.strerror}", "name another file or folder")
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        raise error
+    go_nowhere(sys.stdout)
+    return ResourceError(f"could not write: {error.strerror}", "free some space, then try again")
 
 
 def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
-        print(HELP, end="")
+        rows = [f"  {verb:<11}{text}".replace("\n", f"\n{' ' * 13}") for verb, (_, text) in VERBS.items() if text]
+        print(HELP.format(verbs="\n".join(rows)), end="")
         return 0
     if words[0] in ("-V", "--version"):
         print(f"flatout {flatout.__version__}")
@@ -129,33 +114,38 @@ def _dispatch(words: list[str]) -> int:
     if verb in ("train", "finetune", "bench", "tune", "estimate", "profile"):
         check_one_process()
     try:
-        return VERBS[verb](rest)
+        return VERBS[verb][0](rest)
     except SystemExit as stop:  # argparse leaves this way after printing help
         return int(stop.code or 0)
 
 
-VERBS: dict[str, Callable[[list[str]], int]] = {
-    "train": train.train,
-    "finetune": train.finetune,
-    "lora": train.finetune,
-    "prepare": data.prepare,
-    "data": data.data,
-    "tokenizer": data.tokenizer,
-    "eval": models.evaluate,
-    "generate": models.generate,
-    "doctor": doctor.doctor,
-    "estimate": estimate.estimate,
-    "tune": tune.tune,
-    "bench": bench.bench,
-    "profile": profile.profile,
-    "watch": watch.watch,
-    "plot": plot.plot,
-    "report": report.report,
-    "serve-report": report.serve_report,
-    "chat": models.chat,
-    "merge": models.merge,
-    "export": models.export,
-    "config": config.config,
+# Every verb: its function, and what `flatout --help` says of it. Those without words it leaves out.
+VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
+    "train": (train.train, "train a model; without a CONFIG, a small Shakespeare model"),
+    "finetune": (train.finetune, "LoRA or full fine-tuning of a chat model on conversations"),
+    "lora": (train.finetune, ""),
+    "prepare": (data.prepare, "turn text into token shards (train does this when needed)"),
+    "data": (data.data, "inspect or verify prepared shards"),
+    "tokenizer": (data.tokenizer, "train a byte-pair encoding, or compare tokenizers"),
+    "eval": (models.evaluate, "loss, perplexity and bits per byte of a trained model"),
+    "generate": (models.generate, "continue a prompt with a trained model"),
+    "doctor": (doctor.doctor, "check machine, data and config, and say what to do"),
+    "estimate": (estimate.estimate, "time, memory, energy and cost of a run, from a few real steps"),
+    "tune": (
+        tune.tune,
+        "find the fastest micro-batch, checkpointing and loss for this machine;\n"
+        "`tune lr` finds a learning rate, `tune search` searches any settings",
+    ),
+    "bench": (bench.bench, "what each speed switch is worth on this machine, proven first"),
+    "profile": (profile.profile, "what holds a step on this machine: arithmetic, memory, launches or data"),
+    "watch": (watch.watch, "follow a run from another terminal, or in the browser"),
+    "plot": (plot.plot, "curves of one run or several, as pictures and CSV"),
+    "report": (report.report, "one run or several as a page; serve-report shows it live"),
+    "serve-report": (report.serve_report, ""),
+    "chat": (models.chat, "talk to a fine-tuned model"),
+    "merge": (models.merge, "write a fine-tuned model as one folder, its adapters inside the weights"),
+    "export": (models.export, "write a trained model as a Hugging Face folder"),
+    "config": (config.config, "explain, show, schema, presets, copy"),
 }
 
 if __name__ == "__main__":

@@ -226,28 +226,19 @@ def serve(module: str) -> None:
     source, target = sys.stdin.buffer, sys.stdout.buffer
     memory = _receive(source, 100)
     answer: Callable[[Any], Any] = importlib.import_module(module).answer
-    _limit_memory(memory)
+    for kind, most in (("RLIMIT_CORE", 0), ("RLIMIT_FSIZE", 0), ("RLIMIT_AS", memory)):
+        _limit(kind, most)
     _send(target, _packed(_READY))
     with contextlib.suppress(EOFError):
         while True:
             seconds, request = _receive(source, 2**62)
-            _limit_seconds(seconds)
+            # The limit of the operating system is on all that the process ever took, and counts in whole seconds.
+            _limit("RLIMIT_CPU", math.ceil(time.process_time() + seconds))
             try:
                 content = _packed(["done", answer(request)])
             except MemoryError:
                 content = _packed(["memory", None])
             _send(target, content)
-
-
-def _limit_memory(memory: int) -> None:
-    _limit("RLIMIT_CORE", 0)
-    _limit("RLIMIT_FSIZE", 0)
-    _limit("RLIMIT_AS", memory)
-
-
-def _limit_seconds(seconds: float) -> None:
-    """So much processor time from now on: the limit of the operating system is on all that the process ever took."""
-    _limit("RLIMIT_CPU", math.ceil(time.process_time() + seconds))  # which counts in whole seconds
 
 
 def _limit(name: str, most: int) -> None:
@@ -294,6 +285,3 @@ def _exactly(pipe: IO[bytes], count: int) -> bytes:
         parts.append(part)
         count -= len(part)
     return b"".join(parts)
-
-
-__all__ = ["Child", "Exceeded", "Limits", "serve"]

@@ -53,12 +53,8 @@ class Device:
     @property
     def peak_flops(self) -> float | None:
         """Dense half-precision FLOP/s by the data sheet, or None where the card is not known."""
-        if self.kind != "cuda":
-            return None
-        for pattern, teraflops in _PEAK_TFLOPS:
-            if re.search(pattern, self.name):
-                return teraflops * 1e12
-        return None
+        known = (teraflops * 1e12 for pattern, teraflops in _PEAK_TFLOPS if re.search(pattern, self.name))
+        return next(known, None) if self.kind == "cuda" else None
 
     @property
     def bf16(self) -> bool:
@@ -160,10 +156,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def allocator_words() -> str | None:
     """The variable in which the user has spoken to torch's allocator, as NAME=VALUE; what it says goes, not we."""
-    for name in ALLOCATOR_VARIABLES:
-        if os.environ.get(name):
-            return f"{name}={os.environ[name]}"
-    return None
+    return next((f"{name}={os.environ[name]}" for name in ALLOCATOR_VARIABLES if os.environ.get(name)), None)
 
 
 def use_expandable_segments(device: torch.device, on: bool) -> bool:

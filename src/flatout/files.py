@@ -113,16 +113,13 @@ def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
     A link at `path` is replaced, not followed. `durable`: the new bytes survive a power loss once this returns.
     """
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
-    with temporary.open("xb") as file:  # created here, so it is ours to remove
-        try:
+    created = temporary.open("xb")  # so it is ours to remove
+    try:
+        with created as file:
             file.write(content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    try:
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -153,7 +150,7 @@ def check_replaceable(
     `overwrite` is the user's word that it may go. A link is nobody's mark; with `overwrite` the link itself is
     replaced, never the file that it leads to. Folders, pipes and devices are refused anyway. `way` is for the hint.
     """
-    shown = printable_path(path)
+    shown = "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(path))
     with disk_errors(shown, safe=f", or {way}"):
         try:
             mode = path.lstat().st_mode
@@ -185,11 +182,6 @@ def open_to_append(path: Path) -> BinaryIO:
         raise OSError(errno.ELOOP, "it is a link, and links are not followed", str(path))
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     return os.fdopen(os.open(path, flags, 0o666), "ab")
-
-
-def printable_path(path: Path) -> str:
-    """A path for a message, in one line."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(path))
 
 
 @contextmanager

@@ -66,9 +66,6 @@ def claim(folder: Path) -> bool:
         for path in held:
             path.unlink()
     _write_mark(folder, folder.name)
-    with (folder / MARK).open("rb") as mark:
-        os.fsync(mark.fileno())
-    sync_folder(folder)
     sync_folder(folder.parent)
     return True
 
@@ -184,9 +181,8 @@ def is_marked(folder: Path) -> bool:
 def _writer_lives(folder: Path) -> bool:
     mark = _read_mark(folder)
     pid = mark.get("pid")
-    if mark.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1:
-        return True  # nobody can tell from here
-    if os.name == "nt":  # where asking after a process would end it
+    # Nobody can tell from another host; on Windows, asking after a process would end it.
+    if mark.get("host") != socket.gethostname() or not isinstance(pid, int) or pid < 1 or os.name == "nt":
         return True
     if pid == os.getpid():  # a process with our number that was killed, in a container that numbers from 1 again
         return False

@@ -177,7 +177,11 @@ def converse(invitation: str, answer: Callable[[str], None]) -> int:
         try:
             answer(line)
         except UserError as error:
-            print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
+            tell(error)
+
+
+def tell(error: UserError) -> None:
+    print(f"error: {one_line(error.message)}\nhint: {one_line(error.hint)}", file=sys.stderr)
 
 
 def choose_action(verb: str, words: list[str], actions: dict[str, str]) -> tuple[str, Parser, list[str]]:

@@ -325,7 +325,7 @@ def test_nowhere_to_put_temporary_files(monkeypatch, capsys):
     def nowhere(*_):
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.setitem(cli.VERBS, "train", nowhere)
+    monkeypatch.setitem(cli.VERBS, "train", (nowhere, ""))
     assert cli.main(["train"]) == 5
     assert capsys.readouterr().err.splitlines() == [
         "error: no folder for temporary files can be written",

@@ -14,9 +14,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from flatout.config.catalogue import DEFAULT_PRESET, copy_preset, hardware_for, list_hardware, list_presets, preset_text
+from flatout.config.catalogue import (
+    DEFAULT_PRESET,
+    ShippedKind,
+    copy_preset,
+    hardware_for,
+    preset_text,
+    shipped_names,
+    summary,
+)
 from flatout.config.data_sections import SourceConfig
-from flatout.config.elsewhere import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
 from flatout.config.facts import allowed_values, field_facts, section_paths, spot_at, value_at, with_whole_numbers
 from flatout.config.load import (
     explain,
@@ -27,16 +34,18 @@ from flatout.config.load import (
     show,
     with_hardware,
 )
+from flatout.config.model_section import GPT2, ModelConfig
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.config.source import Source
+from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import has_control_character, parse_yaml
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count
 from flatout.model.execution import Execution
 from flatout.words import number_between
 
-PRESETS = [preset.name for preset in list_presets()]
-OVERLAYS = [overlay.name for overlay in list_hardware()]
+PRESETS = shipped_names("preset")
+OVERLAYS = shipped_names("hardware")
 
 
 def write(folder: Path, text: str, name: str = "my.yaml") -> Path:
@@ -665,11 +674,14 @@ def test_the_shipped_names() -> None:
     assert OVERLAYS == ["4gb", "8gb", "12gb", "16gb", "24gb", "48gb", "80gb"]
 
 
-@pytest.mark.parametrize("shipped", [*list_presets(), *list_hardware()], ids=lambda shipped: shipped.name)
-def test_summaries_are_one_sentence(shipped: Any) -> None:
-    assert shipped.summary.endswith(".")
-    assert len(shipped.summary) > 20
-    assert not re.search(r"[.!?]\s", shipped.summary)
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("preset", name) for name in PRESETS), *(("hardware", name) for name in OVERLAYS)]
+)
+def test_summaries_are_one_sentence(kind: ShippedKind, name: str) -> None:
+    sentence = summary(kind, name)
+    assert sentence.endswith(".")
+    assert len(sentence) > 20
+    assert not re.search(r"[.!?]\s", sentence)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -788,3 +800,10 @@ def test_another_family_brings_its_own_architecture():
     assert loaded.sources["model.mlp"].kind == "family"
     with pytest.raises(ConfigError, match="fixes mlp to gelu"):
         load_config("shakespeare-char", ["model.family=gpt2", "model.mlp=relu2"])
+
+
+def test_a_family_differs_from_the_other_in_the_fields_that_it_decides_alone():
+    gpt, gpt2 = ModelConfig(), ModelConfig(family="gpt2")
+    differing = {name for name in ModelConfig.model_fields if getattr(gpt, name) != getattr(gpt2, name)}
+    assert differing == {"family", "norm", "positions", "mlp", "bias", "qk_norm"}
+    assert {name: getattr(gpt2, name) for name in GPT2} == GPT2

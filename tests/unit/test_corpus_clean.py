@@ -354,7 +354,6 @@ def test_an_unknown_language_is_refused_with_the_closest(code: str, close: str) 
 
 def test_without_its_package_a_rule_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resiliparse.parse.lang", None)
-    clean._detector.cache_clear()
     with pytest.raises(DataError, match=r"resiliparse.*flatout\[data\]"):
         load_rules(CleanConfig(languages=["en"]))
 

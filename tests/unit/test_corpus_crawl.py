@@ -6,6 +6,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from flatout.corpus import crawl
 from flatout.corpus.crawl import DEPTH_LIMIT, read_warc
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
-from flatout.corpus.streams import open_bytes
+from flatout.corpus.streams import ByteStream
 from flatout.errors import DataError
 from tests.handmade import Memory
 
@@ -58,15 +59,16 @@ FILE = InputFile("crawl", "crawl", "warc", "none", 0)
 
 def read_bytes(data: bytes, policy: str = "strict", problem: Problem | None = None, **limits: int) -> list:
     step = limits.pop("step", 2**20)
-    return list(read_warc(Memory(data, problem, step), FILE, ReadOptions(invalid_utf8=policy), **limits))
+    with patch.object(crawl, "LINE_LIMIT", limits.get("limit", crawl.LINE_LIMIT)):
+        return list(read_warc(Memory(data, problem, step), FILE, ReadOptions(invalid_utf8=policy)))
 
 
 def read(folder: Path, data: bytes, method: str = "none", policy: str = "strict", **limits: int) -> list:
     path = folder / f"crawl.{method}"
     path.write_bytes(data)
     file = InputFile(str(path), "crawl", "warc", method, len(data))
-    with open_bytes(file) as stream:
-        return list(read_warc(stream, file, ReadOptions(invalid_utf8=policy), **limits))
+    with ByteStream(file) as stream, patch.object(crawl, "LINE_LIMIT", limits.get("limit", crawl.LINE_LIMIT)):
+        return list(read_warc(stream, file, ReadOptions(invalid_utf8=policy)))
 
 
 def texts(results: list) -> list[str]:
@@ -466,7 +468,6 @@ def test_no_input_raises(parts: list[bytes]) -> None:
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    crawl._resiliparse.cache_clear()
     monkeypatch.setitem(sys.modules, "resiliparse.extract.html2text", None)
     with pytest.raises(DataError, match="resiliparse") as caught:
         read(tmp_path, CRAWL[2])

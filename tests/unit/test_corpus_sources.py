@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.corpus import shipped, tables
+from flatout.corpus import arrow, shipped
 from flatout.corpus.document import InputFile, Slice
 from flatout.corpus.sources import Found, find_files, format_of, slices_of
 from flatout.corpus.streams import PIECE
@@ -261,23 +261,23 @@ def test_other_files_are_read_whole_or_in_one_go() -> None:
 
 
 def test_tables_are_sliced_by_row_groups_and_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "parquet_group_bytes", lambda path: [5, 5, 5, 20, 1])
+    monkeypatch.setattr(arrow, "parquet_group_bytes", lambda path: [5, 5, 5, 20, 1])
     file = input_file("parquet", 36)
     assert slices_of(file, 10) == [Slice(file, 0, 2), Slice(file, 2, 3), Slice(file, 3, 4), Slice(file, 4, None)]
     assert slices_of(file, 100) == [Slice(file)]
     # A row group that is larger than a piece is cut into shares of its rows.
-    monkeypatch.setattr(tables, "parquet_group_bytes", lambda path: [5, 2 * PIECE + 1, 5])
+    monkeypatch.setattr(arrow, "parquet_group_bytes", lambda path: [5, 2 * PIECE + 1, 5])
     file = input_file("parquet", 2**20)
     shares = [Slice(file, 1, 2, share, 3) for share in range(3)]
     assert slices_of(file, 10) == [Slice(file, 0, 1), *shares, Slice(file, 2, None)]
-    monkeypatch.setattr(tables, "parquet_group_bytes", lambda path: [2**60])
+    monkeypatch.setattr(arrow, "parquet_group_bytes", lambda path: [2**60])
     assert len(slices_of(file) or []) == 1025  # not as many as a damaged footer asks for
-    monkeypatch.setattr(tables, "saved_rows", lambda path: 10)
+    monkeypatch.setattr(arrow, "saved_rows", lambda path: 10)
     file = input_file("saved", 100)
     assert slices_of(file, 40) == [Slice(file, 0, 4), Slice(file, 4, 8), Slice(file, 8, None)]
     assert slices_of(file, 1) == [Slice(file, row, row + 1 if row < 9 else None) for row in range(10)]
     # Of a damaged one nothing is known before it is read.
-    monkeypatch.setattr(tables, "parquet_group_bytes", lambda path: [])
-    monkeypatch.setattr(tables, "saved_rows", lambda path: 0)
+    monkeypatch.setattr(arrow, "parquet_group_bytes", lambda path: [])
+    monkeypatch.setattr(arrow, "saved_rows", lambda path: 0)
     for format in ("parquet", "saved"):
         assert slices_of(input_file(format, 5)) == [Slice(input_file(format, 5))]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from flatout.corpus import streams
 from flatout.corpus.document import InputFile
-from flatout.corpus.streams import ByteStream, Line, Piece, before, decode, lines, open_bytes, pieces, whole_characters
+from flatout.corpus.streams import ByteStream, Line, Piece, before, decode, lines, pieces, whole_characters
 from flatout.data.tokenizer import Gpt2Tokenizer
 from flatout.errors import DataError
 
@@ -44,7 +44,7 @@ def stored(folder: Path, data: bytes, method: str = "none") -> InputFile:
 
 
 def read_all(file: InputFile, count: int = 2**16) -> tuple[bytes, ByteStream]:
-    with open_bytes(file) as stream:
+    with ByteStream(file) as stream:
         return b"".join(iter(lambda: stream.read(count), b"")), stream
 
 
@@ -147,7 +147,7 @@ def test_a_bomb_is_stopped(tmp_path: Path, method: str) -> None:
     }[method]
     data = compressor()
     assert size > 1000 * len(data)
-    with open_bytes(stored(tmp_path, data, method)) as stream:
+    with ByteStream(stored(tmp_path, data, method)) as stream:
         total = sum(map(len, stream))
     assert stream.problem is not None
     assert stream.problem.kind == "bomb"
@@ -173,7 +173,7 @@ def test_a_zstd_frame_that_wants_too_much_memory_is_refused(tmp_path: Path) -> N
 def test_a_missing_package_is_the_users_to_mend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DataError, match="needs the package zstandard"):
-        open_bytes(stored(tmp_path, b"", "zst"))
+        ByteStream(stored(tmp_path, b"", "zst"))
 
 
 @pytest.mark.parametrize("method", COMPRESS)
@@ -192,7 +192,7 @@ def test_what_the_system_refuses_is_a_problem(path: str, method: str) -> None:
 )
 def test_lines_are_those_between_newlines_however_sliced(tmp_path: Path, data: bytes, step: st.DataObject) -> None:
     file = stored(tmp_path, data)
-    with open_bytes(file) as stream:
+    with ByteStream(file) as stream:
         whole = list(lines(stream))
     raws = data.split(b"\n")
     if not raws[-1]:
@@ -204,20 +204,20 @@ def test_lines_are_those_between_newlines_however_sliced(tmp_path: Path, data: b
     cuts = sorted(step.draw(st.sets(st.integers(1, len(data) + 2), max_size=5)))
     sliced: list[Line] = []
     for start, end in itertools.pairwise([0, *cuts, None]):
-        with open_bytes(file, before(start or 0)) as stream:
+        with ByteStream(file, before(start or 0)) as stream:
             sliced += lines(stream, start=start or 0, end=end)
     assert [line[1:] for line in sliced] == [line[1:] for line in whole]
 
 
 def test_a_signature_at_the_start_is_dropped_and_nowhere_else(tmp_path: Path) -> None:
     bom = codecs.BOM_UTF8
-    with open_bytes(stored(tmp_path, bom + b"one\n" + bom + b"two")) as stream:
+    with ByteStream(stored(tmp_path, bom + b"one\n" + bom + b"two")) as stream:
         assert [line.raw for line in lines(stream)] == [b"one", bom + b"two"]
 
 
 def test_a_line_above_the_limit_is_counted_and_not_kept(tmp_path: Path) -> None:
     data = b"short\n" + b"x" * 100 + b"\n" + b"y" * 10 + b"\nend"
-    with open_bytes(stored(tmp_path, data)) as stream:
+    with ByteStream(stored(tmp_path, data)) as stream:
         found = list(lines(stream, 10))
     assert [line.raw for line in found] == [b"short", None, b"y" * 10, b"end"]
     assert [line.length for line in found] == [5, 100, 10, 3]
@@ -291,7 +291,7 @@ def test_pieces_follow_the_rule_however_sliced(
     cuts = sorted(data.draw(st.sets(st.integers(1, len(raw) + 2), max_size=4)))
     sliced = []
     for start, end in itertools.pairwise([0, *cuts, None]):
-        with open_bytes(stored(tmp_path, raw), before(start or 0)) as stream:
+        with ByteStream(stored(tmp_path, raw), before(start or 0)) as stream:
             sliced += map(plain, pieces(stream, start=start or 0, end=end, mark=mark, size=size))
     assert sliced == expected
 
@@ -379,4 +379,4 @@ def test_a_character_that_breaks_off_is_left_out(raw: bytes, left: int) -> None:
 
 def test_a_compressed_file_cannot_be_entered_in_the_middle(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="from its beginning"):
-        open_bytes(stored(tmp_path, b"", "gz"), 5)
+        ByteStream(stored(tmp_path, b"", "gz"), 5)

@@ -10,8 +10,10 @@ import os
 import sys
 import tracemalloc
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,20 +21,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from flatout.corpus import tables
-from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
+from flatout import corpus
+from flatout.corpus import fields, readers, tables
+from flatout.corpus.arrow import parquet_group_bytes, read_parquet, read_saved, saved_rows
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice
 from flatout.corpus.fields import FieldError, text_of
-from flatout.corpus.streams import open_bytes
-from flatout.corpus.tables import (
-    HubStream,
-    hub_parts,
-    parquet_group_bytes,
-    read_csv,
-    read_hub,
-    read_parquet,
-    read_saved,
-    saved_rows,
-)
+from flatout.corpus.sources import find_files, slices_of
+from flatout.corpus.streams import ByteStream
+from flatout.corpus.tables import HubStream, hub_parts, read_csv
 from flatout.errors import DataError
 from tests.handmade import Memory
 
@@ -141,7 +137,7 @@ def parquet(folder: Path, columns: dict[str, Any], **settings: Any) -> InputFile
 def read_table(
     file: InputFile, field: str = "text", policy: str = "strict", first: int = 0, last: int | None = None
 ) -> list:
-    return list(read_parquet(file, first, last, ReadOptions(field=field, invalid_utf8=policy)))
+    return list(read_parquet(Slice(file, first, last), ReadOptions(field=field, invalid_utf8=policy)))
 
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd", "gzip"])
@@ -160,14 +156,14 @@ def test_shares_of_row_groups_join_to_all_of_them(tmp_path: Path, shares: int) -
     rows = [f"row {number} {'x' * (number % 5)}" for number in range(1000)]
     file = parquet(tmp_path, {"text": rows}, row_group_size=600, write_page_checksum=True)
     options = ReadOptions()
-    whole = list(read_parquet(file, 0, None, options))
+    whole = list(read_parquet(Slice(file), options))
 
     def joined(field: str = "text") -> list:
         return [
             result
             for group in range(2)
             for share in range(shares)
-            for result in read_parquet(file, group, group + 1, ReadOptions(field=field), share, shares)
+            for result in read_parquet(Slice(file, group, group + 1, share, shares), ReadOptions(field=field))
         ]
 
     assert joined() == whole
@@ -176,7 +172,7 @@ def test_shares_of_row_groups_join_to_all_of_them(tmp_path: Path, shares: int) -
     raw = bytearray((tmp_path / "table.parquet").read_bytes())
     raw[200] ^= 1
     (tmp_path / "table.parquet").write_bytes(raw)
-    whole = list(read_parquet(file, 0, None, options))
+    whole = list(read_parquet(Slice(file), options))
     damaged = joined()
     assert texts(damaged) == texts(whole)
     for results in (whole, damaged):
@@ -331,7 +327,7 @@ def test_a_long_row_group_is_not_held_in_memory(tmp_path: Path) -> None:
     del rows
     before = pa.total_allocated_bytes()
     count = peak = 0
-    for result in read_parquet(file, 0, None, ReadOptions()):
+    for result in read_parquet(Slice(file), ReadOptions()):
         assert isinstance(result, Document)
         count += 1
         peak = max(peak, pa.total_allocated_bytes() - before)
@@ -340,7 +336,7 @@ def test_a_long_row_group_is_not_held_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_value_above_the_limit_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "LINE_LIMIT", 100)
+    monkeypatch.setattr(fields, "LINE_LIMIT", 100)
     results = read_table(parquet(tmp_path, {"text": ["short", "é" * 60, "é" * 50]}))
     assert texts(results) == ["short", "é" * 50]
     assert [(problem.kind, problem.records, problem.place) for problem in problems(results)] == [
@@ -367,7 +363,9 @@ def read_rows(
 ) -> list:
     data = data.encode() if isinstance(data, str) else data
     stream = Memory(data, more.pop("problem", None), step)
-    return list(read_csv(stream, CSV, ReadOptions(field=field, invalid_utf8=policy), delimiter, **more))
+    file = replace(CSV, format="csv" if delimiter == "," else "tsv")
+    with patch.object(tables, "LINE_LIMIT", more.get("limit", tables.LINE_LIMIT)):
+        return list(read_csv(stream, file, ReadOptions(field=field, invalid_utf8=policy)))
 
 
 def written(rows: Iterable[Iterable[object]], **settings: Any) -> str:
@@ -413,8 +411,8 @@ def test_a_byte_order_mark_and_quoted_names_are_understood(tmp_path: Path) -> No
     path = tmp_path / "table.csv.gz"
     path.write_bytes(gzip.compress(codecs.BOM_UTF8 + b'"text","the ""n"""\r\nx,1\r\n'))
     file = input_file(path, "csv", "gz")
-    with open_bytes(file) as stream:
-        assert list(read_csv(stream, file, ReadOptions(), ",")) == [Document("x", "line 2")]
+    with ByteStream(file) as stream:
+        assert list(read_csv(stream, file, ReadOptions())) == [Document("x", "line 2")]
     assert texts(read_rows('"text","the ""n"""\r\nx,1\r\n', 'the "n"')) == ["1"]
     assert texts(read_rows("\ufefftext\nx\n", step=1)) == ["x"]
 
@@ -486,7 +484,8 @@ def test_a_long_row_without_a_closing_quote_takes_no_memory() -> None:
             return b'text\n"' if self._at == 1 else b"x" * 2**16 if self._at < 800 else b""
 
     tracemalloc.start()
-    results = list(read_csv(Endless(b""), CSV, ReadOptions(), ",", limit=2**20))
+    with patch.object(tables, "LINE_LIMIT", 2**20):
+        results = list(read_csv(Endless(b""), CSV, ReadOptions()))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [(problem.kind, problem.records) for problem in results] == [("csv", 1)]
@@ -535,8 +534,8 @@ def test_a_compressed_csv_that_breaks_off_keeps_its_rows(tmp_path: Path) -> None
     path = tmp_path / "table.csv.gz"
     path.write_bytes(data[: len(data) // 2])
     file = input_file(path, "csv", "gz")
-    with open_bytes(file) as stream:
-        *found, problem = read_csv(stream, file, ReadOptions(), ",")
+    with ByteStream(file) as stream:
+        *found, problem = read_csv(stream, file, ReadOptions())
     assert len(found) > 1000
     assert texts(found) == [row[0] for row in rows[1 : len(found) + 1]]
     assert isinstance(problem, Problem)
@@ -561,7 +560,12 @@ def saved(folder: Path, shards: list[list[Any]], column: str = "text", batch: in
 def read_dataset(
     file: InputFile, first: int = 0, last: int | None = None, field: str = "text", policy: str = "strict"
 ) -> list:
-    return list(read_saved(file, first, last, ReadOptions(field=field, invalid_utf8=policy)))
+    return list(read_saved(Slice(file, first, last), ReadOptions(field=field, invalid_utf8=policy)))
+
+
+def read_folder(folder: Path) -> list[str]:
+    """The texts of a folder, by whatever `datasets` has saved in it."""
+    return [text for file in find_files(str(folder)).files for text in texts(read_dataset(file))]
 
 
 SHARDS = [[f"{shard}-{number}" for number in range(10)] for shard in "abc"]
@@ -581,12 +585,10 @@ def test_any_slices_of_a_saved_dataset_join_to_all_of_it(tmp_path: Path) -> None
 def test_splits_are_read_one_after_the_other_unless_one_is_for_training(tmp_path: Path) -> None:
     for name, split in (("test", 0), ("validation", 1), ("train", 2)):
         saved(tmp_path / name, SHARDS[split : split + 1])
-    file = InputFile(str(tmp_path), "saved", "saved", "none", 1)
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["test", "train", "validation"]}))
-    assert texts(read_dataset(file)) == SHARDS[2]
-    assert saved_rows(file.path) == 10
+    assert read_folder(tmp_path) == SHARDS[2]
     (tmp_path / "dataset_dict.json").write_text(json.dumps({"splits": ["test", "validation"]}))
-    assert texts(read_dataset(file)) == SHARDS[0] + SHARDS[1]
+    assert read_folder(tmp_path) == SHARDS[0] + SHARDS[1]
 
 
 def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
@@ -600,8 +602,7 @@ def test_what_datasets_saves_is_read(tmp_path: Path) -> None:
     assert texts(read_dataset(file, field="page.n")) == ["x"] * 2700
     assert saved_rows(file.path) == 2700
     datasets.DatasetDict({"test": whole.select(range(3)), "train": whole}).save_to_disk(tmp_path / "two")
-    file = InputFile(str(tmp_path / "two"), "two", "saved", "none", 1)
-    assert texts(read_dataset(file)) == [*TEXTS, ""] * 300
+    assert read_folder(tmp_path / "two") == [*TEXTS, ""] * 300
 
 
 def test_a_saved_dataset_without_the_field_says_so_once(tmp_path: Path) -> None:
@@ -666,10 +667,6 @@ def test_a_changed_byte_in_a_saved_dataset_loses_no_row_in_silence(tmp_path: Pat
 
 def test_a_folder_that_is_not_as_datasets_saves_it_is_a_problem(tmp_path: Path) -> None:
     for name, text in (
-        ("dataset_dict.json", "{"),
-        ("dataset_dict.json", '{"splits": ["../up"]}'),
-        ("dataset_dict.json", "{}"),
-        ("dataset_dict.json", '{"splits": ["not-there"]}'),
         ("state.json", "[]"),
         ("state.json", "{}"),
         ("state.json", '{"_data_files": [{"filename": "../other.arrow"}]}'),
@@ -709,7 +706,7 @@ EXPECTED = [f"{number}-{row}" for number in range(3) for row in range(5)]
 
 def read_stream(folder: Path, tail: str = "", field: str = "text") -> list:
     path = f"hf:{folder}{tail}"
-    return list(read_hub(InputFile(path, path, "hub", "none", 0), ReadOptions(field=field)))
+    return list(HubStream(path, ReadOptions(field=field)))
 
 
 def test_a_dataset_is_streamed_in_order(hub: Path) -> None:
@@ -808,11 +805,15 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     file = parquet(tmp_path, {"text": ["a"]})
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.delitem(sys.modules, "flatout.corpus.arrow")
+    monkeypatch.delattr(corpus, "arrow")
+    saved = InputFile(str(tmp_path), "x", "saved", "none", 0)
     for call in (
-        lambda: read_table(file),
-        lambda: parquet_group_bytes(file.path),
-        lambda: saved_rows(str(tmp_path)),
-        lambda: read_dataset(InputFile(str(tmp_path), "x", "saved", "none", 0)),
+        lambda: list(readers.read_slice(Slice(file), ReadOptions())),
+        lambda: slices_of(file),
+        lambda: slices_of(saved),
+        lambda: list(readers.read_slice(Slice(saved), ReadOptions())),
+        lambda: list(readers.read_rows(file)),
         lambda: HubStream("hf:a/b", ReadOptions()),
     ):
         with pytest.raises(DataError, match="the package") as caught:

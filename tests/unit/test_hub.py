@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import flatout
-from flatout.config.catalogue import list_presets
+from flatout.config.catalogue import shipped_names
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value
 from flatout.data.prepare import data_folder
@@ -449,8 +449,8 @@ def test_what_transformers_lacks_is_not_exported_and_what_it_has_is_named(change
 def test_the_documents_name_the_presets_that_can_be_exported():
     text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
     named = next(line for line in text.splitlines() if line.startswith("Of the presets, "))
-    for preset in list_presets():
-        model = flatout.load_config(preset.name).config.model
+    for preset in shipped_names("preset"):
+        model = flatout.load_config(preset).config.model
         if model.init_from is not None:
             continue  # a fine-tuned model is exported as its base
         try:
@@ -458,7 +458,7 @@ def test_the_documents_name_the_presets_that_can_be_exported():
             can = True
         except CheckpointError:
             can = False
-        assert can == (f"`{preset.name}`" in named.partition(" can be exported")[0]), preset.name
+        assert can == (f"`{preset}`" in named.partition(" can be exported")[0]), preset
 
 
 def test_export_keeps_what_the_source_said_and_its_tokenizer(tmp_path):

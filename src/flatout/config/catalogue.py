@@ -8,7 +8,6 @@ for GPT-2 124M in bf16; a larger model may still not fit.
 """
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,22 +20,10 @@ DEFAULT_PRESET = "shakespeare-char"
 ShippedKind = Literal["preset", "hardware"]
 
 
-@dataclass(frozen=True)
-class PresetInfo:
-    """A shipped preset or overlay and the sentence its first line gives."""
-
-    name: str
-    summary: str
-
-
-def list_presets() -> list[PresetInfo]:
-    """The shipped presets, by name."""
-    return [_info("preset", name) for name in shipped_names("preset")]
-
-
-def list_hardware() -> list[PresetInfo]:
-    """The hardware overlays, the smallest card first."""
-    return [_info("hardware", name) for name in shipped_names("hardware")]
+def summary(kind: ShippedKind, name: str) -> str:
+    """The sentence that the first line of a shipped preset or overlay gives."""
+    with (_shipped_folder(kind) / f"{name}.yaml").open(encoding="utf-8") as file:
+        return file.readline().removeprefix("# summary:").strip()
 
 
 def preset_text(name: str) -> str:
@@ -112,8 +99,3 @@ def _shipped_folder(kind: ShippedKind) -> Path:
 
 def _gigabytes(overlay: str) -> int:
     return int(overlay.removesuffix("gb"))
-
-
-def _info(kind: ShippedKind, name: str) -> PresetInfo:
-    with (_shipped_folder(kind) / f"{name}.yaml").open(encoding="utf-8") as file:
-        return PresetInfo(name, file.readline().removeprefix("# summary:").strip())

@@ -16,19 +16,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from flatout.config.elsewhere import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED, VALUE_ELSEWHERE_CALLED
-from flatout.config.facts import (
-    Spot,
-    allowed_values,
-    field_facts,
-    number_text,
-    options_of,
-    section_paths,
-    spot_at,
-    value_at,
-)
+from flatout.config import facts, suggest
 from flatout.config.schema import RunConfig
-from flatout.config.suggest import close_matches, known_below, shorten_path, unknown_key
 from flatout.config.yaml_loader import has_control_character, looks_like_value, printable, shorten
 from flatout.errors import ConfigError
 
@@ -64,13 +53,13 @@ def validate(values: object, origins: Mapping[str, str], fallback: str) -> RunCo
         config = RunConfig.model_validate(values)
     except ValidationError as error:
         raise _explain_error(error.errors(include_url=False), origins, fallback) from None
-    for path in field_facts():
-        for inner, text in _texts_in(value_at(config, path), path):
+    for path in facts.field_facts():
+        for inner, text in _texts_in(facts.value_at(config, path), path):
             if has_control_character(text):
                 where = origins.get(inner, origins.get(path, fallback))
                 raise ConfigError(
                     f"{where}: {inner} is {shorten(text)}, but it may not hold control characters",
-                    f"remove them; {_help(spot_at(path.split('.')))}",
+                    f"remove them; {_help(facts.spot_at(path.split('.')))}",
                 )
     return config
 
@@ -93,7 +82,7 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
     where = spot.origin(origins, fallback)
     if kind in _UNKNOWN_KEYS:
         in_item = spot.field != path
-        return _unknown_in_item(spot, where) if in_item else unknown_key(path, where)
+        return _unknown_in_item(spot, where) if in_item else suggest.unknown_key(path, where)
     if kind == "value_error":
         conflict = context.get("error")
         hint = getattr(conflict, "hint", "change one of the values it names")
@@ -102,10 +91,10 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
         return ConfigError(f"{where}: {path} is missing", _help(spot))
     if kind in _RANGE_RULES:
         name, words = _RANGE_RULES[kind]
-        rule = f"{words} {number_text(context[name])}"
+        rule = f"{words} {facts.number_text(context[name])}"
     elif kind in ("literal_error", "string_pattern_mismatch"):
-        rule = f"it must be {allowed_values(spot.described)}"
-    elif path in section_paths():
+        rule = f"it must be {facts.allowed_values(spot.described)}"
+    elif path in facts.section_paths():
         rule = "it must be a section with fields of its own"
     elif wanted:
         rule = f"it must be {' or '.join(wanted)}"
@@ -119,13 +108,13 @@ def _explain_error(errors: Sequence[ErrorDetails], origins: Mapping[str, str], f
     return ConfigError(f"{where}: {what}, but {printable(rule)}", hint)
 
 
-def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, Spot, list[str]]:
+def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, facts.Spot, list[str]]:
     """The complaint to show, its value's spot, and what that spot takes according to all complaints about it.
 
     It is about the first field that has any; there about the first wrong item of a list; and of the branches of a
     union about the one that got furthest, which is the one that was meant.
     """
-    found = [(error, spot_at(error["loc"], unknown=error["type"] in _UNKNOWN_KEYS)) for error in errors]
+    found = [(error, facts.spot_at(error["loc"], unknown=error["type"] in _UNKNOWN_KEYS)) for error in errors]
     field = found[0][1].field
     found = [(error, spot) for error, spot in found if spot.field == field]
     inner = next((spot for _, spot in found if spot.path != field), None)
@@ -139,23 +128,25 @@ def _most_particular(errors: Sequence[ErrorDetails]) -> tuple[ErrorDetails, Spot
     return error, spot, [_WANTED[kind] for kind in kinds if kind in _WANTED]
 
 
-def _unknown_in_item(spot: Spot, where: str) -> ConfigError:
+def _unknown_in_item(spot: facts.Spot, where: str) -> ConfigError:
     """The error for an unknown key in a mapping inside a list."""
     parent, around = spot.trail[-2]
     name = spot.path.removeprefix(f"{parent}.")
-    known = [key for option in options_of(around) for key in option.get("properties", {})]
+    known = [key for option in facts.options_of(around) for key in option.get("properties", {})]
     wanted = name[:100].strip().lower().replace("-", "_")
-    elsewhere = ITEM_ELSEWHERE_CALLED.get(wanted) or FIELD_ELSEWHERE_CALLED.get(wanted, "").rpartition(".")[2]
-    close = [elsewhere] if elsewhere in known else close_matches(wanted, known, 0.6)
+    elsewhere = (
+        suggest.ITEM_ELSEWHERE_CALLED.get(wanted) or suggest.FIELD_ELSEWHERE_CALLED.get(wanted, "").rpartition(".")[2]
+    )
+    close = [elsewhere] if elsewhere in known else suggest.close_matches(wanted, known, 0.6)
     hint = f"did you mean {parent}.{close[0]}?" if close else f"the keys of an item are {', '.join(known)}"
-    return ConfigError(f"{where}: {parent}.{shorten_path(name)} is not a known key", hint)
+    return ConfigError(f"{where}: {parent}.{suggest.shorten_path(name)} is not a known key", hint)
 
 
 def _explain_conflict(path: str, text: str, hint: str, origins: Mapping[str, str], fallback: str) -> ConfigError:
     """A check across fields: keeps the schema's sentence and finds the fields it speaks of, to say who wrote them."""
     words = {word.strip(".") for word in re.findall(r"[\w.]+", text)}
     below = f"{path}." if path else ""
-    named = [known for known in field_facts() if known in words or (below and known.removeprefix(below) in words)]
+    named = [known for known in facts.field_facts() if known in words or (below and known.removeprefix(below) in words)]
     written = [f"{known} from {origins[known]}" for known in named if known in origins]
     where = f" ({', '.join(written)})" if written else ""
     head = "" if written else f"{fallback}: "
@@ -163,16 +154,16 @@ def _explain_conflict(path: str, text: str, hint: str, origins: Mapping[str, str
     return ConfigError(f"{head}{printable(text)}{where}", hint)
 
 
-def _help(spot: Spot, *, allowed: bool = True) -> str:
+def _help(spot: facts.Spot, *, allowed: bool = True) -> str:
     """The description of the nearest value around a spot that has one, and what that allows; a section's keys."""
-    if spot.field in field_facts():
+    if spot.field in facts.field_facts():
         described = next(described for _, described in reversed(spot.trail) if "description" in described)
-        return described["description"] + (f" Allowed: {allowed_values(described)}." if allowed else "")
-    return known_below(spot.path if spot.path in section_paths() else "", ())
+        return described["description"] + (f" Allowed: {facts.allowed_values(described)}." if allowed else "")
+    return suggest.known_below(spot.path if spot.path in facts.section_paths() else "", ())
 
 
-def _advice(kind: str, spot: Spot, value: object) -> str:
-    options = options_of(spot.described)
+def _advice(kind: str, spot: facts.Spot, value: object) -> str:
+    options = facts.options_of(spot.described)
     if kind == "string_type" and isinstance(value, bool | int | float):
         return " Put it in double quotes to make it text."
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and looks_like_value(value):
@@ -186,8 +177,8 @@ def _advice(kind: str, spot: Spot, value: object) -> str:
         choices = [str(choice) for option in options for choice in option.get("enum", [])]
         if value.lower() == "fp8" and spot.path == "speed.precision":
             return " Products in 8 bits have a switch of their own, speed.fp8."
-        if VALUE_ELSEWHERE_CALLED.get(value.lower()) in choices:
-            return f" Did you mean {VALUE_ELSEWHERE_CALLED[value.lower()]}?"
-        close = close_matches(value[:100].lower(), choices, 0.6)
+        if suggest.VALUE_ELSEWHERE_CALLED.get(value.lower()) in choices:
+            return f" Did you mean {suggest.VALUE_ELSEWHERE_CALLED[value.lower()]}?"
+        close = suggest.close_matches(value[:100].lower(), choices, 0.6)
         return f" Did you mean {close[0]}?" if close else ""
     return ""

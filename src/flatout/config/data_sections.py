@@ -1,10 +1,10 @@
-"""`data` and `clean`: the text, its tokens, and what is dropped."""
+"""`data`, `clean` and `chat`: the text, its tokens, what is dropped, and what a model is fine-tuned on."""
 
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.section import Conflict, Name, Natural, Positive, Section
+from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share
 
 Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smiles", "tokens"]
 
@@ -12,90 +12,70 @@ Format = Literal["text", "jsonl", "json", "csv", "tsv", "parquet", "warc", "smil
 class SourceConfig(Section):
     """One of several sources of a mixture."""
 
-    path: Name = Field(description="What `data.source` takes as a single text.")
-    weight: Annotated[float, Field(gt=0.0, le=1000.0)] = Field(
-        default=1.0,
-        description="How often each training document is taken: 2 is twice, 0.25 a quarter of them, chosen by hash.",
-    )
-    field: Name | None = Field(default=None, description="Instead of data.field for this source.")
-    format: Format | None = Field(default=None, description="Instead of data.format for this source.")
-    document_start: Name | None = Field(default=None, description="Instead of data.document_start for this source.")
+    path: Name
+    """What `data.source` takes as a single text."""
+    weight: Annotated[float, Field(gt=0.0, le=1000.0)] = 1.0
+    """How often each training document is taken: 2 is twice, 0.25 a quarter of them, chosen by hash."""
+    field: Name | None = None
+    """Instead of data.field for this source."""
+    format: Format | None = None
+    """Instead of data.format for this source."""
+    document_start: Name | None = None
+    """Instead of data.document_start for this source."""
 
 
 class DataConfig(Section):
-    source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = Field(
-        default="shakespeare",
-        description="Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list.",
-    )
-    val_source: str | None = Field(
-        default=None, description="Source of the validation text; null takes val_fraction of data.source."
-    )
-    folder: Name | None = Field(
-        default=None,
-        description="Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use.",
-    )
-    tokenizer: str = Field(
-        default="char", description="`char`, `bytes`, `gpt2`, or the path of a Hugging Face tokenizer.json."
-    )
-    unknown_characters: Literal["error", "drop", "replace"] = Field(
-        default="error", description="What tokenizer `char` does with a character it has never seen."
-    )
-    format: Format | None = Field(default=None, description="Format of the source; null tells it by the file's name.")
-    field: Name = Field(
-        default="text", description="Field of a row that holds its text, nested as in `a.b`; `*` takes every element."
-    )
-    document_start: Name | None = Field(
-        default=None,
-        description="In text files, each line that begins with this, after spaces, begins a document; null has one.",
-    )
-    invalid_utf8: Literal["strict", "replace", "skip"] = Field(
-        default="strict",
-        description="Documents with bytes that are not UTF-8: list and leave out, repair with U+FFFD, or drop.",
-    )
-    split: Literal["contiguous", "document"] = Field(
-        default="contiguous", description="Take validation from the end of the text, or choose whole documents by hash."
-    )
-    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
-        default=0.1, description="Share of the text kept for validation."
-    )
-    shard_tokens: Annotated[int, Field(ge=1, le=2**40)] = Field(
-        default=100_000_000, description="Tokens in a shard file."
-    )
-    packing: Literal["concat", "best_fit"] = Field(
-        default="concat",
-        description="Windows over the joined documents, or whole documents fitted into windows with little padding.",
-    )
-    documents: Literal["joined", "apart"] = Field(
-        default="joined",
-        description="Whether a token sees all of its window before it, or its own document alone, labels included.",
-    )
-    streaming: bool = Field(
-        default=False, description="Train while reading data.source, without preparing shards first."
-    )
-    stride: Positive | None = Field(
-        default=None, description="Tokens between window starts; null means the context, so no overlap."
-    )
+    source: str | Annotated[list[Name | SourceConfig], Field(min_length=1)] | None = "shakespeare"
+    """Raw text: `shakespeare` (shipped), a file, a folder, `hf:NAME`, `-` (standard input), or a list."""
+    val_source: str | None = None
+    """Source of the validation text; null takes val_fraction of data.source."""
+    folder: Name | None = None
+    """Folder of prepared token shards; null means data/SOURCE-TOKENIZER, filled on first use."""
+    tokenizer: str = "char"
+    """`char`, `bytes`, `gpt2`, or the path of a Hugging Face tokenizer.json."""
+    unknown_characters: Literal["error", "drop", "replace"] = "error"
+    """What tokenizer `char` does with a character it has never seen."""
+    format: Format | None = None
+    """Format of the source; null tells it by the file's name."""
+    field: Name = "text"
+    """Field of a row that holds its text, nested as in `a.b`; `*` takes every element."""
+    document_start: Name | None = None
+    """In text files, each line that begins with this, after spaces, begins a document; null has one."""
+    invalid_utf8: Literal["strict", "replace", "skip"] = "strict"
+    """Documents with bytes that are not UTF-8: list and leave out, repair with U+FFFD, or drop."""
+    split: Literal["contiguous", "document"] = "contiguous"
+    """Take validation from the end of the text, or choose whole documents by hash."""
+    val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Share of the text kept for validation."""
+    shard_tokens: Annotated[int, Field(ge=1, le=2**40)] = 100_000_000
+    """Tokens in a shard file."""
+    packing: Literal["concat", "best_fit"] = "concat"
+    """Windows over the joined documents, or whole documents fitted into windows with little padding."""
+    documents: Literal["joined", "apart"] = "joined"
+    """Whether a token sees all of its window before it, or its own document alone, labels included."""
+    streaming: bool = False
+    """Train while reading data.source, without preparing shards first."""
+    stride: Positive | None = None
+    """Tokens between window starts; null means the context, so no overlap."""
 
 
 class CleanConfig(Section):
-    min_characters: Natural = Field(default=0, description="Drop documents shorter than this; 0 keeps them.")
-    max_characters: Annotated[int, Field(ge=1, le=2**22)] | None = Field(
-        default=None, description="Drop documents longer than this."
-    )
-    exact_duplicates: bool = Field(default=False, description="Keep only the first of documents with the same text.")
-    near_duplicates: Annotated[float, Field(gt=0.0, lt=1.0)] | None = Field(
-        default=None, description="Drop documents this similar to an earlier one (Jaccard of word 5-grams, by MinHash)."
-    )
-    languages: Annotated[list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]], Field(min_length=1)] | None = Field(
-        default=None, description="Keep only documents in these languages, such as [en, de]."
-    )
-    repetition: bool = Field(default=False, description="Drop documents that repeat lines, paragraphs or word n-grams.")
-    quality: bool = Field(
-        default=False, description="Drop documents whose word lengths, symbols or lines are not those of prose."
-    )
-    blocked_urls: str | None = Field(
-        default=None, description="File of domains, URLs or words, one a line, whose crawl pages are dropped."
-    )
+    min_characters: Natural = 0
+    """Drop documents shorter than this; 0 keeps them."""
+    max_characters: Annotated[int, Field(ge=1, le=2**22)] | None = None
+    """Drop documents longer than this."""
+    exact_duplicates: bool = False
+    """Keep only the first of documents with the same text."""
+    near_duplicates: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Drop documents this similar to an earlier one (Jaccard of word 5-grams, by MinHash)."""
+    languages: Annotated[list[Annotated[str, Field(pattern=r"^[a-z]{2,3}$")]], Field(min_length=1)] | None = None
+    """Keep only documents in these languages, such as [en, de]."""
+    repetition: bool = False
+    """Drop documents that repeat lines, paragraphs or word n-grams."""
+    quality: bool = False
+    """Drop documents whose word lengths, symbols or lines are not those of prose."""
+    blocked_urls: str | None = None
+    """File of domains, URLs or words, one a line, whose crawl pages are dropped."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -104,4 +84,39 @@ class CleanConfig(Section):
                 f"min_characters {self.min_characters} is above max_characters {self.max_characters}",
                 f"set clean.min_characters to at most {self.max_characters}, or clean.max_characters higher",
             )
+        return self
+
+
+class ChatConfig(Section):
+    source: str | None = None
+    """File or folder of conversations or instructions to fine-tune on; null trains on plain text."""
+    val_source: str | None = None
+    """File or folder to evaluate on; null holds out a share of the rows."""
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"] = "auto"
+    """How a row tells a conversation; auto looks at the first rows."""
+    fields: list[Name] = Field(default=[])
+    """Columns under other names, such as [prompt=question, completion=answer]."""
+    template: Name = "model"
+    """Chat template: the model's own, chatml, plain, none, or a file of Jinja."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What has a label: assistant turns, the last of them, or every token."""
+    max_tokens: Positive | None = None
+    """Most tokens of a sample; null means model.context, which they never exceed."""
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """What happens to samples with more tokens than that; both are counted."""
+    val_fraction: Share = 0.05
+    """Share of the rows that is held out for evaluation."""
+    packing: bool = True
+    """Several samples in a row, none of which sees another; false pads each to a row."""
+    batch_samples: Positive = 8
+    """Samples per optimizer step."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for pair in self.fields:
+            name, sign, column = pair.partition("=")
+            if not (name and sign and column):
+                raise Conflict(
+                    f"fields has {pair!r}, which is no name with a column", "write chat.fields=[prompt=question]"
+                )
         return self

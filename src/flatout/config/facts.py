@@ -21,25 +21,16 @@ class FieldFact:
     description: str
     annotation: Any
 
-    @property
-    def takes_lists(self) -> bool:
-        """Whether a list may be the field's value."""
-        return _item_annotation(self.annotation) is not None
-
 
 @cache
 def field_facts() -> dict[str, FieldFact]:
     """Every leaf of the schema by dotted path, in the schema's order."""
     facts: dict[str, FieldFact] = {}
-    waiting: list[tuple[str, type[BaseModel]]] = [("", RunConfig)]
-    while waiting:
-        prefix, owner = waiting.pop(0)
+    for section, holder in RunConfig.model_fields.items():
+        owner = section_class(holder.annotation)
+        assert owner is not None, "a config holds sections, and nothing beside them"
         for name, field in owner.model_fields.items():
-            section = section_class(field.annotation)
-            if section is not None:
-                waiting.append((f"{prefix}{name}.", section))
-            else:
-                facts[prefix + name] = FieldFact(owner, name, field.description or "", field.annotation)
+            facts[f"{section}.{name}"] = FieldFact(owner, name, field.description or "", field.annotation)
     return facts
 
 
@@ -48,11 +39,14 @@ def section_class(annotation: Any) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-@cache
 def section_paths() -> tuple[str, ...]:
-    """Dotted paths of the sections, such as `model`."""
-    paths = dict.fromkeys(path.rpartition(".")[0] for path in field_facts())
-    return tuple(path for path in paths if path)
+    """The names of the sections, such as `model`."""
+    return tuple(RunConfig.model_fields)
+
+
+def names_in(section: str) -> list[str]:
+    """The names of a section's fields."""
+    return [path.removeprefix(f"{section}.") for path in field_facts() if path.startswith(f"{section}.")]
 
 
 def value_at(config: RunConfig, path: str) -> Any:
@@ -78,7 +72,7 @@ def with_whole_numbers(annotation: Any, value: Any) -> Any:
     if isinstance(value, float):
         kinds = _kinds(annotation)
         return int(value) if value.is_integer() and int in kinds and float not in kinds else value
-    if isinstance(value, list) and (item := _item_annotation(annotation)) is not None:
+    if isinstance(value, list) and (item := item_annotation(annotation)) is not None:
         return [with_whole_numbers(item, inner) for inner in value]
     if isinstance(value, dict):
         models = [model for kind in _kinds(annotation) if (model := section_class(kind)) is not None]
@@ -90,7 +84,7 @@ def with_whole_numbers(annotation: Any, value: Any) -> Any:
     return value
 
 
-def _item_annotation(annotation: Any) -> Any:
+def item_annotation(annotation: Any) -> Any:
     """The annotation of the items, where an annotation allows a list."""
     return next((get_args(kind)[0] for kind in _kinds(annotation) if get_origin(kind) is list), None)
 

@@ -10,29 +10,18 @@ must also silence its alternatives in lower ones, or no preset could ever be sho
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
+from flatout.config import yaml_loader
 from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
 from flatout.config.complain import validate
-from flatout.config.facts import choices, field_facts, section_class, section_paths, with_whole_numbers
-from flatout.config.model_section import FAMILY_DEFAULTS
+from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
+from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source, SourceKind
 from flatout.config.suggest import nearest_paths, unknown_key
-from flatout.config.yaml_loader import (
-    Node,
-    format_value,
-    is_collection,
-    parse_collection,
-    parse_scalar,
-    printable,
-    read_yaml,
-    shorten,
-)
 from flatout.errors import ConfigError
 
 _FILE_KEYS = ("preset", "hardware")
@@ -90,8 +79,8 @@ def load_config(
     """
     path = _path_of(target)
     _refuse_data(Path(str(target)) if path is None else path)
-    tree = read_yaml(path) if path is not None else {}
-    file_name = printable(str(path))
+    tree = yaml_loader.read_yaml(path) if path is not None else {}
+    file_name = yaml_loader.printable(str(path))
     if path is None:
         preset = str(target) if target is not None else DEFAULT_PRESET
         preset_where = "command line"
@@ -116,13 +105,8 @@ def load_config(
 
     name = run_name(path.stem if path is not None else str(preset))
     merged.setdefault("output.name", _Setting(name, Source("default", "name of the config")))
-    written: dict[str, str] = {}
-    for key, setting in merged.items():
-        if setting.source.kind != "default":
-            written |= {key: setting.source.where, **setting.lines}
-    fallback = file_name if path is not None else f"preset {preset}"
-    config = validate(_nested({key: setting.value for key, setting in merged.items()}), written, fallback)
-    return LoadedConfig(config, _sources(config, merged), tuple(_notices(merged, below)))
+    loaded = _validated(merged, file_name if path is not None else f"preset {preset}")
+    return replace(loaded, notices=tuple(_notices(merged, below)))
 
 
 def _notices(merged: _Layer, below: _Layer) -> Iterator[str]:
@@ -146,14 +130,16 @@ def _refuse_data(path: Path) -> None:
     kind = plain.suffix.lower()
     if kind == ".json" and path.is_file():
         try:
-            known = not (tree := read_yaml(path)) or bool(tree.keys() & {*RunConfig.model_fields, *_FILE_KEYS})
+            known = not (tree := yaml_loader.read_yaml(path)) or bool(
+                tree.keys() & {*RunConfig.model_fields, *_FILE_KEYS}
+            )
         except ConfigError:
             known = False
         if known:
             return
     elif kind not in _DATA or not path.is_file():
         return
-    name = printable(str(path))
+    name = yaml_loader.printable(str(path))
     raise ConfigError(
         f"{name} is data, not a config",
         f"to fine-tune on it: chat.source={name}; to train on its text: data.source={name}",
@@ -163,44 +149,42 @@ def _refuse_data(path: Path) -> None:
 def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = (), *, where: str = "checkpoint") -> LoadedConfig:
     """A config kept in a checkpoint with overrides on top; what it holds counts as a preset's, so that a run may move
     to a machine that lacks a switch."""
-    stored = resolve_from_mapping(values, where).model_dump()
-    source = Source("preset", where)
-    layer = {path: _Setting(_at(stored, path), source) for path in field_facts()}
-    merged = _merge([layer, _override_layer(overrides)])
-    written = {path: setting.source.where for path, setting in merged.items()}
-    config = validate(_nested({path: setting.value for path, setting in merged.items()}), written, where)
-    return LoadedConfig(config, _sources(config, merged))
+    stored = _layer_of(resolve_from_mapping(values, where), where)
+    return _validated(_merge([stored, _override_layer(overrides)]), where)
 
 
 def with_hardware(loaded: LoadedConfig, name: str) -> RunConfig:
     """A loaded config as `--hardware` would have made it: what a user wrote stays, and nothing is raised."""
-    source = Source("preset", "config")
-    values = loaded.config.model_dump()
-    below = {path: _Setting(_at(values, path), source) for path in field_facts()}
+    below = _layer_of(loaded.config, "config")
     overlay = _only_lowering(_shipped_layer("hardware", name, "command line"), below)
     free = {path: setting for path, setting in overlay.items() if not loaded.sources[path].by_user}
-    merged = _merge([below, free])
-    return validate(_nested({path: setting.value for path, setting in merged.items()}), {}, f"hardware {name}")
+    return _validated(_merge([below, free]), f"hardware {name}").config
 
 
-def _at(values: Mapping[str, Any], path: str) -> Any:
-    for name in path.split("."):
-        values = values[name]
-    return values
+def _layer_of(config: RunConfig, where: str) -> _Layer:
+    """Every value of a config, as if a preset had given it."""
+    source = Source("preset", where)
+    return {
+        f"{section}.{name}": _Setting(value, source)
+        for section, values in config.model_dump().items()
+        for name, value in values.items()
+    }
 
 
 def resolve_from_mapping(values: Mapping[str, Any], where: str = "stored config") -> RunConfig:
     """The config that a nested mapping from `config.model_dump()` holds, as kept in checkpoints."""
     if not isinstance(values, dict):
-        raise ConfigError(f"{where}: is {shorten(values)}, not a mapping", "it must hold sections such as model, train")
+        raise ConfigError(
+            f"{where}: is {yaml_loader.shorten(values)}, not a mapping", "it must hold sections such as model, train"
+        )
     return validate(values, {}, where)
 
 
 def explain(loaded: LoadedConfig) -> list[ExplainRow]:
     """Every field with its value, where that came from, its sentence and its choices, in the schema's order."""
-    values = loaded.config.model_dump()
+    values = _layer_of(loaded.config, "")
     return [
-        ExplainRow(path, _at(values, path), loaded.sources[path].where, f"{fact.description} {choices(path)}".rstrip())
+        ExplainRow(path, values[path].value, loaded.sources[path].where, f"{fact.description} {choices(path)}".rstrip())
         for path, fact in field_facts().items()
     ]
 
@@ -208,17 +192,8 @@ def explain(loaded: LoadedConfig) -> list[ExplainRow]:
 def show(config: RunConfig) -> str:
     """The whole config as YAML that loads back to an equal config."""
     lines: list[str] = []
-    waiting: list[tuple[int, Iterator[tuple[str, Any]]]] = [(0, iter(config.model_dump().items()))]
-    while waiting:
-        depth, items = waiting[-1]
-        for name, value in items:
-            if isinstance(value, dict) and value:
-                lines.append(f"{'  ' * depth}{name}:")
-                waiting.append((depth + 1, iter(value.items())))
-                break
-            lines.append(f"{'  ' * depth}{name}: {format_value(value)}")
-        else:
-            waiting.pop()
+    for section, values in config.model_dump().items():
+        lines += [f"{section}:", *(f"  {name}: {yaml_loader.format_value(value)}" for name, value in values.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -246,7 +221,7 @@ def _path_of(target: str | Path | None) -> Path | None:
     return None
 
 
-def _named_in_file(tree: Mapping[str, Node], key: ShippedKind, file_name: str) -> tuple[str | None, str]:
+def _named_in_file(tree: Mapping[str, yaml_loader.Node], key: ShippedKind, file_name: str) -> tuple[str | None, str]:
     """The preset or overlay a file names, and where it does so."""
     node = tree.get(key)
     if node is None:
@@ -254,44 +229,42 @@ def _named_in_file(tree: Mapping[str, Node], key: ShippedKind, file_name: str) -
     where = f"{file_name}:{node.line}"
     if node.value is not None and not isinstance(node.value, str):
         raise ConfigError(
-            f"{where}: {key} is {shorten(_plain(node))}, but it must be a name",
+            f"{where}: {key} is {yaml_loader.shorten(node.plain)}, but it must be a name",
             f"the names are {', '.join(shipped_names(key))}",
         )
     return node.value, where
 
 
 def _settings(
-    tree: Mapping[str, Node], kind: SourceKind, where: str, *, extras: tuple[str, ...] = ()
+    tree: Mapping[str, yaml_loader.Node], kind: SourceKind, where: str, *, extras: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, _Setting]]:
     """The leaves of a parsed file as (path, setting). A file's sources carry line numbers, those of presets do not."""
-    waiting: list[tuple[str, Mapping[str, Node], type[BaseModel]]] = [("", tree, RunConfig)]
-    while waiting:
-        prefix, nodes, section = waiting.pop()
-        for name, node in nodes.items():
-            path = prefix + name
-            line = f"{where}:{node.line}"
-            if name not in section.model_fields:
-                if path in field_facts() and "." in name:
-                    parent, _, last = path.rpartition(".")
-                    raise ConfigError(
-                        f"{line}: {path} is written with a dot",
-                        f"dots are for the command line; here, write `{parent}:` and indent `{last}:` below it",
-                    )
+    for section, node in tree.items():
+        line = f"{where}:{node.line}"
+        if section in field_facts():
+            parent, _, last = section.rpartition(".")
+            raise ConfigError(
+                f"{line}: {section} is written with a dot",
+                f"dots are for the command line; here, write `{parent}:` and indent `{last}:` below it",
+            )
+        if section not in section_paths():
+            raise unknown_key(section, line, top_level_extras=extras)
+        fields = {} if node.value is None else node.value  # a section whose lines are all comments is empty, not wrong
+        if not isinstance(fields, dict):
+            first = names_in(section)[0]
+            raise ConfigError(
+                f"{line}: {section} is {yaml_loader.shorten(node.plain)}, but it is a section",
+                f"write `{section}:` alone and its fields, such as `{first}: ...`, below it",
+            )
+        for name, leaf in fields.items():
+            path, line = f"{section}.{name}", f"{where}:{leaf.line}"
+            if path not in field_facts():
                 raise unknown_key(path, line, top_level_extras=extras)
-            inner = section_class(section.model_fields[name].annotation)
-            if inner is None:
-                value = with_whole_numbers(field_facts()[path].annotation, _plain(node))
-                if kind == "file":
-                    yield path, _Setting(value, Source(kind, line), dict(_lines_in(path, node, where)))
-                else:
-                    yield path, _Setting(value, Source(kind, where))
-            elif isinstance(node.value, dict):
-                waiting.append((f"{path}.", node.value, inner))
-            elif node.value is not None:  # a section whose lines are all comments is empty, not wrong
-                raise ConfigError(
-                    f"{line}: {path} is {shorten(_plain(node))}, but it is a section",
-                    f"write `{path}:` alone and its fields, such as `{next(iter(inner.model_fields))}: ...`, below it",
-                )
+            value = with_whole_numbers(field_facts()[path].annotation, leaf.plain)
+            if kind == "file":
+                yield path, _Setting(value, Source(kind, line), dict(_lines_in(path, leaf, where)))
+            else:
+                yield path, _Setting(value, Source(kind, where))
 
 
 def _override_layer(overrides: Sequence[str]) -> _Layer:
@@ -304,7 +277,7 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
             close = [f"{known}=..." for known in nearest_paths(path) if known in field_facts()] if path else []
             example = f"; did you mean {' or '.join(close)}?" if close else ""
             raise ConfigError(
-                f"command line: {shorten(override)} is not of the form section.field=value",
+                f"command line: {yaml_loader.shorten(override)} is not of the form section.field=value",
                 f"write an override like train.steps=100{example}",
             )
         if path == "preset" or path == "hardware":
@@ -316,8 +289,8 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
             raise unknown_key(path, "command line")
         where, fact = f"command line: {path}", field_facts()[path]
         # Elsewhere a bracket is more likely the shell's or a slip, and the refusal of `parse_scalar` says more.
-        as_list = fact.takes_lists and is_collection(text)
-        value = _plain(parse_collection(text, where)) if as_list else parse_scalar(text, where)
+        as_list = item_annotation(fact.annotation) is not None and yaml_loader.is_collection(text)
+        value = yaml_loader.parse_collection(text, where).plain if as_list else yaml_loader.parse_scalar(text, where)
         layer[path] = _Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
 
@@ -333,16 +306,13 @@ def _merge(layers: Sequence[_Layer]) -> _Layer:
             for path in group:
                 if path in merged and path not in layer:
                     merged[path] = _Setting(None, Source(source.kind, f"{source.where} ({given})"))
-        if "model.family" in layer and layer["model.family"].value != _family_of(merged):
+        family = merged["model.family"].value if "model.family" in merged else "gpt"
+        if "model.family" in layer and layer["model.family"].value != family:
             # Another family means its own norm, positions and so on, not those a preset chose for the first one.
-            for name in FAMILY_DEFAULTS["gpt"]:
+            for name in GPT2:
                 merged.pop(f"model.{name}", None)
         merged.update(layer)
     return merged
-
-
-def _family_of(merged: _Layer) -> Any:
-    return merged["model.family"].value if "model.family" in merged else "gpt"
 
 
 def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:
@@ -356,45 +326,25 @@ def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:
     return {path: setting for path, setting in overlay.items() if not raises(path)}
 
 
-def _sources(config: RunConfig, merged: _Layer) -> dict[str, Source]:
-    family = config.model.family
-    by_family = {f"model.{name}" for name in FAMILY_DEFAULTS.get(family, {})}
-    sources: dict[str, Source] = {}
-    for path in field_facts():
-        if path in merged:
-            sources[path] = merged[path].source
-        elif path in by_family:
-            sources[path] = Source("family", f"family {family}")
-        else:
-            sources[path] = DEFAULT
-    return sources
+def _validated(merged: _Layer, fallback: str) -> LoadedConfig:
+    """The config that a layer makes; `fallback` is named in errors about what nobody wrote."""
+    # Every section is there, so that its own checks run instead of `missing`.
+    nested: dict[str, dict[str, Any]] = {section: {} for section in section_paths()}
+    written: dict[str, str] = {}
+    for path, setting in merged.items():
+        section, _, name = path.partition(".")
+        nested[section][name] = setting.value
+        if setting.source.kind != "default":
+            written |= {path: setting.source.where, **setting.lines}
+    config = validate(nested, written, fallback)
+    family = Source("family", f"family {config.model.family}")
+    sources = dict.fromkeys(field_facts(), DEFAULT) | {f"model.{name}": family for name in GPT2}
+    return LoadedConfig(config, sources | {path: setting.source for path, setting in merged.items()})
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted paths as nested mappings. Every section is present, so that its own checks run instead of `missing`."""
-    nested: dict[str, Any] = {}
-    for path in [*(f"{section}." for section in section_paths()), *values]:
-        *parents, name = path.split(".")
-        inner = nested
-        for parent in parents:
-            inner = inner.setdefault(parent, {})
-        if name:
-            inner[name] = values[path]
-    return nested
-
-
-def _plain(node: Node) -> Any:
-    """A node without its line numbers. The loader's limit on depth bounds the recursion."""
-    if isinstance(node.value, list):
-        return [_plain(item) for item in node.value]
-    if isinstance(node.value, dict):
-        return {key: _plain(item) for key, item in node.value.items()}
-    return node.value
-
-
-def _lines_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
+def _lines_in(path: str, node: yaml_loader.Node, where: str) -> Iterator[tuple[str, str]]:
     """By path, the line of everything inside a node."""
-    inner: list[tuple[str, Node]] = []
+    inner: list[tuple[str, yaml_loader.Node]] = []
     if isinstance(node.value, list):
         inner = [(f"{path}[{number}]", item) for number, item in enumerate(node.value)]
     elif isinstance(node.value, dict):
@@ -405,5 +355,5 @@ def _lines_in(path: str, node: Node, where: str) -> Iterator[tuple[str, str]]:
 
 
 def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:
-    tree = read_yaml(shipped_path(kind, name, where))
+    tree = yaml_loader.read_yaml(shipped_path(kind, name, where))
     return dict(_settings(tree, kind, f"{kind} {name}"))

@@ -8,153 +8,106 @@ from pydantic import Field, model_validator
 from flatout.config.section import Conflict, Section, multiple_near
 from flatout.config.yaml_loader import format_value
 
-# What `model.family` decides when a field is not written. The fields of gpt2 are fixed: with other values it would
-# not be GPT-2, and its weights could not be exchanged with other libraries.
-FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gpt": {
-        "norm": "rmsnorm",
-        "positions": "rope",
-        "mlp": "swiglu",
-        "bias": False,
-        "qk_norm": True,
-        "residual_scale": None,
-        "logit_cap": None,
-        "tied": True,
-        "kv_heads": None,
-        "head_size": None,
-        "mlp_width": None,
-        "qkv_bias": None,
-        "norm_eps": 1e-5,
-        "rope_scaling": None,
-    },
-    "gpt2": {
-        "norm": "layernorm",
-        "positions": "learned",
-        "mlp": "gelu",
-        "bias": True,
-        "qk_norm": False,
-        "residual_scale": None,
-        "logit_cap": None,
-        "tied": True,
-        "kv_heads": None,
-        "head_size": None,
-        "mlp_width": None,
-        "qkv_bias": None,
-        "norm_eps": 1e-5,
-        "rope_scaling": None,
-    },
+# What `model.family` decides when a field is not written: this for gpt2, the defaults of the schema for gpt. The fields
+# of gpt2 are fixed: with other values it would not be GPT-2, and other libraries could not take its weights.
+GPT2: dict[str, Any] = {
+    "norm": "layernorm",
+    "positions": "learned",
+    "mlp": "gelu",
+    "bias": True,
+    "qk_norm": False,
+    "residual_scale": None,
+    "logit_cap": None,
+    "tied": True,
+    "kv_heads": None,
+    "head_size": None,
+    "mlp_width": None,
+    "qkv_bias": None,
+    "norm_eps": 1e-5,
+    "rope_scaling": None,
 }
 
 
 class ModelConfig(Section):
-    family: Literal["gpt", "gpt2"] = Field(
-        default="gpt", description="`gpt2` is exactly GPT-2; `gpt` is the modern decoder."
-    )
-    layers: Annotated[int, Field(ge=1, le=1000)] = Field(default=6, description="Number of transformer blocks.")
-    width: Annotated[int, Field(ge=1, le=65536)] = Field(default=384, description="Size of the residual stream.")
-    heads: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=6, description="Query heads per block; must divide width unless head_size is given."
-    )
-    kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None,
-        description="Key and value heads per block, fewer than heads for grouped-query attention; null means heads.",
-    )
-    head_size: Annotated[int, Field(ge=1, le=4096)] | None = Field(
-        default=None, description="Size of each head; null means width over heads."
-    )
-    pattern: Annotated[str, Field(pattern=r"^[AEW]{1,1000}$")] = Field(
-        default="A",
-        description="Kinds of blocks, a letter each, over and over: A full attention, W a sliding window, E states.",
-    )
-    window: Annotated[int, Field(ge=1, le=2**24)] = Field(
-        default=1024, description="Tokens that attention of a W block reaches, the token itself included."
-    )
-    states: Annotated[int, Field(ge=1, le=65536)] = Field(
-        default=128, description="Complex states of an E block, each with a decay and a frequency of its own."
-    )
-    state_heads: Annotated[int, Field(ge=1, le=65536)] = Field(
-        default=8, description="Groups of an E block's states that share a resonance matrix and a modulation."
-    )
-    resonance: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        default=0.0, description="How much states of a head are mixed with each other as they are read; 0 not at all."
-    )
-    modulation: Annotated[float, Field(ge=0.0, le=10.0)] = Field(
-        default=0.0, description="How far the input moves the logarithm of a head's rates of decay; 0 fixes them."
-    )
-    convolution: Annotated[int, Field(ge=0, le=256)] = Field(
-        default=0, description="Positions of a causal filter before the states, the token's own included; 0 is none."
-    )
-    scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(
-        default=[],
-        description="Means over so many last tokens, as [1, 4], each for an equal share of the states; [] is none.",
-    )
-    energy: Annotated[float, Field(ge=0.0, le=1000.0)] = Field(
-        default=0.0, description="Weight of the mean squared size of all eigenvalues in the training loss."
-    )
-    context: Annotated[int, Field(ge=1, le=2**24)] = Field(default=256, description="Tokens the model sees at once.")
-    vocab: Annotated[int, Field(ge=1, le=2**24)] | None = Field(
-        default=None, description="Number of token ids; null takes the tokenizer's."
-    )
-    norm: Literal["rmsnorm", "layernorm"] = Field(
-        default="rmsnorm", description="Normalisation before attention and MLP."
-    )
-    norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        default=1e-5, description="What norms add to the mean square or variance before the root."
-    )
-    positions: Literal["rope", "learned"] = Field(
-        default="rope", description="How the model knows where a token stands."
-    )
-    rope_base: Annotated[float, Field(gt=1.0)] = Field(default=10000.0, description="Base of the rotary frequencies.")
-    rope_scaling: Literal["linear", "llama3"] | None = Field(
-        default=None,
-        description="Rotary frequencies stretched for a longer context: all alike, or only the slow ones as Llama 3.1.",
-    )
-    rope_factor: Annotated[float, Field(ge=1.0, le=1e6)] = Field(
-        default=8.0, description="By how much rope_scaling slows rotary frequencies down."
-    )
-    rope_low: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
-        default=1.0, description="llama3 slows frequencies of fewer turns in rope_original_context by the whole factor."
-    )
-    rope_high: Annotated[float, Field(gt=0.0, le=1e6)] = Field(
-        default=4.0, description="llama3 leaves frequencies of more turns in rope_original_context as they are."
-    )
-    rope_original_context: Annotated[int, Field(ge=1, le=2**24)] = Field(
-        default=8192, description="Context that llama3's model had before it was stretched."
-    )
-    mlp: Literal["swiglu", "relu2", "gelu"] = Field(
-        default="swiglu", description="Feed-forward kind; gelu is the tanh form."
-    )
-    mlp_width: Annotated[int, Field(ge=1, le=2**20)] | None = Field(
-        default=None,
-        description="Hidden size of the MLP; null means 4 times width, two thirds of that for swiglu's three matrices.",
-    )
-    bias: bool = Field(default=False, description="Bias vectors in linear layers and LayerNorm.")
-    qkv_bias: bool | None = Field(
-        default=None, description="Bias of the projection to queries, keys and values; null follows bias."
-    )
-    qk_norm: bool = Field(default=True, description="RMS-normalise queries and keys per head before the product.")
-    residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = Field(
-        default=None, description="Initial value of learned scales on both residual branches; null has no scales."
-    )
-    logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
-        default=None, description="Bends logits to stay below this: cap·tanh(logits / cap); null leaves them alone."
-    )
-    tied: bool = Field(default=True, description="Share one matrix between token embedding and output head.")
-    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.0, description="Dropout share in training.")
-    init_from: str | None = Field(
-        default=None,
-        description="What to start from: a run of ours, or a model's folder or hub name (GPT-2; to fine-tune any).",
-    )
-    ignore_auto_map: bool = Field(
-        default=False,
-        description="Take a model whose files name code of its own (auto_map) without that code, which is never run.",
-    )
+    family: Literal["gpt", "gpt2"] = "gpt"
+    """`gpt2` is exactly GPT-2; `gpt` is the modern decoder."""
+    layers: Annotated[int, Field(ge=1, le=1000)] = 6
+    """Number of transformer blocks."""
+    width: Annotated[int, Field(ge=1, le=65536)] = 384
+    """Size of the residual stream."""
+    heads: Annotated[int, Field(ge=1, le=1024)] = 6
+    """Query heads per block; must divide width unless head_size is given."""
+    kv_heads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Key and value heads per block, fewer than heads for grouped-query attention; null means heads."""
+    head_size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Size of each head; null means width over heads."""
+    pattern: Annotated[str, Field(pattern=r"^[AEW]{1,1000}$")] = "A"
+    """Kinds of blocks, a letter each, over and over: A full attention, W a sliding window, E states."""
+    window: Annotated[int, Field(ge=1, le=2**24)] = 1024
+    """Tokens that attention of a W block reaches, the token itself included."""
+    states: Annotated[int, Field(ge=1, le=65536)] = 128
+    """Complex states of an E block, each with a decay and a frequency of its own."""
+    state_heads: Annotated[int, Field(ge=1, le=65536)] = 8
+    """Groups of an E block's states that share a resonance matrix and a modulation."""
+    resonance: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """How much states of a head are mixed with each other as they are read; 0 not at all."""
+    modulation: Annotated[float, Field(ge=0.0, le=10.0)] = 0.0
+    """How far the input moves the logarithm of a head's rates of decay; 0 fixes them."""
+    convolution: Annotated[int, Field(ge=0, le=256)] = 0
+    """Positions of a causal filter before the states, the token's own included; 0 is none."""
+    scales: list[Annotated[int, Field(ge=1, le=1024)]] = Field(default=[])
+    """Means over so many last tokens, as [1, 4], each for an equal share of the states; [] is none."""
+    energy: Annotated[float, Field(ge=0.0, le=1000.0)] = 0.0
+    """Weight of the mean squared size of all eigenvalues in the training loss."""
+    context: Annotated[int, Field(ge=1, le=2**24)] = 256
+    """Tokens the model sees at once."""
+    vocab: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    """Number of token ids; null takes the tokenizer's."""
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Normalisation before attention and MLP."""
+    norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-5
+    """What norms add to the mean square or variance before the root."""
+    positions: Literal["rope", "learned"] = "rope"
+    """How the model knows where a token stands."""
+    rope_base: Annotated[float, Field(gt=1.0)] = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: Literal["linear", "llama3"] | None = None
+    """Rotary frequencies stretched for a longer context: all alike, or only the slow ones as Llama 3.1."""
+    rope_factor: Annotated[float, Field(ge=1.0, le=1e6)] = 8.0
+    """By how much rope_scaling slows rotary frequencies down."""
+    rope_low: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
+    """llama3 slows frequencies of fewer turns in rope_original_context by the whole factor."""
+    rope_high: Annotated[float, Field(gt=0.0, le=1e6)] = 4.0
+    """llama3 leaves frequencies of more turns in rope_original_context as they are."""
+    rope_original_context: Annotated[int, Field(ge=1, le=2**24)] = 8192
+    """Context that llama3's model had before it was stretched."""
+    mlp: Literal["swiglu", "relu2", "gelu"] = "swiglu"
+    """Feed-forward kind; gelu is the tanh form."""
+    mlp_width: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    """Hidden size of the MLP; null means 4 times width, two thirds of that for swiglu's three matrices."""
+    bias: bool = False
+    """Bias vectors in linear layers and LayerNorm."""
+    qkv_bias: bool | None = None
+    """Bias of the projection to queries, keys and values; null follows bias."""
+    qk_norm: bool = True
+    """RMS-normalise queries and keys per head before the product."""
+    residual_scale: Annotated[float, Field(gt=0.0, le=10.0)] | None = None
+    """Initial value of learned scales on both residual branches; null has no scales."""
+    logit_cap: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Bends logits to stay below this: cap·tanh(logits / cap); null leaves them alone."""
+    tied: bool = True
+    """Share one matrix between token embedding and output head."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout share in training."""
+    init_from: str | None = None
+    """What to start from: a run of ours, or a model's folder or hub name (GPT-2; to fine-tune any)."""
+    ignore_auto_map: bool = False
+    """Take a model whose files name code of its own (auto_map) without that code, which is never run."""
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_family(cls, values: Any) -> Any:
-        family = values.get("family", "gpt") if isinstance(values, dict) else None
-        return {**FAMILY_DEFAULTS[family], **values} if family in ("gpt", "gpt2") else values
+        return {**GPT2, **values} if isinstance(values, dict) and values.get("family") == "gpt2" else values
 
     @property
     def kinds(self) -> str:
@@ -239,7 +192,7 @@ class ModelConfig(Section):
                 "set model.rope_low lower or model.rope_high higher; Llama 3.1 has 1.0 and 4.0",
             )
         if self.family == "gpt2":
-            for name, fixed in FAMILY_DEFAULTS["gpt2"].items():
+            for name, fixed in GPT2.items():
                 if getattr(self, name) != fixed:
                     raise Conflict(
                         f"family gpt2 fixes {name} to {format_value(fixed)}, not {format_value(getattr(self, name))}",

@@ -8,34 +8,45 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.data_sections import CleanConfig, DataConfig
-from flatout.config.fine_tuning_sections import ChatConfig, LoraConfig
+from flatout.config.data_sections import ChatConfig, CleanConfig, DataConfig
 from flatout.config.model_section import ModelConfig
 from flatout.config.section import Conflict, Section, multiple_near
 from flatout.config.speed_section import SpeedConfig
-from flatout.config.training_sections import CheckpointConfig, EvalConfig, OptimConfig, OutputConfig, TrainConfig
+from flatout.config.training_sections import (
+    CheckpointConfig,
+    EvalConfig,
+    LoraConfig,
+    OptimConfig,
+    OutputConfig,
+    TrainConfig,
+)
 
 
 class RunConfig(Section):
     """The whole of a run. `flatout config explain` prints it with the source of each value."""
 
-    model: ModelConfig = Field(default_factory=lambda: ModelConfig(), description="The network.")
-    data: DataConfig = Field(default_factory=lambda: DataConfig(), description="The text and its tokens.")
-    clean: CleanConfig = Field(default_factory=lambda: CleanConfig(), description="What is dropped of the text.")
-    chat: ChatConfig = Field(default_factory=lambda: ChatConfig(), description="What a model is fine-tuned on.")
-    lora: LoraConfig = Field(default_factory=lambda: LoraConfig(), description="Adapters on a frozen model.")
-    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(), description="The optimizer and its schedule.")
-    train: TrainConfig = Field(description="Length, batch and seed of the run.")
-    speed: SpeedConfig = Field(
-        default_factory=lambda: SpeedConfig(), description="Switches that may not change what is learned."
-    )
-    eval: EvalConfig = Field(
-        default_factory=lambda: EvalConfig(), description="Validation, early stopping and samples."
-    )
-    checkpoint: CheckpointConfig = Field(
-        default_factory=lambda: CheckpointConfig(), description="What is saved and when."
-    )
-    output: OutputConfig = Field(default_factory=lambda: OutputConfig(), description="Where the run writes.")
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    """The network."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """The text and its tokens."""
+    clean: CleanConfig = Field(default_factory=CleanConfig)
+    """What is dropped of the text."""
+    chat: ChatConfig = Field(default_factory=ChatConfig)
+    """What a model is fine-tuned on."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    """Adapters on a frozen model."""
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    """The optimizer and its schedule."""
+    train: TrainConfig
+    """Length, batch and seed of the run."""
+    speed: SpeedConfig = Field(default_factory=SpeedConfig)
+    """Switches that may not change what is learned."""
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+    """Validation, early stopping and samples."""
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    """What is saved and when."""
+    output: OutputConfig = Field(default_factory=OutputConfig)
+    """Where the run writes."""
 
     @property
     def documents_apart(self) -> bool:
@@ -118,18 +129,14 @@ class RunConfig(Section):
         return self
 
 
-def _sequences(config: RunConfig) -> int:
-    """Rows of a step: those of the batch, or as many as it has samples at most."""
-    chat = config.chat
-    return chat.batch_samples if chat.source is not None else config.train.batch_tokens // config.model.context
-
-
 def micro_batch_of(config: RunConfig) -> tuple[int, int]:
     """(sequences per micro-batch, micro-batches per step).
 
     The global batch never changes: a `micro_batch` that does not divide it is lowered to the next divisor.
     """
-    sequences = _sequences(config)
+    # Rows of a step: those of the batch, or as many as it has samples at most.
+    chat = config.chat
+    sequences = chat.batch_samples if chat.source is not None else config.train.batch_tokens // config.model.context
     if config.speed.accumulation is not None:
         return sequences // config.speed.accumulation, config.speed.accumulation
     most = min(config.speed.micro_batch or sequences, sequences)

@@ -22,7 +22,9 @@ class Conflict(ValueError):
 class Section(BaseModel):
     """A strict, frozen group of fields: no unknown keys, no silent conversions, no NaN."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def multiple_near(number: int, of: int) -> int:

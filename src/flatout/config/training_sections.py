@@ -1,4 +1,4 @@
-"""`optim`, `train`, `eval`, `checkpoint` and `output`: how a run learns, is judged, saved and shown."""
+"""`lora`, `optim`, `train`, `eval`, `checkpoint` and `output`: how a run learns, is judged, saved and shown."""
 
 from typing import Annotated, Literal, Self
 
@@ -7,53 +7,69 @@ from pydantic import Field, model_validator
 from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share
 
 
+class LoraConfig(Section):
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Rank of the adapters that are trained beside frozen weights; 0 trains the weights."""
+    alpha: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Adapters count alpha / rank times; null is twice the rank."""
+    targets: list[Name] = Field(default=["all-linear"])
+    """Projections with an adapter, such as [q_proj, v_proj]; all-linear is all."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Dropout share on what adapters read, in training."""
+    rank_stabilised: bool = False
+    """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    dora: bool = False
+    """Learn the length of every row of a weight apart from its direction."""
+    init_from: Name | None = None
+    """Adapter to go on from: a folder that PEFT wrote, or a run of ours; null begins anew."""
+    quantize: Literal["none", "nf4"] = "none"
+    """Hold the frozen linear layers in 4 bits (QLoRA); needs bitsandbytes: less memory, slower steps."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.quantize != "none" and self.rank == 0:
+            raise Conflict("weights in 4 bits cannot be trained, only adapters beside them", "set rank, such as 16")
+        return self
+
+
 class OptimConfig(Section):
-    learning_rate: Annotated[float, Field(gt=0.0, le=100.0)] = Field(default=1e-3, description="Peak learning rate.")
-    schedule: Literal["cosine", "linear", "wsd", "one-cycle", "constant"] = Field(
-        default="cosine", description="Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."
-    )
-    warmup_steps: Natural = Field(
-        default=100, description="Updates over which the rate rises to its peak; 0 starts at the peak."
-    )
-    min_ratio: Share = Field(default=0.1, description="Final learning rate as a share of the peak.")
-    decay_fraction: Share = Field(default=0.2, description="Share of the run that wsd spends decaying at its end.")
-    weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = Field(
-        default=0.1, description="Decoupled weight decay, on matrices only: never on biases, norms or scales."
-    )
-    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(default=0.9, description="AdamW's memory of the gradient.")
-    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        default=0.95, description="AdamW's memory of the squared gradient."
-    )
-    eps: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
-        default=1e-8, description="AdamW's guard against division by zero."
-    )
-    clip: Annotated[float, Field(ge=0.0)] = Field(
-        default=1.0, description="Largest gradient norm, larger ones are scaled down; 0 never clips."
-    )
+    learning_rate: Annotated[float, Field(gt=0.0, le=100.0)] = 1e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "wsd", "one-cycle", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."""
+    warmup_steps: Natural = 100
+    """Updates over which the rate rises to its peak; 0 starts at the peak."""
+    min_ratio: Share = 0.1
+    """Final learning rate as a share of the peak."""
+    decay_fraction: Share = 0.2
+    """Share of the run that wsd spends decaying at its end."""
+    weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.1
+    """Decoupled weight decay, on matrices only: never on biases, norms or scales."""
+    beta1: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.9
+    """AdamW's memory of the gradient."""
+    beta2: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.95
+    """AdamW's memory of the squared gradient."""
+    eps: Annotated[float, Field(gt=0.0, le=1.0)] = 1e-8
+    """AdamW's guard against division by zero."""
+    clip: Annotated[float, Field(ge=0.0)] = 1.0
+    """Largest gradient norm, larger ones are scaled down; 0 never clips."""
 
 
 class TrainConfig(Section):
-    steps: Positive | None = Field(
-        default=None, description="Length of the run in optimizer steps; give one of steps, epochs, tokens."
-    )
-    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = Field(
-        default=None, description="Length of the run in passes over the windows."
-    )
-    tokens: Positive | None = Field(
-        default=None, description="Length of the run in training tokens, rounded up to whole steps."
-    )
-    batch_tokens: Positive = Field(
-        default=16384, description="Tokens per optimizer step over all micro-batches and devices."
-    )
-    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = Field(
-        default=0.0, description="Label smoothing in training; evaluation never smooths."
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
-        default=1337, description="Seed of initial weights, data order and dropout."
-    )
-    deterministic: bool = Field(
-        default=False, description="Use only kernels whose result repeats bit for bit, at some cost in speed."
-    )
+    steps: Positive | None = None
+    """Length of the run in optimizer steps; give one of steps, epochs, tokens."""
+    epochs: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Length of the run in passes over the windows."""
+    tokens: Positive | None = None
+    """Length of the run in training tokens, rounded up to whole steps."""
+    batch_tokens: Positive = 16384
+    """Tokens per optimizer step over all micro-batches and devices."""
+    label_smoothing: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Label smoothing in training; evaluation never smooths."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
+    """Seed of initial weights, data order and dropout."""
+    deterministic: bool = False
+    """Use only kernels whose result repeats bit for bit, at some cost in speed."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -67,41 +83,41 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    every: Natural = Field(default=250, description="Steps between evaluations; 0 evaluates only at the end.")
-    epoch_end: bool = Field(default=False, description="Evaluate at the end of every epoch as well.")
-    tokens: Positive | None = Field(
-        default=None, description="Validation tokens to use, from the start; null uses all."
-    )
-    patience: Natural = Field(
-        default=0, description="Stop after this many evaluations without improvement; 0 never stops early."
-    )
-    min_delta: Annotated[float, Field(ge=0.0)] = Field(
-        default=0.0, description="Smallest fall in loss that counts as improvement."
-    )
-    sample_every: Natural = Field(default=0, description="Steps between printed samples; 0 samples only at the end.")
-    sample_tokens: Natural = Field(default=200, description="Length of each sample in tokens; 0 never samples.")
-    sample_prompt: str = Field(default="\n", description="Text the samples continue.")
+    every: Natural = 250
+    """Steps between evaluations; 0 evaluates only at the end."""
+    epoch_end: bool = False
+    """Evaluate at the end of every epoch as well."""
+    tokens: Positive | None = None
+    """Validation tokens to use, from the start; null uses all."""
+    patience: Natural = 0
+    """Stop after this many evaluations without improvement; 0 never stops early."""
+    min_delta: Annotated[float, Field(ge=0.0)] = 0.0
+    """Smallest fall in loss that counts as improvement."""
+    sample_every: Natural = 0
+    """Steps between printed samples; 0 samples only at the end."""
+    sample_tokens: Natural = 200
+    """Length of each sample in tokens; 0 never samples."""
+    sample_prompt: str = "\n"
+    """Text the samples continue."""
 
 
 class CheckpointConfig(Section):
-    every: Natural = Field(
-        default=500, description="Steps between checkpoints; 0 saves only at the end and when interrupted."
-    )
-    keep: Annotated[int, Field(ge=1, le=10000)] = Field(default=2, description="Newest checkpoints to keep.")
-    best: bool = Field(default=True, description="Also keep the checkpoint with the lowest validation loss.")
+    every: Natural = 500
+    """Steps between checkpoints; 0 saves only at the end and when interrupted."""
+    keep: Annotated[int, Field(ge=1, le=10000)] = 2
+    """Newest checkpoints to keep."""
+    best: bool = True
+    """Also keep the checkpoint with the lowest validation loss."""
 
 
 class OutputConfig(Section):
-    folder: Name | None = Field(
-        default=None, description="Run folder; null means runs/NAME, numbered when that is taken."
-    )
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
-        default="run", description="Name of the run, for its folder."
-    )
-    log_every: Positive = Field(
-        default=10, description="Steps between lines on the terminal; metrics.jsonl gets every step."
-    )
-    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(
-        default=[], description="Where records go besides metrics.jsonl; each needs its package."
-    )
-    plots: bool = Field(default=True, description="Draw plots/*.png in the run folder when `flatout train` ends.")
+    folder: Name | None = None
+    """Run folder; null means runs/NAME, numbered when that is taken."""
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = "run"
+    """Name of the run, for its folder."""
+    log_every: Positive = 10
+    """Steps between lines on the terminal; metrics.jsonl gets every step."""
+    trackers: list[Literal["tensorboard", "trackio", "wandb"]] = Field(default=[])
+    """Where records go besides metrics.jsonl; each needs its package."""
+    plots: bool = True
+    """Draw plots/*.png in the run folder when `flatout train` ends."""

@@ -6,18 +6,14 @@ for nothing, so the config.yaml of a run, which holds every field, can be used a
 
 from collections.abc import Iterator
 
+from flatout.config.facts import names_in
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
 from flatout.config.yaml_loader import format_value
 from flatout.errors import ConfigError
 
-# Of these sections a fine-tuning run reads nothing but what is listed.
-_READ = {"data": ("folder",), "clean": ()}
-_ALONE = {
-    "train.batch_tokens": "chat.batch_samples is the size of a step",
-    "eval.sample_prompt": "samples answer the first held-out conversation",
-}
+# What a fine-tuning run reads in the place of a field that it does not.
 _INSTEAD = {
     "data.source": "chat.source names the conversations",
     "data.val_source": "chat.val_source names those to evaluate on",
@@ -26,6 +22,8 @@ _INSTEAD = {
     "data.format": "chat.format says how a row is read",
     "data.field": "chat.fields names columns",
     "data.packing": "chat.packing says whether samples share rows",
+    "train.batch_tokens": "chat.batch_samples is the size of a step",
+    "eval.sample_prompt": "samples answer the first held-out conversation",
 }
 
 
@@ -57,22 +55,15 @@ def check_used(loaded: LoadedConfig) -> None:
 def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """(path, why it is not read, what to do) of every field that this config's run does not look at."""
     if config.chat.source is None:
-        for name in type(config.chat).model_fields:
-            if name != "source":
-                yield f"chat.{name}", "there is no chat.source", f"set chat.source, or leave chat.{name} out"
+        for path in _fields("chat", but="source"):
+            yield path, "there is no chat.source", f"set chat.source, or leave {path} out"
     else:
-        why = "fine-tuning on chat.source does not use it"
-        for section, read in _READ.items():
-            for name in type(getattr(config, section)).model_fields:
-                path = f"{section}.{name}"
-                if name not in read:
-                    instead = _INSTEAD.get(path)
-                    yield path, why, f"leave {path} out{f': {instead}' if instead else ''}"
-        for path, instead in _ALONE.items():
-            yield path, why, f"leave {path} out: {instead}"
+        for path in dict.fromkeys([*_fields("data", but="folder"), *_fields("clean"), *_INSTEAD]):
+            instead = f": {_INSTEAD[path]}" if path in _INSTEAD else ""
+            yield path, "fine-tuning on chat.source does not use it", f"leave {path} out{instead}"
     if config.model.init_from is None:
         yield "model.ignore_auto_map", "there is no model.init_from", "leave model.ignore_auto_map out"
-    if config.model.init_from is None:  # else the model's own shape is what counts, and it is read later
+        # Of a model from elsewhere its own shape is what counts, and it is read later.
         for path, letters in _OF_BLOCKS.items():
             if not set(letters) & set(config.model.kinds):
                 told = " or ".join(letters)
@@ -82,13 +73,12 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
     if not config.lora.rank:
-        for name in type(config.lora).model_fields:
-            if name != "rank":
-                yield (
-                    f"lora.{name}",
-                    "lora.rank is 0, which trains all weights",
-                    f"set lora.rank=16, or leave lora.{name} out",
-                )
+        for path in _fields("lora", but="rank"):
+            yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"
+
+
+def _fields(section: str, but: str = "") -> list[str]:
+    return [f"{section}.{name}" for name in names_in(section) if name != but]
 
 
 _CALLED = {"A": "full attention (A)", "W": "windows (W)", "E": "eigenstates (E)"}
@@ -120,6 +110,3 @@ def _is_default(config: RunConfig, path: str) -> bool:
     section, _, name = path.partition(".")
     values = getattr(config, section)
     return format_value(getattr(values, name)) == format_value(type(values).model_fields[name].default)
-
-
-__all__ = ["check_used", "cut_pattern", "wide_window"]

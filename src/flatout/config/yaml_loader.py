@@ -1,7 +1,7 @@
 """Strict YAML: text in, values with line numbers out, and `ConfigError` for everything else.
 
 The idea: PyYAML is used for its event parser only, which never recurses and never constructs an object. The tree is
-composed here, with a stack, so that depth, duplicates, tags, anchors and key types are checked as they appear.
+composed here, so that depth, duplicates, tags, anchors and key types are checked as they appear.
 Scalars follow the YAML 1.2 core rules, so `1e-4` is a number and `on`, `no`, `2024-01-01` and `12:30` are text.
 
 The contract: whatever the bytes are, the result is a mapping of text keys to `Node`s or a `ConfigError` whose message
@@ -9,13 +9,14 @@ begins with `file:line:`. The trap: PyYAML also breaks lines at U+0085, U+2028 a
 numbers out of step with an editor's; these characters are refused together with the control characters.
 """
 
+import itertools
 import math
 import re
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, final
 
 import yaml
 
@@ -36,15 +37,14 @@ class Node:
     value: "Scalar | list[Node] | dict[str, Node]"
     line: int
 
-
-@dataclass
-class _Open:
-    """A collection whose end has not been seen. `key` is set between a key and its value."""
-
-    items: "list[Node] | dict[str, Node]"
-    line: int
-    key: str | None = None
-    key_line: int = 0
+    @property
+    def plain(self) -> Any:
+        """The value without line numbers. The limit on depth bounds the recursion."""
+        if isinstance(self.value, list):
+            return [item.plain for item in self.value]
+        if isinstance(self.value, dict):
+            return {key: item.plain for key, item in self.value.items()}
+        return self.value
 
 
 _CONTROL_IN_VALUE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -58,7 +58,6 @@ _WORDS: dict[str, Scalar] = {
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
 }
-_ESCAPES = {"\n": "\\n", "\t": "\\t", "\r": "\\r", '"': '\\"', "\\": "\\\\"}
 
 
 def read_yaml(path: Path) -> dict[str, Node]:
@@ -107,7 +106,7 @@ def parse_yaml(data: bytes, name: str) -> dict[str, Node]:
             f"contains the control character {control.group()!a}",
             'remove it; in double quotes it can be written as an escape such as "\\n"',
         )
-    root = _compose(text, name)
+    root = _Composer(text, name).root()
     if root is None or root.value is None:
         return {}
     if not isinstance(root.value, dict):
@@ -130,7 +129,7 @@ def parse_scalar(text: str, where: str) -> Scalar:
     if not text:
         raise ConfigError(f"{where}: no value after =", 'write null for no value, or "" for empty text')
     if text[0] in "\"'":
-        root = _compose(text, where, one_line=True)
+        root = _Composer(text, where, one_line=True).root()
         if root is None or not isinstance(root.value, str):
             raise ConfigError(f"{where}: {shorten(text)} is not one quoted text", "close the quote at the very end")
         return root.value
@@ -150,7 +149,7 @@ def is_collection(text: str) -> bool:
 def parse_collection(text: str, where: str) -> Node:
     """The list or mapping that one command-line argument holds, by the rules of a file."""
     text = _one_line(text, where)
-    root = _compose(text, where, one_line=True)
+    root = _Composer(text, where, one_line=True).root()
     if root is None or not isinstance(root.value, list | dict) or text[-1] not in "]}":
         closing = "]" if text.startswith("[") else "}"
         raise ConfigError(f"{where}: {shorten(text)} goes on after its end", f"end it with its own {closing}")
@@ -198,7 +197,7 @@ def format_value(value: object) -> str:
     text = str(value)
     if _PLAIN.fullmatch(text) and text not in _WORDS:
         return text
-    return '"' + "".join(_escape(character) for character in text) + '"'
+    return '"' + printable(text.replace("\\", "\\\\").replace('"', '\\"')) + '"'
 
 
 def printable(text: str) -> str:
@@ -235,40 +234,79 @@ def _one_line(text: str, where: str) -> str:
     return text
 
 
-def _compose(text: str, name: str, *, one_line: bool = False) -> Node | None:
-    """The tree of the only document, built with a stack. `one_line` leaves line numbers out of errors."""
-    root: Node | None = None
-    stack: list[_Open] = []
-    nodes = documents = 0
-    for event in _events(text, name, one_line):
-        line = 0 if one_line else event.start_mark.line + 1
-        if isinstance(event, yaml.DocumentStartEvent):
-            documents += 1
-            if documents > 1:
-                _fail(name, line, "a second document begins here", "keep one document; remove this `---`")
-            continue
-        if isinstance(event, yaml.SequenceEndEvent | yaml.MappingEndEvent):
-            done = stack.pop()
-            root = _attach(stack, Node(done.items, done.line), name, root)
-            continue
-        if not isinstance(event, yaml.NodeEvent):
-            continue
-        nodes += 1
-        if nodes > MAX_NODES:
-            _fail(name, line, f"holds more than {MAX_NODES} values", "a config file holds a few dozen values")
+@final
+class _Composer:
+    """The tree of the only document, from PyYAML's events. `one_line` leaves line numbers out of errors."""
+
+    def __init__(self, text: str, name: str, *, one_line: bool = False) -> None:
+        self._name = name
+        self._one_line = one_line
+        self._events = _events(text, name, one_line)
+        self._nodes = 0
+
+    def root(self) -> Node | None:
+        root = None
+        for event in self._events:
+            if isinstance(event, yaml.DocumentStartEvent) and root is not None:
+                self._fail(self._line(event), "a second document begins here", "keep one document; remove this `---`")
+            if isinstance(event, yaml.NodeEvent):
+                root = self._node(event, 0)
+        return root
+
+    def _node(self, event: yaml.Event, depth: int, *, is_key: bool = False) -> Node:
+        assert isinstance(event, yaml.NodeEvent)
+        line = self._line(event)
+        self._nodes += 1
+        if self._nodes > MAX_NODES:
+            self._fail(line, f"holds more than {MAX_NODES} values", "a config file holds a few dozen values")
         if event.anchor is not None:
             mark = "*" if isinstance(event, yaml.AliasEvent) else "&"
-            _fail(name, line, f"{shorten(mark + event.anchor)}: anchors and aliases are not used here", "write it out")
+            self._fail(line, f"{shorten(mark + event.anchor)}: anchors and aliases are not used here", "write it out")
+        assert isinstance(event, yaml.ScalarEvent | yaml.CollectionStartEvent)
+        if event.tag is not None:
+            self._fail(
+                line, f"the tag {shorten(event.tag)} is not used here", "remove it; a value's form says its type"
+            )
         if isinstance(event, yaml.ScalarEvent):
-            root = _attach(stack, _scalar(event, name, line), name, root)
-        elif isinstance(event, yaml.CollectionStartEvent):
-            _refuse_tag(event.tag, name, line)
-            if len(stack) >= MAX_DEPTH:
-                _fail(name, line, f"nested more than {MAX_DEPTH} deep", "sections are one level deep")
-            if stack and isinstance(stack[-1].items, dict) and stack[-1].key is None:
-                _fail(name, line, "a list or mapping is used as a key", "a key is a word such as `train`")
-            stack.append(_Open({} if isinstance(event, yaml.MappingStartEvent) else [], line))
-    return root
+            return Node(self._scalar(event, line), line)
+        if depth >= MAX_DEPTH:
+            self._fail(line, f"nested more than {MAX_DEPTH} deep", "sections are one level deep")
+        if is_key:
+            self._fail(line, "a list or mapping is used as a key", "a key is a word such as `train`")
+        if isinstance(event, yaml.SequenceStartEvent):
+            return Node([self._node(item, depth + 1) for item in self._until(yaml.SequenceEndEvent)], line)
+        items: dict[str, Node] = {}
+        for event_of_key in self._until(yaml.MappingEndEvent):
+            key = self._node(event_of_key, depth + 1, is_key=True)
+            name = self._checked_key(key, items)
+            items[name] = Node(self._node(next(self._events), depth + 1).value, key.line)
+        return Node(items, line)
+
+    def _until(self, end: type[yaml.Event]) -> Iterator[yaml.Event]:
+        return itertools.takewhile(lambda event: not isinstance(event, end), self._events)
+
+    def _scalar(self, event: yaml.ScalarEvent, line: int) -> Scalar:
+        if event.style is None:
+            return resolve_scalar(event.value, _place(self._name, line))
+        if has_control_character(event.value):
+            self._fail(line, f"{shorten(event.value)} contains a control character", "remove it from the text")
+        return event.value
+
+    def _checked_key(self, key: Node, items: dict[str, Node]) -> str:
+        if not isinstance(key.value, str):
+            self._fail(key.line, f"the key {shorten(key.value)} is {_kind(key.value)}, not text", "keys are words")
+        if key.value == "<<":
+            self._fail(key.line, "merge keys (<<) are not used here", "write the values out, or name a `preset:`")
+        if key.value in items:
+            first = f", first on line {items[key.value].line}" if key.line else ""
+            self._fail(key.line, f"the key {shorten(key.value)} is written twice{first}", "keep one of the two")
+        return key.value
+
+    def _line(self, event: yaml.Event) -> int:
+        return 0 if self._one_line else event.start_mark.line + 1
+
+    def _fail(self, line: int, problem: str, hint: str) -> NoReturn:
+        _fail(self._name, line, problem, hint)
 
 
 def _events(text: str, name: str, one_line: bool) -> Iterator[yaml.Event]:
@@ -293,62 +331,9 @@ def _events(text: str, name: str, one_line: bool) -> Iterator[yaml.Event]:
         _fail(name, line, "not valid YAML: an escape or version number is out of range", "check \\U escapes and %YAML")
 
 
-def _scalar(event: yaml.ScalarEvent, name: str, line: int) -> Node:
-    _refuse_tag(event.tag, name, line)
-    if event.style is None:
-        return Node(resolve_scalar(event.value, _place(name, line)), line)
-    if has_control_character(event.value):
-        _fail(name, line, f"{shorten(event.value)} contains a control character", "remove it from the text")
-    return Node(event.value, line)
-
-
-def _attach(stack: list[_Open], node: Node, name: str, root: Node | None) -> Node | None:
-    """Put a finished node where it belongs; returns the root, which is this node when nothing is open."""
-    if not stack:
-        return node
-    top = stack[-1]
-    if isinstance(top.items, list):
-        top.items.append(node)
-    elif top.key is not None:
-        top.items[top.key] = Node(node.value, top.key_line)
-        top.key = None
-    else:
-        _open_key(top, node, name)
-    return root
-
-
-def _open_key(top: _Open, node: Node, name: str) -> None:
-    assert isinstance(top.items, dict)
-    if not isinstance(node.value, str):
-        assert not isinstance(node.value, list | dict)
-        _fail(name, node.line, f"the key {shorten(node.value)} is {_kind(node.value)}, not text", "keys are words")
-    if node.value == "<<":
-        _fail(name, node.line, "merge keys (<<) are not used here", "write the values out, or name a `preset:`")
-    if node.value in top.items:
-        first = f", first on line {top.items[node.value].line}" if node.line else ""
-        _fail(name, node.line, f"the key {shorten(node.value)} is written twice{first}", "keep one of the two")
-    top.key, top.key_line = node.value, node.line
-
-
-def _refuse_tag(tag: str | None, name: str, line: int) -> None:
-    if tag is not None:
-        _fail(name, line, f"the tag {shorten(tag)} is not used here", "remove it; a value's form says its type")
-
-
-def _escape(character: str) -> str:
-    if character in _ESCAPES:
-        return _ESCAPES[character]
-    if character.isprintable():
-        return character
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
 def _kind(value: object) -> str:
-    if value is None:
-        return "null"
     names = {bool: "a boolean", int: "a number", float: "a number", str: "text", list: "a list", dict: "a mapping"}
-    return names[type(value)]
+    return names.get(type(value), "null")
 
 
 def _place(name: str, line: int) -> str:

@@ -26,17 +26,17 @@ import itertools
 import re
 import unicodedata
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
-from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.corpus.document import INSTALL, shown
+from flatout.corpus.document import needed, shown
 from flatout.corpus.near import method
 from flatout.errors import ConfigError, DataError
 
@@ -68,38 +68,13 @@ _TOP_GRAMS = {2: 0.20, 3: 0.18, 4: 0.16}
 _DUPLICATE_GRAMS = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
 _STRICTEST = min(_DUPLICATE_GRAMS.values())
 
-RULES = (
-    "too_short",
-    "too_long",
-    "blocked_url",
-    "language",
-    "quality_few_words",
-    "quality_many_words",
-    "quality_word_length",
-    "quality_hashes",
-    "quality_ellipses",
-    "quality_bullet_lines",
-    "quality_ellipsis_lines",
-    "quality_unpunctuated_lines",
-    "quality_short_lines",
-    "quality_duplicate_lines",
-    "quality_letters",
-    "quality_stop_words",
-    "repetition_lines",
-    "repetition_line_characters",
-    "repetition_paragraphs",
-    "repetition_paragraph_characters",
-    *(f"repetition_top_{size}_gram" for size in _TOP_GRAMS),
-    *(f"repetition_{size}_grams" for size in _DUPLICATE_GRAMS),
-)
-
 _JUDGED_CHARACTERS = 2**24
 _LANGUAGE_CHARACTERS = 2**16
 _URL_CHARACTERS = 2**13
 _VERSION = 1  # of the rules; to be raised when any of them changes its answer
 _BULLETS = frozenset("•‣▪●◦·*-–")
 _ELLIPSES = ("...", "…")
-_SENTENCE_ENDS = frozenset(".!?\"'…”’»。！？」』।؟۔")
+_ENDS = frozenset(".!?\"'…”’»。！？」』।؟۔")
 _PARAGRAPH_GAP = re.compile(r"\n\s*\n")
 _DOMAIN = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)*")
 _URL = re.compile(r"(?:[a-z][a-z0-9+.-]*://)?(?P<host>[^/?#]*)(?P<rest>.*)", re.DOTALL)
@@ -151,17 +126,11 @@ class CleanRules:
 
     def to_json(self) -> dict[str, Any]:
         """All that decides what is dropped, in one spelling."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "blocked"}
         return {
             "version": _VERSION,
-            "min_characters": self.min_characters,
-            "max_characters": self.max_characters,
-            "exact_duplicates": self.exact_duplicates,
-            "near_duplicates": self.near_duplicates,
-            "near_method": self.near_method,
+            **values,
             "languages": None if self.languages is None else list(self.languages),
-            "language_method": self.language_method,
-            "repetition": self.repetition,
-            "quality": self.quality,
             "blocked_urls_sha256": None if self.blocked is None else self.blocked.sha256,
         }
 
@@ -169,15 +138,10 @@ class CleanRules:
 def load_rules(config: "CleanConfig") -> CleanRules:
     """The rules that a config asks for. What it names must exist: languages, the block list, the packages."""
     return CleanRules(
-        min_characters=config.min_characters,
-        max_characters=config.max_characters,
-        exact_duplicates=config.exact_duplicates,
-        near_duplicates=config.near_duplicates,
+        **config.model_dump(exclude={"languages", "blocked_urls"}),
         languages=None if config.languages is None else _known_languages(config.languages),
-        repetition=config.repetition,
-        quality=config.quality,
         blocked=None if config.blocked_urls is None else load_block_list(config.blocked_urls),
-        language_method=None if config.languages is None else _language_method(),
+        language_method=None if config.languages is None else f"resiliparse {version('resiliparse')}",
         near_method=None if config.near_duplicates is None else method(),
     )
 
@@ -287,18 +251,8 @@ def _known_languages(codes: list[str]) -> tuple[str, ...]:
     return tuple(sorted(set(codes)))
 
 
-def _language_method() -> str:
-    from importlib.metadata import version
-
-    return f"resiliparse {version('resiliparse')}"
-
-
-@cache
 def _detector() -> Any:
-    try:
-        return import_module("resiliparse.parse.lang")
-    except ImportError:
-        raise DataError("clean.languages needs the package resiliparse", INSTALL) from None
+    return needed("resiliparse.parse.lang", "clean.languages needs")
 
 
 @dataclass(frozen=True)
@@ -316,6 +270,13 @@ class _Text:
     times: Positions
     edges: Positions
 
+    def per_word(self, count: int) -> float:
+        return count / len(self.ids)
+
+    def of_lines(self, holds: Callable[[str], bool]) -> float:
+        """The share of lines for which something holds."""
+        return sum(map(holds, self.lines)) / len(self.lines)
+
 
 def _look_at(text: str, words: list[str]) -> _Text:
     numbers: defaultdict[str, int] = defaultdict(itertools.count().__next__)
@@ -327,30 +288,38 @@ def _look_at(text: str, words: list[str]) -> _Text:
     return _Text(text, lines, numbers, ids, np.bincount(ids), edges)
 
 
+# Gopher's and FineWeb's rules, in the order they are asked, for a text whose number of words is in order.
+_QUALITY: dict[str, Callable[[_Text], bool]] = {
+    "quality_word_length": lambda text: not _SHORTEST_MEAN_WORD <= text.per_word(text.edges[-1]) <= _LONGEST_MEAN_WORD,
+    "quality_hashes": lambda text: text.per_word(text.text.count("#")) > _MOST_SYMBOLS_PER_WORD,
+    "quality_ellipses": lambda text: text.per_word(sum(map(text.text.count, _ELLIPSES))) > _MOST_SYMBOLS_PER_WORD,
+    "quality_bullet_lines": lambda text: text.of_lines(lambda line: line[0] in _BULLETS) > _MOST_BULLET_LINES,
+    "quality_ellipsis_lines": lambda text: text.of_lines(lambda line: line.endswith(_ELLIPSES)) > _MOST_ELLIPSIS_LINES,
+    "quality_unpunctuated_lines": lambda text: text.of_lines(lambda line: line[-1] in _ENDS) <= _PUNCTUATED_LINES,
+    "quality_short_lines": lambda text: text.of_lines(lambda line: len(line) < _SHORT_LINE) >= _SHORT_LINES,
+    "quality_duplicate_lines": lambda text: _duplicate_characters(text.lines) >= _DUPLICATE_LINE_CHARACTERS,
+    "quality_letters": lambda text: _with_letters(text) < _FEWEST_WORDS_WITH_LETTERS,
+    "quality_stop_words": lambda text: _stop_words(text) < _FEWEST_STOP_WORDS,
+}
+# Every name that `rejection` answers with, in order.
+RULES = (
+    *("too_short", "too_long", "blocked_url", "language", "quality_few_words", "quality_many_words"),
+    *_QUALITY,
+    *(f"repetition_{part}{what}" for part in ("line", "paragraph") for what in ("s", "_characters")),
+    *(f"repetition_top_{size}_gram" for size in _TOP_GRAMS),
+    *(f"repetition_{size}_grams" for size in _DUPLICATE_GRAMS),
+)
+
+
 def _quality(looked_at: _Text, english: bool) -> str | None:
-    """The first rule of Gopher's or FineWeb's that is broken. The number of words is in order."""
-    text, lines, words = looked_at.text, looked_at.lines, len(looked_at.ids)
-    if not _SHORTEST_MEAN_WORD <= int(looked_at.edges[-1]) / words <= _LONGEST_MEAN_WORD:
-        return "quality_word_length"
-    if text.count("#") / words > _MOST_SYMBOLS_PER_WORD:
-        return "quality_hashes"
-    if sum(map(text.count, _ELLIPSES)) / words > _MOST_SYMBOLS_PER_WORD:
-        return "quality_ellipses"
-    if sum(line[0] in _BULLETS for line in lines) / len(lines) > _MOST_BULLET_LINES:
-        return "quality_bullet_lines"
-    if sum(line.endswith(_ELLIPSES) for line in lines) / len(lines) > _MOST_ELLIPSIS_LINES:
-        return "quality_ellipsis_lines"
-    if sum(line[-1] in _SENTENCE_ENDS for line in lines) / len(lines) <= _PUNCTUATED_LINES:
-        return "quality_unpunctuated_lines"
-    if sum(len(line) < _SHORT_LINE for line in lines) / len(lines) >= _SHORT_LINES:
-        return "quality_short_lines"
-    if _duplicate_characters(lines) >= _DUPLICATE_LINE_CHARACTERS:
-        return "quality_duplicate_lines"
-    if _with_letters(looked_at) < _FEWEST_WORDS_WITH_LETTERS:
-        return "quality_letters"
-    if english and sum(not looked_at.numbers.keys().isdisjoint(forms) for forms in _STOP_WORDS) < _FEWEST_STOP_WORDS:
-        return "quality_stop_words"
-    return None
+    """The first rule that is broken."""
+    asked = (name for name in _QUALITY if english or name != "quality_stop_words")
+    return next((name for name in asked if _QUALITY[name](looked_at)), None)
+
+
+def _stop_words(looked_at: _Text) -> int:
+    """How many of the English stop words occur."""
+    return sum(not looked_at.numbers.keys().isdisjoint(forms) for forms in _STOP_WORDS)
 
 
 def _with_letters(looked_at: _Text) -> float:

@@ -24,13 +24,12 @@ import functools
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import INSTALL, Document, InputFile, Problem, ProblemKind, ReadOptions, shown
-from flatout.corpus.fields import decoded, not_utf8
-from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
-from flatout.errors import DataError
+from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, Results, needed, shown
+from flatout.corpus.fields import not_utf8
+from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
 
 REJECTED_TYPE = "not_html"
 REJECTED_STATUS = "http_status"
@@ -67,17 +66,16 @@ _AS_IT_IS = (b"", b"identity")
 _BLOCK = re.compile(r"<(/?)(?:div|article)\b", re.IGNORECASE)
 # What pages call these encodings is in truth a larger one, which browsers use and Python calls by another name.
 _LARGER = {"gbk": "gb18030", "euc_kr": "cp949", "shift_jis": "cp932", "big5": "big5hkscs"}
+_NEEDS = "reading WARC files needs"
 _MARKS = ((codecs.BOM_UTF8, "utf-8"), (codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be"))
 
 Fields = dict[bytes, bytes]
 
 
-def read_warc(
-    stream: ByteStream, file: InputFile, options: ReadOptions, *, limit: int = LINE_LIMIT
-) -> Iterator[Document | Problem]:
-    """The documents of a WARC or WET file. `limit`, the most bytes a record may have, is lower in tests only."""
-    pages = _Pages(file, options, limit)
-    for record in _Records(stream, file, limit):
+def read_warc(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
+    """The documents of a WARC or WET file."""
+    pages = _Pages(file, options)
+    for record in _Records(stream, file):
         if isinstance(record, Problem):
             yield record
         elif (found := pages.document(record)) is not None:
@@ -100,19 +98,14 @@ class _Head(NamedTuple):
     length: int
     translated: bool
 
-    @property
-    def kind(self) -> bytes:
-        return _kind(self.fields)
-
 
 @final
 class _Records:
     """The records of a stream, and problems where it is damaged. Every position here is an offset in the stream."""
 
-    def __init__(self, stream: ByteStream, file: InputFile, limit: int) -> None:
+    def __init__(self, stream: ByteStream, file: InputFile) -> None:
         self._stream = stream
         self._name = file.name
-        self._limit = limit
         self._data = bytearray()
         self._base = 0  # where the data begins; what lies before `_at` may go
         self._at = 0
@@ -134,7 +127,7 @@ class _Records:
         head = self._head()
         if isinstance(head, Problem):
             return head
-        if head.length <= self._limit:
+        if head.length <= LINE_LIMIT:
             self._reach(self._at + head.size + head.length + _TAIL)
             if self._is_end(self._at + head.size + head.length, head.translated):
                 return self._take(head, head.length)
@@ -142,8 +135,9 @@ class _Records:
 
     def _take(self, head: _Head, size: int) -> _Record:
         begin = self._at + head.size
-        block = b"" if head.kind in _NO_TEXT else self._bytes(begin, begin + size)
-        record = _Record(self._number, self._at, head.kind, head.fields, block)
+        kind = _kind(head.fields)
+        block = b"" if kind in _NO_TEXT else self._bytes(begin, begin + size)
+        record = _Record(self._number, self._at, kind, head.fields, block)
         self._at = begin + size
         return record
 
@@ -170,7 +164,7 @@ class _Records:
         return _Head(self._base + blank.end() - self._at, fields, int(length), translated)
 
     def _bad_head(self, fields: Fields, message: str) -> Problem:
-        problem = self._problem("record", message, _counted(fields))
+        problem = Problem(self._name, self._place(), "record", message, _counted(fields))
         self._seek_next(self._at + 1)
         return problem
 
@@ -196,8 +190,8 @@ class _Records:
         place, begin, records = self._place(), self._at + head.size, _counted(head.fields)
         found = self._seek_next(begin)
         size = self._at - begin
-        if head.translated or (head.length > self._limit and 0 <= size - head.length <= _TAIL):
-            message = f"the record has {size if head.translated else head.length:,} bytes; the limit is {self._limit:,}"
+        if head.translated or (head.length > LINE_LIMIT and 0 <= size - head.length <= _TAIL):
+            message = f"the record has {size if head.translated else head.length:,} bytes; the limit is {LINE_LIMIT:,}"
             return Problem(self._name, place, "too-long", message, records)
         says = f"its head says that it has {head.length:,} bytes"
         if found:
@@ -211,10 +205,10 @@ class _Records:
         begin = look = self._at + head.size
         while (following := self._find_next(look)) is None:
             look = max(begin, self._end - _NEXT_BYTES)
-            if self._end - begin > self._limit + _TAIL or not self._grow():
+            if self._end - begin > LINE_LIMIT + _TAIL or not self._grow():
                 break
         end = self._end if following is None else following
-        if end - begin > self._limit + _TAIL:
+        if end - begin > LINE_LIMIT + _TAIL:
             return self._unsound(head)
         block = self._bytes(begin, end).rstrip(_LINE_ENDS)
         if following is None:
@@ -293,18 +287,12 @@ class _Records:
     def _place(self) -> str:
         return f"record {self._number}, byte {self._at}"
 
-    def _problem(self, kind: ProblemKind, message: str, records: int) -> Problem:
-        return Problem(self._name, self._place(), kind, message, records)
-
     def _broken_off(self, message: str, records: int, place: str | None = None) -> Problem:
         """A problem for what was being read when the stream ended."""
         damage = self._stream.problem
         self._told = True
-        if damage is None:
-            kind: ProblemKind = "truncated"
-        else:
-            kind = damage.kind
-            message = f"{message}: {damage.message} ({damage.place})"
+        kind = "truncated" if damage is None else damage.kind
+        message = message if damage is None else f"{message}: {damage.message} ({damage.place})"
         problem = Problem(self._name, place or self._place(), kind, message, records)
         self._at = self._end
         return problem
@@ -314,10 +302,9 @@ class _Records:
 class _Pages:
     """What the records hold."""
 
-    def __init__(self, file: InputFile, options: ReadOptions, limit: int) -> None:
+    def __init__(self, file: InputFile, options: ReadOptions) -> None:
         self._file = file
         self._options = options
-        self._limit = limit
 
     def document(self, record: _Record) -> Document | Problem | None:
         """The record's document, or nothing if it is of a kind that has none."""
@@ -336,7 +323,11 @@ class _Pages:
         if record.kind == b"conversion":
             if page.stated and _media_type(page.stated) not in _PLAIN_TYPES:
                 return Document("", place, url, rejected=REJECTED_TYPE)
-            return decoded(page.body, self._file, place, self._options, url)
+            try:
+                text, replaced = decode(page.body, self._options.invalid_utf8)
+            except UnicodeDecodeError as error:
+                return not_utf8(error, self._file, place, self._options, url)
+            return Document(text, place, url, replaced=replaced)
         if record.kind == b"response":
             page = self._answer(record)
             if isinstance(page, str):
@@ -373,7 +364,7 @@ class _Pages:
         type = _media_type(page.stated or record.fields.get(b"warc-identified-payload-type", b""))
         if type:
             return type
-        type = _resiliparse().detect_mime(page.body[:1024])
+        type = _resiliparse("parse.encoding").detect_mime(page.body[:1024])
         return "text/html" if type == "text/plain" and page.body.lstrip().startswith(b"<") else type
 
     def _text(self, page: "_Page", html: bool, place: str, url: str | None) -> Document | Problem:
@@ -382,7 +373,7 @@ class _Pages:
             if _too_deep(text):
                 return Document("", place, url, rejected=REJECTED_DEPTH)
             # Without the texts of images, figures would go as a whole, and with them many a listing of code.
-            text = _resiliparse().extract_plain_text(text, main_content=True, alt_texts=True)
+            text = _resiliparse("extract.html2text").extract_plain_text(text, main_content=True, alt_texts=True)
         replaced = text.count("\ufffd") if error is not None else 0
         if error is not None and replaced and self._options.invalid_utf8 != "replace":
             return not_utf8(error, self._file, place, self._options, url)
@@ -392,16 +383,16 @@ class _Pages:
         """The page without the transfer and content encodings of its answer."""
         head = b"WARC/1.0\r\nWARC-Type: response\r\nContent-Type: application/http; msgtype=response\r\n"
         framed = b"%sContent-Length: %d\r\n\r\n%s\r\n\r\n" % (head, len(record.block), record.block)
-        records = _fastwarc()
+        records = _fastwarc().ArchiveIterator
         try:
-            whole = next(iter(records(io.BytesIO(framed), auto_decode="all"))).reader.read(self._limit + 1)
+            whole = next(iter(records(io.BytesIO(framed), auto_decode="all"))).reader.read(LINE_LIMIT + 1)
         except Exception as error:  # noqa: BLE001  # the library does not say what it raises
             # Some crawlers keep the head of the answer as it was and the body decoded.
             if page.body.lstrip().startswith(b"<"):
                 return page
             return self._problem(record, f"its HTTP body cannot be decoded: {_excerpt(str(error).encode())}")
-        if len(whole) > self._limit:
-            message = f"its HTTP body has over {self._limit:,} bytes when decoded, which is the limit"
+        if len(whole) > LINE_LIMIT:
+            message = f"its HTTP body has over {LINE_LIMIT:,} bytes when decoded, which is the limit"
             return self._problem(record, message, "too-long")
         return _Page(page.stated, whole)
 
@@ -416,36 +407,15 @@ class _Page(NamedTuple):
     body: bytes
 
 
-class _Resiliparse(NamedTuple):
-    detect_mime: Callable[..., str]
-    detect_encoding: Callable[..., str]
-    map_encoding_to_html5: Callable[..., str | None]
-    extract_plain_text: Callable[..., str]
+def _resiliparse(module: str) -> Any:
+    return needed(f"resiliparse.{module}", _NEEDS)
 
 
 @functools.cache
-def _resiliparse() -> _Resiliparse:
-    try:
-        from resiliparse.extract.html2text import extract_plain_text
-        from resiliparse.parse.encoding import detect_encoding, detect_mime, map_encoding_to_html5
-    except ImportError as error:
-        raise _missing("resiliparse") from error
-    return _Resiliparse(detect_mime, detect_encoding, map_encoding_to_html5, extract_plain_text)
-
-
-@functools.cache
-def _fastwarc() -> Callable[..., Iterable[Any]]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # fastwarc 1.1 warns about itself
-            from fastwarc.warc import ArchiveIterator
-    except ImportError as error:
-        raise _missing("fastwarc") from error
-    return ArchiveIterator
-
-
-def _missing(package: str) -> DataError:
-    return DataError(f"reading WARC files needs the package {package}", INSTALL)
+def _fastwarc() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fastwarc 1.1 warns about itself
+        return needed("fastwarc.warc", _NEEDS)
 
 
 def _as_text(page: _Page) -> tuple[str, UnicodeDecodeError | None]:
@@ -456,10 +426,11 @@ def _as_text(page: _Page) -> tuple[str, UnicodeDecodeError | None]:
             body, encoding = body[len(mark) :], name
             break
     charset = _CHARSET.search(page.stated)
+    encodings = _resiliparse("parse.encoding")
     if encoding is None and charset is not None:
-        encoding = _resiliparse().map_encoding_to_html5(charset[1].decode("latin-1"), fallback_utf8=False)
+        encoding = encodings.map_encoding_to_html5(charset[1].decode("latin-1"), fallback_utf8=False)
     if encoding is None:
-        encoding = _resiliparse().detect_encoding(body, from_html_meta=True)
+        encoding = encodings.detect_encoding(body, from_html_meta=True)
     encoding = _LARGER.get(encoding, encoding)
     try:
         return str(body, encoding), None

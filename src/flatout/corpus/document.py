@@ -9,8 +9,12 @@ but the last piece's text ends where a tokenizer would not cut anyway (see `flat
 document is rejected, the whole document is.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from importlib import import_module
+from typing import Any, Literal
+
+from flatout.errors import DataError
 
 # One place for the words that a report and the tests share.
 ProblemKind = Literal[
@@ -60,10 +64,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Row:
-    """One record with all its fields, for those who need more of it than one text."""
+    """One record with all its fields. `replaced` counts the U+FFFD that stand for invalid bytes in its texts."""
 
     value: object
     place: str
+    replaced: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,9 @@ class Problem:
     kind: ProblemKind
     message: str
     records: int
+
+
+Results = Iterator[Document | Problem]
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,20 @@ class Slice:
     end: int | None = None
     share: int = 0
     shares: int = 1
+
+
+def needed(module: str, who_needs: str) -> Any:
+    """A module of a package that need not be installed; `who_needs` begins the error where it is not."""
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise DataError(f"{who_needs} the package {module.partition('.')[0]}", INSTALL) from error
+
+
+def reason(error: Exception) -> str:
+    """What a library says of an error, for a message."""
+    words = " ".join(str(error).split())
+    return shown(words or type(error).__name__)[:200]
 
 
 def shown(name: object) -> str:

@@ -1,4 +1,4 @@
-"""The text of a record: of one that has fields (a JSON value, a row of a table), and of one that is bytes.
+"""The text of a record that has fields (a JSON value, a row of a table), and what becomes of bytes that are not UTF-8.
 
 Idea: a field is a path. `text` is a name in an object, `page.body` a name inside the object under another name,
 `messages.0.content` takes one element of a list by its number, and `messages.*.content` all of them, joined by "\\n".
@@ -12,11 +12,11 @@ although it has a dot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, final
 
-from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, shown
-from flatout.corpus.streams import decode
+from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ReadOptions, Row, shown
+from flatout.corpus.streams import LINE_LIMIT, decode
 
 TEXT_FIELD = "text"
 EVERY = "*"
@@ -29,9 +29,9 @@ _NAMES_SHOWN = 8
 class FieldError:
     """Why a record has no text. `null` if the field is there, or something above it is, and holds nothing at all."""
 
-    kind: Literal["field", "surrogate"]
     message: str
     null: bool = False
+    kind: Literal["field", "surrogate"] = "field"
 
 
 def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = None) -> str | FieldError:
@@ -41,20 +41,41 @@ def text_of(value: object, field: str, decoder: Callable[[bytes], str] | None = 
     if isinstance(value, str):
         if field == TEXT_FIELD:
             return _whole(value)
-        return FieldError("field", f"the record is a plain string and has no field {_quoted(field)}")
+        return FieldError(f"the record is a plain string and has no field {_quoted(field)}")
     found = _at(value, field, field, decoder)
     return _whole(found) if isinstance(found, str) else found
 
 
-def decoded(
-    raw: bytes, file: InputFile, place: str, options: ReadOptions, url: str | None = None
-) -> Document | Problem:
-    """The document of a record whose text is UTF-8, or what the policy for other bytes makes of it."""
+def document_of(row: Row, file: InputFile, options: ReadOptions) -> Document | Problem:
+    """The document of a record with fields. Bytes in the place of a text are UTF-8, or go by the policy for others."""
+    replaced = row.replaced
+
+    def decoder(raw: bytes) -> str:
+        nonlocal replaced
+        text, more = decode(raw, options.invalid_utf8)
+        replaced += more
+        return text
+
     try:
-        text, replaced = decode(raw, options.invalid_utf8)
+        text = text_of(row.value, options.field, decoder)
     except UnicodeDecodeError as error:
-        return not_utf8(error, file, place, options, url)
-    return Document(text, place, url, replaced=replaced)
+        return not_utf8(error, file, row.place, options)
+    if isinstance(text, str):
+        return Document(text, row.place, replaced=replaced)
+    return Document("", row.place) if text.null else Problem(file.name, row.place, text.kind, text.message, records=1)
+
+
+def limited(found: Document | Problem, file: InputFile) -> Document | Problem:
+    """The same, or a problem where the text of a row is too long."""
+    if isinstance(found, Document) and len(found.text) > LINE_LIMIT // 4:
+        size = len(found.text.encode("utf-8"))
+        if size > LINE_LIMIT:
+            return Problem(file.name, found.place, "too-long", too_long(size, LINE_LIMIT), records=1)
+    return found
+
+
+def too_long(size: int, limit: int) -> str:
+    return f"the row has {size:,} bytes; the limit is {limit:,}"
 
 
 def not_utf8(
@@ -63,8 +84,11 @@ def not_utf8(
     """What becomes of a record that cannot be decoded where the policy is not to replace what is wrong with it."""
     if options.invalid_utf8 == "skip":
         return Document("", place, url, rejected=REJECTED_UTF8)
-    message = f"byte 0x{error.object[error.start]:02x} is not {error.encoding.upper()} ({error.reason})"
-    return Problem(file.name, f"{place}, byte {error.start} of it", "not-utf8", message, records=1)
+    return Problem(file.name, f"{place}, byte {error.start} of it", "not-utf8", bad_byte(error), records=1)
+
+
+def bad_byte(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} is not {error.encoding.upper()} ({error.reason})"
 
 
 def names_shown(names: Sequence[object]) -> str:
@@ -82,29 +106,25 @@ def _at(value: object, path: str, field: str, decoder: Callable[[bytes], str] | 
             name, _, path = path.partition(".")
             if name not in value:
                 names = names_shown(list(value))
-                return FieldError("field", f"the record lacks the field {_at_path(name, field)}; there are: {names}")
+                return FieldError(f"the record lacks the field {_at_path(name, field)}; there are: {names}")
             value = value[name]
         elif isinstance(value, (list, tuple)):
             name, _, path = path.partition(".")
             if name == EVERY:
                 return _every(value, path, field, decoder)
             if not (name.isascii() and name.isdigit()):
-                return FieldError(
-                    "field", f"the record has a list where the field {_at_path(name, field)} is looked for"
-                )
+                return FieldError(f"the record has a list where the field {_at_path(name, field)} is looked for")
             if len(name) > 18 or int(name) >= len(value):
-                return FieldError(
-                    "field", f"the record lacks element {_at_path(name, field)}; the list has {len(value)}"
-                )
+                return FieldError(f"the record lacks element {_at_path(name, field)}; the list has {len(value)}")
             value = value[int(name)]
         else:
             what = f"the record holds {_kind(value)} where the field {_at_path(path, field)} is looked for"
-            return FieldError("field", what, null=value is None)
+            return FieldError(what, null=value is None)
     if isinstance(value, str):
         return value
     if decoder is not None and isinstance(value, bytes):
         return decoder(value)
-    return FieldError("field", f"the field {_quoted(field)} holds {_kind(value)}, not text", null=value is None)
+    return FieldError(f"the field {_quoted(field)} holds {_kind(value)}, not text", null=value is None)
 
 
 def _every(values: Sequence[object], path: str, field: str, decoder: Callable[[bytes], str] | None) -> str | FieldError:
@@ -113,7 +133,7 @@ def _every(values: Sequence[object], path: str, field: str, decoder: Callable[[b
         text = _at(value, path, field, decoder)
         if isinstance(text, FieldError):
             # One null among texts is damage, unlike a field that is null as a whole.
-            return FieldError(text.kind, text.message)
+            return replace(text, null=False)
         texts.append(text)
     return "\n".join(texts)
 
@@ -125,7 +145,8 @@ def _whole(text: str) -> str | FieldError:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         half = f"{text[error.start]!a} at character {error.start}"
-        return FieldError("surrogate", f"the text escapes half of a surrogate pair, {half}, which is not Unicode text")
+        message = f"the text escapes half of a surrogate pair, {half}, which is not Unicode text"
+        return FieldError(message, kind="surrogate")
     return text
 
 

@@ -28,15 +28,13 @@ represented by its first. What is a letter is for Python to say: one with newer 
 
 import math
 import unicodedata
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from flatout.corpus.document import INSTALL
-from flatout.errors import DataError
+from flatout.corpus.document import needed
 
 Numbers = npt.NDArray[np.uint64]
 Signatures = npt.NDArray[np.uint32]
@@ -74,20 +72,13 @@ def signature(text: str) -> bytes:
     return np.array(matrix.to_rows()[0], dtype=_SLOT).tobytes()
 
 
-def estimate(first: bytes, second: bytes) -> float:
-    """The Jaccard index that two signatures suggest: the share of slots in which they agree."""
-    same = np.frombuffer(first, dtype=_SLOT) == np.frombuffer(second, dtype=_SLOT)
-    return float(np.count_nonzero(same)) / SLOTS
-
-
-def near_duplicates(signatures: Iterable[bytes] | Signatures, threshold: float) -> npt.NDArray[np.int64]:
+def near_duplicates(rows: Signatures, threshold: float) -> npt.NDArray[np.int64]:
     """For each document the number of the first earlier kept document that is as like as `threshold`; -1 keeps it.
 
-    Signatures come in the order of the documents, one by one or as rows of an array, which may be a map of a file.
+    `rows` are the signatures in the order of the documents. They may be a map of a file.
     """
     if not 0.0 < threshold <= 1.0:
         raise ValueError(f"a threshold is above 0 and at most 1, not {threshold}")
-    rows = signatures if isinstance(signatures, np.ndarray) else _collected(signatures)
     if rows.ndim != 2 or rows.shape[1] != SLOTS:
         raise ValueError(f"signatures are rows of {SLOTS} numbers, not an array of shape {rows.shape}")
     result = np.full(len(rows), -1, dtype=np.int64)
@@ -131,15 +122,6 @@ def bands_for(threshold: float) -> tuple[int, int]:
             if mistakes < best - 1e-9:
                 best, chosen = mistakes, (bands, size)
     return chosen
-
-
-def _collected(signatures: Iterable[bytes]) -> Signatures:
-    gathered = bytearray()
-    for one in signatures:
-        if len(one) != SIGNATURE_BYTES:
-            raise ValueError(f"a signature has {SIGNATURE_BYTES} bytes, not {len(one)}")
-        gathered += one
-    return np.frombuffer(gathered, dtype=_SLOT).reshape(-1, SLOTS)
 
 
 def _shared_buckets(rows: Signatures, bands: int, size: int) -> npt.NDArray[np.int64]:
@@ -259,10 +241,5 @@ def _mixed(values: Numbers) -> Numbers:
     return values ^ (values >> np.uint64(31))
 
 
-@cache
 def _rensa() -> Any:
-    try:
-        import rensa
-    except ImportError:
-        raise DataError("near duplicates need the package rensa", INSTALL) from None
-    return rensa
+    return needed("rensa", "near duplicates need")

@@ -23,26 +23,14 @@ from typing import NamedTuple, final
 import numpy as np
 import numpy.typing as npt
 
+from flatout.corpus import streams
 from flatout.corpus.document import REJECTED_UTF8, Document, InputFile, Problem, ProblemKind, ReadOptions, Row, Slice
-from flatout.corpus.fields import FieldError, text_of
+from flatout.corpus.fields import bad_byte, document_of, not_utf8
 from flatout.corpus.shipped import gpt2_tokens
-from flatout.corpus.streams import (
-    CHUNK,
-    LINE_LIMIT,
-    PIECE,
-    ByteStream,
-    Piece,
-    Watch,
-    before,
-    decode,
-    line_end,
-    lines,
-    open_bytes,
-    pieces,
-    whole_characters,
-)
+from flatout.corpus.streams import CHUNK, LINE_LIMIT, PIECE, ByteStream, Watch, decode
 
 Results = Iterator[Document | Problem]
+Rows = Iterator[Row | Document | Problem]  # documents: those dropped for their bytes
 
 REJECTED_BOMB = "bomb"
 REJECTED_TOKENS = "token_range"
@@ -82,100 +70,98 @@ _WORDS = ("true", "false", "null")
 _CUT = re.compile(r"-|\.|[eE][+-]?|\\?u[0-9a-fA-F]{0,4}")
 
 
-def read_slice(
-    slice: Slice,
-    options: ReadOptions,
-    *,
-    watch: Watch | None = None,
-    piece: int = PIECE,
-    limit: int = LINE_LIMIT,
-) -> Results:
-    """The documents and problems of a stretch of a file. `piece` and `limit` are lower in tests only.
+def read_slice(slice: Slice, options: ReadOptions, *, watch: Watch | None = None) -> Results:
+    """The documents and problems of a stretch of a file.
 
     `watch` is told how far the reading has come in the file on disk.
     """
     file = slice.file
     if file.format in _TEXT_FORMATS and _is_binary(file):
         if slice.start == 0:
-            records = 1 if file.format == "text" else 0
-            message = "it is binary, or text that is not in UTF-8: its first bytes hold NUL"
-            yield Problem(file.name, "", "binary", message, records)
+            yield _binary(file, records=1 if file.format == "text" else 0)
     elif file.format == "text":
-        yield from _read_text(slice, options, piece, watch)
+        yield from _read_text(slice, options, watch)
     elif file.format == "jsonl":
-        yield from _read_json_lines(slice, options, limit, watch)
+        yield from _documents(_json_line_rows(slice, options, watch), file, options)
     elif file.format == "smiles":
-        yield from _read_molecules(slice, options, limit, watch)
-    elif file.format in ("parquet", "saved", "hub"):
-        yield from _read_table(slice, options)
-    else:
-        with open_bytes(file, watch=watch) as stream:
-            yield from _read_stream(stream, file, options, piece, limit)
+        yield from _read_molecules(slice, options, watch)
+    elif file.format in ("parquet", "saved"):
+        from flatout.corpus import arrow
 
-
-def read_rows(file: InputFile, *, watch: Watch | None = None, limit: int = LINE_LIMIT) -> Iterator[Row | Problem]:
-    """The records of a JSON, JSON lines, CSV, TSV or parquet file with all their fields, in order."""
-    if file.format in _TEXT_FORMATS and _is_binary(file):
-        message = "it is binary, or text that is not in UTF-8: its first bytes hold NUL"
-        yield Problem(file.name, "", "binary", message, records=0)
-    elif file.format == "jsonl":
-        yield from _json_line_rows(file, limit, watch)
-    elif file.format == "parquet":
+        yield from (arrow.read_parquet if file.format == "parquet" else arrow.read_saved)(slice, options)
+    elif file.format == "hub":
         from flatout.corpus import tables
 
-        yield from tables.read_parquet_rows(file)
+        yield from tables.HubStream(file.path, options, file.name)
+    else:
+        with ByteStream(file, watch=watch) as stream:
+            yield from _read_stream(stream, file, options)
+
+
+def read_rows(file: InputFile, *, watch: Watch | None = None) -> Iterator[Row | Problem]:
+    """The records of a JSON, JSON lines, CSV, TSV or parquet file with all their fields, in order."""
+    if file.format in _TEXT_FORMATS and _is_binary(file):
+        yield _binary(file, records=0)
+    elif file.format == "jsonl":
+        yield from _undropped(_json_line_rows(Slice(file), ReadOptions(), watch))
+    elif file.format == "parquet":
+        from flatout.corpus import arrow
+
+        yield from arrow.read_parquet_rows(file)
     elif file.format in ("json", "csv", "tsv"):
-        with open_bytes(file, watch=watch) as stream:
+        with ByteStream(file, watch=watch) as stream:
             if file.format == "json":
-                yield from _json_rows(stream, file, limit)
+                yield from _undropped(_json_rows(stream, file, ReadOptions()))
                 return
             from flatout.corpus import tables
 
-            yield from tables.read_csv_rows(stream, file, "," if file.format == "csv" else "\t")
+            yield from tables.read_csv_rows(stream, file)
     else:
         raise ValueError(f"there are no rows in the format {file.format!r}")
 
 
-def _json_line_rows(file: InputFile, limit: int, watch: Watch | None) -> Iterator[Row | Problem]:
-    for line in _records(Slice(file), ReadOptions(), limit, watch):
-        if isinstance(line, Problem):
+def _undropped(rows: Rows) -> Iterator[Row | Problem]:
+    """The same: where invalid bytes are told of, none is a document that is dropped for them."""
+    return (row for row in rows if not isinstance(row, Document))
+
+
+def _documents(rows: Rows, file: InputFile, options: ReadOptions) -> Results:
+    return (document_of(row, file, options) if isinstance(row, Row) else row for row in rows)
+
+
+def _json_line_rows(slice: Slice, options: ReadOptions, watch: Watch | None) -> Rows:
+    for line in _records(slice, options, watch):
+        if not isinstance(line, _Record):
             yield line
-        elif isinstance(line, _Record):
-            try:
-                yield Row(json.loads(line.text), line.place)
-            except (ValueError, RecursionError) as error:
-                yield _broken_line(file, line, error)
+            continue
+        try:
+            yield Row(json.loads(line.text), line.place, line.replaced)
+        except (ValueError, RecursionError) as error:
+            yield _broken_line(slice.file, line, error)
 
 
-def _json_rows(stream: ByteStream, file: InputFile, limit: int) -> Iterator[Row | Problem]:
-    for item in _json_values(stream, file, limit):
+def _json_rows(stream: ByteStream, file: InputFile, options: ReadOptions) -> Rows:
+    """The elements of an array, or else values that follow one another, of which there may be just one."""
+    for item in _json_values(stream, file):
         if isinstance(item, Problem):
             yield item
             continue
-        place = f"element {item.number}"
-        try:
-            item.raw if item.raw.isascii() else decode(item.raw.encode("utf-8", "surrogateescape"), "strict")
-        except UnicodeDecodeError as error:
-            yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
-        else:
-            yield Row(item.value, place)
+        place, value, replaced = f"element {item.number}", item.value, 0
+        if not item.raw.isascii():
+            try:
+                text, replaced = decode(item.raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
+            except UnicodeDecodeError as error:
+                yield not_utf8(error, file, place, options)
+                continue
+            value = json.loads(text) if replaced else value
+        yield Row(value, place, replaced)
 
 
-def _read_table(slice: Slice, options: ReadOptions) -> Results:
-    from flatout.corpus import tables
-
-    if slice.file.format == "parquet":
-        return tables.read_parquet(slice.file, slice.start, slice.end, options, slice.share, slice.shares)
-    if slice.file.format == "saved":
-        return tables.read_saved(slice.file, slice.start, slice.end, options)
-    return tables.read_hub(slice.file, options)
-
-
-def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions, piece: int, limit: int) -> Results:
+def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
     if file.format == "json":
-        return _read_json(stream, file, options, limit)
+        return _documents(_json_rows(stream, file, options), file, options)
     if file.format == "tokens":
-        return _read_tokens(stream, file, options, piece)
+        return _read_tokens(stream, file, options)
     if file.format == "warc":
         from flatout.corpus import crawl
 
@@ -183,8 +169,13 @@ def _read_stream(stream: ByteStream, file: InputFile, options: ReadOptions, piec
     if file.format in ("csv", "tsv"):
         from flatout.corpus import tables
 
-        return tables.read_csv(stream, file, options, "," if file.format == "csv" else "\t")
+        return tables.read_csv(stream, file, options)
     raise ValueError(f"there is no reader for the format {file.format!r}")
+
+
+def _binary(file: InputFile, records: int) -> Problem:
+    message = "it is binary, or text that is not in UTF-8: its first bytes hold NUL"
+    return Problem(file.name, "", "binary", message, records)
 
 
 def _is_binary(file: InputFile) -> bool:
@@ -192,12 +183,12 @@ def _is_binary(file: InputFile) -> bool:
 
     A NUL byte or two in a text are characters of it; what comes of them is told of their own line.
     """
-    with open_bytes(file) as stream:
+    with ByteStream(file) as stream:
         head = stream.read(HEAD)
     if b"\0" not in head:
         return False
     try:
-        head[: whole_characters(head)].decode("utf-8")
+        head[: streams.whole_characters(head)].decode("utf-8")
     except UnicodeDecodeError:
         return True
     return head.count(0) > len(head) // 10
@@ -206,12 +197,12 @@ def _is_binary(file: InputFile) -> bool:
 # Text.
 
 
-def _read_text(slice: Slice, options: ReadOptions, size: int, watch: Watch | None) -> Results:
+def _read_text(slice: Slice, options: ReadOptions, watch: Watch | None) -> Results:
     file = slice.file
     mark = options.document_start.encode("utf-8") if options.document_start else None
-    with open_bytes(file, before(slice.start), watch) as stream:
+    with ByteStream(file, streams.before(slice.start), watch) as stream:
         lost = 0
-        for piece in pieces(stream, start=slice.start, end=slice.end, mark=mark, size=size):
+        for piece in streams.pieces(stream, start=slice.start, end=slice.end, mark=mark, size=PIECE):
             whole_file = piece.begins and piece.final and piece.offset == 0
             place = "" if whole_file else f"byte {piece.offset}"
             broken = stream.problem if piece.final else None
@@ -221,7 +212,7 @@ def _read_text(slice: Slice, options: ReadOptions, size: int, watch: Watch | Non
                 yield Document("", place, None, piece.begins, True, rejected=REJECTED_BOMB)
             else:
                 if broken is not None:
-                    del piece.raw[whole_characters(piece.raw) :]
+                    del piece.raw[streams.whole_characters(piece.raw) :]
                 signature = piece.offset == 0 and piece.raw.startswith(codecs.BOM_UTF8)
                 first = len(codecs.BOM_UTF8) if signature else 0
                 del piece.raw[:first]
@@ -231,7 +222,7 @@ def _read_text(slice: Slice, options: ReadOptions, size: int, watch: Watch | Non
 
 
 def _decoded(
-    piece: Piece, file: InputFile, options: ReadOptions, place: str, place_of_byte: str, first: int
+    piece: streams.Piece, file: InputFile, options: ReadOptions, place: str, place_of_byte: str, first: int
 ) -> Results:
     """The document of a piece; `place_of_byte` has a gap for a byte's number, which for the first is `first`."""
     whole = piece.begins and piece.ends
@@ -241,41 +232,17 @@ def _decoded(
         if options.invalid_utf8 == "skip" or not whole:
             yield Document("", place, None, piece.begins, piece.ends, rejected=REJECTED_UTF8)
         if options.invalid_utf8 == "strict":
-            yield _not_utf8(file, place_of_byte.format(first + error.start), error, records=1 if whole else 0)
+            place = place_of_byte.format(first + error.start)
+            yield Problem(file.name, place, "not-utf8", bad_byte(error), records=1 if whole else 0)
     else:
         yield Document(text, place, None, piece.begins, piece.ends, replaced)
-
-
-def _not_utf8(file: InputFile, place: str, error: UnicodeDecodeError, records: int) -> Problem:
-    message = f"byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
-    return Problem(file.name, place, "not-utf8", message, records)
 
 
 # Records on lines.
 
 
-def _read_json_lines(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Results:
-    file, field = slice.file, options.field
-    for line in _records(slice, options, limit, watch):
-        if not isinstance(line, _Record):
-            yield line
-            continue
-        try:
-            value = json.loads(line.text)
-        except (ValueError, RecursionError) as error:
-            yield _broken_line(file, line, error)
-            continue
-        text = text_of(value, field)
-        if isinstance(text, str):
-            yield Document(text, line.place, replaced=line.replaced)
-        elif text.null:
-            yield Document("", line.place)
-        else:
-            yield Problem(file.name, line.place, text.kind, text.message, records=1)
-
-
-def _read_molecules(slice: Slice, options: ReadOptions, limit: int, watch: Watch | None) -> Results:
-    for line in _records(slice, options, limit, watch):
+def _read_molecules(slice: Slice, options: ReadOptions, watch: Watch | None) -> Results:
+    for line in _records(slice, options, watch):
         if not isinstance(line, _Record):
             yield line
             continue
@@ -293,32 +260,29 @@ class _Record(NamedTuple):
     ended: bool
 
 
-def _records(
-    slice: Slice, options: ReadOptions, limit: int, watch: Watch | None
-) -> Iterator[_Record | Document | Problem]:
+def _records(slice: Slice, options: ReadOptions, watch: Watch | None) -> Iterator[_Record | Document | Problem]:
     """The lines that are not blank, or what became of them otherwise."""
     file = slice.file
     lost = 0
-    with open_bytes(file, before(slice.start), watch) as stream:
-        for line in lines(stream, limit, start=slice.start, end=slice.end, ending=line_end(file)):
+    with ByteStream(file, streams.before(slice.start), watch) as stream:
+        for line in streams.lines(stream, LINE_LIMIT, start=slice.start, end=slice.end, ending=streams.line_end(file)):
             raw = line.raw
             if not line.ended and stream.problem is not None:
                 lost = 0 if raw is not None and (not raw or raw.isspace()) else 1
                 break
             place = f"byte {line.offset}" if slice.start else f"line {line.number}"
             if raw is None:
-                message = f"the line has {line.length:,} bytes; the limit is {limit:,}"
+                message = f"the line has {line.length:,} bytes; the limit is {LINE_LIMIT:,}"
                 yield Problem(file.name, place, "too-long", message, records=1)
                 continue
             try:
                 text, replaced = decode(raw, options.invalid_utf8)
             except UnicodeDecodeError as error:
-                if options.invalid_utf8 == "skip":
-                    yield Document("", place, rejected=REJECTED_UTF8)
-                elif not line.ended and whole_characters(raw) == error.start:
+                is_cut = not line.ended and streams.whole_characters(raw) == error.start
+                if is_cut and options.invalid_utf8 != "skip":
                     yield Problem(file.name, place, "truncated", "the file ends inside a character", records=1)
                 else:
-                    yield _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
+                    yield not_utf8(error, file, place, options)
                 continue
             if text and not text.isspace():
                 yield _Record(place, text, replaced, line.ended)
@@ -359,15 +323,9 @@ def _not_json(error: Exception) -> str:
 # JSON.
 
 
-def _read_json(stream: ByteStream, file: InputFile, options: ReadOptions, limit: int) -> Results:
-    """The elements of an array, or else values that follow one another, of which there may be just one."""
-    for item in _json_values(stream, file, limit):
-        yield item if isinstance(item, Problem) else _element(item.number, item.value, item.raw, file, options)
-
-
-def _json_values(stream: ByteStream, file: InputFile, limit: int) -> "Iterator[_Value | Problem]":
+def _json_values(stream: ByteStream, file: InputFile) -> "Iterator[_Value | Problem]":
     held: Problem | None = None
-    for item in _JsonText(stream, file.name, limit).values():
+    for item in _JsonText(stream, file.name).values():
         if held is not None:
             yield held
         held = item if isinstance(item, Problem) else None
@@ -378,25 +336,6 @@ def _json_values(stream: ByteStream, file: InputFile, limit: int) -> "Iterator[_
         yield replace(stream.problem, records=0 if held is None else held.records)
     elif held is not None:
         yield held
-
-
-def _element(number: int, value: object, raw: str, file: InputFile, options: ReadOptions) -> Document | Problem:
-    place = f"element {number}"
-    replaced = 0
-    if not raw.isascii():
-        try:
-            text, replaced = decode(raw.encode("utf-8", "surrogateescape"), options.invalid_utf8)
-        except UnicodeDecodeError as error:
-            if options.invalid_utf8 == "skip":
-                return Document("", place, rejected=REJECTED_UTF8)
-            return _not_utf8(file, f"{place}, byte {error.start} of it", error, records=1)
-        value = json.loads(text) if replaced else value
-    found = text_of(value, options.field)
-    if isinstance(found, FieldError) and found.null:
-        return Document("", place)
-    if isinstance(found, FieldError):
-        return Problem(file.name, place, found.kind, found.message, records=1)
-    return Document(found, place, replaced=replaced)
 
 
 class _Value(NamedTuple):
@@ -427,10 +366,9 @@ class _JsonText:
     begins like the elements before does: a quote inside of a text is escaped, so no text looks like an object.
     """
 
-    def __init__(self, stream: ByteStream, name: str, limit: int) -> None:
+    def __init__(self, stream: ByteStream, name: str) -> None:
         self._stream = stream
         self._name = name
-        self._limit = limit
         self._bytes = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         self._text = ""
         self._at = 0
@@ -537,8 +475,8 @@ class _JsonText:
                 value = None
             except (ValueError, RecursionError) as error:
                 return self._broken(_not_json(error), 1)
-            if end - self._at > self._limit:
-                return self._broken(f"the element has more than {self._limit:,} characters", 1, kind="too-long")
+            if end - self._at > LINE_LIMIT:
+                return self._broken(f"the element has more than {LINE_LIMIT:,} characters", 1, kind="too-long")
             # A number that ends where the text does may go on.
             if end < len(self._text) or self._ended:
                 raw = self._text[self._at : end]
@@ -620,43 +558,41 @@ class _JsonText:
 
     def _by_any_comma(self, end: int) -> "_Step":
         """The first comma that a sound element follows, wherever quotes and brackets are."""
-        if self._like is not dict:
-            for match in re.compile(",").finditer(self._text, self._at, end):
-                if self._is_sound(match.end()):
-                    return _Step(match.start(), 1, True)
-        return _Step(self._at, 0)
+        if self._like is dict:
+            return _Step(self._at, 0)
+        commas = re.compile(",").finditer(self._text, self._at, end)
+        found = next((match.start() for match in commas if self._is_sound(match.end())), None)
+        return _Step(self._at, 0) if found is None else _Step(found, 1, True)
 
     def _by_key(self, end: int) -> "_Step":
         """The first sound object that begins with the name that others begin with, and how many began so before it."""
-        passed, last = 0, self._at
         key = self._key or _first_key(self._text[self._at : end]) if self._like is dict else ""
-        if not key:
-            return _Step(last, passed)
-        for match in re.compile(r"\{[ \t\r\n]*" + re.escape(key)).finditer(self._text, self._at + 1, end):
-            place = match.start()
-            while place > self._at and self._text[place - 1] in _SPACES:
-                place -= 1
-            before = self._text[place - 1] if place > self._at else ""
-            if before not in (",", "}") and self._text[match.start() - 1] != "\n":
-                continue
-            if self._is_sound(match.start()):
-                return _Step(match.start(), passed + 1, True)
-            passed, last = passed + 1, match.start()
-        return _Step(last, passed)
+        matches = re.compile(r"\{[ \t\r\n]*" + re.escape(key)).finditer(self._text, self._at + 1, end) if key else ()
+        return self._first_sound(match.start() for match in matches if self._may_begin(match.start()))
+
+    def _may_begin(self, at: int) -> bool:
+        """Whether an object may begin here, by what stands before it: a comma, another object, or a line end."""
+        place = at
+        while place > self._at and self._text[place - 1] in _SPACES:
+            place -= 1
+        return self._text[at - 1] == "\n" or (place > self._at and self._text[place - 1] in ",}")
 
     def _by_lines(self, end: int) -> "_Step":
         """The first line that begins with a sound value, among values that follow one another."""
+        lines = re.compile("\n(?=[^ \t\r\n])").finditer(self._text, self._at, end)
+        return self._first_sound(match.end() for match in lines)
+
+    def _first_sound(self, places: Iterable[int]) -> "_Step":
         passed, last = 0, self._at
-        for match in re.compile("\n(?=[^ \t\r\n])").finditer(self._text, self._at, end):
-            if self._is_sound(match.end()):
-                return _Step(match.end(), passed + 1, True)
-            passed, last = passed + 1, match.end()
+        for place in places:
+            if self._is_sound(place):
+                return _Step(place, passed + 1, True)
+            passed, last = passed + 1, place
         return _Step(last, passed)
 
     def _is_sound(self, at: int) -> bool:
         """Whether an object or a value like those before begins here; one that is not read in full yet may be."""
-        match = _SPACE.match(self._text, at)
-        at = match.end() if match else at
+        at = self._past_space(at)
         if at in self._unsound:
             return False
         self._unsound.add(at)
@@ -689,9 +625,12 @@ class _JsonText:
 
     def _after(self, at: int) -> str:
         """The next character from here on that is no space, if it is read yet."""
-        match = _SPACE.match(self._text, at)
-        at = match.end() if match else at
+        at = self._past_space(at)
         return self._text[at : at + 1]
+
+    def _past_space(self, at: int) -> int:
+        match = _SPACE.match(self._text, at)
+        return match.end() if match else at
 
     def _skip(self) -> None:
         """Passes over an element without holding it, by its brackets and quotes."""
@@ -721,8 +660,7 @@ class _JsonText:
     def _peek(self) -> str:
         """The next character that is no space; nothing at the end."""
         while True:
-            match = _SPACE.match(self._text, self._at)
-            self._at = match.end() if match else self._at
+            self._at = self._past_space(self._at)
             if self._at < len(self._text) or self._ended:
                 return self._text[self._at : self._at + 1]
             self._grow()
@@ -756,13 +694,13 @@ def _first_key(raw: str) -> str:
 # GPT-2 tokens.
 
 
-def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions, size: int) -> Results:
+def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions) -> Results:
     """Ids of two bytes each. A document ends with an end-of-text id, or at the end of the file."""
     tokens = _TokenRuns(stream)
     for run in tokens:
         if run.number == 0 and run.ends and not run.ids.size:
             continue  # some files have an end-of-text id before each document instead of after it
-        yield from _token_document(run, tokens, stream, file, options, size)
+        yield from _token_document(run, tokens, stream, file, options)
     if stream.problem is not None:
         yield stream.problem
         return
@@ -775,7 +713,7 @@ def _read_tokens(stream: ByteStream, file: InputFile, options: ReadOptions, size
 
 
 def _token_document(
-    run: "_Run", runs: "_TokenRuns", stream: ByteStream, file: InputFile, options: ReadOptions, size: int
+    run: "_Run", runs: "_TokenRuns", stream: ByteStream, file: InputFile, options: ReadOptions
 ) -> Results:
     place = f"token {run.number}"
     table = gpt2_tokens()
@@ -794,7 +732,7 @@ def _token_document(
             if ended:
                 return
 
-    for piece in pieces(chunks(), size=size):
+    for piece in streams.pieces(chunks(), size=PIECE):
         if wrong is not None and piece.final:
             if not piece.begins:
                 yield Document("", place, None, False, True, rejected=REJECTED_TOKENS)
@@ -802,7 +740,7 @@ def _token_document(
             yield Problem(file.name, f"token {wrong[0]}", "format", message, records=1 if piece.begins else 0)
             continue
         if piece.final and not ended and stream.problem is not None:
-            del piece.raw[whole_characters(piece.raw) :]
+            del piece.raw[streams.whole_characters(piece.raw) :]
         yield from _decoded(piece, file, options, place, f"{place}, byte {{}} of its text", piece.offset)
 
 

@@ -22,28 +22,24 @@ from pathlib import Path
 
 from flatout.corpus import shipped
 from flatout.corpus.document import InputFile, Problem, Slice, shown
-from flatout.corpus.streams import PIECE, open_bytes
+from flatout.corpus.streams import PIECE, ByteStream
 from flatout.errors import DataError
 
 SHAKESPEARE = "shakespeare"
 HUB = "hf:"
 
-SUFFIXES: Mapping[str, str] = {
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "json",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".warc": "warc",
-    ".wet": "warc",
-    ".smi": "smiles",
-    ".smiles": "smiles",
-    ".bin": "tokens",
+_FORMATS = {
+    "text": ".txt .text .md",
+    "jsonl": ".jsonl .ndjson",
+    "json": ".json",
+    "csv": ".csv",
+    "tsv": ".tsv",
+    "parquet": ".parquet",
+    "warc": ".warc .wet",
+    "smiles": ".smi .smiles",
+    "tokens": ".bin",
 }
+SUFFIXES = {suffix: format for format, suffixes in _FORMATS.items() for suffix in suffixes.split()}
 COMPRESSIONS: Mapping[str, str] = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz2": "bz2"}
 # Parquet compresses inside; a file that is also compressed outside could not be read at any place.
 _NEVER_COMPRESSED = ("parquet",)
@@ -102,9 +98,13 @@ def find_files(source: str, *, format: str | None = None, number: int = 0) -> Fo
     `format` holds for every file of the source, whatever its name. `number` is that of the source among several.
     """
     if source == SHAKESPEARE:
-        return Found((_shakespeare(number),))
+        path = shipped.shakespeare()
+        return Found((InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number),))
     if source.startswith(HUB):
-        return Found((_hub(source, number),))
+        from flatout.corpus import tables
+
+        tables.hub_parts(source)  # an error now, rather than when everything before it has been read
+        return Found((InputFile(source, shown(source), "hub", "none", 0, number),))
     try:
         mode = os.stat(source).st_mode
     except PermissionError as error:
@@ -136,9 +136,9 @@ def slices_of(file: InputFile, target: int = PIECE) -> list[Slice] | None:
     if file.format == "parquet":
         return _row_groups(file, target)
     if file.format == "saved":
-        from flatout.corpus import tables
+        from flatout.corpus import arrow
 
-        rows = tables.saved_rows(file.path)
+        rows = arrow.saved_rows(file.path)
         return _ranges(file, rows, max(1, rows * target // max(file.bytes, 1)))
     if file.format == "hub" or (file.format != "warc" and file.bytes > _WHOLE_BYTES):
         return None
@@ -152,11 +152,11 @@ def _ranges(file: InputFile, total: int, step: int) -> list[Slice]:
 
 
 def _row_groups(file: InputFile, target: int) -> list[Slice]:
-    from flatout.corpus import tables
+    from flatout.corpus import arrow
 
     slices: list[Slice] = []
     start = held = 0
-    sizes = tables.parquet_group_bytes(file.path)
+    sizes = arrow.parquet_group_bytes(file.path)
     # What the footer of a damaged file says of sizes is no reason to read it a thousand times.
     most = min(1 + file.bytes // 2**10, _MOST_SHARES)
     for group, size in enumerate(sizes):
@@ -202,9 +202,10 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
             path = os.path.join(parent, name)
             if name.startswith("."):
                 continue
-            if not _is_readable_type(name, format):
+            is_leftover = name.lower().endswith(_LEFTOVERS)
+            if is_leftover or (format or format_of(name)[0]) is None:
                 others[type_of(name)] += 1
-                unknown += not name.lower().endswith(_LEFTOVERS)
+                unknown += not is_leftover
             elif problem := _link_problem(path, root):
                 problems.append(problem)
             elif os.path.islink(path):
@@ -231,12 +232,6 @@ def _in_folder(source: str, format: str | None, number: int) -> Found:
     return Found(tuple(files[path] for path in order), tuple(problems), dict(sorted(others.items())), unknown)
 
 
-def _is_readable_type(name: str, format: str | None) -> bool:
-    if name.lower().endswith(_LEFTOVERS):
-        return False
-    return format is not None or format_of(name)[0] is not None
-
-
 def _listed(path: str, format: str | None, number: int) -> InputFile | Problem:
     by_name, compression = format_of(path)
     file = InputFile(path, shown(path), format or by_name or "", compression, 0, number)
@@ -248,7 +243,7 @@ def _listed(path: str, format: str | None, number: int) -> InputFile | Problem:
     if file.bytes == 0:
         return Problem(file.name, "", "empty", "the file is empty", records=0)
     if format is None and file.format == "text":
-        with open_bytes(file) as stream:
+        with ByteStream(file) as stream:
             if stream.read(len(_CRAWL)) == _CRAWL:
                 return replace(file, format="warc")
     return file
@@ -298,18 +293,6 @@ def _link_problem(path: str, root: str) -> Problem | None:
     else:
         return None
     return Problem(shown(path), "", "link", message, records=0)
-
-
-def _shakespeare(number: int) -> InputFile:
-    path = shipped.shakespeare()
-    return InputFile(str(path), SHAKESPEARE, "text", "none", path.stat().st_size, number)
-
-
-def _hub(source: str, number: int) -> InputFile:
-    from flatout.corpus import tables
-
-    tables.hub_parts(source)  # an error now, rather than when everything before it has been read
-    return InputFile(source, shown(source), "hub", "none", 0, number)
 
 
 def _missing_hint(source: str) -> str:

@@ -28,8 +28,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, final
 
-from flatout.corpus.document import INSTALL, InputFile, InvalidUtf8, Problem, ProblemKind
-from flatout.errors import DataError
+from flatout.corpus.document import InputFile, InvalidUtf8, Problem, ProblemKind, needed
 
 CHUNK = 2**20
 PIECE = 2**24
@@ -68,19 +67,12 @@ _CONTINUED = re.compile(rb"[\x80-\xbf]{0,3}")
 Watch = Callable[[int], None]
 
 
-def open_bytes(file: InputFile, start: int = 0, watch: Watch | None = None) -> "ByteStream":
-    """The text of a file, decompressed; where nothing is compressed it may be read from byte `start` on.
-
-    `watch` is told how far the reading has come in the file on disk.
-    """
-    return ByteStream(file, start, watch)
-
-
 @final
 class ByteStream:
-    """Bytes of a text, read forward. Where `read` ends, `problem` says whether the text really ended there.
+    """The text of a file, decompressed, read forward. Where `read` ends, `problem` says whether it really ended there.
 
-    `position` is how far the reading has come in the file on disk.
+    Where nothing is compressed it may be read from byte `start` on. `position` is how far the reading has come in the
+    file on disk, which `watch` is told.
     """
 
     def __init__(self, file: InputFile, start: int = 0, watch: Watch | None = None) -> None:
@@ -213,7 +205,7 @@ def before(start: int) -> int:
 
 def line_end(file: InputFile) -> bytes:
     """What ends the lines of a file: b"\\r" where its beginning has only those, as in files of old Macs."""
-    with open_bytes(file) as stream:
+    with ByteStream(file) as stream:
         head = stream.read(_LINE_HEAD)
     return b"\r" if b"\r" in head[:-1] and b"\n" not in head else b"\n"
 
@@ -298,21 +290,6 @@ def pieces(
         yield from _pieces_of_marked(window, start, stop, mark, size)
 
 
-def find_cut(data: bytes | bytearray | memoryview, look: int) -> int | None:
-    """Where in `data` to cut, at or after its second byte; None where the document ends instead.
-
-    `data` is a document from the byte before k * size on, `look` + 5 bytes of it, or all that there are.
-    """
-    match = _SAFE_CUT.search(data, 1, look + 2)
-    if match:
-        return match.start()
-    if len(data) <= look + 1:
-        return None
-    continued = _CONTINUED.match(data, look + 1)
-    cut = continued.end() if continued else look + 1
-    return cut if cut < len(data) else None
-
-
 def decode(raw: bytes | bytearray, policy: InvalidUtf8) -> tuple[str, int]:
     """The text of `raw`, and how many U+FFFD in it stand for invalid bytes.
 
@@ -364,9 +341,14 @@ class _Window:
         return self.data[max(start - self.base, 0) : max(stop - self.base, 0)]
 
     def cut(self, nominal: int, look: int, stop: int) -> int | None:
-        """The cut at or after `nominal` in a document that goes on to `stop` at least."""
-        found = find_cut(self.copy(nominal - 1, min(stop, nominal + look + 4)), look)
-        return None if found is None else nominal - 1 + found
+        """The cut at or after `nominal` in a document that goes on to `stop` at least; None where it ends instead."""
+        before = nominal - 1
+        data = self.copy(before, min(stop, nominal + look + 4))
+        if match := _SAFE_CUT.search(data, 1, look + 2):
+            return before + match.start()
+        # Any character will do; this one may begin before the place that is looked at.
+        match = _CONTINUED.match(data, look + 1)
+        return before + match.end() if match and match.end() < len(data) else None
 
 
 def _pieces_of_one(window: _Window, start: int, stop: int, size: int) -> Iterator[Piece]:
@@ -456,10 +438,7 @@ def _decoder(method: str) -> Any:
     if method == "bz2":
         return bz2.BZ2Decompressor()
     if method == "zst":
-        try:
-            import zstandard
-        except ImportError as error:
-            raise DataError("reading .zst files needs the package zstandard", INSTALL) from error
+        zstandard = needed("zstandard", "reading .zst files needs")
         return zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
     raise ValueError(f"no compression {method!r}")
 

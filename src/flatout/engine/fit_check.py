@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flatout.config.catalogue import hardware_for, list_hardware
+from flatout.config.catalogue import hardware_for, shipped_names
 from flatout.config.load import LoadedConfig, with_hardware
 from flatout.config.schema import RunConfig, micro_batch_of
 from flatout.data.sample_loader import LargestRows
@@ -205,7 +205,7 @@ def _by_context(config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
 
 def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int, *, resumed: bool) -> Iterator[str]:
     """The largest overlay that is not above the memory, and with which it fits."""
-    names = [row.name for row in list_hardware()]
+    names = shipped_names("hardware")
     for name in reversed(names[: names.index(hardware_for(have)) + 1]):
         try:
             other = with_hardware(loaded, name)

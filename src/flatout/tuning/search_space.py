@@ -135,13 +135,13 @@ def _dimension(path: str, node: Node, where: str) -> Dimension:
 def _form(path: str, node: Node, where: str) -> tuple[str, list[Node]]:
     example = f"write `{path}: {{log: [1e-4, 1e-2]}}`, or with range, steps or choices"
     if not isinstance(node.value, dict) or len(node.value) != 1:
-        _fail(where, f"{path} is {shorten(_plain(node))}, not one form of values", example)
+        _fail(where, f"{path} is {shorten(node.plain)}, not one form of values", example)
     form, inner = next(iter(node.value.items()))
     if form not in FORMS:
         near = difflib.get_close_matches(form, FORMS, n=1, cutoff=0.5)
         _fail(where, f"{path}: {shorten(form)} is no form of values", f"did you mean {near[0]}?" if near else example)
     if not isinstance(inner.value, list):
-        _fail(where, f"{path}: {form} takes a list {FORMS[form]}, not {shorten(_plain(inner))}", example)
+        _fail(where, f"{path}: {form} takes a list {FORMS[form]}, not {shorten(inner.plain)}", example)
     return form, inner.value
 
 
@@ -162,7 +162,7 @@ def _choices(path: str, items: list[Node], annotation: Any, where: str) -> tuple
     values = []
     for item in items:
         if isinstance(item.value, list | dict):
-            _fail(where, f"{path}: a choice is a single value, not {shorten(_plain(item))}", "write words or numbers")
+            _fail(where, f"{path}: a choice is a single value, not {shorten(item.plain)}", "write words or numbers")
         values.append(with_whole_numbers(annotation, item.value))
     if not 2 <= len(values) <= MOST_CHOICES:
         _fail(
@@ -181,14 +181,6 @@ def _try(loaded: LoadedConfig, dimension: Dimension, value: Any) -> None:
         if f"{dimension.path} is" in error.message:
             message = error.message.partition(": ")[2] if error.message.startswith("command line") else error.message
             raise ConfigError(f"{dimension.where}: {message}", error.hint) from None
-
-
-def _plain(node: Node) -> Any:
-    if isinstance(node.value, list):
-        return [_plain(item) for item in node.value]
-    if isinstance(node.value, dict):
-        return {key: _plain(item) for key, item in node.value.items()}
-    return node.value
 
 
 def _fail(where: str, problem: str, hint: str) -> NoReturn:

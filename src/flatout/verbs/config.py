@@ -36,11 +36,13 @@ def _config_action(action: str, parsed: argparse.Namespace) -> int:
     if action == "schema":
         print(json.dumps(configs.schema_json(), indent=2))
     elif action == "presets":
-        for title, rows in (("presets", catalogue.list_presets()), ("hardware overlays", catalogue.list_hardware())):
+        kinds: dict[catalogue.ShippedKind, str] = {"preset": "presets", "hardware": "hardware overlays"}
+        for kind, title in kinds.items():
             print(f"{title}:")
-            width = max(len(row.name) for row in rows) + 2
-            for row in rows:
-                print(f"  {row.name:<{width}}{row.summary}")
+            names = catalogue.shipped_names(kind)
+            width = max(map(len, names)) + 2
+            for name in names:
+                print(f"  {name:<{width}}{catalogue.summary(kind, name)}")
     elif action == "copy":
         if parsed.file == "":
             raise UsageError("the name of the file to write is empty", "leave it out, or name a .yaml file")

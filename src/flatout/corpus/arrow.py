@@ -1,0 +1,412 @@
+"""Tables in Arrow's types to documents: parquet files, and Hugging Face datasets that were saved in a folder.
+
+Idea: one column holds the text, or something with fields that holds it (see `fields`). Only that column is read, a few
+rows at a time, so that memory does not depend on the size of the file.
+
+Contract: that of `tables`. What is damaged costs as little as the format allows: in parquet the rest of a row group, in
+a saved dataset the rest of a file.
+
+Saved datasets are read with pyarrow, as they lie on disk: `datasets` takes seconds to import, and one damaged file
+would keep it from reading any other.
+
+Trap: to import this module needs pyarrow, so nobody does before there is such a table to read.
+"""
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple, final
+
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Row, Slice, needed, reason, shown
+from flatout.corpus.fields import EVERY, document_of, limited, names_shown
+from flatout.corpus.streams import CHUNK
+
+try:
+    import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
+except ImportError:
+    needed("pyarrow", "parquet and saved datasets need")
+    raise
+
+Results = Iterator[Document | Problem]
+
+
+# How much is decoded at once, in how many rows, since some are much longer than others.
+_BATCH_BYTES = 2**21
+_BATCH_ROWS = 16, 256
+_PARQUET = b"PAR1"
+_SMALLEST_PARQUET = 12
+# What an arrow stream that was written to its end ends with.
+_ARROW_END = b"\xff\xff\xff\xff\0\0\0\0"
+# Types of texts, and those of bytes that are the same in memory; and of lists, with how to make them.
+_AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+_LISTS = {
+    pa.ListType: pa.list_,
+    pa.LargeListType: pa.large_list,
+    pa.ListViewType: pa.list_view,
+    pa.LargeListViewType: pa.large_list_view,
+}
+
+
+# Parquet.
+
+
+def read_parquet(slice: Slice, options: ReadOptions) -> Results:
+    """The rows of the row groups of a slice; of each, one of `shares` stretches of rows.
+
+    What comes before the share in its row group is decoded and dropped, which costs little beside tokenizing.
+    """
+    file, share, shares = slice.file, slice.share, slice.shares
+    is_first = slice.start == share == 0
+    with _open_parquet(file, options.field) as opened:
+        if isinstance(opened, Problem):
+            if is_first:
+                yield opened
+            return
+        sizes, column = opened.sizes, opened.column
+        told, rows = opened.parquet.metadata.num_rows, sum(sizes)
+        if told != rows and is_first:
+            message = f"its footer is damaged: it tells of {told:,} rows, and then of {rows:,}"
+            yield Problem(file.name, "", "format", message, records=max(told - rows, 0))
+        groups = range(len(sizes))[slice.start : slice.end]
+        stretches = [_stretch(sizes[number], share, shares) for number in groups]
+        if isinstance(column, str):
+            yield Problem(file.name, "", "field", column, sum(len(stretch) for stretch in stretches))
+            return
+
+        def values(batch: pa.RecordBatch) -> list[Any]:
+            return _values(batch.column(batch.schema.names.index(column.name)))
+
+        for number, stretch in zip(groups, stretches, strict=True):
+            for found in _row_group(opened, number, stretch, column.path, values, last=share == shares - 1):
+                if isinstance(found, Problem):
+                    yield found
+                else:
+                    yield from _documents(*found, column, file, options)
+
+
+def read_parquet_rows(file: InputFile) -> Iterator[Row | Problem]:
+    """All rows with all their columns. A row group with damage, or with text that is not UTF-8, ends where it is."""
+    with _open_parquet(file) as opened:
+        if isinstance(opened, Problem):
+            yield opened
+            return
+        for number, rows in enumerate(opened.sizes):
+            for found in _row_group(opened, number, range(rows), None, pa.RecordBatch.to_pylist, last=True):
+                if isinstance(found, Problem):
+                    yield found
+                else:
+                    values, first = found
+                    yield from (Row(value, f"row {row}") for row, value in enumerate(values, start=first))
+
+
+def parquet_group_bytes(path: str) -> list[int]:
+    """The size of each row group, decompressed; nothing where the file cannot be opened."""
+    try:
+        with pa.OSFile(os.fsencode(path)) as source:
+            metadata = ParquetFile(source).metadata
+            return [metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups)]
+    except Exception:  # noqa: BLE001  # reading it will tell
+        return []
+
+
+class _Parquet(NamedTuple):
+    """An opened file, the rows in each row group, and the column to read, or what is wrong with the table."""
+
+    name: str
+    parquet: Any
+    sizes: list[int]
+    column: "_Column | str"
+
+
+@contextlib.contextmanager
+def _open_parquet(file: InputFile, field: str = "") -> Iterator[_Parquet | Problem]:
+    """The file, or why nothing of it can be read."""
+    if problem := _no_parquet(file):
+        yield problem
+        return
+    # By a path of bytes, since the name of a file need not be text.
+    with pa.OSFile(os.fsencode(file.path)) as source:
+        try:
+            # Without a buffer, a column of a row group would be read at once, whatever its size.
+            parquet = ParquetFile(source, buffer_size=CHUNK, pre_buffer=False, page_checksum_verification=True)
+            sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
+            opened = _Parquet(file.name, parquet, sizes, _find_column(parquet.schema_arrow, field))
+        except Exception as error:  # noqa: BLE001  # pyarrow has many, and may raise any of them for damage
+            message = f"its footer is damaged, so that nothing of it can be read: {reason(error)}"
+            opened = Problem(file.name, "", "format", message, records=0)
+        yield opened
+
+
+def _stretch(rows: int, share: int, shares: int) -> range:
+    """The rows of a share; a damaged footer may tell of fewer than none."""
+    rows = max(rows, 0)
+    return range(rows * share // shares, rows * (share + 1) // shares)
+
+
+def _no_parquet(file: InputFile) -> Problem | None:
+    try:
+        with open(file.path, "rb") as raw:
+            begin = raw.read(len(_PARQUET))
+            size = raw.seek(0, os.SEEK_END)
+            raw.seek(max(size - len(_PARQUET), 0))
+            end = raw.read()
+    except OSError as error:
+        return Problem(file.name, "", "unreadable", f"cannot read it: {error.strerror or error}", records=0)
+    if begin != _PARQUET[: len(begin)]:
+        return Problem(file.name, "", "format", "it does not begin like a parquet file", records=0)
+    if end == _PARQUET and size >= _SMALLEST_PARQUET:
+        return None
+    message = "its end is missing, where parquet says what lies where, so that nothing of it can be read"
+    return Problem(file.name, "", "truncated", message, records=0)
+
+
+def _row_group(
+    opened: _Parquet,
+    number: int,
+    stretch: range,
+    path: str | None,
+    values_of: Callable[[pa.RecordBatch], list[Any]],
+    *,
+    last: bool,
+) -> Iterator[tuple[list[Any], int] | Problem]:
+    """A stretch of the rows of one group, as values and the number in the file of the first of them.
+
+    `path` names the column to read, if not all. `last`: the stretch goes on to the end of the group, wherever that is.
+    """
+    first = sum(opened.sizes[:number]) + 1
+    group = opened.parquet.metadata.row_group(number)
+    # By the size of all columns: asked for one, pyarrow ends the process where the metadata is damaged.
+    rows = _BATCH_BYTES * group.num_rows // max(group.total_byte_size, 1)
+    rows = max(_BATCH_ROWS[0], min(_BATCH_ROWS[1], rows))
+    columns = None if path is None else [path]
+    done = 0
+    broken = "it has fewer rows than its metadata says"
+    try:
+        for batch in opened.parquet.iter_batches(rows, row_groups=[number], columns=columns, use_threads=False):
+            begin = max(stretch.start - done, 0)
+            end = batch.num_rows if last else min(stretch.stop - done, batch.num_rows)
+            if begin < end:
+                yield values_of(batch.slice(begin, end - begin)), first + done + begin
+            done += batch.num_rows
+            if not last and done >= stretch.stop:
+                return
+    except Exception as error:  # noqa: BLE001  # as above
+        broken = f"it is damaged: {reason(error)}"
+    if done < stretch.stop:
+        row = max(done, stretch.start)
+        message = f"row group {number} ends here: {broken}"
+        yield Problem(opened.name, f"row {first + row}", "format", message, records=stretch.stop - row)
+
+
+# Saved datasets.
+
+
+def read_saved(slice: Slice, options: ReadOptions) -> Results:
+    """The rows of a slice, counted from 0, of a folder that `datasets` has saved."""
+    file, begin = slice.file, slice.start
+    end = sys.maxsize if slice.end is None else slice.end
+    paths = _saved_files(file.path)
+    if isinstance(paths, str):
+        if begin == 0:
+            yield Problem(file.name, "", "format", paths, records=0)
+        return
+    row = lost = 0
+    missing = ""
+    for path in paths:
+        for found in _saved_batches(path):
+            here = row
+            if isinstance(found, Problem):
+                # Told by the slice in which it lies, and by no other.
+                if begin <= here < end:
+                    yield replace(found, file=file.name, place=f"{shown(os.path.basename(path))}, row {here + 1}")
+                continue
+            row += found.num_rows
+            if here >= end:
+                break
+            start, stop = max(begin - here, 0), min(end - here, found.num_rows)
+            if start >= stop:
+                continue
+            sound = _sound_column(found, options.field)
+            if isinstance(sound, str):
+                missing, lost = sound, lost + stop - start
+            elif isinstance(sound, Exception):
+                message = f"{stop - start:,} rows from here on are damaged: {reason(sound)}"
+                yield Problem(file.name, f"row {here + start + 1}", "format", message, records=stop - start)
+            else:
+                column, values = sound
+                for at in range(start, stop, _BATCH_ROWS[1]):
+                    part = _values(values.slice(at, min(_BATCH_ROWS[1], stop - at)))
+                    yield from _documents(part, here + at + 1, column, file, options)
+        if row >= end:
+            break
+    if lost:
+        yield Problem(file.name, "", "field", missing, records=lost)
+
+
+def _sound_column(batch: pa.RecordBatch, field: str) -> "tuple[_Column, pa.Array] | str | Exception":
+    """A column that can be read, or what is missing, or what is damaged."""
+    try:
+        column = _find_column(batch.schema, field)
+        if isinstance(column, str):
+            return column
+        values = batch.column(batch.schema.names.index(column.name))
+        # The batch is a view of the file, and offsets that lead nowhere would crash whoever follows them. First come
+        # the sizes, which must be right for the rest. Texts are not looked at, since what becomes of those that are not
+        # UTF-8 is a matter of policy.
+        values.validate()
+        pa.array(_WithBytes(values)).validate(full=True)
+    except Exception as error:  # noqa: BLE001  # as above
+        return error
+    return column, values
+
+
+def saved_rows(path: str) -> int:
+    """How many rows of a saved dataset can be read; 0 where it cannot be opened."""
+    paths = _saved_files(path)
+    batches = (batch for path in paths for batch in _saved_batches(path)) if isinstance(paths, list) else ()
+    return sum(batch.num_rows for batch in batches if not isinstance(batch, Problem))
+
+
+def _saved_batches(path: str) -> Iterator[pa.RecordBatch | Problem]:
+    """The batches of an arrow file, as views of the file, and at the end why there are no more, if that is wrong."""
+    try:
+        with pa.memory_map(os.fsencode(path)) as memory, pa.ipc.open_stream(memory) as stream:
+            yield from stream
+            memory.seek(max(memory.size() - len(_ARROW_END), 0))
+            if memory.read() != _ARROW_END:
+                yield Problem("", "", "truncated", "the file has no end, so that rows may be missing", records=0)
+    except (OSError, pa.ArrowException) as error:
+        kind = "format" if isinstance(error, pa.ArrowException) else "unreadable" if error.errno else "truncated"
+        yield Problem("", "", kind, f"the rest of the file cannot be read: {reason(error)}", records=1)
+
+
+def _saved_files(folder: str) -> list[str] | str:
+    """The data files of a saved split in order, or what is wrong with it. Splits are found by `sources`."""
+    try:
+        with open(os.path.join(folder, "state.json"), "rb") as file:
+            state = json.load(file)
+    except (OSError, ValueError) as error:
+        return f"state.json cannot be read: {reason(error)}"
+    entries = state.get("_data_files") if isinstance(state, dict) else None
+    if not isinstance(entries, list) or state.get("_indices_data_files"):
+        return "state.json is not as `datasets` writes it today; load the dataset and save it again"
+    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
+    if not all(isinstance(name, str) and name and _is_plain(name) for name in names):
+        return "state.json names data files that are not in its folder"
+    return [os.path.join(folder, str(name)) for name in names]
+
+
+def _is_plain(name: str) -> bool:
+    return os.path.basename(name) == name and name not in (os.curdir, os.pardir) and "\0" not in name
+
+
+# Columns of either.
+
+
+class _Column(NamedTuple):
+    """A column to read: its name in the schema, and the path to as much of it as is needed."""
+
+    name: str
+    path: str
+
+
+def _find_column(schema: pa.Schema, field: str) -> _Column | str:
+    """The column that holds a field, or what is wrong with the table."""
+    names = schema.names
+    if field in names:
+        name, rest = field, ""
+    else:
+        name, _, rest = field.partition(".")
+    if name not in names:
+        return f"there is no column '{shown(name)[:80]}'; there are: {names_shown(names)}"
+    type = schema.field(names.index(name)).type
+    return _checked_path(type, rest, _Column(name, name), field)
+
+
+def _checked_path(type: pa.DataType, rest: str, column: _Column, field: str) -> _Column | str:
+    """Follows a path down a type, as far as the type tells, so that what no row has is known before any is read."""
+    inside_struct = True
+    while True:
+        if isinstance(type, pa.BaseExtensionType):
+            type = type.storage_type
+        elif isinstance(type, pa.DictionaryType):
+            type = type.value_type
+        elif pa.types.is_map(type) or pa.types.is_null(type):
+            return column
+        elif not rest:
+            break
+        elif pa.types.is_struct(type):
+            name, _, after = rest.partition(".")
+            names = [type.field(number).name for number in range(type.num_fields)]
+            name, rest = (rest, "") if rest in names else (name, after)
+            if name not in names:
+                below = field.removesuffix(rest).removesuffix(".")
+                return f"there is no field '{shown(below)[:80]}'; there are: {names_shown(names)}"
+            type = type.field(names.index(name)).type
+            # A name with a dot would be taken for a path.
+            inside_struct = inside_struct and "." not in column.name and "." not in name
+            if inside_struct:
+                column = _Column(column.name, f"{column.path}.{name}")
+        elif isinstance(type, (*_LISTS, pa.FixedSizeListType)):
+            name, _, rest = rest.partition(".")
+            if name != EVERY and not (name.isascii() and name.isdigit()):
+                return f"there is a list where '{shown(name)[:80]}' of '{shown(field)[:80]}' is looked for"
+            type = type.value_type
+            inside_struct = False
+        else:
+            return f"there is {type} where '{shown(rest)[:80]}' of '{shown(field)[:80]}' is looked for"
+    if type not in (*_AS_BYTES, *_AS_BYTES.values()) and not pa.types.is_fixed_size_binary(type):
+        return f"the column '{shown(field)[:80]}' holds {shown(type)[:200]}, not text"
+    return column
+
+
+def _as_bytes(type: pa.DataType) -> pa.DataType:
+    """A type with bytes in the place of texts, and otherwise the same in memory."""
+    if isinstance(type, pa.BaseExtensionType):
+        return _as_bytes(type.storage_type)
+    if isinstance(type, pa.DictionaryType):
+        return pa.dictionary(type.index_type, _as_bytes(type.value_type), type.ordered)
+    if pa.types.is_map(type):
+        return pa.map_(_as_bytes(type.key_type), _as_bytes(type.item_type))
+    if pa.types.is_struct(type):
+        return pa.struct([field.with_type(_as_bytes(field.type)) for field in type])
+    if pa.types.is_fixed_size_list(type):
+        return pa.list_(_as_bytes(type.value_type), type.list_size)
+    for kind, list_of in _LISTS.items():
+        if isinstance(type, kind):
+            return list_of(_as_bytes(type.value_type))
+    return _AS_BYTES.get(type, type)
+
+
+@final
+class _WithBytes:
+    """An array to import under another type, by the protocol that Arrow has for it."""
+
+    def __init__(self, values: pa.Array) -> None:
+        self._values = values
+
+    def __arrow_c_array__(self, requested_schema: object = None) -> tuple[object, object]:
+        return _as_bytes(self._values.type).__arrow_c_schema__(), self._values.__arrow_c_array__()[1]
+
+
+def _values(values: pa.Array) -> list[Any]:
+    """The values as Python has them, with bytes for all texts if one of them is not UTF-8."""
+    try:
+        return values.to_pylist(maps_as_pydicts="lossy")
+    except UnicodeDecodeError:
+        return pa.array(_WithBytes(values)).to_pylist(maps_as_pydicts="lossy")
+
+
+def _documents(values: list[Any], first: int, column: _Column, file: InputFile, options: ReadOptions) -> Results:
+    """One result for each value; `first` is the number of the first row."""
+    direct = column.name == options.field
+    for row, value in enumerate(values, start=first):
+        place = f"row {row}"
+        if direct and isinstance(value, str):
+            yield limited(Document(value, place), file)
+        else:
+            yield limited(document_of(Row({column.name: value}, place), file, options), file)

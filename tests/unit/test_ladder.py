@@ -32,7 +32,7 @@ from flatout.observe.measured.bench_table import BenchReader, print_bench, total
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
 from flatout.tuning import ladder, plan
 from flatout.tuning.claims import CLAIMS, TOTALS, claim_of
-from flatout.tuning.measure import Steps, borrowed_run, measure, parity_losses
+from flatout.tuning.measure import Steps, borrowed_run, measure, parity_losses, summary_of
 from flatout.tuning.plan import make_plan
 from flatout.tuning.practice_data import practice_data, write_random
 from flatout.tuning.rungs import (
@@ -190,6 +190,18 @@ def test_measuring_trains_real_steps(tiny: Tiny):
     assert found.compile_seconds == 0.0
     assert found.peak_bytes > 0
     assert found.mfu is None
+
+
+def test_the_figures_of_steps_of_different_lengths(tiny: Tiny):
+    run = setup_run(tiny())
+    with Steps(run) as stepping:
+        (report,) = stepping.take(1)
+    seconds = (0.9, 0.1, 0.3, 0.2, 0.4)
+    untimed, *timed = (dataclasses.replace(report, seconds=spent) for spent in (3.0, *seconds))
+    found = summary_of(run, [untimed], timed)
+    assert (found.milliseconds, found.mean_milliseconds) == pytest.approx((300, 380))
+    assert found.spread == pytest.approx((0.4 - 0.2) / 0.3), "from quartile to quartile"
+    assert found.tokens_per_second == pytest.approx(64 / 0.3)
 
 
 def test_stepping_goes_on_where_it_stopped(tiny: Tiny):

@@ -69,6 +69,16 @@ def test_it_tells_the_whole_run_and_leaves_nothing_behind(tiny, tmp_path: Path):
     assert own[0].bytes == pytest.approx(result.peak_measured.value, rel=0.01)
 
 
+def test_an_evaluation_of_documents_apart_is_measured_whole(tiny, tmp_path: Path):
+    """The first token of each document has no label, which makes no less work."""
+    rows = [json.dumps({"text": f"{number} is so"}) for number in range(200)]
+    (tmp_path / "many.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    words = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document", "data.documents=apart"]
+    result = estimate(tiny(*words, "train.steps=3", "eval.tokens=64"), seconds=30.0)
+    evaluation = next(part for part in result.parts if part.name == "evaluations")
+    assert (evaluation.each.how, evaluation.each.note) == ("measured", "")
+
+
 def test_a_checkpoint_in_the_estimate_has_the_size_of_the_real_one(tiny):
     loaded = tiny("train.steps=2")
     result = estimate(loaded, seconds=0.05)

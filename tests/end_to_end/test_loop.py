@@ -100,6 +100,10 @@ def test_epoch_ends_are_reported_and_evaluated(tiny):
         sum(r.loss for r in of(records, StepRecord)[: epochs[0].step]) / epochs[0].step
     )
     assert [record.step for record in of(records, EvalRecord)] == [epoch.step for epoch in epochs]
+    for before, epoch in zip((0, epochs[0].step), epochs, strict=True):
+        tokens = (epoch.step - before) * info.batch_tokens
+        assert epoch.tokens_per_second * epoch.seconds == pytest.approx(tokens)
+        assert epoch.windows_per_second * epoch.seconds == pytest.approx(tokens / info.context)
 
 
 def test_early_stopping_keeps_the_best(tiny):
@@ -111,6 +115,14 @@ def test_early_stopping_keeps_the_best(tiny):
     kept = [step for step, _ in list_checkpoints(Path(records[0].folder) / "checkpoints")]
     assert set(kept) == {best, records[-1].step}
     assert json.loads((Path(records[0].folder) / "best.json").read_text())["step"] == best
+
+
+def test_small_falls_in_loss_add_up_to_an_improvement(tiny, monkeypatch: pytest.MonkeyPatch):
+    found = iter([3.0, 2.7, 2.4, 2.1, 1.8, 1.5])
+    monkeypatch.setattr(boundary, "evaluate", lambda *_: (next(found), 1))
+    words = ["train.steps=12", "eval.every=2", "eval.patience=2", "eval.min_delta=0.5"]
+    records = list(flatout.train(tiny(*words)))
+    assert records[-1].reason == "finished", "every second evaluation is 0.6 below the last that counted"
 
 
 def test_checkpoints_follow_the_plan(tiny):

@@ -125,6 +125,16 @@ def test_rotary(offset):
     assert_same(turned(x, rotary(slice(offset, offset + x.shape[2]))), rotate_reference(x, 10000.0, offset), [x])
 
 
+def test_rotary_angles_keep_their_digits_at_far_positions():
+    rotary = Rotary(64, 2**17, 10000.0)
+    rotary.fill()
+    rates_D = 10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
+    angles_TD = torch.arange(2**17 - 8, 2**17, dtype=torch.float64)[:, None] * rates_D
+    cos_TD, sin_TD = rotary(slice(2**17 - 8, 2**17))
+    torch.testing.assert_close(cos_TD, angles_TD.cos().float(), rtol=0, atol=1e-7)
+    torch.testing.assert_close(sin_TD, angles_TD.sin().float(), rtol=0, atol=1e-7)
+
+
 def test_rotary_scores_depend_on_distance_only():
     rotary = Rotary(8, 64, 10000.0).double()
     rotary.fill()

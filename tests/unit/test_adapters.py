@@ -91,7 +91,8 @@ def test_an_mlp_without_a_gate_and_gpt2_have_other_names():
 
 
 def test_ranks_and_scales_by_pattern():
-    plan = AdapterPlan(rank=4, alpha=8, ranks=(("q_proj", 2), ("layers.1.self_attn.q_proj", 9)), alphas=(("mlp.*", 2),))
+    ranks, alphas = (("q_proj", 2), ("layers.1.self_attn.q_proj", 9)), (("mlp.*", 2), ("down_proj", 16))
+    plan = AdapterPlan(rank=4, alpha=8, ranks=ranks, alphas=alphas)  # the first that fits counts
     choices = {c.target.path: c for c in choose(plan, targets_of(model()))}
     assert (choices["model.layers.1.self_attn.q_proj"].rank, choices["model.layers.1.self_attn.q_proj"].scale) == (2, 4)
     assert choices["model.layers.0.mlp.down_proj"].scale == 0.5

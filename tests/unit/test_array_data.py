@@ -109,6 +109,14 @@ def test_what_is_numbered_is_shuffled_anew_in_every_epoch():
     assert found[0].tolist() != found[1].tolist() != list(range(30))
 
 
+def test_every_epoch_has_each_array_once_that_is_not_held_out():
+    data = opened(Numbered([np.full(8, number) for number in range(35)]))
+    assert data.source.held == 3
+    found = row_of(batches(data, 0, 32)).reshape(3, 32, 8)[:, :, 0]
+    for epoch in found.tolist():
+        assert sorted(epoch) == list(range(3, 35))
+
+
 @pytest.mark.parametrize("kind", kinds())
 @pytest.mark.parametrize("val", [None, [np.arange(50)]], ids=["held out", "own"])
 def test_every_step_can_be_gone_on_from(kind: str, val: Any):

@@ -245,6 +245,13 @@ def test_the_newest_with_a_finite_loss_is_never_removed(tmp_path: Path, loss: fl
     assert [(one.step, one.state) for one in unusable] == [(4, "diverged")]
 
 
+def test_the_newest_with_a_finite_loss_stays_beside_the_best(tmp_path: Path):
+    for step, found in ((1, 1.5), (2, 2.0), (3, math.nan), (4, math.nan)):
+        write_verdict(write_checkpoint(tmp_path, make(step))[0], Verdict(loss=found, progress={}))
+    keep_newest(tmp_path, 1, best_step=1)
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 2, 4]
+
+
 def test_a_verdict_counts_for_its_own_checkpoint_only(tmp_path: Path):
     path, _ = write_checkpoint(tmp_path, make(1))
     assert read_verdict(path) is None

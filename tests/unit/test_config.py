@@ -162,6 +162,8 @@ def test_an_overlay_that_shortens_the_context_says_so() -> None:
     kept = load_config("small-32k", ["model.context=32768"], hardware="8gb")
     assert kept.notices == ()
     assert with_hardware(kept, "4gb").model.context == 32768, "what a user wrote stays"
+    same = load_config("tinyllama-lora", hardware="8gb")
+    assert (same.config.model.context, same.sources["model.context"].kind, same.notices) == (512, "preset", ())
 
 
 def test_a_file_without_a_preset_stands_on_the_schema(tmp_path: Path) -> None:

@@ -210,6 +210,8 @@ def test_documents_of_joined_windows_are_numbered_where_they_stay_apart(
         assert batch.packed is not None
         for tokens, numbers in zip(batch.tokens.numpy(), batch.packed.documents_BT, strict=True):
             assert np.array_equal(numbers, owner[tokens] - owner[tokens[0]])
+        crossing = torch.from_numpy(owner[batch.tokens] != owner[same.targets])
+        assert torch.equal(batch.targets, same.targets.masked_fill(crossing, IGNORED))
 
 
 def test_documents_without_a_pair_of_tokens_are_not_packed(tmp_path: Path) -> None:

@@ -326,6 +326,33 @@ def test_copies_of_a_text_over_several_parts_are_whole(
     assert train == [text] * int(weight)
 
 
+def test_copies_of_a_source_are_cut_where_it_is_cut_itself(tmp_path: Path, small_parts: None) -> None:
+    (tmp_path / "other").mkdir()
+    other = rows(tmp_path / "other", [f"other {number}" for number in range(20)])
+    for weight in (1, 2):
+        source = [{"path": rows(tmp_path), "weight": weight}, other]
+        pack(source, tmp_path / str(weight), "bytes", "contiguous", 0.6)
+    (train, val), (train_twice, val_twice) = (split_tokens(tmp_path / str(weight)) for weight in (1, 2))
+    assert np.array_equal(train_twice, np.tile(train, 2))
+    assert np.array_equal(val_twice, val)
+
+
+def test_a_document_over_several_parts_goes_to_one_split(
+    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "PIECE", 128)
+    monkeypatch.setattr(part_module, "read_slice", functools.partial(read_slice, piece=128))
+    texts = ["".join(f"word {number} of long text {name}\n" for number in range(100)) for name in range(6)]
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    pack(str(tmp_path / "texts"), tmp_path / "data", "bytes", "document", 0.5)
+    train, val = texts_of(tmp_path / "data")
+    assert train
+    assert val
+    assert sorted([*train, *val]) == sorted(texts)
+
+
 @pytest.mark.parametrize("at_once", [4, 4_000_000])
 def test_exact_duplicates_keep_the_first(
     tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch, at_once: int

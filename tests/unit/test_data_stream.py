@@ -353,8 +353,9 @@ def test_a_long_document_is_dropped_from_the_piece_on_that_is_rejected(source: P
     ids, joins, rejected = tokens.train_ids(Position(), result_of(rows))
     assert (ids.tolist(), joins, rejected) == ([1, END], False, True)
     after = [([4, END], ENDS, 0.9, None), ([5, END], BEGINS | ENDS, 0.9, None)]
-    ids, joins, _ = tokens.train_ids(Position(rejected=True), result_of(after))
-    assert ids.tolist() == [5, END]
+    after += [([6], BEGINS, 0.9, None), ([7, END], ENDS, 0.9, None)]  # another long one, which nothing is wrong with
+    ids, joins, rejected = tokens.train_ids(Position(rejected=True), result_of(after))
+    assert (ids.tolist(), joins, rejected) == ([5, END, 6, 7, END], False, False)
 
 
 def test_problems_are_told_once_the_first_in_full_then_as_a_count(source: Path):

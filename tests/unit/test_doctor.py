@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gzip
 import json
+import re
 import statistics
 import types
 from collections.abc import Callable
@@ -660,6 +661,18 @@ def test_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     disk = check_disk.measure_disk(tmp_path)
     assert disk.free_bytes == 1000
     assert exit_code(check_disk.check_disk(disk, load_config().config, 800_000, DataFacts())) == 5
+
+
+def test_as_many_checkpoints_as_are_proposed_fit_and_no_more():
+    def space(keep: int) -> Finding:
+        config = load_config(overrides=[f"checkpoint.keep={keep}"]).config
+        found = check_disk.check_disk(dataclasses.replace(DISK, free_bytes=GIB), config, 800_000, DataFacts())
+        return next(one for one in found if one.name == "space")
+
+    proposed = re.search(r"With checkpoint\.keep=(\d+) it would fit", space(900).advice)
+    assert proposed is not None
+    keep = int(proposed.group(1))
+    assert (space(keep).status, space(keep + 1).status) == ("warn", "bad")
 
 
 class FakeNvml:

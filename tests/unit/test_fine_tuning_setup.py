@@ -184,8 +184,9 @@ def test_what_is_never_read_is_refused_with_its_place(words, tmp_path):
 
 @pytest.mark.parametrize(
     "word",
-    ["window=9", "states=64", "state_heads=2", "resonance=0.1", "modulation=0.1", "convolution=4", "scales=[1, 2]"],
-)
+    ["window=9", "states=64", "state_heads=2", "resonance=0.1", "modulation=0.1", "convolution=4", "scales=[1, 2]",
+     "energy=0.1"],
+)  # fmt: skip
 def test_fields_of_blocks_that_a_model_has_not_are_refused(word):
     message = refusal(load_config("shakespeare-char", [f"model.{word}"]))
     letter = "W" if word.startswith("window") else "E"

@@ -194,6 +194,18 @@ def test_measuring_trains_real_steps(tiny: Tiny):
     assert found.peak_bytes > 0
 
 
+def test_the_figures_of_steps_of_different_lengths(tiny: Tiny):
+    run = setup_run(tiny())
+    with Steps(run) as stepping:
+        (report,) = stepping.take(1)
+    seconds = (0.9, 0.1, 0.3, 0.2, 0.4)
+    untimed, *timed = (dataclasses.replace(report, seconds=spent) for spent in (3.0, *seconds))
+    found = summary_of(run, [untimed], timed)
+    assert (found.milliseconds, found.mean_milliseconds) == pytest.approx((300, 380))
+    assert found.spread == pytest.approx((0.4 - 0.2) / 0.3), "from quartile to quartile"
+    assert found.tokens_per_second == pytest.approx(64 / 0.3)
+
+
 def test_stepping_goes_on_where_it_stopped(tiny: Tiny):
     whole = parity_losses(setup_run(tiny()), 5)
     with Steps(setup_run(tiny())) as stepping:

@@ -101,6 +101,17 @@ def test_the_merged_model_is_the_adapted_one(plan):
         assert torch.equal(keys[32:48], untouched), "keys have no adapter"
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_a_matrix_is_merged_the_same_however_many_rows_at_once(dora):
+    _, adapters = adapted(dora=dora)
+    for layer in adapters.layers.values():
+        whole, sums = merged_matrix(layer, torch.float32)
+        pieces, by_pieces = merged_matrix(layer, torch.float32, at_once=5)
+        torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-7)
+        assert [part.weights for part in by_pieces] == [part.weights for part in sums]
+        assert [part.update for part in by_pieces] == pytest.approx([part.update for part in sums], rel=1e-5)
+
+
 def test_a_report_without_a_merge_changes_nothing():
     gpt, adapters = adapted(dtype=torch.bfloat16)
     before = {name: parameter.clone() for name, parameter in gpt.named_parameters()}

@@ -53,6 +53,8 @@ def test_another_table_after_a_resume_leaves_what_was_read():
     for step in range(8):
         assert TABLE.after(TABLE, step) == TABLE
     assert other.after(TABLE, 0) == other
+    begun = other.after(TABLE, 9)  # at the first step of a stage that is that stage
+    assert (begun.at(9).start, begun.at(9).windows) == (TABLE.at(9).start, 2)
 
 
 @pytest.mark.parametrize("apart", [False, True])

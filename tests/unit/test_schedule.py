@@ -45,3 +45,10 @@ def test_a_decay_that_would_start_inside_the_warm_up_starts_after_it():
     factors = rate_factors(OptimConfig(schedule="wsd", warmup_steps=10, decay_fraction=0.9, min_ratio=0.2), 20)
     assert factors[:10] == pytest.approx([(update + 1) / 10 for update in range(10)])
     assert factors[10:] == pytest.approx([1 - 0.08 * (update + 1) for update in range(10)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_up_longer_than_the_run_reaches_the_peak_with_its_last_update(kind):
+    factors = rate_factors(OptimConfig(schedule=kind, warmup_steps=50), 10)
+    assert factors == rate_factors(OptimConfig(schedule=kind, warmup_steps=10), 10)
+    assert factors[-1] == pytest.approx(1.0)

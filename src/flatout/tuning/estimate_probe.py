@@ -165,20 +165,21 @@ def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figu
     device = run.speed.device.torch_device
 
     def timed(most: int) -> tuple[float, int]:
+        """Seconds, and the tokens read: with documents apart, fewer have a label."""
         began = time.perf_counter()
         how = {"context": context, "batch_size": size, "device": device, "apart": run.config.documents_apart}
         batches = evaluation_batches(run.data.val, most_tokens=most, **how)
         with out_of_memory():
-            _, labelled = evaluate(run.model, batches, run.scope)
-        return time.perf_counter() - began, labelled
+            evaluate(run.model, batches, run.scope)
+        return time.perf_counter() - began, min(most, run.data.val.tokens - 1)
 
-    cold, labelled = timed(min(tokens, 2 * size * context))
-    warm, labelled = timed(labelled)
-    most = max(labelled, int(labelled * seconds / max(warm, 1e-6)))
-    spent, labelled = timed(tokens if 2 * most >= tokens else most)  # what is nearly whole may as well be whole
-    if labelled >= tokens:
+    cold, read = timed(min(tokens, 2 * size * context))
+    warm, read = timed(read)
+    most = max(read, int(read * seconds / max(warm, 1e-6)))
+    spent, read = timed(tokens if 2 * most >= tokens else most)  # what is nearly whole may as well be whole
+    if read >= tokens:
         return Figure(spent, "measured"), max(0.0, cold - warm)
-    part = Figure(spent * tokens / max(labelled, 1), "projected", f"from {labelled:,} of {tokens:,} tokens")
+    part = Figure(spent * tokens / max(read, 1), "projected", f"from {read:,} of {tokens:,} tokens")
     return part, max(0.0, cold - warm)
 
 

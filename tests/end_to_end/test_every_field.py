@@ -22,6 +22,8 @@ from tests.chat_models import write_chat_model
 from tests.conftest import TINY
 from tests.damaged import build
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
 LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
 STATES = ["model.pattern=EA", "model.states=16"]

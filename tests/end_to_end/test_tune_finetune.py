@@ -30,6 +30,8 @@ from flatout.tuning.search import Candidate, Trial
 from tests.chat_models import write_chat_model
 from tests.unit.test_graphs import FakeRecorder
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
 QUIET = ["output.plots=false", "eval.sample_tokens=0", "speed.device=cpu", "model.context=128"]
 WORDS = ["model.init_from=base", "chat.source=rows.json", "train.epochs=2.0", "chat.batch_samples=6", *QUIET]

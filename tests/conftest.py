@@ -58,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected
     if find_spec("flash_attn"):  # where FlashAttention-4 is, it and its compiler warn about each other
         config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
         config.addinivalue_line("filterwarnings", r"ignore:Argument \w+ \(position:UserWarning")
@@ -70,6 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Eight thousand tests and all they import stay to the end: the collector of garbage need not look at them."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="module", autouse=True)

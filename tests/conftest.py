@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from flatout.config.load import LoadedConfig, load_config
+from flatout.confined import Child
 from tests.bf16_products import sum_in_fp32
 from tests.interpreter import replace_once
 
@@ -57,6 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected
     if find_spec("flash_attn"):  # where FlashAttention-4 is, it and its compiler warn about each other
         config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning")
         config.addinivalue_line("filterwarnings", r"ignore:Argument \w+ \(position:UserWarning")
@@ -71,6 +73,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """Eight thousand tests and all they import stay to the end: the collector of garbage need not look at them."""
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _what_is_old_is_not_looked_at_again() -> Iterator[None]:
     """Our code collects garbage between measurements, and pays for every module that any test has imported."""
@@ -78,6 +86,62 @@ def _what_is_old_is_not_looked_at_again() -> Iterator[None]:
     if len(gc.get_objects()) > 200_000:
         gc.collect()
         gc.freeze()
+
+
+def _global_switches() -> dict[str, object]:
+    """What is one for the whole process in torch, and changes what later tests compute."""
+    flags, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return {
+        "precision of fp32 products": torch.get_float32_matmul_precision(),
+        "sums in bf16": flags.matmul.allow_bf16_reduced_precision_reduction,
+        "sums in fp16": flags.matmul.allow_fp16_reduced_precision_reduction,
+        "cuDNN": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+        "attention": (
+            flags.flash_sdp_enabled(),
+            flags.mem_efficient_sdp_enabled(),
+            flags.cudnn_sdp_enabled(),
+            flags.math_sdp_enabled(),
+        ),
+        "determinism": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "default type": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_left_as_it_was() -> Iterator[None]:
+    """A test that leaves TF32 or determinism on fails itself, not a later one; only the first is put back."""
+    before = _global_switches()
+    yield
+    after = _global_switches()
+    if before["precision of fp32 products"] != after["precision of fp32 products"]:
+        torch.set_float32_matmul_precision(str(before["precision of fp32 products"]))
+    assert after == before, "a test left torch's process-wide switches changed"
+
+
+@pytest.fixture(scope="module")
+def children_stay() -> Iterator[Callable[[], None]]:
+    """The processes that run what strangers wrote stay for all tests of a module; the value ends them.
+
+    A run starts two or three, and each takes a tenth of a second. `test_confined` is about their ends.
+    """
+    staying: set[Child] = set()
+    end = Child.close
+
+    def end_all() -> None:
+        for child in staying:
+            end(child)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Child, "close", lambda child: staying.add(child))
+        yield end_all
+    end_all()
 
 
 @pytest.fixture(scope="session")

@@ -22,11 +22,14 @@ from tests.chat_models import write_chat_model
 from tests.conftest import TINY
 from tests.damaged import build
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 STREAM = ["data.source=many.jsonl", "data.tokenizer=bytes", "data.split=document"]
 LLAMA3 = ["model.rope_scaling=llama3", "model.rope_original_context=64"]
 STATES = ["model.pattern=EA", "model.states=16"]
 CHAT = ["model.init_from=chatty", "chat.source=rows.json", "model.context=64"]
 ADAPTERS = [*CHAT, "lora.rank=4"]
+EPOCH = ["train.epochs=1.2", "train.batch_tokens=1024"]
 # One other value for each field. A list of words where a field only makes sense beside another.
 OTHER: dict[str, str | list[str]] = {
     "model.family": "gpt2",
@@ -151,7 +154,7 @@ OTHER: dict[str, str | list[str]] = {
     "speed.loader": "device",
     "speed.workers": "0",
     "eval.every": "2",
-    "eval.epoch_end": ["eval.epoch_end=true", "train.epochs=1.2"],
+    "eval.epoch_end": ["eval.epoch_end=true", *EPOCH],
     "eval.tokens": "128",
     "eval.patience": ["eval.patience=1", "eval.every=1", "optim.learning_rate=1.0", "eval.min_delta=9.0"],
     "eval.min_delta": ["eval.min_delta=9.0", "eval.every=1", "eval.patience=1"],
@@ -189,7 +192,7 @@ BESIDE: dict[str, list[str]] = {
     **{f"clean.{name}": ["data.source=web.jsonl"] for name in WEB_RULES},
     "clean.blocked_urls": ["data.source=pages.warc"],
     "optim.decay_fraction": ["optim.schedule=wsd"],
-    "eval.epoch_end": ["train.epochs=1.2"],
+    "eval.epoch_end": EPOCH,
     "eval.patience": ["eval.every=1", "optim.learning_rate=1.0", "eval.min_delta=9.0"],
     "eval.min_delta": ["eval.every=1", "eval.patience=1"],
     "checkpoint.keep": ["checkpoint.every=1", "checkpoint.best=false"],

@@ -23,6 +23,8 @@ from flatout.records import EndRecord, EvalRecord, NoticeRecord, RunInfo, StepRe
 from tests.chat_models import write_chat_model
 from tests.unit.test_graphs import FakeRecorder
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
 QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
 

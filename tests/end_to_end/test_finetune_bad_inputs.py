@@ -27,6 +27,8 @@ from flatout.files import canonical_json
 from flatout.model.seal import SEAL
 from tests.chat_models import FAMILIES, write_chat_model, write_model
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64", "train.steps=2"]
 TUNE = ["finetune", "model.init_from=base", "chat.source=rows.json", *QUIET, "train.epochs=null"]
 BASE, ROWS, ADAPTER = Path("base"), Path("rows.json"), Path("adapter/adapter_config.json")
@@ -368,7 +370,7 @@ CASES = {**MODEL_CASES, **DATA_CASES, **SETTING_CASES, **ADAPTER_CASES, **AFTER_
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(tmp_path_factory: pytest.TempPathFactory, children_stay: Callable[[], None]) -> Path:
     """A model, rows that train, an adapter and a finished run."""
     place = tmp_path_factory.mktemp("good")
     with pytest.MonkeyPatch.context() as patch:
@@ -383,6 +385,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
         seal = Path("adapter", SEAL)  # as earlier versions wrote it, without hashes: the cases change what it names
         seal.write_bytes(canonical_json(json.loads(seal.read_bytes())["facts"]))
         shutil.rmtree("data")
+    children_stay()  # the limits on memory of the next ones are smaller
     return place
 
 

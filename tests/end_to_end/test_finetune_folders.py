@@ -26,6 +26,8 @@ from flatout.model.hub import read_description
 from flatout.records import EndRecord, NoticeRecord, StepRecord
 from tests.chat_models import write_chat_model
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 QUIET = ["output.plots=false", "eval.sample_tokens=4", "speed.device=cpu", "model.context=64"]
 TOKENS = torch.arange(3, 40)[None]
 

@@ -32,6 +32,8 @@ from flatout.records import EpochRecord, NoticeRecord, RunInfo, StepRecord
 from tests.chat_models import write_chat_model
 from tests.end_to_end import chromium
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 NEEDS_BITSANDBYTES = pytest.mark.skipif(not find_spec("bitsandbytes"), reason="needs bitsandbytes")
 TOKENS = torch.arange(24)[None]
 

@@ -91,7 +91,7 @@ def test_loss_and_weights_do_not_depend_on_micro_batch_loader_or_workers(tiny):
 
 
 def test_epoch_ends_are_reported_and_evaluated(tiny):
-    records = list(flatout.train(tiny("train.epochs=2", "eval.epoch_end=true")))
+    records = list(flatout.train(tiny("train.epochs=2", "eval.epoch_end=true", "train.batch_tokens=512")))
     info, epochs = records[0], of(records, EpochRecord)
     assert [epoch.epoch for epoch in epochs] == [1, 2]
     assert info.windows is not None

@@ -16,6 +16,8 @@ from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.tokenizer import ModelTokenizer
 from tests.chat_models import FAMILIES, LLAMA3, MARKED, THINKING, Family, chat, write_model
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 Model = tuple[ModelTokenizer, ChatTemplate]
 
 

@@ -27,6 +27,8 @@ from flatout.model.adapters import attach
 from flatout.model.gpt import build_model
 from tests.chat_models import write_chat_model
 
+pytestmark = pytest.mark.usefixtures("children_stay")
+
 
 @pytest.fixture
 def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:

@@ -24,7 +24,7 @@ def mixed(
     operations, decoding = TorchOperations(how), None
     if cache is not None:
         steps_T = torch.arange(position, position + x_BTW.shape[1], device=x_BTW.device)
-        decoding = Decoding(steps_T.expand(x_BTW.shape[:2]), None, fresh=position == 0)
+        decoding = Decoding(steps_T.expand(x_BTW.shape[:2]), fresh=position == 0, filled=None)
     elif how.kernels == "triton":
         from flatout.model.kernel_operations import KernelOperations
 

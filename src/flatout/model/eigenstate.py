@@ -220,8 +220,6 @@ class Eigenstate(nn.Module):
             chunk=self.chunk,
         )
         if cache is not None:
-            if decoding is not None and decoding.counts_B is not None:  # the last one that is no padding
-                last_BC = _rows_from(states_BTC, decoding.counts_B - 1, 1)[:, 0]
             cache.state_BC.copy_(last_BC.detach())
         return F.silu(gate_BTC) * self._read(states_BTC)
 
@@ -251,19 +249,18 @@ class Eigenstate(nn.Module):
         self, input_BTC: Tensor, cache: EigenstateCache | None, decoding: Decoding | None, layout: Layout | None
     ) -> Tensor:
         shape = self.shape
-        counts_B = None if decoding is None else decoding.counts_B
         documents_BT = None if layout is None else layout.documents_BT
         if self.taps_SC is not None:
             tail_BSC = None if cache is None else cache.convolved_BSC
             taps_SC = self.taps_SC.to(input_BTC.dtype)
-            past = _Past(input_BTC, tail_BSC, shape.convolution - 1, documents_BT, counts_B)
+            past = _Past(input_BTC, tail_BSC, shape.convolution - 1, documents_BT)
             result_BTC = input_BTC * taps_SC[0]
             for lag in range(1, shape.convolution):
                 result_BTC = result_BTC + past.at(lag, taps_SC[lag])
             input_BTC = result_BTC
         if shape.scales:
             tail_BSC = None if cache is None else cache.averaged_BSC
-            past = _Past(input_BTC, tail_BSC, max(shape.scales) - 1, documents_BT, counts_B)
+            past = _Past(input_BTC, tail_BSC, max(shape.scales) - 1, documents_BT)
             if decoding is not None:
                 positions_BT = decoding.positions_BT
             elif layout is not None:
@@ -290,23 +287,13 @@ class Eigenstate(nn.Module):
 class _Past:
     """Values and what came before them: from a cache, which is brought up to date, or nothing."""
 
-    def __init__(
-        self,
-        x_BTC: Tensor,
-        tail_BSC: Tensor | None,
-        reach: int,
-        documents_BT: Tensor | None,
-        counts_B: Tensor | None,
-    ) -> None:
+    def __init__(self, x_BTC: Tensor, tail_BSC: Tensor | None, reach: int, documents_BT: Tensor | None) -> None:
         self.positions, self.reach, self.documents_BT = x_BTC.shape[1], reach, documents_BT
         if tail_BSC is None:
             self.whole_BTC = F.pad(x_BTC, (0, 0, reach, 0))
         else:
             self.whole_BTC = torch.cat([tail_BSC.to(x_BTC.dtype), x_BTC], dim=1)
-            last_BSC = self.whole_BTC[:, self.positions :]
-            if counts_B is not None:  # the last ones that are no padding
-                last_BSC = _rows_from(self.whole_BTC, counts_B, reach)
-            tail_BSC.copy_(last_BSC.detach())
+            tail_BSC.copy_(self.whole_BTC[:, self.positions :].detach())
 
     def at(self, lag: int, factor_C: Tensor | None = None) -> Tensor:
         """The values `lag` positions earlier, times a factor; nothing where that is another document."""
@@ -317,12 +304,6 @@ class _Past:
             return earlier_BTC
         same_BT = F.pad(self.documents_BT[:, lag:] == self.documents_BT[:, :-lag], (min(lag, self.positions), 0))
         return earlier_BTC.masked_fill(~same_BT[..., None], 0.0)
-
-
-def _rows_from(x_BTC: Tensor, first_B: Tensor, count: int) -> Tensor:
-    """`count` positions of each row, from its own first one."""
-    places_BS = first_B[:, None] + torch.arange(count, device=x_BTC.device)
-    return x_BTC.gather(1, places_BS[..., None].expand(-1, -1, x_BTC.shape[2]))
 
 
 def document_begins(documents_BT: Tensor) -> Tensor:

@@ -103,27 +103,15 @@ class GPT(nn.Module):
         *,
         last: bool = False,
         layout: Layout | None = None,
-        counts_B: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended.
-
-        `counts_B` says how many tokens of each row count where rows of different lengths are padded at their ends.
-        """
-        hidden_BTW = self.hidden(tokens_BT, cache, layout, counts_B)
-        if last and counts_B is not None:
-            hidden_BTW = hidden_BTW.take_along_dim((counts_B - 1)[:, None, None], dim=1)
-        elif last:
+        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
+        hidden_BTW = self.hidden(tokens_BT, cache, layout)
+        if last:
             hidden_BTW = hidden_BTW[:, -1:]
         with self._eager(decoding=True):
             return self.head(hidden_BTW, self.embedding.weight, self.execution)
 
-    def hidden(
-        self,
-        tokens_BT: Tensor,
-        cache: Cache | None = None,
-        layout: Layout | None = None,
-        counts_B: Tensor | None = None,
-    ) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
         """What the head takes, of every position: [B, T, W]."""
         shape, config = tokens_BT.shape, self.config
         last = shape[1] if layout is None else layout.reach
@@ -135,7 +123,7 @@ class GPT(nn.Module):
             raise ValueError(f"{last} positions do not fit the context of {config.context}")
         do, all_narrow = self._begin(cache)
         tokens_BT, layout = do.arrange(tokens_BT, layout, config.context)
-        decoding = None if cache is None else cache.begin(shape[1], counts_B)
+        decoding = None if cache is None else cache.begin(shape[1])
         places = slice(0, tokens_BT.shape[1])
         for rows in (layout, decoding):  # at most one of them is there
             places = places if rows is None else rows.positions_BT
@@ -151,7 +139,7 @@ class GPT(nn.Module):
             for block, narrow, layer, pair in zip(self.blocks, all_narrow, layers, pairs, strict=True):
                 stream = self._recomputed(block, stream, shared, Own(narrow, layer, pair))
         if cache is not None:
-            cache.advance(shape[1], counts_B)
+            cache.advance(shape[1])
         return do.add_norm(stream, self.norm)[1].view(*shape, -1)
 
     def _begin(self, cache: Cache | None) -> tuple[Operations, Sequence[NarrowBlock]]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.cache import LayerCache, WindowCache, cached_attention
+from flatout.model.cache import LayerCache, cached_attention
 from flatout.model.eigenstate import Eigenstate, EigenstateShape
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         return do.product(y_BHTD.transpose(1, 2).flatten(2), self.out, narrow.out)
 
     def _attend(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, shared: Shared, cache: LayerCache | WindowCache | None
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, shared: Shared, cache: LayerCache | None
     ) -> Tensor:
         how, qkv = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD)
         dropout = self.dropout if self.training else 0.0
@@ -120,12 +120,8 @@ class Attention(nn.Module):
             raise ValueError("attention inside packed documents has no dropout")
         return document_attention(*qkv, shared.layout, backend=how.document_attention, window=self.window)
 
-    def empty_cache(
-        self, batch: int, positions: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerCache | WindowCache:
-        if self.window is not None and self.window < positions:
-            return WindowCache(batch, self.groups, self.window, self.size, dtype, device)
-        return LayerCache(batch, self.groups, positions, self.size, dtype, device)
+    def empty_cache(self, batch: int, positions: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        return LayerCache(batch, self.groups, min(positions, self.window or positions), self.size, dtype, device)
 
 
 def mlp_width_of(config: ModelConfig) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
 
-Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, T, D/2] where rows differ
+Turn = tuple[Tensor, Tensor]  # cosines and sines of rotary positions: [T, D/2], or [B, 1, T, D/2] where rows differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +69,12 @@ class Rotary(nn.Module):
 
     def forward(self, places: slice | Tensor) -> Turn:
         """Cosines and sines of these positions, the same for all layers."""
-        return self.cos_TD[places], self.sin_TD[places]
+        cos, sin = self.cos_TD[places], self.sin_TD[places]
+        return (cos, sin) if isinstance(places, slice) else (cos[:, None], sin[:, None])
 
 
 def turned(x_BHTD: Tensor, turn: Turn) -> Tensor:
     """Queries or keys at their positions."""
-    cos, sin = (table if table.dim() == 2 else table[:, None] for table in turn)
+    cos, sin = turn
     first, second = x_BHTD.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1).to(x_BHTD.dtype)

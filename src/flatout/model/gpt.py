@@ -25,7 +25,7 @@ from flatout.model.layers import Attention, Block, Embedding, Head, Positions
 from flatout.model.narrow import ModelNarrow, NarrowBlock
 from flatout.model.norms import Norm, build_norm
 from flatout.model.operations import Operations, Own, Shared, Stream, product_type
-from flatout.model.rotary import build_rotary
+from flatout.model.rotary import Rotary
 from flatout.model.torch_operations import TorchOperations
 from flatout.ops.documents import Layout
 from flatout.ops.reference import IGNORED
@@ -41,7 +41,7 @@ class GPT(nn.Module):
         self.embedding = Embedding.from_pretrained(torch.empty(vocab, config.width), freeze=False)
         places = torch.empty(config.context, config.width)
         self.positions = Positions.from_pretrained(places, freeze=False) if config.positions == "learned" else None
-        self.rotary = build_rotary(config) if config.positions == "rope" and config.attends else None
+        self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
@@ -59,10 +59,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             block.use(execution)
-
-    @property
-    def head_weight(self) -> Tensor:
-        return self.embedding.weight if self.head.weight is None else self.head.weight
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatout.config.schema import ModelConfig
 from flatout.model.adapted import AdaptedLinear
 from flatout.model.cache import LayerCache, cached_attention
-from flatout.model.eigenstate import Eigenstate, EigenstateShape
+from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
 from flatout.model.norms import Norm, RMSNorm, build_norm
@@ -27,14 +27,9 @@ class Embedding(nn.Embedding):
     """The token table. Returns token rows plus position rows: the first values of the residual stream."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        tokens_BT: Tensor,
-        operations: Operations,
-        positions_TW: Tensor | None,
-        dropout: float = 0.0,
-        seed: Tensor | None = None,
+        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
-        return operations.embed(tokens_BT, self.weight, positions_TW, dropout, seed)
+        return do.embed(tokens_BT, self.weight, positions_TW, dropout, seed)
 
 
 class Positions(nn.Embedding):
@@ -151,21 +146,13 @@ class MLP(nn.Module):
 
 def build_mixer(config: ModelConfig, kind: str, place: int) -> Attention | Eigenstate:
     """What `kind`, a letter of `model.pattern`, means in the block at `place`."""
-    if kind != "E":
-        return Attention(config, config.window if kind == "W" else None)
-    shape = EigenstateShape(
-        width=config.width,
-        states=config.states,
-        context=config.context,
-        heads=config.state_heads,
-        bias=config.bias,
-        resonance=config.resonance,
-        modulation=config.modulation,
-        convolution=config.convolution,
-        scales=tuple(config.scales),
-        place=place,
-    )
-    return Eigenstate(shape)
+    if kind == "E":
+        return Eigenstate(config, place)
+    return Attention(config, config.window if kind == "W" else None)
+
+
+_IN_ONE_STEP = ("attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.out", "mlp_norm")
+_IN_ONE_STEP += ("mlp.up", "mlp.out")
 
 
 class Block(nn.Module):
@@ -184,6 +171,8 @@ class Block(nn.Module):
         scaled = config.residual_scale is not None
         self.attention_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
+        # parameters that the frozen form of a block (model/frozen_operations.py) would leave out
+        self.beside = [name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in _IN_ONE_STEP]
 
     def forward(self, stream: Stream, shared: Shared, own: Own) -> Stream:
         """Adds the waiting branch of the block before, if any; its own MLP branch may wait for the next block."""

@@ -112,7 +112,7 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def linear(x: Tensor, weight: Tensor, *, narrow: NarrowLinear | None = None, tuned: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, narrow: NarrowLinear | None = None, *, tuned: bool = False) -> Tensor:
     """x @ weight.T in x's type. There is no bias: the kernel that reads the result next adds it.
 
     `narrow` has copies of the weight in narrower types, and slots where products towards y and x are in 8 bits.

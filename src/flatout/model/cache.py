@@ -28,6 +28,12 @@ class Decoding:
     slots: dict[int, Tensor] = dataclasses.field(default_factory=dict)
     masks: dict[tuple[int, int | None], Tensor] = dataclasses.field(default_factory=dict)
 
+    @property
+    def places(self) -> slice | Tensor:
+        """The positions, as a slice where the host knows them."""
+        length = self.positions_BT.shape[1]
+        return self.positions_BT if self.filled is None else slice(self.filled - length, self.filled)
+
 
 class LayerCache:
     """Keys and values of one layer: a ring with as many places as positions will come, or as a window has."""
@@ -41,12 +47,18 @@ class LayerCache:
 
     def write(self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding) -> None:
         """Takes in the last tokens, at most as many as there are places."""
+        count = k_BGTD.shape[2]
+        first = self.places if decoding.filled is None else (decoding.filled - count) % self.places
+        if first + count <= self.places:  # the host knows where, and they lie side by side
+            self.k_BGSD[:, :, first : first + count] = k_BGTD.detach()
+            self.v_BGSD[:, :, first : first + count] = v_BGTD.detach()
+            return
         if self.places not in decoding.slots:
             decoding.slots[self.places] = (decoding.positions_BT[:, -self.places :] % self.places)[:, None, :, None]
         slots_B1T1 = decoding.slots[self.places]
         for kept_BGSD, x_BGTD in ((self.k_BGSD, k_BGTD), (self.v_BGSD, v_BGTD)):
-            x_BGTD = x_BGTD if x_BGTD.shape[2] <= self.places else x_BGTD[:, :, -self.places :]
-            kept_BGSD.scatter_(2, slots_B1T1.expand_as(x_BGTD), x_BGTD.detach().to(kept_BGSD.dtype))
+            last_BGTD = x_BGTD[:, :, -self.places :].detach().to(kept_BGSD.dtype)
+            kept_BGSD.scatter_(2, slots_B1T1.expand_as(last_BGTD), last_BGTD)
 
     def extend(
         self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, window: int | None

@@ -120,9 +120,8 @@ class GPT(nn.Module):
         do, all_narrow = self._begin(cache)
         tokens_BT, layout = do.arrange(tokens_BT, layout, config.context)
         decoding = None if cache is None else cache.begin(shape[1])
-        places = slice(0, tokens_BT.shape[1])
-        for rows in (layout, decoding):  # at most one of them is there
-            places = places if rows is None else rows.positions_BT
+        places = slice(0, tokens_BT.shape[1]) if decoding is None else decoding.places
+        places = places if layout is None else layout.positions_BT
         positions_TW = None if self.positions is None else self.positions(places)
         shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
@@ -192,8 +191,8 @@ class GPT(nn.Module):
     def empty_cache(self, batch: int = 1, positions: int | None = None) -> Cache:
         """For as many `positions` as will come, the whole context if that is not known."""
         room = min(positions or self.config.context, self.config.context)
-        weight = self.embedding.weight
-        dtype = torch.get_autocast_dtype(weight.device.type) if _autocasting(weight.device) else weight.dtype
+        weight, kind = self.embedding.weight, self.embedding.weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         layers = []
         for block in self.blocks:
             if isinstance(block.attention, Attention):
@@ -264,7 +263,3 @@ def empty_model(
     for mixer in model.eigenstates:
         mixer.fill()
     return model
-
-
-def _autocasting(device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type)

@@ -119,7 +119,7 @@ def accuracy(model: GPT, step: TrainStep, task: Task, sequences: int) -> float:
         tokens, targets = task.draw(sequences, farthest=True)
         with step.scope():
             hidden = model.hidden(tokens)[:, -TOLD:]
-            logits = hidden.float() @ model.head_weight.float().t()
+            logits = model.head(hidden, model.embedding.weight, model.execution)
         right += int((logits.argmax(-1) == targets[:, -TOLD:]).sum())
         seen += targets[:, -TOLD:].numel()
     model.train()
@@ -127,7 +127,7 @@ def accuracy(model: GPT, step: TrainStep, task: Task, sequences: int) -> float:
 
 
 def learned(model: GPT, step: TrainStep, distance: int, asked: argparse.Namespace) -> dict[str, Any]:
-    device, steps = model.head_weight.device, asked.steps
+    device, steps = model.embedding.weight.device, asked.steps
     task = Task(asked.task, distance, torch.Generator(device).manual_seed(0))
     test = Task(asked.task, distance, torch.Generator(device).manual_seed(1))
     sequences = max(4, asked.tokens // task.length)

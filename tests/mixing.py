@@ -3,12 +3,19 @@
 import torch
 from torch import Tensor
 
+from flatout.config.schema import ModelConfig
 from flatout.model.cache import Decoding, EigenstateCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.operations import Own, Shared
 from flatout.model.torch_operations import TorchOperations
 from flatout.ops.documents import Layout
+
+
+def mixer_config(*, width: int, states: int, context: int, heads: int = 1, scales=(), **more) -> ModelConfig:
+    """A model whose blocks are such mixers; `heads` are those of the states."""
+    shape = {"width": width, "states": states, "context": context, "state_heads": heads, "scales": list(scales)}
+    return ModelConfig(pattern="E", heads=1, **shape, **more)
 
 
 def mixed(
@@ -24,7 +31,7 @@ def mixed(
     operations, decoding = TorchOperations(how), None
     if cache is not None:
         steps_T = torch.arange(position, position + x_BTW.shape[1], device=x_BTW.device)
-        decoding = Decoding(steps_T.expand(x_BTW.shape[:2]), None, fresh=position == 0)
+        decoding = Decoding(steps_T.expand(x_BTW.shape[:2]), fresh=position == 0, filled=None)
     elif how.kernels == "triton":
         from flatout.model.kernel_operations import KernelOperations
 

@@ -16,11 +16,12 @@ from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.model.adapter_files import save_adapter
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
-from flatout.model.hub_weights import export_huggingface, from_huggingface
+from flatout.model.hub_weights import export_huggingface
 from flatout.records import RunInfo, SampleRecord, StepRecord
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
 from tests.damaged import build
+from tests.hub_folders import from_huggingface
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 

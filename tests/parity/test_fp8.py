@@ -379,7 +379,7 @@ def test_loss_kernel_writes_the_gradient_twice(vocab, smoothing, device):
     for kind, rounding in kinds:
         gradient, narrow = padded.clone(), torch.empty(padded.shape, dtype=kind, device=device)
         options = {"vocab": vocab, "label_smoothing": smoothing, "gradient": True}
-        losses = cross_entropy_rows(gradient, targets, narrow_NP=narrow, narrow_scale=448.0, **options)
+        losses = cross_entropy_rows(gradient, targets, narrow_NP=narrow, **options)
         assert torch.equal(losses, cross_entropy_rows(padded.clone(), targets, **options))
         torch.testing.assert_close(narrow.float() / 448.0, gradient, rtol=1e-5 + rounding, atol=2.3e-6)
 

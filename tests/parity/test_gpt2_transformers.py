@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.model.gpt import build_model
-from flatout.model.hub_weights import export_huggingface, from_huggingface
+from flatout.model.hub_weights import export_huggingface
+from tests.hub_folders import from_huggingface
 
 VOCAB, CONTEXT = 211, 48
 

@@ -16,10 +16,10 @@ from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
-from flatout.model.hub import read_description
-from flatout.model.hub_describe import model_type_of
-from flatout.model.hub_weights import export_huggingface, from_huggingface, pieces_of
-from flatout.model.rotary import RopeScaling, scaled_rates
+from flatout.model.hub import model_type_of, read_description
+from flatout.model.hub_weights import export_huggingface, pieces_of
+from flatout.model.rotary import scaled_rates
+from tests.hub_folders import from_huggingface
 from tests.parity.checking import DEVICES
 
 CONTEXT = 48
@@ -162,7 +162,7 @@ def test_narrow_files_are_read_as_they_are(name, dtype, tmp_path):
     assert all(torch.equal(stored[name], again[name]) for name in stored), "bit for bit"
 
 
-def test_shards_are_read_and_written(tmp_path):
+def test_shards_are_read_and_written(tmp_path, monkeypatch):
     theirs = build_theirs("qwen2")
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
     assert not (tmp_path / "theirs" / "model.safetensors").exists()
@@ -170,7 +170,8 @@ def test_shards_are_read_and_written(tmp_path):
     x = tokens(ours.vocab)
     with torch.no_grad():
         assert distance(ours.logits(x), theirs(x).logits) < 1e-5
-        export_huggingface(ours, tmp_path / "ours", shard_bytes=100_000)
+        monkeypatch.setattr("flatout.model.hub_weights.SHARD_BYTES", 100_000)
+        export_huggingface(ours, tmp_path / "ours")
         files = sorted(path.name for path in (tmp_path / "ours").glob("*.safetensors"))
         assert len(files) > 2
         assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
@@ -289,7 +290,7 @@ def test_stretched_frequencies_are_those_of_llama_3():
     config = transformers.LlamaConfig(**SHAPE | {"head_dim": 64, "rope_parameters": given})
     expected, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     rates = 500_000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
-    mine = scaled_rates(rates, RopeScaling("llama3", 32.0, 1.0, 4.0, 8192))
+    mine = scaled_rates(rates, ModelConfig(rope_scaling="llama3", rope_factor=32.0, rope_original_context=8192))
     assert torch.allclose(mine.float(), expected, rtol=2e-6, atol=0)
     assert len({bool(a == b) for a, b in zip(mine, rates, strict=True)}) == 2, "some are slowed, some are not"
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from flatout.config.schema import ModelConfig
 from flatout.model.rotary import Rotary
 from flatout.ops.kernels import activation as activation_module
 from flatout.ops.kernels.activation import KINDS, activate, activate_backward, activated_linear, linear_gelu
@@ -365,7 +366,7 @@ def test_prepare_heads(batch, positions, heads, groups, size, dtype, device):
 
 
 def check_heads(batch, positions, heads, groups, size, norm, rope, dtype, device):
-    rotary = Rotary(size, positions + 3, 10000.0)
+    rotary = Rotary(ModelConfig(width=size, heads=1, context=positions + 3))
     rotary.fill()
     cos, sin = (rotary.cos_TD.to(device), rotary.sin_TD.to(device)) if rope else (None, None)
     inputs = [
@@ -605,7 +606,7 @@ def test_kernels_at_full_size(width, device):
         dtype=BF16,
     )
     packed = draw(4, 1024, 3 * heads, 64, dtype=BF16, device=device)
-    rotary = Rotary(64, 1024, 10000.0)
+    rotary = Rotary(ModelConfig(width=64, heads=1, context=1024))
     rotary.fill()
     cos, sin = rotary.cos_TD.to(device), rotary.sin_TD.to(device)
 

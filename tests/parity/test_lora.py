@@ -15,8 +15,8 @@ from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import Adapters, attach
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT
-from flatout.model.hub_weights import from_huggingface
 from flatout.model.merge import merge
+from tests.hub_folders import from_huggingface
 from tests.llama_twin import build_llama, our_twin, tokens
 
 QV = ("q_proj", "v_proj")
@@ -148,15 +148,11 @@ def test_logits_and_gradients_agree(kind):
     share_values(theirs, adapters, random=True)
     assert (ours.logits(x) - base).abs().max() > 1e-3
     ways = [Execution(), Execution(fused_qkv=False), Execution(checkpointing="full")]
-    ways += [Execution(checkpointing="selective"), "folded", "folded both ways"]
+    ways.append(Execution(checkpointing="selective"))
     loss_of(theirs, x).backward()
     expected: dict[str, Any] = {name: p.grad for name, p in their_tensors(theirs).items()}
     for way in ways:
-        if isinstance(way, str):
-            ours.use(Execution())
-            adapters.fold(backward=way == "folded both ways")
-        else:
-            ours.use(way)
+        ours.use(way)
         ours.eval()
         assert (ours.logits(x) - theirs(x).logits).abs().max() < 1e-5, way
         ours.train()
@@ -216,9 +212,7 @@ def test_their_files_load_here(kind, tmp_path):
     adapters, origin = load_adapter(ours, tmp_path / "adapter")
     x = tokens()
     assert (ours.logits(x) - theirs.eval()(x).logits).abs().max() < 1e-5
-    assert origin.peft_version is not None
-    adapters.fold()
-    assert (ours.logits(x) - theirs(x).logits).abs().max() < 1e-5
+    assert adapters.plan == origin.plan
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,8 +227,7 @@ def test_our_files_load_there(kind, tmp_path):
     theirs = quietly(PeftModel.from_pretrained, base, tmp_path / "adapter")
     x = tokens()
     assert (ours.logits(x) - theirs.eval()(x).logits).abs().max() < 1e-5
-    again, origin = load_adapter(our_twin(build_llama()), tmp_path / "adapter")
-    assert origin.base == "somebody/a-llama"
+    again, _ = load_adapter(our_twin(build_llama()), tmp_path / "adapter")
     assert torch.equal(again.model.logits(x), ours.logits(x)), "our own round trip changes no bit"
     quietly(theirs.save_pretrained, tmp_path / "theirs")
     assert not any((tmp_path / "theirs").glob("*.bin"))

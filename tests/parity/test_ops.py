@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from flatout.config.schema import ModelConfig
 from flatout.engine.compiling import compile_counts
 from flatout.model.norms import RMSNorm
 from flatout.model.rotary import Rotary, turned
@@ -120,7 +121,7 @@ def test_half_precision_losses_are_summed_in_fp32():
 @pytest.mark.parametrize("offset", [0, 5])
 def test_rotary(offset):
     x = draw(2, 3, 7, 8)
-    rotary = Rotary(8, 32, 10000.0).double()
+    rotary = Rotary(ModelConfig(width=8, heads=1, context=32)).double()
     rotary.fill()
     assert_same(turned(x, rotary(slice(offset, offset + x.shape[2]))), rotate_reference(x, 10000.0, offset), [x])
 
@@ -136,7 +137,7 @@ def test_rotary_angles_keep_their_digits_at_far_positions():
 
 
 def test_rotary_scores_depend_on_distance_only():
-    rotary = Rotary(8, 64, 10000.0).double()
+    rotary = Rotary(ModelConfig(width=8, heads=1, context=64)).double()
     rotary.fill()
     q, k = draw(1, 1, 1, 8).detach(), draw(1, 1, 1, 8, seed=1).detach()
     scores = [

@@ -13,13 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from flatout.model.eigenstate import Eigenstate, EigenstateShape
+from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.ops.documents import lay_out
 from flatout.ops.kernels import scan as kernels_module
 from flatout.ops.kernels.gated_scan import gated_scan
 from flatout.ops.scan import scan
-from tests.mixing import mixed
+from tests.mixing import mixed, mixer_config
 from tests.parity.checking import DEVICES, assert_near, compare, draw, strided
 
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
@@ -329,8 +329,8 @@ ALL = {"heads": 4, "modulation": 1.0, "resonance": 0.1, "convolution": 4, "scale
 
 def mixers(context: int, more: dict) -> tuple[Eigenstate, Eigenstate]:
     """(in our kernels and fp32, in torch's operations and float64), the same weights in both."""
-    shape = EigenstateShape(width=64, states=32, context=context, **more)
-    mixer, exact = Eigenstate(shape), Eigenstate(shape)
+    config = mixer_config(width=64, states=32, context=context, **more)
+    mixer, exact = Eigenstate(config), Eigenstate(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in mixer.parameters():

@@ -128,6 +128,31 @@ def test_activation_estimate_matches_what_autograd_keeps(variant, half):
     assert estimate.activations == pytest.approx(truth, rel=0.10)
 
 
+FIELDS = [
+    {"qk_norm": False},
+    {"positions": "learned"},
+    {"positions": "learned", "qk_norm": False},
+    {"kv_heads": 2},
+    {"residual_scale": 0.1},
+    {"mlp": "gelu"},
+    {"norm": "layernorm"},
+]
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=str)
+def test_the_estimate_counts_what_a_field_alone_adds(field):
+    """Next to all that a model keeps, a field that is left out would pass for inexactness."""
+    shape, tokens = {"layers": 4, "width": 96, "heads": 4, "context": 64}, torch.randint(VOCAB, (2, 64))
+    truths, estimates = [], []
+    for config in (ModelConfig(**shape), ModelConfig(**{**shape, **field})):
+        how = {"micro_batch": 2, "half": False, "compiled": False, "execution": Execution()}
+        truths.append(kept_bytes(build_model(config, VOCAB), tokens, half=False))
+        estimates.append(estimate_memory(config, VOCAB, **how).activations)
+    values = tokens.numel() * 4 * 96  # of one tensor as large as the residual stream in every block, four bytes each
+    difference = (estimates[1] - estimates[0]) / values
+    assert difference == pytest.approx((truths[1] - truths[0]) / values, abs=0.5)
+
+
 def test_scaled_weights_of_eigenstates_are_counted():
     """With so few tokens they are most of what autograd keeps."""
     config = ModelConfig(layers=2, width=384, heads=4, context=8, pattern="E", states=32)

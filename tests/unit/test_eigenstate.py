@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatout.model.eigenstate import Eigenstate, EigenstateShape
+from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.ops.documents import lay_out
-from tests.mixing import mixed
+from tests.mixing import mixed, mixer_config
 
 WIDTH, STATES, CONTEXT = 12, 8, 64
 VARIANTS = {
@@ -36,8 +36,8 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 def made(variant: str, *, dtype: torch.dtype = torch.float64, seed: int = 3, **more) -> Eigenstate:
     """A mixer whose parameters are all away from their beginnings, which would hide mistakes."""
-    shape = EigenstateShape(**{"width": WIDTH, "states": STATES, "context": CONTEXT, **VARIANTS[variant], **more})
-    mixer = Eigenstate(shape)
+    shape = {"width": WIDTH, "states": STATES, "context": CONTEXT, **VARIANTS[variant], **more}
+    mixer = Eigenstate(mixer_config(**shape))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for linear in (module for module in mixer.modules() if isinstance(module, nn.Linear)):
@@ -57,8 +57,8 @@ def inputs(batch: int = 2, positions: int = 21, *, dtype: torch.dtype = torch.fl
 
 def written_out(mixer: Eigenstate, x_TW: Tensor) -> Tensor:
     """The mixer on one document, position by position, from the formulas and with no function of ours."""
-    shape = mixer.shape
-    per_head, per_scale = shape.states // shape.heads, shape.states // max(1, len(shape.scales))
+    shape = mixer.config
+    per_head, per_scale = shape.states // shape.state_heads, shape.states // max(1, len(shape.scales))
     ring = torch.exp(-torch.exp(mixer.decay_K))
     angle = mixer.angle_K + mixer.detuning_K * torch.exp(mixer.decay_K)
     weight_re, weight_im, gate_re, gate_im = mixer.inward.weight.chunk(4)
@@ -249,8 +249,7 @@ def horizons(mixer: Eigenstate) -> torch.Tensor:
 
 @pytest.mark.parametrize(("context", "heads", "scales"), [(1024, 1, ()), (32768, 4, ()), (32768, 4, (1, 2, 4, 8))])
 def test_horizons_span_the_context_in_every_head(context, heads, scales):
-    shape = EigenstateShape(width=4, states=128, context=context, heads=heads, scales=scales)
-    mixer = Eigenstate(shape)
+    mixer = Eigenstate(mixer_config(width=4, states=128, context=context, heads=heads, scales=scales))
     for linear in (mixer.inward, mixer.out):  # a pass that draws all linear layers comes first and harms nothing
         nn.init.normal_(linear.weight)
     mixer.init_states(torch.Generator().manual_seed(0))
@@ -271,8 +270,7 @@ def test_horizons_span_the_context_in_every_head(context, heads, scales):
 
 @pytest.mark.parametrize(("heads", "scales"), [(8, (1, 2, 4)), (4, (1, 2, 4)), (6, (1, 4)), (2, (1, 2, 4))])
 def test_horizons_span_the_context_in_every_head_where_scales_and_heads_do_not_divide(heads, scales):
-    shape = EigenstateShape(width=4, states=96, context=32768, heads=heads, scales=scales)
-    mixer = Eigenstate(shape)
+    mixer = Eigenstate(mixer_config(width=4, states=96, context=32768, heads=heads, scales=scales))
     mixer.init_states(torch.Generator().manual_seed(0))
     by_head, by_scale = (horizons(mixer).view(count, -1) for count in (heads, len(scales)))
     assert (by_head.amin(1) < 4.0 * max(scales) * 4).all()
@@ -281,7 +279,7 @@ def test_horizons_span_the_context_in_every_head_where_scales_and_heads_do_not_d
 
 
 def test_angles_of_all_blocks_together_are_spread_evenly():
-    places = [EigenstateShape(width=4, states=24, context=512, place=place).angles() for place in range(6)]
+    places = [Eigenstate(mixer_config(width=4, states=24, context=512), place).angle_K for place in range(6)]
     for angles in (*places, torch.cat(places), places[0][8:16]):
         ordered = torch.cat([torch.zeros(1), angles.sort().values, torch.tensor([math.pi])]).double()
         assert ordered.diff().max() < 3.0 * math.pi / len(angles)
@@ -327,11 +325,7 @@ def test_energy_grows_as_the_square_and_no_faster():
     assert (energy > 9.0 + steps).all()
 
 
-def test_shapes_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="heads"):
-        EigenstateShape(width=4, states=6, context=8, heads=4)
-    with pytest.raises(ValueError, match="scales"):
-        EigenstateShape(width=4, states=8, context=8, scales=(1, 2, 4))
+def test_packed_documents_are_not_decoded():
     mixer = made("plain")
     layout = lay_out(np.zeros((1, 4), dtype=np.int32), None, torch.device("cpu"))
     with pytest.raises(ValueError, match="decoded"):

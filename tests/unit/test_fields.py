@@ -7,11 +7,11 @@ import pytest
 
 from flatout.config.schema import ModelConfig
 from flatout.errors import CheckpointError
-from flatout.model import fields, hub_describe
+from flatout.model import fields, hub
 from flatout.model.feature import Feature, Format
 from flatout.model.fields import FEATURES, RESIDUAL_SCALE
 from flatout.model.gpt import build_model, empty_model
-from flatout.model.hub_describe import description_of
+from flatout.model.hub import description_of
 from flatout.model.hub_values import DEFAULTS, HubValues
 from flatout.model.hub_weights import export_huggingface, pieces_of
 
@@ -76,7 +76,7 @@ def test_their_tensors_cover_each_parameter_exactly_once(changes: dict):
 def test_a_feature_that_no_format_has_is_refused_by_name_in_every_family(monkeypatch, tmp_path):
     """As a new field would be: `states` stands for it, which no format states and which both families may have."""
     gate = Feature(fields=("states",), without={"states": 128}, no_export="nobody else has such a gate")
-    monkeypatch.setattr(hub_describe, "FEATURES", (*fields.FEATURES, gate))
+    monkeypatch.setattr(hub, "FEATURES", (*fields.FEATURES, gate))
     for family in ("gpt", "gpt2"):
         assert description_of(ModelConfig(family=family), 11, dtype="float32")
         model = build_model(ModelConfig(family=family, layers=1, width=8, heads=2, context=8, states=24), 11)

@@ -21,8 +21,9 @@ from flatout.errors import CheckpointError, UserError
 from flatout.model import patterns
 from flatout.model.hub import read_description
 from flatout.model.hub_find import find_model, is_within_reach
-from flatout.model.hub_weights import export_huggingface, from_huggingface, load_described
+from flatout.model.hub_weights import export_huggingface, load_described
 from tests.chat_models import write_chat_model
+from tests.hub_folders import from_huggingface
 from tests.unit.test_hub import build, change, write
 
 

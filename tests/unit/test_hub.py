@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,13 +21,12 @@ from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import format_value
 from flatout.data.prepare import data_folder
 from flatout.errors import CheckpointError, UsageError, UserError
-from flatout.model import hub_weights
 from flatout.model.gpt import GPT, build_model
-from flatout.model.hub import read_description
-from flatout.model.hub_describe import model_type_of
+from flatout.model.hub import model_type_of, read_description
 from flatout.model.hub_find import FoundModel, find_model
-from flatout.model.hub_weights import export_huggingface, from_huggingface, load_huggingface
+from flatout.model.hub_weights import export_huggingface, load_huggingface
 from tests.chat_models import as_a_stranger
+from tests.hub_folders import from_huggingface
 
 VOCAB = 41
 SHAPE = {"layers": 2, "width": 24, "heads": 4, "kv_heads": 2, "context": 32, "mlp_width": 40}
@@ -41,8 +41,9 @@ def build(kind: str, seed: int = 1) -> GPT:
     return build_model(ModelConfig(**SHAPE, **KINDS[kind]), VOCAB, seed=seed)
 
 
-def write(folder: Path, kind: str = "llama", **options: Any) -> Path:
-    export_huggingface(build(kind), folder, end_of_text=2, **options)
+def write(folder: Path, kind: str = "llama", *, shard_bytes: int = 10**9, **options: Any) -> Path:
+    with mock.patch("flatout.model.hub_weights.SHARD_BYTES", shard_bytes):
+        export_huggingface(build(kind), folder, end_of_text=2, **options)
     return as_a_stranger(folder)
 
 
@@ -177,7 +178,7 @@ def test_only_one_stored_tensor_is_held_at_a_time(tmp_path, monkeypatch):
             most, read = max(most, len(alive)), read + 1
             return tensor
 
-    monkeypatch.setattr(hub_weights, "safe_open", Watched)
+    monkeypatch.setattr("flatout.model.weights.safe_open", Watched)
     from_huggingface(folder)
     assert read == 2 * 9 + 3, "every tensor once"
     assert most <= 2, "one is read while the name of the last one still holds it"

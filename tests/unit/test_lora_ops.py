@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from flatout.ops import lora
 from flatout.ops.lora import (
     JoinedWeight,
     LoraCall,
     LoraLayout,
     LoraPart,
     dora_norm,
-    joined_input,
     lora_product,
     lora_reference,
     operands,
@@ -55,12 +55,7 @@ def joined_of(weight, layout, a, b, dtype=None):
     return joined
 
 
-WAYS = {
-    "in place": (False, LoraCall()),
-    "apart": (False, LoraCall(in_place=False)),
-    "folded": (True, LoraCall()),
-    "folded both ways": (True, LoraCall(fold_backward=True)),
-}
+WAYS = {"in place": LoraCall(), "apart": LoraCall(in_place=False)}
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
@@ -68,15 +63,12 @@ WAYS = {
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_gradients_are_right_in_float64(kind, way, dora):
     inputs, layout = LAYOUTS[kind]
-    folded, how = WAYS[way]
+    how = WAYS[way]
     x, weight, bias, a, b = values(layout, inputs)
     magnitude, norm = dora_values(layout, weight, a, b) if dora else (None, None)
 
     def run(x, a, magnitude, *b):
-        joined = joined_of(weight, layout, a, b) if folded else None
-        return lora_product(
-            x, weight, bias, a, b, layout, joined=joined, magnitude_P=magnitude, norm_P=norm, how=how
-        )  # fmt: skip
+        return lora_product(x, weight, bias, a, b, layout, magnitude_P=magnitude, norm_P=norm, how=how)
 
     assert torch.autograd.gradcheck(run, (x, a, magnitude, *b), fast_mode=True)
 
@@ -89,7 +81,7 @@ def test_gradients_are_right_in_float64(kind, way, dora):
 def test_every_form_is_the_plain_one(guarded_memory, kind, way, bias, dora, shape):
     """Outputs and gradients, from memory full of NaN, of gradients that arrive strided."""
     inputs, layout = LAYOUTS[kind]
-    folded, how = WAYS[way]
+    how = WAYS[way]
     x, weight, bias_O, a, b = values(layout, inputs, shape, torch.float32, bias)
     magnitude, norm = dora_values(layout, weight, a, b) if dora else (None, None)
     options = {"magnitude_P": magnitude, "norm_P": norm}
@@ -97,8 +89,7 @@ def test_every_form_is_the_plain_one(guarded_memory, kind, way, bias, dora, shap
     plain = lora_reference(x, weight, bias_O, a, b, layout, **options)
     dy = draw(*plain.shape, seed=9).detach()
     expected = torch.autograd.grad(plain, leaves, dy)
-    joined = joined_of(weight, layout, a, b) if folded else None
-    fast = lora_product(x, weight, bias_O, a, b, layout, joined=joined, how=how, **options)
+    fast = lora_product(x, weight, bias_O, a, b, layout, how=how, **options)
     found = torch.autograd.grad(fast, leaves, strided(dy) if dy.ndim > 1 else dy)
     torch.testing.assert_close(fast, plain, rtol=2e-5, atol=2e-5)
     for mine, theirs in zip(found, expected, strict=True):
@@ -147,8 +138,7 @@ def test_frozen_adapters_get_no_gradient_but_the_input_does():
     torch.testing.assert_close(dx, expected)
 
 
-@pytest.mark.parametrize("folded", [False, True])
-def test_dropout_is_on_the_adapters_input_alone(folded):
+def test_dropout_is_on_the_adapters_input_alone():
     """The mask is found from the outside, and the plain form with that mask gives the same output and gradients."""
     layout = LoraLayout(12, (LoraPart(0, 6, 6, 2.0), LoraPart(8, 4, 6, 0.5)))
     x, weight, bias, a, b = values(layout, 6, (50,))
@@ -156,9 +146,7 @@ def test_dropout_is_on_the_adapters_input_alone(folded):
 
     def run():
         torch.manual_seed(11)
-        return lora_product(
-            x, weight, bias, a, b, layout, how=how, joined=joined_of(weight, layout, a, b) if folded else None
-        )
+        return lora_product(x, weight, bias, a, b, layout, how=how)
 
     y = run()
     torch.manual_seed(11)
@@ -192,10 +180,11 @@ def test_dora_with_dropout_scales_the_dropped_product():
     torch.testing.assert_close(y, expected)
 
 
-def test_the_norm_is_that_of_the_adapted_rows():
+def test_the_norm_is_that_of_the_adapted_rows(monkeypatch):
     inputs, layout = LAYOUTS["q and v"]
     _, weight, _, a, b = values(layout, inputs)
-    norm = dora_norm(weight, a, b, layout, at_once=4)
+    monkeypatch.setattr(lora, "ROWS_AT_ONCE", 4)
+    norm = dora_norm(weight, a, b, layout)
     whole = [
         weight[p.span] + p.scale * b_p @ a[s] for p, s, b_p in zip(layout.parts, layout.spans, b, strict=True)
     ]  # fmt: skip
@@ -215,60 +204,6 @@ def test_the_joined_buffer_has_both_foldings_and_aligned_rows():
     assert torch.equal(joined.backward_JI, torch.cat([weight, a_RI]))
     assert joined.buffer.stride(0) * joined.buffer.element_size() % 16 == 0
     assert joined.weight_OI.untyped_storage().data_ptr() == joined.a_RI.untyped_storage().data_ptr()
-
-
-def test_the_corner_is_never_read():
-    inputs, layout = LAYOUTS["qkv"]
-    x, weight, bias, a, b = values(layout, inputs, dtype=torch.float32)
-    joined = joined_of(weight, layout, a, b)
-    joined.buffer[layout.outputs :, inputs:] = float("nan")
-    joined.buffer[:, inputs + layout.rank :] = float("nan")
-    y = lora_product(x, weight, bias, a, b, layout, joined=joined, how=LoraCall(fold_backward=True))
-    y.sum().backward()
-    assert torch.isfinite(y).all()
-    assert torch.isfinite(x.grad).all()
-
-
-def test_refreshing_between_forward_and_backward_is_refused():
-    inputs, layout = LAYOUTS["qkv"]
-    x, weight, bias, a, b = values(layout, inputs, dtype=torch.float32)
-    joined = joined_of(weight, layout, a, b)
-    y = lora_product(x, weight, bias, a, b, layout, joined=joined)
-    joined.refresh(a.detach(), [part.detach() for part in b])
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-def test_an_input_with_room_is_not_copied():
-    """x lies in a wider buffer, as a kernel before it would leave it; what that kernel saved of x stays valid."""
-    inputs, layout = LAYOUTS["q and v"]
-    _, weight, bias, a, b = values(layout, inputs, dtype=torch.float32)
-    source = draw(2, 3, inputs)
-    joined = joined_of(weight, layout, a, b)
-
-    class Producer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, source):
-            wide = torch.full((2, 3, inputs + layout.rank), float("nan"))
-            wide[..., :inputs] = source * source
-            ctx.save_for_backward(source, wide[..., :inputs])
-            return wide[..., :inputs], wide
-
-        @staticmethod
-        def backward(ctx, dx, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-            source, _ = ctx.saved_tensors
-            return 2 * source * dx
-
-    x, wide = Producer.apply(source)
-    y = lora_product(x, weight, bias, a, b, layout, joined=joined, wide=wide)
-    plain = lora_reference(source * source, weight, bias, a, b, layout)
-    torch.testing.assert_close(y, plain, rtol=2e-5, atol=2e-5)
-    leaves = [source, a, *b]
-    found, expected = torch.autograd.grad(y.sum(), leaves), torch.autograd.grad(plain.sum(), leaves)
-    for mine, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-5, atol=2e-5)
-    with pytest.raises(ValueError, match="wide"):
-        lora_product(x.clone(), weight, bias, a, b, layout, joined=joined, wide=wide)
 
 
 def test_layouts_that_overlap_or_leave_the_matrix_are_refused():
@@ -304,15 +239,10 @@ def test_bf16_is_no_less_exact_than_pefts_order(scale):
         return [float((mine.double() - theirs).norm() / theirs.norm()) for mine, theirs in pairs]
 
     theirs = errors(peft_order(x, weight, a, b[0], scale))
-    for folded in (False, True):
-        joined = joined_of(weight, layout, a, b) if folded else None
-        y = lora_product(x, weight, None, a, b, layout, joined=joined, how=LoraCall(fold_backward=folded))
-        assert y.dtype == torch.bfloat16
-        mine = errors(y)
-        for ours, peft, what in zip(mine, theirs, ("y", "dx", "dA", "dB"), strict=True):
-            assert ours <= 1.02 * peft, (what, ours, peft)
-        if folded:
-            assert mine[0] < 0.95 * theirs[0], "one rounding instead of three"
+    y = lora_product(x, weight, None, a, b, layout)
+    assert y.dtype == torch.bfloat16
+    for ours, peft, what in zip(errors(y), theirs, ("y", "dx", "dA", "dB"), strict=True):
+        assert ours <= 1.02 * peft, (what, ours, peft)
 
 
 def test_gradients_of_a_and_b_are_not_rounded_to_bf16():
@@ -335,8 +265,6 @@ def test_autocast_decides_the_type_of_the_products():
     assert torch.equal(zero, base)
     gradients = torch.autograd.grad(y.float().sum(), [x, a, *b])
     assert [g.dtype for g in gradients] == [torch.float32] * 5
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="joined"):
-        lora_product(x, weight, bias, a, b, layout, joined=joined_of(weight, layout, a, b))
 
 
 def test_adapters_may_be_bf16_too():
@@ -350,8 +278,6 @@ def test_adapters_may_be_bf16_too():
 
 
 def test_steps_for_kernels():
-    x, u = torch.randn(5, 7), torch.randn(5, 3)
-    assert torch.equal(joined_input(x, u), torch.cat([x, u], dim=1))
     narrow = torch.randn(6, 4).bfloat16(), torch.randn(4, 5).bfloat16()
     assert torch.equal(wide_product(*narrow), narrow[0].float() @ narrow[1].float())
 
@@ -363,7 +289,7 @@ def test_steps_for_kernels():
 def test_on_a_gpu_in_bf16(kind, way, dora):
     """The products with fp32 results, strided operands and mixed types are other ones there."""
     inputs, layout = LAYOUTS[kind]
-    folded, how = WAYS[way]
+    how = WAYS[way]
     x, weight, bias, a, b = values(layout, inputs, (64,), torch.bfloat16)
     x, weight, bias, a = (t.detach().cuda() for t in (x, weight, bias, a))
     b = [part.detach().cuda().requires_grad_() for part in b]
@@ -371,9 +297,8 @@ def test_on_a_gpu_in_bf16(kind, way, dora):
         leaf.requires_grad_()
     magnitude, norm = dora_values(layout, weight, a, b) if dora else (None, None)
     leaves = [x, a, *b, *([] if magnitude is None else [magnitude])]
-    joined = joined_of(weight, layout, a, b) if folded else None
     options: Any = {"magnitude_P": magnitude, "norm_P": norm}
-    y = lora_product(x, weight, bias, a, b, layout, how=how, joined=joined, **options)
+    y = lora_product(x, weight, bias, a, b, layout, how=how, **options)
     exact_leaves = [t.detach().double().requires_grad_() for t in leaves]
     if magnitude is not None and norm is not None:
         options = {"magnitude_P": exact_leaves[-1], "norm_P": norm.double()}

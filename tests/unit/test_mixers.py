@@ -16,7 +16,7 @@ from flatout.generation.decode import generate_tokens
 from flatout.model import eigenstate
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
-from flatout.model.cache import LayerCache, WindowCache
+from flatout.model.cache import LayerCache
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub_weights import export_huggingface
@@ -112,23 +112,23 @@ def test_a_prompt_and_then_tokens_equal_one_pass(model_name, prompt):
 
 @every_model
 def test_rows_of_different_lengths_decode_as_each_alone(model_name):
-    """Prompts padded at their ends, then token after token, then several at once for one row and one for the other."""
-    model, row, counts = built(model_name).eval(), tokens(3, 30), torch.tensor([13, 1, 7])
+    """Prompts of their own, then joined: token after token, and several at once."""
+    model, row = built(model_name).eval(), tokens(3, 30)
     with torch.inference_mode():
-        together, alone = model.empty_cache(3), [model.empty_cache() for _ in counts]
-        prompt = row[:, :13].clone()
-        for index, count in enumerate(counts):
-            prompt[index, count:] = VOCAB - 1  # whatever is there
-        steps = [(prompt, counts), *((row[:, place : place + 1], None) for place in range(13, 21))]
-        steps.append((row[:, 21:27], torch.tensor([1, 6, 3])))
-        steps += [(row[:, place : place + 1], None) for place in range(27, 30)]
-        for part, many in steps:
-            logits = model.logits(part, together, last=True, counts_B=many)
-            for index, cache in enumerate(alone):
-                own = part[index : index + 1, : part.shape[1] if many is None else int(many[index])]
-                expected = model.logits(own, cache, last=True)
-                torch.testing.assert_close(logits[index : index + 1], expected, rtol=1e-9, atol=1e-11)
-    assert together.length_B.tolist() == [int(cache.length_B) for cache in alone] == [25, 18, 21]
+        together, alone = model.empty_cache(3), [model.empty_cache() for _ in range(3)]
+        for index, (count, cache) in enumerate(zip((13, 1, 7), alone, strict=True)):
+            model.logits(row[index : index + 1, :count], cache)
+        for joined, *layers in zip(together.layers, *(cache.layers for cache in alone), strict=True):
+            for name, tensor in vars(joined).items():
+                if isinstance(tensor, torch.Tensor):
+                    tensor.copy_(torch.cat([getattr(layer, name) for layer in layers]))
+        together.length_B.copy_(torch.cat([cache.length_B for cache in alone]))
+        together.most, together.level = 13, False
+        for first, end in ((13, 14), (14, 15), (15, 16), (16, 21), (21, 22), (22, 29), (29, 30)):
+            logits = model.logits(row[:, first:end], together)
+            expected = torch.cat([model.logits(row[i : i + 1, first:end], cache) for i, cache in enumerate(alone)])
+            torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-11)
+    assert together.length_B.tolist() == [int(cache.length_B) for cache in alone] == [30, 18, 24]
 
 
 @every_model
@@ -142,6 +142,7 @@ def test_no_shape_of_decoding_depends_on_how_much_came_before(model_name):
             shapes[-1].append((str(function), getattr(result, "shape", None)))
             return result
 
+    cache.level = False
     with torch.no_grad():
         model.logits(tokens(2, 6), cache)
         for place in range(6, 30):
@@ -163,8 +164,8 @@ def test_caches_hold_what_can_be_seen_and_no_more():
     model = build_model(config_of("WEA", context=4096), VOCAB)
     cache = model.empty_cache()
     window, states, whole = cache.layers
-    assert isinstance(window, WindowCache)
-    assert window.k_BGSD.shape[2] == 5 + 1, "and a slot for what is not kept"
+    assert isinstance(window, LayerCache)
+    assert window.k_BGSD.shape[2] == 5
     assert states.state_BC.shape == (1, 16)
     assert isinstance(whole, LayerCache)
     assert whole.k_BGSD.shape[2] == 4096
@@ -173,7 +174,7 @@ def test_caches_hold_what_can_be_seen_and_no_more():
         narrow = model.empty_cache().layers
     assert (narrow[0].k_BGSD.dtype, narrow[1].state_BC.dtype) == (torch.bfloat16, torch.float32)
     wide = build_model(config_of("W", context=5), VOCAB).empty_cache().layers
-    assert all(isinstance(layer, LayerCache) for layer in wide), "the window is the context"
+    assert all(layer.k_BGSD.shape[2] == 5 for layer in wide), "the window is the context"
 
 
 @every_model

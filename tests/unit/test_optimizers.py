@@ -13,6 +13,7 @@ from flatout.ops.adam8 import (
     BLOCK,
     SIGNED_STEP,
     UNSIGNED_STEP,
+    Settings,
     adam8_reference,
     blocks_of,
     decode,
@@ -170,9 +171,9 @@ def test_the_host_notices_weights_that_somebody_else_wrote():
     model, step = make("host")
     step(*batch())
     with torch.no_grad():
-        model.head_weight.fill_(0.5)
+        model.embedding.weight.fill_(0.5)
     step(*batch(1))
-    assert (model.head_weight - 0.5).abs().max() < 0.1
+    assert (model.embedding.weight - 0.5).abs().max() < 0.1
 
 
 # --- saving and restoring ---------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ def test_the_kernel_equals_the_plain_form(count):
         numbers = [0.01, 1 - 0.9**step, (1 - 0.95**step) ** 0.5, 4.0, skip, float(step)]
         scalars = torch.tensor(numbers, device=device)
         for update, (weight, *codes) in zip((adam8, adam8_reference), states, strict=True):
-            update(weight, g, *codes, scalars, **settings)
+            update(weight, g, codes, scalars, Settings(**settings))
         if skip:
             assert all(torch.equal(a, b) for a, b in zip(states[0], before, strict=True))
         torch.testing.assert_close(states[0][0], states[1][0], rtol=1e-5, atol=1e-6)

@@ -11,8 +11,7 @@ from flatout.api.text import chat_prompt
 from flatout.engine.adapter_folder import IN_4_BITS, files_beside, who_loads, write_adapter
 from flatout.errors import CheckpointError, UsageError
 from flatout.files import disk_errors
-from flatout.model.hub import DTYPES, Description
-from flatout.model.hub_describe import description_of
+from flatout.model.hub import DTYPES, Description, description_of
 from flatout.model.hub_weights import export_huggingface
 from flatout.model.merge import LogitDifference, MergeReport, logit_difference, quiet_narrow_products
 from flatout.model.merge import merge as merge_adapters

@@ -39,8 +39,7 @@ from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.execution import Execution
 from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
 from flatout.model.gpt import GPT, empty_model
-from flatout.model.hub import Description, check_same_model, describe, read_description
-from flatout.model.hub_describe import description_of
+from flatout.model.hub import Description, check_same_model, describe, description_of, read_description
 from flatout.model.hub_find import find_model
 from flatout.model.hub_weights import load_described, load_huggingface
 from flatout.model.quantize import check_quantizing, round_linears

@@ -175,4 +175,4 @@ def mend_run_adapter(run: Run, folder: Path) -> Iterator[str]:
     run.trained.assign(read_checkpoint(chosen).model, str(chosen))
     yield from save_run_adapter(run, folder, step)
     run.trained.assign(now, "the run")
-    run.adapters.refresh()
+    run.adapters.forget()

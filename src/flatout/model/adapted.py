@@ -39,9 +39,7 @@ class AdaptedLinear(nn.Linear):
             {name: room(part.rows, part.rank) for name, part in zip(names, layout.parts, strict=True)}
         )
         self.magnitude = room(layout.rows) if dora else None
-        self.enabled = True
         self.in_place = True
-        self.fold_backward = False
         self.joined: JoinedWeight | None = None
         self._joined_state: object = None
         self._norm: Tensor | None = None
@@ -81,18 +79,11 @@ class AdaptedLinear(nn.Linear):
         self._joined_state = self._norm_state = self._norm = None
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if not self.enabled:
-            return F.linear(x, self.weight, self.bias)
-        how = LoraCall(
-            dropout=self.dropout if self.training else 0.0, in_place=self.in_place, fold_backward=self.fold_backward
-        )
-        magnitude, norm = self.magnitude, self.norm()
         values = (x, self.weight, self.bias, self.lora_a, self.b, self.layout)
-        joined, kind = self.fresh(), x.device.type
-        if joined is not None and joined.dtype != self.weight.dtype:  # folded for autocast, which may be off by now
-            wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
-            joined = joined if joined.dtype == wanted else None
-        return lora_product(*values, joined=joined, magnitude_P=magnitude, norm_P=norm, how=how)
+        return lora_product(*values, magnitude_P=self.magnitude, norm_P=self.norm(), how=self._call())
+
+    def _call(self) -> LoraCall:
+        return LoraCall(dropout=self.dropout if self.training else 0.0, in_place=self.in_place)
 
     def separately(self, x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """The rows in groups of `sizes`, each by a product of its own: what `speed.fused_qkv=false` asks for."""
@@ -111,15 +102,14 @@ class AdaptedLinear(nn.Linear):
                 b.append(b_p[low - part.first : high - part.first])
                 adapted.append(slice(place + low - part.first, place + high - part.first))
             place += part.rows
-        if not parts or not self.enabled:
+        if not parts:
             return F.linear(x, weight, bias)
         magnitude, norm = self.magnitude, self.norm()
         if magnitude is not None and norm is not None:
             magnitude = torch.cat([magnitude[rows] for rows in adapted])
             norm = torch.cat([norm[rows] for rows in adapted])
-        how = LoraCall(dropout=self.dropout if self.training else 0.0, in_place=self.in_place)
         values = (x, weight, bias, torch.cat(a), b, LoraLayout(end - first, tuple(parts)))
-        return lora_product(*values, magnitude_P=magnitude, norm_P=norm, how=how)
+        return lora_product(*values, magnitude_P=magnitude, norm_P=norm, how=self._call())
 
     # --- what is derived from A and B ---------------------------------------------------------------------------------
 
@@ -136,31 +126,18 @@ class AdaptedLinear(nn.Linear):
             self._norm_state = state
         return self._norm
 
-    def fold(self, dtype: torch.dtype | None = None, *, backward: bool = False) -> None:
-        """From now on one product for base and adapter. Where types agree the weight moves into the joined buffer."""
-        self.joined = JoinedWeight(self.weight, self.layout, dtype)
-        if self.joined.dtype == self.weight.dtype:
-            self.weight.data = self.joined.weight_OI
-        self.fold_backward = backward
-        self.forget()
-
     def unfold(self) -> None:
+        """Undoes `join`."""
         if self.joined is not None and self.joined.dtype == self.weight.dtype:
             self.weight.data = self.weight.data.contiguous()
-        self.joined, self.fold_backward = None, False
+        self.joined = None
 
-    def fresh(self) -> JoinedWeight | None:
-        """The joined weight with today's A and B. Compiled code does not look: call `Adapters.refresh` before it."""
-        joined = self.joined
-        if joined is None or torch.compiler.is_compiling():
-            return joined
-        if joined.buffer.device != self.weight.device:
-            raise RuntimeError("the model was moved to another device after its adapters were folded: fold them again")
-        if self._joined_state != self._state():
+    def fresh(self) -> None:
+        """Gives the joined weight today's A and B."""
+        if self.joined is not None and self._joined_state != self._state():
             with torch.inference_mode(False):
-                joined.refresh(self.lora_a, self.b)
+                self.joined.refresh(self.lora_a, self.b)
             self.is_fresh()
-        return joined
 
     def is_fresh(self) -> None:
         """Says that the joined weight has today's A and B."""
@@ -172,16 +149,19 @@ class AdaptedLinear(nn.Linear):
         return self._joined_state is not None
 
     def join(self, dtype: torch.dtype) -> bool:
-        """Folds for products in `dtype`, unless that is done; whether it was to be done.
+        """Makes a joined weight for our kernels' products in `dtype`, unless there is one; whether there was none.
 
-        A joined weight stays behind when a model is moved or copied.
+        Where types agree the weight moves into its buffer. It stays behind when a model is moved or copied.
         """
         joined, weight = self.joined, self.weight
         there = joined is not None and joined.dtype == dtype and joined.buffer.device == weight.device
         if joined is not None and there and (dtype != weight.dtype or joined.weight_OI.data_ptr() == weight.data_ptr()):
             return False
-        with torch.inference_mode(False):  # folded for sampling, it must still do for training
-            self.fold(dtype)
+        with torch.inference_mode(False):  # made for sampling, it must still do for training
+            self.joined = JoinedWeight(weight, self.layout, dtype)
+            if dtype == weight.dtype:
+                weight.data = self.joined.weight_OI
+        self.forget()
         return True
 
     def _state(self) -> tuple[tuple[int, int], ...]:

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError, ConfigError
-from flatout.files import CHECK_ACCESS, canonical_json, disk_errors, parse_json, write_new
+from flatout.files import canonical_json, disk_errors, write_new
 from flatout.folders import foreign_entry, sweep, whole_folder
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, choose, targets_of
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT
+from flatout.model.hub import read_json
 from flatout.model.seal import SEAL, check_seal, refuse_link, seal, sealed_names
 from flatout.model.tensor_file import write_tensors
 from flatout.model.weights import read_safetensors, stored_shapes
@@ -53,8 +54,6 @@ class AdapterOrigin:
 
     folder: Path
     plan: AdapterPlan
-    base: str | None  # the model it was trained on, as they name it; for people to read, nothing is checked by it
-    peft_version: str | None
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -111,13 +110,17 @@ def _occupied(folder: Path, name: str) -> OccupiedError:
 
 def adapter_tensors(adapters: Adapters) -> dict[str, Tensor]:
     """Copies of all tensors on the CPU, under PEFT's names."""
+    named = _named(adapters).items()
+    return {name: value.detach().to("cpu", torch.float32, copy=True).contiguous() for name, value in named}
+
+
+def _named(adapters: Adapters) -> dict[str, Tensor]:
+    """All tensors where they lie, under PEFT's names."""
     tensors: dict[str, Tensor] = {}
     for part in adapters.tensors():
-        path = _PREFIX + part.choice.target.path
-        values = {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}
-        for kind, value in values.items():
+        for kind, value in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
             if value is not None:
-                tensors[path + _KINDS[kind]] = value.detach().to("cpu", torch.float32, copy=True).contiguous()
+                tensors[_PREFIX + part.choice.target.path + _KINDS[kind]] = value
     return tensors
 
 
@@ -162,20 +165,8 @@ def read_origin(folder: Path) -> AdapterOrigin:
     """What the adapter is, without its tensors."""
     path = folder / CONFIG
     check_seal(folder)
-    for name in (CONFIG, WEIGHTS):
-        refuse_link(folder / name, folder)
-    try:
-        raw = path.read_bytes()
-    except OSError as error:
-        hint = f"name a folder with {CONFIG} and {WEIGHTS}" if isinstance(error, FileNotFoundError) else CHECK_ACCESS
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}", hint) from error
-    try:
-        values = parse_json(raw)
-    except ValueError as error:
-        hint = f"name a folder with {CONFIG} and {WEIGHTS}"
-        raise CheckpointError(f"{path} cannot be read: it is not valid JSON: {error}", hint) from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} holds {type(values).__name__}, not an object", "fetch the adapter again")
+    refuse_link(folder / WEIGHTS, folder)
+    values = read_json(path, f"name a folder with {CONFIG} and {WEIGHTS}")
     _refuse_unknown(values, path)
     try:
         plan = AdapterPlan(
@@ -192,13 +183,7 @@ def read_origin(folder: Path) -> AdapterOrigin:
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error.message}", "fetch the adapter again, or mend its config") from error
-    base, version = values.get("base_model_name_or_path"), values.get("peft_version")
-    return AdapterOrigin(
-        folder=folder,
-        plan=plan,
-        base=str(base) if base else None,
-        peft_version=str(version) if version else None,
-    )
+    return AdapterOrigin(folder=folder, plan=plan)
 
 
 def load_adapter(model: GPT, folder: Path, *, dropout: float | None = None) -> tuple[Adapters, AdapterOrigin]:
@@ -207,7 +192,7 @@ def load_adapter(model: GPT, folder: Path, *, dropout: float | None = None) -> t
     plan = origin.plan if dropout is None else dataclasses.replace(origin.plan, dropout=dropout)
     try:
         check_stored(origin, choose(plan, targets_of(model), strict=False))
-        tensors = _read_tensors(folder)
+        tensors = read_safetensors(_weights_of(folder))
         adapters = attach(model, plan, 0, strict=False)
     except ConfigError as error:
         raise CheckpointError(f"{folder / CONFIG}: {error.message}", error.hint) from error
@@ -229,12 +214,8 @@ def load_into(adapters: Adapters, folder: Path) -> AdapterOrigin:
                 f"{folder / CONFIG}: {name} is {getattr(theirs, name)!r}, here it is {getattr(ours, name)!r}",
                 "use the settings that the adapter was trained with",
             )
-    _assign(adapters, _read_tensors(folder), folder / WEIGHTS)
+    _assign(adapters, read_safetensors(_weights_of(folder)), folder / WEIGHTS)
     return origin
-
-
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    return read_safetensors(_weights_of(folder))
 
 
 def _weights_of(folder: Path) -> Path:
@@ -282,12 +263,7 @@ def _check_shapes(needed: Mapping[str, tuple[int, ...]], found: Mapping[str, tup
 
 @torch.no_grad()
 def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
-    places: dict[str, Tensor] = {}
-    for part in adapters.tensors():
-        prefix = _PREFIX + part.choice.target.path
-        for kind, place in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
-            if place is not None:
-                places[prefix + _KINDS[kind]] = place
+    places = _named(adapters)
     needed, found = ({name: tuple(tensor.shape) for name, tensor in these.items()} for these in (places, tensors))
     _check_shapes(needed, found, path)
     for name in places:
@@ -298,7 +274,7 @@ def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
             raise CheckpointError(f"{path}: {name} holds values that are not finite", "the adapter is of no use")
     for name, place in places.items():
         place.copy_(tensors[name])
-    adapters.refresh()
+    adapters.forget()
 
 
 def _several(names: list[str]) -> str:

@@ -9,10 +9,9 @@ of the gradient and zeroing are one kernel each, not one per tensor. Autograd ad
 Contract: `flat.grad` stays what it is; zero it with `zero_gradients`, never with set_to_none. After `model.to(device)`
 call `gather`, which makes the flat tensor anew where the parameters are now, before an optimizer is built on it.
 Trap: torch's fused optimizers change `flat` without moving its version. Nothing goes stale where steps begin with
-`model.train()` and evaluations with `model.eval()`, as the engine's do; who does otherwise calls `refresh`.
+`model.train()` and evaluations with `model.eval()`, as the engine's do; who does otherwise calls `forget`.
 """
 
-import contextlib
 import dataclasses
 import hashlib
 import math
@@ -26,7 +25,6 @@ from torch.autograd.graph import increment_version
 from flatout.errors import ConfigError
 from flatout.model.adapted import AdaptedLinear, unsupported
 from flatout.model.adapter_targets import AdapterPlan, Choice, choose, targets_of
-from flatout.model.execution import Execution
 from flatout.model.gpt import GPT
 from flatout.model.layers import Block
 from flatout.ops.lora import LoraLayout, LoraPart, dora_norm
@@ -97,11 +95,6 @@ class Adapters:
         block.set_linear(linear, adapted)
         return adapted
 
-    @staticmethod
-    def supports(execution: Execution, *, dora: bool = False, dropout: float = 0.0) -> str | None:
-        """Why adapters cannot go with these switches, or None: they can."""
-        return unsupported(execution, dora=dora, dropout=dropout)
-
     # --- tensors ------------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -142,7 +135,7 @@ class Adapters:
         for layer in self.layers.values():
             if layer.magnitude is not None:
                 layer.magnitude.copy_(dora_norm(layer.weight, layer.lora_a, layer.b, layer.layout))
-        self.refresh()
+        self.forget()
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -217,18 +210,12 @@ class Adapters:
 
     # --- ways ---------------------------------------------------------------------------------------------------------
 
-    def fold(self, dtype: torch.dtype | None = None, *, backward: bool = False) -> None:
-        """Base and adapter as one product from now on (ops/lora.py). Call it again after moving the model."""
-        for layer in self.layers.values():
-            layer.fold(dtype, backward=backward)
-        self.refresh()
-
     def unfold(self) -> None:
         for layer in self.layers.values():
             layer.unfold()
 
     def ready(self, dtype: torch.dtype) -> Hashable:
-        """Everything folded for products in `dtype` and fresh, before a pass in our kernels. Cheap if nothing changed.
+        """Joined weights for products in `dtype`, all fresh, before a pass in our kernels. Cheap if nothing changed.
 
         The answer stays the same while joined weights stay where they are.
         """
@@ -266,6 +253,7 @@ class Adapters:
         return Spreading(self.flat, parts)
 
     def forget(self) -> None:
+        """What was derived from A and B is made again; after those were changed."""
         for layer in self.layers.values():
             layer.forget()
 
@@ -281,41 +269,6 @@ class Adapters:
         for parameter in (self.flat, *self.optimizer_parameters):
             parameter.grad = None
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-
-    def refresh(self) -> None:
-        """Joined weights take over today's A and B, all at once; before a pass whose code is compiled or recorded."""
-        a, scales, values, places_a, places_b = [], [], [], [], []
-        for layer in self.layers.values():
-            layer.forget()
-            if layer.joined is None:
-                continue
-            layout = layer.layout
-            for part, span, b in zip(layout.parts, layout.spans, layer.b, strict=True):
-                a.append(layer.lora_a.detach()[span])
-                scales.append(part.scale)
-                values.append(b.detach())
-                places_a.append(layer.joined.a_RI[span])
-                places_b.append(layer.joined.b_OR[part.span, span])
-        if a:
-            with torch.inference_mode(False):
-                scaled = torch._foreach_mul(a, scales)  # pyright: ignore[reportPrivateImportUsage]
-                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
-                    [*places_a, *places_b], [*scaled, *values]
-                )
-        for layer in self.layers.values():
-            if layer.joined is not None:
-                layer.is_fresh()
-
-    @contextlib.contextmanager
-    def disabled(self) -> Iterator[None]:
-        """The base model alone, for as long as this lasts."""
-        for layer in self.layers.values():
-            layer.enabled = False
-        try:
-            yield
-        finally:
-            for layer in self.layers.values():
-                layer.enabled = True
 
     def detach(self) -> None:
         """Takes the adapters off: the model is the base again, and what was trained before may be trained again."""

@@ -1,11 +1,10 @@
 """What decoding carries from token to token: keys and values of attention, layer by layer, and each row's length.
 
-Contract: lengths and positions are tensors on the device, one of each row, and no shape depends on them, so rows of
-different lengths go on together, each as if it were alone. The host knows only how many positions the longest row may
-have. Keys lie where their position says. A query looks at the whole cache through a mask of positions; the first tokens
-of all look at each other alone, by the kernels for training.
-Trap: of a row with padding after its tokens, keys of the padding are written too. Nobody looks at them before the
-tokens that take their places. A window has no such places to spare: there padding goes to a slot that nobody reads.
+Contract: lengths and positions are tensors on the device, one for each row. As long as all rows have the same length
+(`Cache.level`) the host knows it too, and looks no further into the caches than they are filled. Otherwise attention
+goes by what the device knows: rows of different lengths go on together, each as if it were alone, and no shape depends
+on a length, so that a pass can be recorded. The first tokens of all look at each other alone, by the kernels for
+training.
 
 Shape legend: B batch, T positions of this call, S positions of a cache, H query heads, G key/value heads, D head size.
 """
@@ -23,77 +22,72 @@ class Decoding:
     """Where the tokens of a pass with a cache are."""
 
     positions_BT: Tensor
-    counts_B: Tensor | None  # tokens of each row, what follows them is padding; None: all are tokens
     fresh: bool  # nothing came before
-    masks: dict[tuple[int, int | None], Tensor] = dataclasses.field(default_factory=dict)  # made once for all layers
+    filled: int | None  # positions of every row, these included; None where only the device knows
+    # made once for all layers
+    slots: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    masks: dict[tuple[int, int | None], Tensor] = dataclasses.field(default_factory=dict)
 
     @property
-    def real_BT(self) -> Tensor:
-        """True for tokens that are no padding."""
-        steps_T = torch.arange(self.positions_BT.shape[1], device=self.positions_BT.device)
-        counts_B = steps_T.new_full((1,), len(steps_T)) if self.counts_B is None else self.counts_B
-        return (steps_T < counts_B[:, None]).expand_as(self.positions_BT)
+    def places(self) -> slice | Tensor:
+        """The positions, as a slice where the host knows them."""
+        length = self.positions_BT.shape[1]
+        return self.positions_BT if self.filled is None else slice(self.filled - length, self.filled)
 
 
 class LayerCache:
-    """Keys and values of one layer, as many as will come."""
+    """Keys and values of one layer: a ring with as many places as positions will come, or as a window has."""
 
     def __init__(
-        self, batch: int, groups: int, positions: int, size: int, dtype: torch.dtype, device: torch.device
+        self, batch: int, groups: int, places: int, size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.k_BGSD = torch.zeros(batch, groups, positions, size, dtype=dtype, device=device)
+        self.k_BGSD = torch.zeros(batch, groups, places, size, dtype=dtype, device=device)
         self.v_BGSD = torch.zeros_like(self.k_BGSD)
+        self.places = places
 
     def write(self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding) -> None:
-        _scatter(self, k_BGTD, v_BGTD, decoding.positions_BT)
+        """Takes in the last tokens, at most as many as there are places."""
+        count = k_BGTD.shape[2]
+        first = self.places if decoding.filled is None else (decoding.filled - count) % self.places
+        if first + count <= self.places:  # the host knows where, and they lie side by side
+            self.k_BGSD[:, :, first : first + count] = k_BGTD.detach()
+            self.v_BGSD[:, :, first : first + count] = v_BGTD.detach()
+            return
+        if self.places not in decoding.slots:
+            decoding.slots[self.places] = (decoding.positions_BT[:, -self.places :] % self.places)[:, None, :, None]
+        slots_B1T1 = decoding.slots[self.places]
+        for kept_BGSD, x_BGTD in ((self.k_BGSD, k_BGTD), (self.v_BGSD, v_BGTD)):
+            last_BGTD = x_BGTD[:, :, -self.places :].detach().to(kept_BGSD.dtype)
+            kept_BGSD.scatter_(2, slots_B1T1.expand_as(last_BGTD), last_BGTD)
 
     def extend(
         self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """All keys and values with the new ones among them, and who sees which: [B, T, S]."""
-        self.write(k_BGTD, v_BGTD, decoding)
-        kind = self.k_BGSD.shape[2], window
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All keys and values with the new ones among them, and the mask [B, T, S]; None: all are seen."""
+        filled, one = min(decoding.filled or self.places, self.places), k_BGTD.shape[2] == 1
+        # One new token takes a place that is free, or that of one which nobody sees any more. Several in a window may
+        # take places of some that the first of them still see.
+        apart = window == self.places and not one
+        if not apart:
+            self.write(k_BGTD, v_BGTD, decoding)
+        k_BGSD, v_BGSD = self.k_BGSD[:, :, :filled], self.v_BGSD[:, :, :filled]
+        if apart:
+            k_BGSD = torch.cat([k_BGSD, k_BGTD.to(k_BGSD.dtype)], dim=2)
+            v_BGSD = torch.cat([v_BGSD, v_BGTD.to(v_BGSD.dtype)], dim=2)
+            self.write(k_BGTD, v_BGTD, decoding)
+        if one and decoding.filled is not None and window in (None, self.places):
+            return k_BGSD, v_BGSD, None
+        kind = self.places, window
         if kind not in decoding.masks:
-            positions_S = torch.arange(self.k_BGSD.shape[2], device=self.k_BGSD.device)
-            decoding.masks[kind] = _visible(decoding.positions_BT, positions_S[None], window)
-        return self.k_BGSD, self.v_BGSD, decoding.masks[kind]
-
-
-class WindowCache:
-    """Keys and values of a layer that looks back over a window: a ring of that size, however long the text."""
-
-    def __init__(
-        self, batch: int, groups: int, window: int, size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.window = window
-        # One slot more, for what is not to be kept.
-        self.k_BGSD = torch.zeros(batch, groups, window + 1, size, dtype=dtype, device=device)
-        self.v_BGSD = torch.zeros_like(self.k_BGSD)
-        self.positions_BS = torch.full((batch, window + 1), -1, dtype=torch.int64, device=device)  # -1: empty
-
-    def write(self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding) -> None:
-        """Keeps the last tokens of each row, at most a window of them."""
-        positions_BT, real_BT = decoding.positions_BT, decoding.real_BT
-        last_B1 = torch.where(real_BT, positions_BT, -1).amax(1, keepdim=True)
-        kept_BT = real_BT & (positions_BT > last_B1 - self.window)
-        slots_BT = torch.where(kept_BT, positions_BT % self.window, self.window)
-        _scatter(self, k_BGTD, v_BGTD, slots_BT)
-        self.positions_BS.scatter_(1, slots_BT, torch.where(kept_BT, positions_BT, -1))
-
-    def extend(
-        self, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, window: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values in the ring and the new ones, and who sees which: [B, T, S]."""
-        if k_BGTD.shape[2] == 1 and decoding.counts_B is None:  # it takes the place of one that nobody sees any more
-            self.write(k_BGTD, v_BGTD, decoding)
-            k_BGSD, v_BGSD, positions_BS = self.k_BGSD, self.v_BGSD, self.positions_BS
-        else:
-            k_BGSD = torch.cat([self.k_BGSD, k_BGTD.to(self.k_BGSD.dtype)], dim=2)
-            v_BGSD = torch.cat([self.v_BGSD, v_BGTD.to(self.v_BGSD.dtype)], dim=2)
-            new_BT = torch.where(decoding.real_BT, decoding.positions_BT, -1)
-            positions_BS = torch.cat([self.positions_BS, new_BT], dim=1)
-            self.write(k_BGTD, v_BGTD, decoding)
-        return k_BGSD, v_BGSD, _visible(decoding.positions_BT, positions_BS, window)
+            positions_BT = decoding.positions_BT
+            last_B1 = positions_BT[:, :1] - 1 if apart else positions_BT[:, -1:]
+            # the last position that fell into each place; below 0 where there was none yet
+            keys_BS = last_B1 - (last_B1 - torch.arange(filled, device=last_B1.device)) % self.places
+            keys_BS = torch.cat([keys_BS, positions_BT], dim=1) if apart else keys_BS
+            back_BTS = positions_BT[:, :, None] - keys_BS[:, None, :]
+            seen_BTS = (back_BTS >= 0) & (keys_BS >= 0)[:, None, :]
+            decoding.masks[kind] = seen_BTS if window is None else seen_BTS & (back_BTS < window)
+        return k_BGSD, v_BGSD, decoding.masks[kind]
 
 
 class EigenstateCache:
@@ -109,46 +103,32 @@ class EigenstateCache:
         self.averaged_BSC = torch.zeros(batch, averaged, channels, dtype=dtype, device=device)
 
 
-LayersCache = LayerCache | WindowCache | EigenstateCache
-
-
-def _scatter(cache: LayerCache | WindowCache, k_BGTD: Tensor, v_BGTD: Tensor, places_BT: Tensor) -> None:
-    places_BGTD = places_BT[:, None, :, None].expand_as(k_BGTD)
-    cache.k_BGSD.scatter_(2, places_BGTD, k_BGTD.detach().to(cache.k_BGSD.dtype))
-    cache.v_BGSD.scatter_(2, places_BGTD, v_BGTD.detach().to(cache.v_BGSD.dtype))
-
-
-def _visible(queries_BT: Tensor, keys_BS: Tensor, window: int | None) -> Tensor:
-    """True where a query may look at a key; keys at a position below 0 are none. Padding may look at whatever."""
-    back_BTS = queries_BT[:, :, None] - keys_BS[:, None, :]
-    seen_BTS = (back_BTS >= 0) & (keys_BS >= 0)[:, None, :]
-    return seen_BTS if window is None else seen_BTS & (back_BTS < window)
-
-
 class Cache:
     """The caches of all layers, and how many positions of each row are filled."""
 
-    def __init__(self, layers: list[LayersCache], batch: int, room: int, device: torch.device) -> None:
+    def __init__(self, layers: list[LayerCache | EigenstateCache], batch: int, room: int, device: torch.device) -> None:
         self.layers = layers
         self.room = room
         self.most = 0  # positions that the longest row may have filled, as far as the host knows
+        self.level = True  # all rows have as many; who joins rows of different lengths, or records a pass, says no
         self.length_B = torch.zeros(batch, dtype=torch.int64, device=device)
 
-    def begin(self, length: int, counts_B: Tensor | None) -> Decoding:
-        """For a pass over so many positions more, of which `counts_B` are tokens."""
+    def begin(self, length: int) -> Decoding:
+        """For a pass over so many positions more."""
         steps_T = torch.arange(length, device=self.length_B.device)
-        return Decoding(self.length_B[:, None] + steps_T, counts_B, fresh=self.most == 0)
+        filled = self.most + length if self.level else None
+        return Decoding(self.length_B[:, None] + steps_T, fresh=self.most == 0, filled=filled)
 
-    def advance(self, length: int, counts_B: Tensor | None) -> None:
+    def advance(self, length: int) -> None:
         self.most += length
-        self.length_B += length if counts_B is None else counts_B
+        self.length_B += length
 
 
 def cached_attention(
     q_BHTD: Tensor,
     k_BGTD: Tensor,
     v_BGTD: Tensor,
-    cache: LayerCache | WindowCache,
+    cache: LayerCache,
     decoding: Decoding,
     *,
     backend: str,
@@ -158,5 +138,5 @@ def cached_attention(
     if decoding.fresh:
         cache.write(k_BGTD, v_BGTD, decoding)
         return causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=backend, window=window)
-    k_BGSD, v_BGSD, visible_BTS = cache.extend(k_BGTD, v_BGTD, decoding, window)
-    return masked_attention(q_BHTD, k_BGSD, v_BGSD, visible_BTS)
+    k_BGSD, v_BGSD, mask_BTS = cache.extend(k_BGTD, v_BGTD, decoding, window)
+    return masked_attention(q_BHTD, k_BGSD, v_BGSD, mask_BTS)

@@ -30,13 +30,13 @@ Shape legend: B batch, T positions, W width, K states, C = 2K (real parts, then 
 D = K/H, S positions that a filter looks back.
 """
 
-import dataclasses
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flatout.config.schema import ModelConfig
 from flatout.model.cache import Decoding, EigenstateCache
 from flatout.model.operations import Branch, Own, Shared
 from flatout.ops.documents import Layout
@@ -45,60 +45,36 @@ from flatout.ops.scan import scan, state_type
 _GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0  # multiples of it leave no gaps and no clusters on a circle, however many
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EigenstateShape:
-    """What a mixer is made of."""
+_SHORTEST = 4.0  # tokens: the horizon of the quickest state at first; that of the slowest is the context
 
-    width: int
-    states: int
-    context: int
-    heads: int = 1
-    bias: bool = False  # of the output
-    shortest: float = 4.0  # tokens: the horizon of the quickest state at first; that of the slowest is the context
-    fastest: float = math.pi  # radians per token, at first
-    resonance: float = 0.0  # ε
-    modulation: float = 0.0  # m; the guide's own is 0.1
-    convolution: int = 0  # positions, its own included
-    scales: tuple[int, ...] = ()  # as 1, 2, 4: an equal share of the states each
-    place: int = 0  # among a model's blocks: angles of no two are the same
 
-    @property
-    def has_options(self) -> bool:
-        """Whether there is more to it than the three formulas."""
-        return bool(self.resonance or self.modulation or self.convolution or self.scales)
+def horizons(config: ModelConfig, within_K: Tensor) -> Tensor:
+    """First horizons in tokens, evenly in their logarithm from the shortest to the context.
 
-    def __post_init__(self) -> None:
-        if self.states % self.heads:
-            raise ValueError(f"{self.states} states do not divide into {self.heads} heads")
-        if self.scales and (self.states % len(self.scales) or min(self.scales) < 1):
-            raise ValueError(f"{self.states} states do not divide into scales {self.scales}")
+    The way is divided into as many parts as there are states; `within_K`, 0 to 1, is where a state is in its own.
+    """
+    groups = config.scales or [1]
+    share = config.states // len(groups)
+    # Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn
+    # to as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
+    runs = -(-config.state_heads // len(groups))
+    dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
+    found = []
+    for scale, within in zip(groups, within_K.split(share), strict=True):
+        shortest = _SHORTEST * scale  # a state that sees means of s positions has no use for less
+        longest = max(shortest, float(config.context))
+        found.append(shortest * (longest / shortest) ** ((dealt + within) / share))
+    return torch.cat(found)
 
-    def horizons(self, within_K: Tensor) -> Tensor:
-        """First horizons in tokens, evenly in their logarithm from the shortest to the context.
 
-        The way is divided into as many parts as there are states; `within_K`, 0 to 1, is where a state is in its own.
-        """
-        groups = self.scales or (1,)
-        share = self.states // len(groups)
-        # Heads are runs of states and each should reach from short to long, so a share's states are dealt out in turn
-        # to as many runs as it has heads. A head that begins in the middle of a run still sees its end and a beginning.
-        runs = -(-self.heads // len(groups))
-        dealt = torch.cat([torch.arange(first, share, runs) for first in range(runs)])
-        horizons = []
-        for scale, within in zip(groups, within_K.split(share), strict=True):
-            shortest = self.shortest * scale  # a state that sees means of s positions has no use for less
-            longest = max(shortest, float(self.context))
-            horizons.append(shortest * (longest / shortest) ** ((dealt + within) / share))
-        return torch.cat(horizons)
+def angles(states: int, place: int) -> Tensor:
+    """α, in radians per token: those of a head, of a block and of all blocks are spread evenly.
 
-    def angles(self) -> Tensor:
-        """α, in radians per token: those of a head, of a block and of all blocks are spread evenly.
-
-        Distances are told apart by waves of all lengths. Half a turn is the fastest there is, since turning the other
-        way is the same state with another read-out.
-        """
-        number_K = self.place * self.states + torch.arange(self.states, dtype=torch.float64)
-        return self.fastest * torch.frac((number_K + 0.5) * _GOLDEN)
+    Distances are told apart by waves of all lengths. Half a turn is the fastest there is, since turning the other
+    way is the same state with another read-out.
+    """
+    number_K = place * states + torch.arange(states, dtype=torch.float64)
+    return math.pi * torch.frac((number_K + 0.5) * _GOLDEN)
 
 
 class Eigenstate(nn.Module):
@@ -108,35 +84,37 @@ class Eigenstate(nn.Module):
     # Not for weight decay: at 0 they are no simpler than elsewhere.
     undecayed = ("decay_K", "detuning_K", "resonance_HDD", "taps_SC", "scale_weights")
 
-    def __init__(self, shape: EigenstateShape) -> None:
+    def __init__(self, config: ModelConfig, place: int = 0) -> None:
+        """`place` is that among a model's blocks: angles of no two are the same."""
         super().__init__()
-        self.shape = shape
+        self.config, self.place = config, place
         self.chunk: int | None = None  # positions at once in the scan; None leaves it to the scan
-        states, heads = shape.states, shape.heads
+        states, heads = config.states, config.state_heads
         # One product for the complex input and for the gate, which has a value for each half of each state.
-        self.inward = nn.Linear(shape.width, 4 * states, bias=False)
-        self.out = nn.Linear(2 * states, shape.width, bias=shape.bias)
+        self.inward = nn.Linear(config.width, 4 * states, bias=False)
+        self.out = nn.Linear(2 * states, config.width, bias=config.bias)
         self.decay_K = nn.Parameter(torch.empty(states))  # ν
         self.detuning_K = nn.Parameter(torch.empty(states))  # φ
         self.register_buffer("angle_K", torch.empty(states), persistent=False)  # α
         self.angle_K: Tensor
         size = states // heads
-        self.resonance_HDD = nn.Parameter(torch.empty(heads, size, size)) if shape.resonance else None
-        self.modulate = nn.Linear(shape.width, heads) if shape.modulation else None
-        self.taps_SC = nn.Parameter(torch.empty(shape.convolution, 2 * states)) if shape.convolution else None
-        self.scale_weights = nn.Parameter(torch.empty(len(shape.scales))) if shape.scales else None
+        self.resonance_HDD = nn.Parameter(torch.empty(heads, size, size)) if config.resonance else None
+        self.modulate = nn.Linear(config.width, heads) if config.modulation else None
+        self.taps_SC = nn.Parameter(torch.empty(config.convolution, 2 * states)) if config.convolution else None
+        self.scale_weights = nn.Parameter(torch.empty(len(config.scales))) if config.scales else None
         self.fill()
 
     @torch.no_grad()
     def fill(self) -> None:
         """Computes what follows from the shape, where there is memory for it."""
         if not self.angle_K.is_meta:
-            self.angle_K.copy_(self.shape.angles())
+            self.angle_K.copy_(angles(self.config.states, self.place))
 
     @torch.no_grad()
     def init_states(self, generator: torch.Generator) -> None:
         """Sets everything that is not a linear layer."""
-        self.decay_K.copy_(-self.shape.horizons(torch.rand(self.shape.states, generator=generator)).log())
+        within_K = torch.rand(self.config.states, generator=generator)
+        self.decay_K.copy_(-horizons(self.config, within_K).log())
         self.detuning_K.zero_()
         if self.resonance_HDD is not None:
             self.resonance_HDD.copy_(torch.randn(self.resonance_HDD.shape, generator=generator))
@@ -160,8 +138,8 @@ class Eigenstate(nn.Module):
 
     def empty_cache(self, batch: int, dtype: torch.dtype, device: torch.device | str) -> EigenstateCache:
         """`dtype` is that of the products."""
-        convolved, averaged = max(0, self.shape.convolution - 1), max(self.shape.scales, default=1) - 1
-        return EigenstateCache(batch, 2 * self.shape.states, convolved, averaged, dtype, device)
+        convolved, averaged = max(0, self.config.convolution - 1), max(self.config.scales, default=1) - 1
+        return EigenstateCache(batch, 2 * self.config.states, convolved, averaged, dtype, device)
 
     # --- the mixer -----------------------------------------------------------------------------------------------
 
@@ -177,8 +155,7 @@ class Eigenstate(nn.Module):
         if scale_C is not None and do.scales_weights(self.inward, narrow.qkv):
             weight, scale_C = self._scaled(self.inward.weight, scale_C), None
         both_BTC = do.product(x_BTW, self.inward, narrow.qkv, weight).value_BTW
-        how = do.execution
-        if how.kernels == how.scan == "triton" and cache is None and scale_C is None and not self.shape.has_options:
+        if do.kernels and do.execution.scan == "triton" and scale_C is None and not self._has_options:
             from flatout.ops.kernels.gated_scan import gated_scan
 
             begins_BT = None if layout is None else document_begins(layout.documents_BT)
@@ -186,6 +163,12 @@ class Eigenstate(nn.Module):
         else:
             y_BTC = self._mixed(x_BTW, both_BTC, scale_C, (log_decay_K, phase_K), shared, cache)
         return do.product(y_BTC, self.out, narrow.out)
+
+    @property
+    def _has_options(self) -> bool:
+        """Whether there is more to it than the three formulas."""
+        config = self.config
+        return bool(config.resonance or config.modulation or config.convolution or config.scales)
 
     def _scaled(self, weight: Tensor, scale_C: Tensor) -> Tensor:
         """The input's scale in the weights, where it costs nothing; rows of the gate stay."""
@@ -220,28 +203,26 @@ class Eigenstate(nn.Module):
             chunk=self.chunk,
         )
         if cache is not None:
-            if decoding is not None and decoding.counts_B is not None:  # the last one that is no padding
-                last_BC = _rows_from(states_BTC, decoding.counts_B - 1, 1)[:, 0]
             cache.state_BC.copy_(last_BC.detach())
         return F.silu(gate_BTC) * self._read(states_BTC)
 
     def _modulated(self, x_BTW: Tensor, log_decay_K: Tensor) -> Tensor:
         """log|λ| of every position, [B, T, K]."""
         assert self.modulate is not None
-        rate_BTH = torch.exp(self.shape.modulation * torch.tanh(self.modulate(x_BTW).to(log_decay_K.dtype)))
-        return rate_BTH.repeat_interleave(self.shape.states // self.shape.heads, dim=-1) * log_decay_K
+        rate_BTH = torch.exp(self.config.modulation * torch.tanh(self.modulate(x_BTW).to(log_decay_K.dtype)))
+        return rate_BTH.repeat_interleave(self.config.states // self.config.state_heads, dim=-1) * log_decay_K
 
     def _read(self, states_BTC: Tensor) -> Tensor:
-        shape = self.shape
+        config = self.config
         if self.scale_weights is not None:
-            weights = len(shape.scales) * torch.softmax(self.scale_weights, dim=0)
-            weights_K = weights.repeat_interleave(shape.states // len(shape.scales))
+            weights = len(config.scales) * torch.softmax(self.scale_weights, dim=0)
+            weights_K = weights.repeat_interleave(config.states // len(config.scales))
             states_BTC = states_BTC * weights_K.repeat(2).to(states_BTC.dtype)
         if self.resonance_HDD is not None:
             couple_HDD = self.resonance_HDD / torch.linalg.matrix_norm(self.resonance_HDD, keepdim=True)
-            couple_HDD = (shape.resonance * couple_HDD).to(states_BTC.dtype)
+            couple_HDD = (config.resonance * couple_HDD).to(states_BTC.dtype)
             # Both halves of a complex number go through the same real matrix.
-            by_head = states_BTC.unflatten(-1, (2, shape.heads, -1))
+            by_head = states_BTC.unflatten(-1, (2, config.state_heads, -1))
             states_BTC = states_BTC + torch.einsum("btphd,hde->btphe", by_head, couple_HDD).flatten(-3)
         return states_BTC
 
@@ -250,20 +231,19 @@ class Eigenstate(nn.Module):
     def _filtered(
         self, input_BTC: Tensor, cache: EigenstateCache | None, decoding: Decoding | None, layout: Layout | None
     ) -> Tensor:
-        shape = self.shape
-        counts_B = None if decoding is None else decoding.counts_B
+        config = self.config
         documents_BT = None if layout is None else layout.documents_BT
         if self.taps_SC is not None:
             tail_BSC = None if cache is None else cache.convolved_BSC
             taps_SC = self.taps_SC.to(input_BTC.dtype)
-            past = _Past(input_BTC, tail_BSC, shape.convolution - 1, documents_BT, counts_B)
+            past = _Past(input_BTC, tail_BSC, config.convolution - 1, documents_BT)
             result_BTC = input_BTC * taps_SC[0]
-            for lag in range(1, shape.convolution):
+            for lag in range(1, config.convolution):
                 result_BTC = result_BTC + past.at(lag, taps_SC[lag])
             input_BTC = result_BTC
-        if shape.scales:
+        if config.scales:
             tail_BSC = None if cache is None else cache.averaged_BSC
-            past = _Past(input_BTC, tail_BSC, max(shape.scales) - 1, documents_BT, counts_B)
+            past = _Past(input_BTC, tail_BSC, max(config.scales) - 1, documents_BT)
             if decoding is not None:
                 positions_BT = decoding.positions_BT
             elif layout is not None:
@@ -275,7 +255,7 @@ class Eigenstate(nn.Module):
 
     def _averaged(self, input_BTC: Tensor, past: "_Past", seen_BT: Tensor) -> Tensor:
         """Every group of states gets the mean of the last positions, as many as its scale says or there are."""
-        scales = self.shape.scales
+        scales = self.config.scales
         total = input_BTC.to(state_type(input_BTC)).unflatten(-1, (2, len(scales), -1))  # many are added up
         means: dict[int, Tensor] = {}
         for lag in range(max(scales)):
@@ -290,23 +270,13 @@ class Eigenstate(nn.Module):
 class _Past:
     """Values and what came before them: from a cache, which is brought up to date, or nothing."""
 
-    def __init__(
-        self,
-        x_BTC: Tensor,
-        tail_BSC: Tensor | None,
-        reach: int,
-        documents_BT: Tensor | None,
-        counts_B: Tensor | None,
-    ) -> None:
+    def __init__(self, x_BTC: Tensor, tail_BSC: Tensor | None, reach: int, documents_BT: Tensor | None) -> None:
         self.positions, self.reach, self.documents_BT = x_BTC.shape[1], reach, documents_BT
         if tail_BSC is None:
             self.whole_BTC = F.pad(x_BTC, (0, 0, reach, 0))
         else:
             self.whole_BTC = torch.cat([tail_BSC.to(x_BTC.dtype), x_BTC], dim=1)
-            last_BSC = self.whole_BTC[:, self.positions :]
-            if counts_B is not None:  # the last ones that are no padding
-                last_BSC = _rows_from(self.whole_BTC, counts_B, reach)
-            tail_BSC.copy_(last_BSC.detach())
+            tail_BSC.copy_(self.whole_BTC[:, self.positions :].detach())
 
     def at(self, lag: int, factor_C: Tensor | None = None) -> Tensor:
         """The values `lag` positions earlier, times a factor; nothing where that is another document."""
@@ -317,12 +287,6 @@ class _Past:
             return earlier_BTC
         same_BT = F.pad(self.documents_BT[:, lag:] == self.documents_BT[:, :-lag], (min(lag, self.positions), 0))
         return earlier_BTC.masked_fill(~same_BT[..., None], 0.0)
-
-
-def _rows_from(x_BTC: Tensor, first_B: Tensor, count: int) -> Tensor:
-    """`count` positions of each row, from its own first one."""
-    places_BS = first_B[:, None] + torch.arange(count, device=x_BTC.device)
-    return x_BTC.gather(1, places_BS[..., None].expand(-1, -1, x_BTC.shape[2]))
 
 
 def document_begins(documents_BT: Tensor) -> Tensor:

@@ -88,12 +88,18 @@ QK_NORM = Feature(
 
 
 def _positions_kept(model: ModelConfig, kind: str, form: Form) -> int:
-    if kind == "E" or model.positions != "rope":
+    both = form.cell * (model.queries + key_width(model))
+    if kind == "E":
         return 0
-    both = form.cell * (model.queries + key_width(model))  # turned queries and keys
-    if form.triton:
-        return 0 if form.frozen else both
-    return both + form.cell * model.queries  # and attention's output in the layout of the product after it
+    if form.triton:  # turned queries and keys
+        return both if model.positions == "rope" and not form.frozen else 0
+    # and attention's output in the layout of the product after it
+    return both + form.cell * model.queries if _apart(model, form) else 0
+
+
+def _apart(model: ModelConfig, form: Form) -> bool:
+    """Whether torch's operations give attention queries and keys in memory of their own: turned, or normalised."""
+    return not form.triton and (model.positions == "rope" or model.qk_norm)
 
 
 def _read_rope(read: HubValues) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.model.hub import Description
-from flatout.model.hub_weights import inventory, opened, pieces_of
+from flatout.model.hub_weights import inventory, pieces_of
+from flatout.model.weights import opened
 
 PIECE = 2**24
 

@@ -22,12 +22,12 @@ from flatout.ops.scales import Slot
 class FrozenOperations(KernelOperations):
     """Joined weights must be fresh when a pass begins."""
 
-    recomputes: tuple[str, ...] = ()
+    recomputes = ()
 
     def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
         assert isinstance(block, Block)
         attention = block.attention
-        assert block.mlp_scale is None, "residual scales are for other forms, as engine/switches.py says"
+        assert not block.beside, f"these are for other forms, as engine/switches.py must say: {block.beside}"
         assert stream.dropout == 0.0, "samples have no dropout, as the config says"
         assert isinstance(attention, Attention), "there are no adapters in a model with eigenstates"
         layout, how = shared.layout, self.execution
@@ -37,7 +37,7 @@ class FrozenOperations(KernelOperations):
         norms = attention.norms
         cos, sin = by_place(shared.turn)
         last = block.mlp.out
-        above = GradientRoom(last.layout.rank if isinstance(last, AdaptedLinear) and last.enabled else 0)
+        above = GradientRoom(last.layout.rank if isinstance(last, AdaptedLinear) else 0)
         frozen = FrozenBlock(
             **{name: self._linear(layer) for name, layer in block.linears().items()},
             first=_norm(block.attention_norm),
@@ -65,7 +65,7 @@ class FrozenOperations(KernelOperations):
         return x_BTW, frozen_end(x_BTW, branch_BTW, bias_W, _norm(norm), product_type(x_BTW), below)
 
     def _linear(self, layer: nn.Linear) -> FrozenLinear:
-        if not isinstance(layer, AdaptedLinear) or not layer.enabled:
+        if not isinstance(layer, AdaptedLinear):
             return FrozenLinear(layer.weight, layer.bias, tuned=self.tuned)
         values = (layer.weight, layer.bias, layer.joined, layer.lora_a, tuple(layer.b))
         return FrozenLinear(*values, tuned=self.tuned)

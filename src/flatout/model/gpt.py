@@ -25,7 +25,7 @@ from flatout.model.layers import Attention, Block, Embedding, Head, Positions
 from flatout.model.narrow import ModelNarrow, NarrowBlock
 from flatout.model.norms import Norm, build_norm
 from flatout.model.operations import Operations, Own, Shared, Stream, product_type
-from flatout.model.rotary import build_rotary
+from flatout.model.rotary import Rotary
 from flatout.model.torch_operations import TorchOperations
 from flatout.ops.documents import Layout
 from flatout.ops.reference import IGNORED
@@ -41,7 +41,7 @@ class GPT(nn.Module):
         self.embedding = Embedding.from_pretrained(torch.empty(vocab, config.width), freeze=False)
         places = torch.empty(config.context, config.width)
         self.positions = Positions.from_pretrained(places, freeze=False) if config.positions == "learned" else None
-        self.rotary = build_rotary(config) if config.positions == "rope" and config.attends else None
+        self.rotary = Rotary(config) if config.positions == "rope" and config.attends else None
         self.random = config.dropout > 0  # whether blocks draw random numbers in training
         self.blocks = nn.ModuleList(Block(config, kind, place) for place, kind in enumerate(config.kinds))
         self.norm = build_norm(config, config.width)
@@ -59,10 +59,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             block.use(execution)
-
-    @property
-    def head_weight(self) -> Tensor:
-        return self.embedding.weight if self.head.weight is None else self.head.weight
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None
@@ -103,27 +99,15 @@ class GPT(nn.Module):
         *,
         last: bool = False,
         layout: Layout | None = None,
-        counts_B: Tensor | None = None,
     ) -> Tensor:
-        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended.
-
-        `counts_B` says how many tokens of each row count where rows of different lengths are padded at their ends.
-        """
-        hidden_BTW = self.hidden(tokens_BT, cache, layout, counts_B)
-        if last and counts_B is not None:
-            hidden_BTW = hidden_BTW.take_along_dim((counts_B - 1)[:, None, None], dim=1)
-        elif last:
+        """Logits [B, T, V] in at least fp32, or [B, 1, V] of the last position. A cache is read and extended."""
+        hidden_BTW = self.hidden(tokens_BT, cache, layout)
+        if last:
             hidden_BTW = hidden_BTW[:, -1:]
         with self._eager(decoding=True):
             return self.head(hidden_BTW, self.embedding.weight, self.execution)
 
-    def hidden(
-        self,
-        tokens_BT: Tensor,
-        cache: Cache | None = None,
-        layout: Layout | None = None,
-        counts_B: Tensor | None = None,
-    ) -> Tensor:
+    def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
         """What the head takes, of every position: [B, T, W]."""
         shape, config = tokens_BT.shape, self.config
         last = shape[1] if layout is None else layout.reach
@@ -135,10 +119,9 @@ class GPT(nn.Module):
             raise ValueError(f"{last} positions do not fit the context of {config.context}")
         do, all_narrow = self._begin(cache)
         tokens_BT, layout = do.arrange(tokens_BT, layout, config.context)
-        decoding = None if cache is None else cache.begin(shape[1], counts_B)
-        places = slice(0, tokens_BT.shape[1])
-        for rows in (layout, decoding):  # at most one of them is there
-            places = places if rows is None else rows.positions_BT
+        decoding = None if cache is None else cache.begin(shape[1])
+        places = slice(0, tokens_BT.shape[1]) if decoding is None else decoding.places
+        places = places if layout is None else layout.positions_BT
         positions_TW = None if self.positions is None else self.positions(places)
         shared = Shared(do, None if self.rotary is None else self.rotary(places), layout, decoding)
         layers = [None] * len(self.blocks) if cache is None else cache.layers
@@ -151,7 +134,7 @@ class GPT(nn.Module):
             for block, narrow, layer, pair in zip(self.blocks, all_narrow, layers, pairs, strict=True):
                 stream = self._recomputed(block, stream, shared, Own(narrow, layer, pair))
         if cache is not None:
-            cache.advance(shape[1], counts_B)
+            cache.advance(shape[1])
         return do.add_norm(stream, self.norm)[1].view(*shape, -1)
 
     def _begin(self, cache: Cache | None) -> tuple[Operations, Sequence[NarrowBlock]]:
@@ -208,8 +191,8 @@ class GPT(nn.Module):
     def empty_cache(self, batch: int = 1, positions: int | None = None) -> Cache:
         """For as many `positions` as will come, the whole context if that is not known."""
         room = min(positions or self.config.context, self.config.context)
-        weight = self.embedding.weight
-        dtype = torch.get_autocast_dtype(weight.device.type) if _autocasting(weight.device) else weight.dtype
+        weight, kind = self.embedding.weight, self.embedding.weight.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         layers = []
         for block in self.blocks:
             if isinstance(block.attention, Attention):
@@ -280,7 +263,3 @@ def empty_model(
     for mixer in model.eigenstates:
         mixer.fill()
     return model
-
-
-def _autocasting(device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type)

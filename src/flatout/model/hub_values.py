@@ -59,9 +59,9 @@ class HubValues:
             raise self.refuse(f"{key} is {'missing' if missing else shorten(value)}, not a number above 0", AGAIN)
         return float(value)
 
-    def flag(self, key: str, default: bool = False) -> bool:
+    def flag(self, key: str) -> bool:
         value = self.get(key)
-        value = default if value is None else value
+        value = False if value is None else value
         if not isinstance(value, bool):
             raise self.refuse(f"{key} is {shorten(value)}, not true or false", AGAIN)
         return value

@@ -17,29 +17,27 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from flatout.config.schema import ModelConfig
 from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError
-from flatout.files import CHECK_ACCESS, why_unreadable, write_new
+from flatout.files import write_new
 from flatout.folders import sweep, whole_folder
 from flatout.model.execution import Execution
 from flatout.model.feature import Piece
 from flatout.model.fields import FEATURES, has_bias
 from flatout.model.gpt import GPT, empty_model
-from flatout.model.hub import CONFIG_FILE, Description, check_same_model, read_description, read_json
-from flatout.model.hub_describe import description_of
+from flatout.model.hub import CONFIG_FILE, Description, check_same_model, description_of, read_description, read_json
 from flatout.model.hub_values import AGAIN
 from flatout.model.seal import refuse_link, seal
 from flatout.model.tensor_file import write_tensors
+from flatout.model.weights import opened
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -72,19 +70,6 @@ def _embedding_name(config: ModelConfig) -> str:
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def from_huggingface(
-    folder: Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    context: int | None = None,
-    execution: Execution | None = None,
-) -> GPT:
-    """The model of a folder, its weights in `dtype` on `device`."""
-    description = read_description(folder, context=context)
-    return load_described(description, dtype=dtype, device=device, execution=execution)
 
 
 def load_described(
@@ -180,31 +165,6 @@ def _no_weights(folder: Path) -> CheckpointError:
     return CheckpointError(f"{folder} has no {WEIGHTS_FILE} and no {INDEX_FILE}", "name a folder that holds weights")
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        if _is_pointer(path):
-            raise CheckpointError(
-                f"{path} is a pointer of Git LFS, not the weights", "run `git lfs pull` in the folder"
-            ) from error
-        if (reason := why_unreadable(path)) is not None:
-            raise CheckpointError(f"{path} cannot be read: {reason}", CHECK_ACCESS) from error
-        raise CheckpointError(
-            f"{path} cannot be read as safetensors: {error}", "it is torn or damaged; fetch it again"
-        ) from error
-
-
-def _is_pointer(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(40).startswith(b"version https://git-lfs")
-    except OSError:
-        return False
-
-
 def _checked(model: GPT, description: Description) -> dict[str, _Stored]:
     """What the folder stores, by the names in `pieces_of`: exactly what the model needs, in the right shapes."""
     stored, pieces = inventory(description), pieces_of(model.config)
@@ -288,7 +248,6 @@ def export_huggingface(
     end_of_text: int | None = None,
     source: Description | None = None,
     files: Mapping[str, bytes] | None = None,
-    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes a folder that transformers loads: config.json and safetensors, in shards where they are large.
 
@@ -304,7 +263,7 @@ def export_huggingface(
         files = {} if source is None else companions(source.folder)
     sweep(folder.parent, re.escape(folder.name), locked=False)
     with whole_folder(folder, occupied=lambda target, _: _occupied(target)) as work:
-        known = _write_weights(model, work, dtype, shard_bytes)
+        known = _write_weights(model, work, dtype)
         for name, content in {**files, CONFIG_FILE: (json.dumps(values, indent=2) + "\n").encode()}.items():
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             write_new(work / name, content)
@@ -323,7 +282,7 @@ def companions(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def _write_weights(model: GPT, folder: Path, dtype: torch.dtype, shard_bytes: int) -> dict[str, dict[str, Any]]:
+def _write_weights(model: GPT, folder: Path, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
     """Writes the files of weights; returns size and hash of each."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     prefix = "transformer." if model.config.family == "gpt2" else "model."
@@ -332,7 +291,7 @@ def _write_weights(model: GPT, folder: Path, dtype: torch.dtype, shard_bytes: in
     for name, piece in pieces_of(model.config).items():
         part = piece.of(parameters[piece.name])
         size = part.numel() * dtype.itemsize
-        if shards[-1] and filled + size > shard_bytes:
+        if shards[-1] and filled + size > SHARD_BYTES:
             shards.append({})
             filled = 0
         shards[-1][name if name == "lm_head.weight" else prefix + name] = part

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock, gradient_slot, input_slot
 from flatout.model.norms import Norm
-from flatout.model.operations import Branch, Shared, Stream, product_type
+from flatout.model.operations import Branch, Operations, Stream, product_type
 from flatout.model.rotary import Turn
 from flatout.ops.documents import Layout
 from flatout.ops.kernels.activation import activated_linear, linear_gelu
@@ -24,11 +24,12 @@ from flatout.ops.kernels.rotary import prepare_heads
 from flatout.ops.scales import NarrowLinear, Slot
 
 
-class KernelOperations:
-    recomputes: tuple[str, ...] = ("full",)  # what is selective to them, they do by themselves
+class KernelOperations(Operations):
+    recomputes = ("full",)  # what is selective to them, they do by themselves
+    kernels = True
 
     def __init__(self, execution: Execution) -> None:
-        self.execution = execution
+        super().__init__(execution)
         self.tuned = execution.products == "tuned"
 
     def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
@@ -41,20 +42,12 @@ class KernelOperations:
         return torch.randint(2**62, (count, 2), device=device)[:, 0].unbind()
 
     def embed(
-        self,
-        tokens_BT: Tensor,
-        table_VW: Tensor,
-        positions_TW: Tensor | None,
-        dropout: float = 0.0,
-        seed: Tensor | None = None,
+        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
         wide = torch.promote_types(table_VW.dtype, torch.float32)  # of a frozen model weights may be narrower
         dtype = torch.bfloat16 if self.execution.residual == "bf16" else wide
         x_BTW = embed(tokens_BT, table_VW, None if positions_TW is None else positions_TW.flatten(0, -2), dtype)
         return x_BTW if seed is None else drop(x_BTW, seed, dropout)
-
-    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
-        return None
 
     def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
         x_BTW, branch_BTW, bias_W, branch_slot, scale_W, dropout, seed = stream
@@ -79,10 +72,8 @@ class KernelOperations:
         return input_slot(narrow) is None  # 8-bit weights are rounded once per update, before any scaling
 
     def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
-        if weight is not None:
-            return Branch(linear(x, weight, tuned=self.tuned))
-        y = linear(x, layer.weight, narrow=narrow, tuned=self.tuned)
-        return Branch(y, layer.bias, gradient_slot(narrow))
+        operand = (layer.weight, narrow) if weight is None else (weight, None)
+        return Branch(linear(x, *operand, tuned=self.tuned), layer.bias, gradient_slot(narrow))
 
     def activated_product(
         self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
@@ -91,7 +82,7 @@ class KernelOperations:
         if self.tuned and kind == "gelu" and up.bias is not None and slot is None:
             pre, active = linear_gelu(h_BTW, up.weight, up.bias, narrow.up)
         else:
-            pre = linear(h_BTW, up.weight, narrow=narrow.up, tuned=self.tuned)
+            pre = linear(h_BTW, up.weight, narrow.up, tuned=self.tuned)
         y_BTW = activated_linear(
             pre,
             up.bias,

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.cache import LayerCache, WindowCache, cached_attention
-from flatout.model.eigenstate import Eigenstate, EigenstateShape
+from flatout.model.cache import LayerCache, cached_attention
+from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
 from flatout.model.norms import Norm, RMSNorm, build_norm
@@ -27,14 +27,9 @@ class Embedding(nn.Embedding):
     """The token table. Returns token rows plus position rows: the first values of the residual stream."""
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        tokens_BT: Tensor,
-        operations: Operations,
-        positions_TW: Tensor | None,
-        dropout: float = 0.0,
-        seed: Tensor | None = None,
+        self, tokens_BT: Tensor, do: Operations, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
-        return operations.embed(tokens_BT, self.weight, positions_TW, dropout, seed)
+        return do.embed(tokens_BT, self.weight, positions_TW, dropout, seed)
 
 
 class Positions(nn.Embedding):
@@ -107,7 +102,7 @@ class Attention(nn.Module):
         return do.product(y_BHTD.transpose(1, 2).flatten(2), self.out, narrow.out)
 
     def _attend(
-        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, shared: Shared, cache: LayerCache | WindowCache | None
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, shared: Shared, cache: LayerCache | None
     ) -> Tensor:
         how, qkv = shared.operations.execution, (q_BHTD, k_BGTD, v_BGTD)
         dropout = self.dropout if self.training else 0.0
@@ -120,12 +115,8 @@ class Attention(nn.Module):
             raise ValueError("attention inside packed documents has no dropout")
         return document_attention(*qkv, shared.layout, backend=how.document_attention, window=self.window)
 
-    def empty_cache(
-        self, batch: int, positions: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerCache | WindowCache:
-        if self.window is not None and self.window < positions:
-            return WindowCache(batch, self.groups, self.window, self.size, dtype, device)
-        return LayerCache(batch, self.groups, positions, self.size, dtype, device)
+    def empty_cache(self, batch: int, positions: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
+        return LayerCache(batch, self.groups, min(positions, self.window or positions), self.size, dtype, device)
 
 
 def mlp_width_of(config: ModelConfig) -> int:
@@ -155,21 +146,13 @@ class MLP(nn.Module):
 
 def build_mixer(config: ModelConfig, kind: str, place: int) -> Attention | Eigenstate:
     """What `kind`, a letter of `model.pattern`, means in the block at `place`."""
-    if kind != "E":
-        return Attention(config, config.window if kind == "W" else None)
-    shape = EigenstateShape(
-        width=config.width,
-        states=config.states,
-        context=config.context,
-        heads=config.state_heads,
-        bias=config.bias,
-        resonance=config.resonance,
-        modulation=config.modulation,
-        convolution=config.convolution,
-        scales=tuple(config.scales),
-        place=place,
-    )
-    return Eigenstate(shape)
+    if kind == "E":
+        return Eigenstate(config, place)
+    return Attention(config, config.window if kind == "W" else None)
+
+
+_IN_ONE_STEP = ("attention_norm", "attention.qkv", "attention.q_norm", "attention.k_norm", "attention.out", "mlp_norm")
+_IN_ONE_STEP += ("mlp.up", "mlp.out")
 
 
 class Block(nn.Module):
@@ -188,6 +171,8 @@ class Block(nn.Module):
         scaled = config.residual_scale is not None
         self.attention_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
         self.mlp_scale = nn.Parameter(torch.empty(config.width)) if scaled else None
+        # parameters that the frozen form of a block (model/frozen_operations.py) would leave out
+        self.beside = [name for name, _ in self.named_parameters() if name.rpartition(".")[0] not in _IN_ONE_STEP]
 
     def forward(self, stream: Stream, shared: Shared, own: Own) -> Stream:
         """Adds the waiting branch of the block before, if any; its own MLP branch may wait for the next block."""

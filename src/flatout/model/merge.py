@@ -16,13 +16,14 @@ import warnings
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatout.errors import CheckpointError
 from flatout.model.adapted import AdaptedLinear
 from flatout.model.adapters import Adapters
 from flatout.ops.lora import adapted_weight, dora_norm
 
+ROWS_AT_ONCE = 2048  # of a matrix in fp32 and wider
 MERGED_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -82,8 +83,8 @@ class _Sums:
 
 
 @torch.no_grad()
-def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype, *, at_once: int = 2048) -> tuple[Tensor, list[_Sums]]:
-    """The layer's weight with its adapter inside, in `dtype`, and sums for every part; `at_once` rows at a time."""
+def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, list[_Sums]]:
+    """The layer's weight with its adapter inside, in `dtype`, and sums for every part; some rows at a time."""
     weight, a, b, layout = layer.weight.detach(), layer.lora_a.detach(), [x.detach() for x in layer.b], layer.layout
     merged = weight.to(dtype, copy=True).contiguous()
     factors = None
@@ -93,8 +94,8 @@ def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype, *, at_once: int = 20
     sums = []
     for index, part in enumerate(layout.parts):
         total = _Sums()
-        for start in range(0, part.rows, at_once):
-            rows = slice(start, min(start + at_once, part.rows))
+        for start in range(0, part.rows, ROWS_AT_ONCE):
+            rows = slice(start, min(start + ROWS_AT_ONCE, part.rows))
             whole = adapted_weight(weight, a, b, layout, index, rows)
             if factors is not None:
                 whole *= factors[index][rows, None]
@@ -117,52 +118,36 @@ def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype, *, at_once: int = 20
     return merged, sums
 
 
-def check_merged_type(dtype: torch.dtype) -> None:
-    if dtype not in MERGED_TYPES:
-        raise ValueError(f"merged weights are bf16, fp16 or fp32, not {dtype}")
-
-
 def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
     """Writes the adapters into their model's weights, takes them off, and puts the whole model in `dtype`.
 
     Nothing is changed when an adapter is not finite, or a weight is beyond the range of fp16.
     """
-    check_merged_type(dtype)
+    if dtype not in MERGED_TYPES:
+        raise ValueError(f"merged weights are bf16, fp16 or fp32, not {dtype}")
     _refuse_broken(adapters)
     if dtype == torch.float16:  # the other types have the range of fp32
         _refuse_overflow(adapters)
     rows: list[Retention] = []
     total = _Sums()
     adapters.unfold()
-    for layer, retentions, sums, merged in _merged(adapters, dtype):
+    for layer, parts, merged in _merged(adapters, dtype):
         layer.weight.data = merged
-        rows += retentions
-        total.add(sums)
+        rows += [sums.retention(path) for path, sums in parts.items()]
+        for sums in parts.values():
+            total.add(sums)
     adapters.detach()
-    _convert(adapters.model, dtype)
+    for parameter in adapters.model.parameters():  # and no buffers: tables of positions stay in fp32
+        parameter.data = parameter.data.to(dtype)
     return MergeReport(matrices=tuple(rows), total=total.retention("all"))
 
 
-def retention(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
-    """What a merge would keep; nothing is changed."""
-    check_merged_type(dtype)
-    rows: list[Retention] = []
-    total = _Sums()
-    for _, retentions, sums, _ in _merged(adapters, dtype):
-        rows += retentions
-        total.add(sums)
-    return MergeReport(matrices=tuple(rows), total=total.retention("all"))
-
-
-def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[tuple[AdaptedLinear, list[Retention], _Sums, Tensor]]:
-    """Matrix by matrix: only one of them is there twice."""
+def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[tuple[AdaptedLinear, dict[str, _Sums], Tensor]]:
+    """Matrix by matrix, with the sums of each target by its path: only one of them is there twice."""
     for (number, linear), layer in adapters.layers.items():
         paths = [c.target.path for c in adapters.choices if (c.target.layer, c.target.linear) == (number, linear)]
         merged, sums = merged_matrix(layer, dtype)
-        total = _Sums()
-        for part in sums:
-            total.add(part)
-        yield layer, [part.retention(path) for path, part in zip(paths, sums, strict=True)], total, merged
+        yield layer, dict(zip(paths, sums, strict=True)), merged
 
 
 def _refuse_broken(adapters: Adapters) -> None:
@@ -178,26 +163,15 @@ def _refuse_broken(adapters: Adapters) -> None:
 def _refuse_overflow(adapters: Adapters) -> None:
     """Every weight is looked at as fp16 would hold it, before the first one is changed."""
     hint = "merge it as bf16 or fp32, which have a wider range"
-    for layer, retentions, _, merged in _merged(adapters, torch.float16):
+    for layer, paths, merged in _merged(adapters, torch.float16):
         if not bool(torch.isfinite(merged).all()):
-            raise CheckpointError(
-                f"with its adapter, {_first_beyond(layer, merged, retentions)} leaves fp16's range", hint
-            )
+            pairs = zip(layer.layout.parts, paths, strict=True)
+            beyond = [path for part, path in pairs if not bool(torch.isfinite(merged[part.span]).all())]
+            raise CheckpointError(f"with its adapter, {(beyond or ['a weight'])[0]} leaves fp16's range", hint)
     inside = {id(layer.weight) for layer in adapters.layers.values()}
     for name, parameter in adapters.model.named_parameters():
         if id(parameter) not in inside and not bool(torch.isfinite(parameter.detach().half()).all()):
             raise CheckpointError(f"{name} holds values beyond the range of fp16", hint)
-
-
-def _first_beyond(layer: AdaptedLinear, merged: Tensor, retentions: list[Retention]) -> str:
-    pairs = zip(layer.layout.parts, retentions, strict=True)
-    return next((found.name for part, found in pairs if not bool(torch.isfinite(merged[part.span]).all())), "a weight")
-
-
-def _convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters only: tables of positions stay in fp32."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
 
 
 @contextlib.contextmanager

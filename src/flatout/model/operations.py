@@ -15,9 +15,10 @@ trained is one step of autograd.
 Shape legend: B batch, T positions of this call, H query heads, G key/value heads, D head size, W width, V vocabulary.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,68 +71,70 @@ class Shared:
     decoding: Decoding | None = None
 
 
-class Operations(Protocol):
+class Operations(abc.ABC):
     """One form of everything that a pass over the model does."""
 
-    execution: Execution
     recomputes: tuple[str, ...]  # kinds of checkpointing that are for the caller to do, around a block
+    # Whether these are our kernels. Decoding never has them, whatever `execution.kernels` says.
+    kernels: bool
+
+    def __init__(self, execution: Execution) -> None:
+        self.execution = execution
 
     def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
         """Tokens and documents in the rows that this form works on."""
-        ...
+        return tokens_BT, layout
 
     def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
         """Seeds for so many places of dropout in a pass, drawn from torch's random stream where the form wants any."""
-        ...
+        return [None] * count
 
+    @abc.abstractmethod
     def embed(
-        self,
-        tokens_BT: Tensor,
-        table_VW: Tensor,
-        positions_TW: Tensor | None,
-        dropout: float = 0.0,
-        seed: Tensor | None = None,
+        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
         """The residual stream's first values; positions are [T, W], or [B, T, W] where rows differ."""
-        ...
 
     def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
         """The block in one step, where this form has it so."""
-        ...
+        return None
 
+    @abc.abstractmethod
     def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
         """(the stream with its branch added, the norm of that); `slot` takes the norm in 8 bits."""
-        ...
 
+    @abc.abstractmethod
     def project_heads(
         self, h_BTW: Tensor, layer: nn.Linear, heads: int, groups: int, narrow: NarrowLinear | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, H, T, D], keys and values [B, G, T, D]."""
-        ...
 
+    @abc.abstractmethod
     def prepare_heads(
         self, q_BHTD: Tensor, k_BGTD: Tensor, norms: tuple[Norm, Norm] | None, turn: Turn | None
     ) -> tuple[Tensor, Tensor]:
         """Queries and keys with their norms and positions."""
-        ...
 
+    @abc.abstractmethod
     def scales_weights(self, layer: nn.Linear, narrow: NarrowLinear | None) -> bool:
         """Whether `product` may take another weight in the place of the layer's."""
-        ...
 
+    @abc.abstractmethod
     def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
-        """The layer's result. `weight` takes the place of its own, where `scales_weights`."""
-        ...
+        """The layer's result, or that of another `weight` in the place of its own where `scales_weights`.
 
+        The layer's bias is added in either case: here, or by whoever adds the branch (`Branch.bias_W`).
+        """
+
+    @abc.abstractmethod
     def activated_product(
         self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock
     ) -> Branch:
         """An MLP: `up`, the activation of this kind, `down`."""
-        ...
 
+    @abc.abstractmethod
     def hand_on(self, stream: Stream) -> Stream:
         """The stream as the next block gets it."""
-        ...
 
 
 def product_type(x: Tensor) -> torch.dtype:

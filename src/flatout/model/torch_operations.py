@@ -1,47 +1,28 @@
 """The operations of a block by torch's own: any device, any type, and what a compiler looks into."""
 
-from collections.abc import Sequence
-
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.execution import Execution
 from flatout.model.narrow import NarrowBlock
 from flatout.model.norms import Norm
-from flatout.model.operations import Branch, Shared, Stream
+from flatout.model.operations import Branch, Operations, Stream
 from flatout.model.rotary import Turn, turned
-from flatout.ops.documents import Layout
 from flatout.ops.scales import NarrowLinear, Slot
 
 
-class TorchOperations:
-    recomputes: tuple[str, ...] = ("selective", "full")
+class TorchOperations(Operations):
+    """Its dropout draws for itself."""
 
-    def __init__(self, execution: Execution) -> None:
-        self.execution = execution
-
-    def arrange(self, tokens_BT: Tensor, layout: Layout | None, context: int) -> tuple[Tensor, Layout | None]:
-        return tokens_BT, layout
-
-    def seeds(self, count: int, device: torch.device) -> Sequence[Tensor | None]:
-        return [None] * count  # torch's dropout draws for itself
+    recomputes = ("selective", "full")
+    kernels = False
 
     def embed(
-        self,
-        tokens_BT: Tensor,
-        table_VW: Tensor,
-        positions_TW: Tensor | None,
-        dropout: float = 0.0,
-        seed: Tensor | None = None,
+        self, tokens_BT: Tensor, table_VW: Tensor, positions_TW: Tensor | None, dropout: float, seed: Tensor | None
     ) -> Tensor:
         x_BTW = F.embedding(tokens_BT, table_VW)
         x_BTW = x_BTW if positions_TW is None else x_BTW + positions_TW
         return F.dropout(x_BTW, dropout) if dropout > 0.0 else x_BTW
-
-    def whole(self, block: nn.Module, stream: Stream, shared: Shared) -> Stream | None:
-        return None
 
     def add_norm(self, stream: Stream, norm: Norm, slot: Slot | None = None) -> tuple[Tensor, Tensor]:
         x_BTW = self.hand_on(stream).x_BTW
@@ -78,7 +59,7 @@ class TorchOperations:
         return type(layer) is nn.Linear  # another one has more than its weight, as an adapter
 
     def product(self, x: Tensor, layer: nn.Linear, narrow: NarrowLinear | None, weight: Tensor | None = None) -> Branch:
-        return Branch(layer(x) if weight is None else F.linear(x, weight))
+        return Branch(layer(x) if weight is None else F.linear(x, weight, layer.bias))
 
     def activated_product(
         self, h_BTW: Tensor, up: nn.Linear, down: nn.Linear, kind: str, narrow: NarrowBlock

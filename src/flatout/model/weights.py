@@ -1,4 +1,4 @@
-"""Our own weights on disk: safetensors only, one name per tensor, shapes checked before anything is overwritten."""
+"""Weights on disk: safetensors only. Names and shapes of our own are checked before anything is overwritten."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,30 +12,35 @@ from torch import Tensor
 from flatout.errors import CheckpointError
 from flatout.files import CHECK_ACCESS, why_unreadable
 
+_OWN = "check the path, or fetch the file again"
+
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a file, on the CPU."""
-    with _opened(path) as file:
+    with opened(path, _OWN) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 def stored_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor of a file, without their values."""
-    with _opened(path) as file:
+    with opened(path, _OWN) as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - not a dict
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path, hint: str = "it is torn or damaged; fetch it again") -> Iterator[Any]:
+    """A file of safetensors to read from, mapped into memory; `hint` is for one that is none."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except (SafetensorError, OSError) as error:
         if (reason := why_unreadable(path)) is not None:
             raise CheckpointError(f"{path} cannot be read: {reason}", CHECK_ACCESS) from error
-        raise CheckpointError(
-            f"{path} cannot be read as safetensors: {error}", "check the path, or fetch the file again"
-        ) from error
+        with path.open("rb") as file:
+            if file.read(40).startswith(b"version https://git-lfs"):
+                hint = "run `git lfs pull` in the folder"
+                raise CheckpointError(f"{path} is a pointer of Git LFS, not the weights", hint) from error
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}", hint) from error
 
 
 def why_not_these(names: Iterable[str], sections: str = "model section") -> str:

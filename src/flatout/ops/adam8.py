@@ -16,6 +16,9 @@ and a resumed run draws the same. Why no zero in the second moment: it is divide
 Shape legend: N values of a parameter, K blocks, 256 values in each.
 """
 
+import dataclasses
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -77,21 +80,25 @@ def lots(values: int, step: Tensor) -> tuple[Tensor, Tensor]:
     return (h_N & 0xFFFF).to(torch.float32) / 65536, (h_N >> 16).to(torch.float32) / 65536
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The numbers of an update that the host knows."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+
+
 def adam8_reference(
-    weight: Tensor,
-    gradient: Tensor,
-    code1_KB: Tensor,
-    scale1_K: Tensor,
-    code2_KB: Tensor,
-    scale2_K: Tensor,
-    scalars: Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], scalars: Tensor, settings: Settings
 ) -> None:
-    """One update in place. `scalars` holds rate, 1 - beta1^t, sqrt(1 - beta2^t), divisor, skip (0 or 1) and step t."""
+    """One update in place. `moments` are codes and scales of the first, then of the second.
+
+    `scalars` holds rate, 1 - beta1^t, sqrt(1 - beta2^t), divisor, skip (0 or 1) and step t.
+    """
+    code1_KB, scale1_K, code2_KB, scale2_K = moments
+    beta1, beta2 = settings.beta1, settings.beta2
     rate, correction1, correction2, divisor, skip, step = scalars.unbind()
     count = weight.numel()
     g_N = gradient.reshape(-1).to(torch.float32) / divisor
@@ -99,11 +106,11 @@ def adam8_reference(
     v_N = decode(code2_KB, scale2_K, count, signed=False)
     m_N = m_N + (1 - beta1) * (g_N - m_N)
     v_N = beta2 * v_N + (1 - beta2) * g_N * g_N
-    w_N = weight.reshape(-1) * (1 - rate * weight_decay)
-    w_N = w_N - rate / correction1 * m_N / (v_N.sqrt() / correction2 + eps)
+    w_N = weight.reshape(-1) * (1 - rate * settings.weight_decay)
+    w_N = w_N - rate / correction1 * m_N / (v_N.sqrt() / correction2 + settings.eps)
     lot1_N, lot2_N = lots(count, step)
     new = (w_N.view_as(weight), *encode(m_N, signed=True, lot_N=lot1_N), *encode(v_N, signed=False, lot_N=lot2_N))
-    for place, value in zip((weight, code1_KB, scale1_K, code2_KB, scale2_K), new, strict=True):
+    for place, value in zip((weight, *moments), new, strict=True):
         place.copy_(torch.where(skip > 0, place, value.to(place.dtype)))
 
 

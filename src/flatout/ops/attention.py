@@ -93,16 +93,17 @@ def _within_window(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, backend: str,
     return window_attention(q_BHTD, k_BGTD, v_BGTD, window=window, kernel=window_kernel(backend, q_BHTD))
 
 
-def masked_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor) -> Tensor:
-    """Attention to those of S positions that each query may look at, as out of a cache.
+def masked_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS: Tensor | None) -> Tensor:
+    """Attention to those of S positions that each query may look at, as out of a cache; None: to all of them.
 
     Queries of one group stand side by side as if they were positions: kernels that take a mask know no groups.
     """
-    heads, groups = q_BHTD.shape[1], k_BGSD.shape[1]
-    q_BGXD = q_BHTD.unflatten(1, (groups, heads // groups)).flatten(2, 3)
-    mask_B1XS = visible_BTS.repeat(1, heads // groups, 1)[:, None]
-    y_BGXD = F.scaled_dot_product_attention(q_BGXD, k_BGSD, v_BGSD, attn_mask=mask_B1XS)
-    return y_BGXD.unflatten(2, (heads // groups, -1)).flatten(1, 2)
+    batch, heads, _, size = q_BHTD.shape
+    groups = k_BGSD.shape[1]
+    if visible_BTS is not None:
+        visible_BTS = visible_BTS.repeat(1, heads // groups, 1)[:, None]
+    q_BGXD = q_BHTD.reshape(batch, groups, -1, size)
+    return F.scaled_dot_product_attention(q_BGXD, k_BGSD, v_BGSD, attn_mask=visible_BTS).view(q_BHTD.shape)
 
 
 def window_kernel(backend: str, x: Tensor) -> str:

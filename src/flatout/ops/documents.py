@@ -26,11 +26,9 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from flatout.ops.flash_attention_4 import fa4_kernels
 from flatout.ops.reference import IGNORED, attention_reference
-from flatout.ops.varlen import varlen_flash
+from flatout.ops.varlen import varlen_attention
 from flatout.ops.windows import window_mask
 
 BY_BOUNDS = ("flash", "fa4")
@@ -307,13 +305,8 @@ def document_attention(
     """Attention of every token to those before it in its document, or to the last `window` of them."""
     window = None if window is None or window >= layout.longest else window
     if backend in BY_BOUNDS:
-        q_NHD, k_NGD, v_NGD = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-        longest = -(-layout.longest // _STEP) * _STEP
-        if backend == "flash":
-            y_NHD = varlen_flash(q_NHD, k_NGD, v_NGD, layout.bounds_E, longest, window=window)
-        else:
-            y_NHD = _FlashAttention4.apply(q_NHD, k_NGD, v_NGD, layout.bounds_E, longest, window)
-        return y_NHD.view(q_BHTD.shape[0], q_BHTD.shape[2], *y_NHD.shape[1:]).transpose(1, 2)  # pyright: ignore
+        longest = _rounded(layout.longest, _STEP)
+        return varlen_attention(q_BHTD, k_BGTD, v_BGTD, layout.bounds_E, longest, kernel=backend, window=window)
     if backend == "reference":
         return attention_reference(q_BHTD, k_BGTD, v_BGTD, visible=_near(layout.visible_B1TS, window))
     grouped = q_BHTD.shape[1] != k_BGTD.shape[1]
@@ -364,21 +357,3 @@ def _near(visible_B1TS: Tensor, window: int | None) -> Tensor:
         return visible_B1TS
     length = visible_B1TS.shape[-1]
     return visible_B1TS & window_mask(length, length, window, visible_B1TS.device)
-
-
-class _FlashAttention4(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q_NHD, k_NGD, v_NGD, bounds_E, longest, window):
-        how = {} if window is None else {"window_size_left": window - 1}
-        how |= {"cu_seqlens_q": bounds_E, "cu_seqlens_k": bounds_E, "max_seqlen_q": longest, "max_seqlen_k": longest}
-        y_NHD, lse = fa4_kernels()[0](q_NHD, k_NGD, v_NGD, causal=True, return_lse=True, **how)[:2]
-        ctx.save_for_backward(q_NHD, k_NGD, v_NGD, y_NHD, lse)
-        ctx.how = how
-        return y_NHD
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy_NHD):
-        *parts, y_NHD, lse = ctx.saved_tensors
-        gradients = fa4_kernels()[1](*parts, y_NHD, dy_NHD.contiguous(), lse, causal=True, **ctx.how)
-        return *gradients[:3], None, None, None

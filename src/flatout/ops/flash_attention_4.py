@@ -52,10 +52,12 @@ def _cudnn_forward(q_BTHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor) -> tuple[Tens
     return y_BHTD.transpose(1, 2).contiguous(), lse.reshape(y_BHTD.shape[:3])  # torch has had it with an axis more
 
 
-class _FlashAttention4(torch.autograd.Function):
+class FlashAttention4(torch.autograd.Function):
+    """Of rows [B, T, heads, D], or of sequences one after the other [N, heads, D], whose bounds are in `how`."""
+
     @staticmethod
-    def forward(ctx, q_BTHD, k_BTGD, v_BTGD, cudnn, window):
-        ctx.how = {"causal": True, **({} if window is None else {"window_size_left": window - 1})}
+    def forward(ctx, q_BTHD, k_BTGD, v_BTGD, cudnn, how):
+        ctx.how = {"causal": True, **how}
         if cudnn:
             y_BTHD, lse_BHT = _cudnn_forward(q_BTHD, k_BTGD, v_BTGD)
         else:
@@ -68,7 +70,7 @@ class _FlashAttention4(torch.autograd.Function):
     def backward(ctx, dy_BTHD):
         q_BTHD, k_BTGD, v_BTGD, y_BTHD, lse_BHT = ctx.saved_tensors
         parts, into = (q_BTHD, k_BTGD, v_BTGD), {}
-        whole = packed(parts)
+        whole = packed(parts) if q_BTHD.dim() == 4 else None
         if whole is not None:
             gradients = torch.empty_like(whole).split([part.shape[2] for part in parts], dim=2)
             into = dict(zip(("dq", "dk", "dv"), gradients, strict=True))
@@ -84,4 +86,5 @@ def flash_attention_4(
     `cudnn` takes cuDNN's forward pass, which knows no windows.
     """
     parts_BTHD = (x.transpose(1, 2) for x in (q_BHTD, k_BGTD, v_BGTD))
-    return _FlashAttention4.apply(*parts_BTHD, cudnn and window is None, window).transpose(1, 2)  # pyright: ignore
+    how = {} if window is None else {"window_size_left": window - 1}
+    return FlashAttention4.apply(*parts_BTHD, cudnn and window is None, how).transpose(1, 2)  # pyright: ignore

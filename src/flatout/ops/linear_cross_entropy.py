@@ -53,7 +53,7 @@ def linear_cross_entropy(
         learning = torch.is_grad_enabled() and (hidden_NW.requires_grad or weight_VW.requires_grad)
         frozen = learning and not weight_VW.requires_grad
         how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
-        return _FusedLoss.apply(hidden_NW, weight_VW, targets_N, *how)  # pyright: ignore
+        return _FusedLoss.apply(hidden_NW, weight_VW, targets_N, how)  # pyright: ignore
     if path == "plain" or hidden_NW.shape[0] <= chunk:
         return _plain_loss(hidden_NW, weight_VW, targets_N, label_smoothing, pad_vocab, cap)
     total = hidden_NW.new_zeros((), dtype=torch.promote_types(hidden_NW.dtype, torch.float32))
@@ -92,34 +92,19 @@ class _FusedLoss(torch.autograd.Function):
     """Loss and, chunk by chunk, its gradients; backward only multiplies them by the gradient of the sum."""
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden_NW,
-        weight_VW,
-        targets_N,
-        label_smoothing,
-        pad_vocab,
-        chunk,
-        kernels,
-        fp8,
-        tuned,
-        learning,
-        frozen,
-        cap,
-    ):
+    def forward(ctx, hidden_NW, weight_VW, targets_N, how):
         kind = hidden_NW.device.type
         narrow = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_NW.dtype
-        how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
+        work = _Work(*how)
         if torch.compiler.is_compiling():
             # Rounded out here, where the compiler can do it together with the norm before.
             total, *gradients = _one_operation(hidden_NW.to(narrow), weight_VW, targets_N, *how)
         else:
-            work = _Work(*how, narrow, _torch_rows_loss)
-            total, *gradients = room = work.room(hidden_NW, weight_VW)
-            work.fill(room, hidden_NW, weight_VW, targets_N)
+            total, *gradients = room = work.room(hidden_NW, weight_VW, narrow)
+            work.fill(room, hidden_NW, weight_VW, targets_N, narrow)
         ctx.save_for_backward(*gradients)
         ctx.hidden_dtype, ctx.weight_dtype, ctx.vocab = hidden_NW.dtype, weight_VW.dtype, weight_VW.shape[0]
-        ctx.kernels = kernels
+        ctx.kernels = work.kernels
         return total
 
     @staticmethod
@@ -134,13 +119,14 @@ class _FusedLoss(torch.autograd.Function):
         return (
             scaled(dhidden_NW, dtotal).to(ctx.hidden_dtype),
             scaled(of_weight[0], dtotal)[: ctx.vocab].to(ctx.weight_dtype) if of_weight else None,
-            *([None] * 10),
+            None,
+            None,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """How the fused loss is computed; `rows_loss` is the softmax of a chunk where torch's operations do it."""
+    """How the fused loss is computed."""
 
     label_smoothing: float
     pad_vocab: int
@@ -151,16 +137,17 @@ class _Work:
     learning: bool
     frozen: bool  # learning without a gradient of the weights
     cap: float  # 0: none
-    narrow: torch.dtype
-    rows_loss: Callable[..., Tensor]
 
-    def room(self, hidden_NW: Tensor, weight_VW: Tensor) -> list[Tensor]:
-        """Where the summed loss goes, and when learning its gradients: of the hidden states, of the padded weights."""
-        exact = torch.promote_types(self.narrow, torch.float32)
+    def room(self, hidden_NW: Tensor, weight_VW: Tensor, narrow: torch.dtype) -> list[Tensor]:
+        """Where the summed loss goes, and when learning its gradients: of the hidden states, of the padded weights.
+
+        `narrow` is the type of products.
+        """
+        exact = torch.promote_types(narrow, torch.float32)
         total = hidden_NW.new_empty((), dtype=exact)
         if not self.learning:
             return [total]
-        dhidden_NW = torch.empty_like(hidden_NW, dtype=self.narrow)
+        dhidden_NW = torch.empty_like(hidden_NW, dtype=narrow)
         if self.frozen:
             return [total, dhidden_NW]
         dweight_PW = hidden_NW.new_empty((self.padded(weight_VW.shape[0]), weight_VW.shape[1]), dtype=exact)
@@ -169,38 +156,50 @@ class _Work:
     def padded(self, vocab: int) -> int:
         return vocab + -vocab % (math.lcm(self.pad_vocab, 16) if self.fp8 else self.pad_vocab)
 
-    def fill(self, room: list[Tensor], hidden_NW: Tensor, weight_VW: Tensor, targets_N: Tensor) -> None:
+    def rows_loss(self, *, compiled: bool) -> Callable[..., Tensor]:
+        """The softmax of a chunk."""
+        if self.kernels == "triton":
+            from flatout.ops.kernels.cross_entropy import cross_entropy_rows
+
+            return cross_entropy_rows
+        return _compiled_rows_loss() if compiled else _torch_rows_loss
+
+    def fill(
+        self,
+        room: list[Tensor],
+        hidden_NW: Tensor,
+        weight_VW: Tensor,
+        targets_N: Tensor,
+        narrow: torch.dtype,
+        *,
+        compiled: bool = False,
+    ) -> None:
         total, *gradients = room
         total.zero_()
         vocab, width = weight_VW.shape
+        rows_loss, how = self.rows_loss(compiled=compiled), (vocab, self.label_smoothing, self.learning, self.cap)
         with torch.autocast(hidden_NW.device.type, enabled=False):
-            weight_PW = weight_VW.to(self.narrow)
+            weight_PW = weight_VW.to(narrow)
             if self.padded(vocab) != vocab:
-                weight_PW = weight_VW.new_zeros((self.padded(vocab), width), dtype=self.narrow)
+                weight_PW = weight_VW.new_zeros((self.padded(vocab), width), dtype=narrow)
                 weight_PW[:vocab] = weight_VW
             head = _NarrowHead(hidden_NW, weight_PW, self.learning) if self.fp8 else None
             for start in range(0, hidden_NW.shape[0], self.chunk):
                 part = slice(start, start + self.chunk)
-                hidden_CW, targets_C = hidden_NW[part].to(self.narrow), targets_N[part]
+                hidden_CW, targets_C = hidden_NW[part].to(narrow), targets_N[part].contiguous()
                 if head is None:
-                    logits_CP = _multiply(hidden_CW, weight_PW.t(), self.tuned)
+                    logits_CP, beside = _multiply(hidden_CW, weight_PW.t(), self.tuned), {}
                 else:
-                    logits_CP = head.logits(part, self.narrow)
-                narrow_CP = head.room_for_gradient(logits_CP) if head is not None and self.learning else None
-                if self.kernels == "triton":
-                    how = (vocab, self.label_smoothing, self.learning, self.cap, narrow_CP)
-                    losses_C = _triton_rows_loss(logits_CP, targets_C, *how)
-                else:
-                    how = (vocab, self.label_smoothing, self.learning, self.cap)
-                    losses_C = self.rows_loss(logits_CP, targets_C, *how)
-                total += losses_C.sum(dtype=total.dtype)
+                    logits_CP = head.logits(part, narrow)
+                    beside = head.room_for_gradient(logits_CP) if self.learning else {}
+                total += rows_loss(logits_CP, targets_C, *how, **beside).sum(dtype=total.dtype)
                 if not self.learning:
                     continue
                 dhidden_NW, *of_weight = gradients  # the logits are their own gradient by now
                 if head is None:
                     _multiply(logits_CP, weight_PW, self.tuned, dhidden_NW[part])
                 else:
-                    head.input_gradient(logits_CP, narrow_CP, out=dhidden_NW[part])
+                    head.input_gradient(logits_CP, **beside, out=dhidden_NW[part])
                 if of_weight:
                     _write_product(of_weight[0], logits_CP.t(), hidden_CW, self.tuned, add=start > 0)
                 del logits_CP
@@ -225,35 +224,19 @@ def _one_operation(
 
     A CPU spends its time in the products and compiles slowly, so that only a GPU has the softmax compiled.
     """
-    rows_loss = _compiled_rows_loss() if hidden_NW.is_cuda else _torch_rows_loss
-    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
-    work = _Work(*how, hidden_NW.dtype, rows_loss)
-    room = work.room(hidden_NW, weight_VW)
+    work = _Work(label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
+    room = work.room(hidden_NW, weight_VW, hidden_NW.dtype)
     # torch runs the first call of compiled code under a watch of its own, in which tensors seem to be of another kind.
     # Tensors of inference mode are always of the same: the softmax is compiled once, and never while a graph is
     # recorded. What is returned was made outside.
     with torch.inference_mode():
-        work.fill(room, hidden_NW, weight_VW, targets_N.clone())
+        work.fill(room, hidden_NW, weight_VW, targets_N.clone(), hidden_NW.dtype, compiled=hidden_NW.is_cuda)
     return room
 
 
 @_one_operation.register_fake
-def _(
-    hidden_NW: Tensor,
-    weight_VW: Tensor,
-    targets_N: Tensor,
-    label_smoothing: float,
-    pad_vocab: int,
-    chunk: int,
-    kernels: str,
-    fp8: bool,
-    tuned: bool,
-    learning: bool,
-    frozen: bool,
-    cap: float,
-) -> list[Tensor]:
-    how = (label_smoothing, pad_vocab, chunk, kernels, fp8, tuned, learning, frozen, cap)
-    return _Work(*how, hidden_NW.dtype, _torch_rows_loss).room(hidden_NW, weight_VW)
+def _(hidden_NW, weight_VW, targets_N, *how):
+    return _Work(*how).room(hidden_NW, weight_VW, hidden_NW.dtype)
 
 
 @functools.cache
@@ -278,41 +261,16 @@ class _NarrowHead:
         units = self.hidden.unit, self.weight.unit
         return self.fp8.narrow_product(hidden_NW[part], units[0], weight_PW, units[1], dtype, fast=True)
 
-    def room_for_gradient(self, logits_CP: Tensor) -> Tensor | None:
+    def room_for_gradient(self, logits_CP: Tensor) -> dict[str, Tensor]:
         """Where the loss kernel can write the 8-bit gradient beside the other one, if it can."""
-        return torch.empty_like(logits_CP, dtype=E4M3) if logits_CP.is_cuda else None
+        return {"narrow_NP": torch.empty_like(logits_CP, dtype=E4M3)} if logits_CP.is_cuda else {}
 
-    def input_gradient(self, dlogits_CP: Tensor, narrow_CP: Tensor | None, *, out: Tensor) -> None:
-        narrow_CP = self.fp8.narrow_gradient(dlogits_CP) if narrow_CP is None else narrow_CP
+    def input_gradient(self, dlogits_CP: Tensor, *, narrow_NP: Tensor | None = None, out: Tensor) -> None:
+        narrow_CP = self.fp8.narrow_gradient(dlogits_CP) if narrow_NP is None else narrow_NP
         turned_WP = self.weight.turned_CR
         assert turned_WP is not None
         units = self.gradient_unit, self.weight.unit
         self.fp8.narrow_product(narrow_CP, units[0], turned_WP, units[1], out.dtype, out=out)
-
-
-def _triton_rows_loss(
-    logits_CP: Tensor,
-    targets_C: Tensor,
-    vocab: int,
-    label_smoothing: float,
-    gradient: bool,
-    cap: float,
-    narrow_CP: Tensor | None,
-) -> Tensor:
-    """`_torch_rows_loss` by our kernel, which writes the gradient in 8 bits too where there is room for it."""
-    from flatout.ops.kernels.cross_entropy import cross_entropy_rows
-    from flatout.ops.kernels.fp8 import GRADIENT_SCALE
-
-    return cross_entropy_rows(
-        logits_CP,
-        targets_C.contiguous(),
-        vocab=vocab,
-        label_smoothing=label_smoothing,
-        gradient=gradient,
-        narrow_NP=narrow_CP,
-        narrow_scale=GRADIENT_SCALE,
-        cap=cap,
-    )
 
 
 def _torch_rows_loss(

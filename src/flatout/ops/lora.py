@@ -5,18 +5,20 @@ share one product too: the A of all parts are stacked to [R, I], and the B of pa
 its own rows of y. As one matrix B is [O, R] with zeros outside those blocks. A part may be missing, and ranks may
 differ. The scale s goes into A before A is rounded to the type of the product, so it costs no rounding of its own.
 
-Three forms, one result:
+Two forms here, one result:
 - `lora_reference`, the plain one, differentiated by autograd.
 - `lora_product`: the base product, then the thin one added in place. Backward keeps x and the thin x Aᵀ only; the
   frozen weight gets no gradient work; gradients of A and B leave in fp32. With B = 0 it is the base product, bit for
   bit.
-- The same with a `JoinedWeight`: [x, u] @ [W, B]ᵀ, u = s · x Aᵀ, is ONE product, so the addition costs no pass over y
-  and no rounding. W lies in a wider and longer buffer, B in the columns to its right, A in the rows below it:
+
+A third is in ops/kernels/frozen.py, with a `JoinedWeight`: [x, u] @ [W, B]ᵀ, u = s · x Aᵀ, is ONE product, so the
+addition costs no pass over y and no rounding. W lies in a wider and longer buffer, B in the columns to its right, A in
+the rows below it:
 
         [ W  B ]      forward reads the upper rows:   [x, u]  @ [W, B]ᵀ
         [ A  · ]      backward the left columns:      [dy, g] @ [W; A]
 
-  The corner is never read. Both foldings share one copy of W, and all that is added is A and B.
+The corner is never read. Both foldings share one copy of W, and all that is added is A and B.
 
 DoRA: y = f · (x Wᵀ + s (x Aᵀ) Bᵀ) + bias with f = magnitude / ‖W + s B A‖ per row of an adapted part, the norm taken as
 a constant. Rows without an adapter have f = 1. Backward then keeps y as it is before the factor, too.
@@ -24,8 +26,8 @@ a constant. Rows without an adapter have f = 1. Backward then keeps y as it is b
 Contract: products are in the type of the weight (under autocast in autocast's), with sums in fp32. The result has
 that type. x may be of another one. Weight and bias must be frozen.
 Trap: `JoinedWeight` holds copies of A and B. Whoever changes those must `refresh` it, and not between a forward pass
-and its backward pass: autograd then finds the buffer changed and refuses. A kernel that writes into it without moving
-its version is not found out.
+and its backward pass: that is refused by the buffer's version. A kernel that writes into it without moving its version
+is not found out.
 
 Shape legend: N tokens, I inputs, O outputs, R ranks of all parts together, K = I + R, P adapted rows.
 """
@@ -38,6 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+ROWS_AT_ONCE = 4096  # of a matrix in fp32
 ALIGNMENT_BYTES = 16  # rows of a joined buffer start where matrix units like to read
 
 
@@ -157,14 +160,12 @@ def adapted_weight(
 
 
 @torch.no_grad()
-def dora_norm(
-    weight_OI: Tensor, a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout, *, at_once: int = 4096
-) -> Tensor:
-    """‖W + s B A‖ of every adapted row, in fp32 or wider; `at_once` rows at a time, for the memory's sake."""
+def dora_norm(weight_OI: Tensor, a_RI: Tensor, b: Sequence[Tensor], layout: LoraLayout) -> Tensor:
+    """‖W + s B A‖ of every adapted row, in fp32 or wider; some rows at a time, for the memory's sake."""
     norms = []
     for index, part in enumerate(layout.parts):
-        for start in range(0, part.rows, at_once):
-            whole = adapted_weight(weight_OI, a_RI, b, layout, index, slice(start, start + at_once))
+        for start in range(0, part.rows, ROWS_AT_ONCE):
+            whole = adapted_weight(weight_OI, a_RI, b, layout, index, slice(start, start + ROWS_AT_ONCE))
             norms.append(torch.linalg.vector_norm(whole, dim=1))
     return torch.cat(norms)
 
@@ -241,22 +242,12 @@ def adapter_gradients(
     return da_RI, db
 
 
-def joined_input(x_NI: Tensor, u_NR: Tensor) -> Tensor:
-    """[x, u] in one buffer: a copy of x. A kernel that writes x can leave room for u and save it."""
-    inputs, rank = x_NI.shape[1], u_NR.shape[1]
-    wide_NK = torch.empty(x_NI.shape[0], inputs + rank, dtype=x_NI.dtype, device=x_NI.device)
-    wide_NK[:, :inputs].copy_(x_NI)
-    wide_NK[:, inputs:].copy_(u_NR)
-    return wide_NK
-
-
 @dataclasses.dataclass(frozen=True)
 class LoraCall:
     """How `lora_product` goes about it. None of it changes the result beyond rounding, except dropout."""
 
     dropout: float = 0.0  # the share of x that the adapter does not see; the base product sees all of it
     in_place: bool = True  # selective checkpointing keeps the base product's result, which must then stay as it is
-    fold_backward: bool = False  # with a joined weight: dx as one product too, at the price of a copy of dy
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -264,28 +255,17 @@ class _LoraProduct(torch.autograd.Function):
     def forward(ctx, *values):
         # Not by name: where no gradient is asked for, torch's compiler counts the names, `*b` as one of them, and takes
         # a call with two parts of B for one without `ctx`.
-        x, weight, bias, a, magnitude, norm, wide, layout, joined, how, dtype, *b = values
-        ctx.layout, ctx.joined, ctx.how, ctx.x_dtype = layout, joined, how, x.dtype
+        x, weight, bias, a, magnitude, norm, layout, how, dtype, *b = values
+        ctx.layout, ctx.how, ctx.x_dtype = layout, how, x.dtype
         shape = x.shape
         x = x.reshape(-1, shape[-1]).to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            a_RI, b_OR = operands(a, b, layout, dtype) if joined is None else (joined.a_RI, joined.b_OR)
+            a_RI, b_OR = operands(a, b, layout, dtype)
             seen, mask = (x, None) if how.dropout == 0 else torch.native_dropout(x, how.dropout, True)
-            if wide is None:
-                u = seen @ a_RI.t()
-            else:  # through `data`: x may be saved elsewhere, and its part of the buffer does not change
-                u = wide.data.view(-1, wide.shape[-1])[:, x.shape[1] :]
-                torch.mm(seen, a_RI.t(), out=u)
+            u = seen @ a_RI.t()
             del seen
-            added = None if bias is None else bias.to(dtype)
-            if joined is not None:
-                whole = joined_input(x, u) if wide is None else wide.view(-1, wide.shape[-1])
-                y = _product(whole, joined.forward_OK.t(), added)
-                del whole
-            elif how.in_place:
-                y = _product(x, weight.to(dtype).t(), added).addmm_(u, b_OR.t())
-            else:
-                y = torch.addmm(_product(x, weight.to(dtype).t(), added), u, b_OR.t())
+            y = x @ weight.to(dtype).t() if bias is None else torch.addmm(bias.to(dtype), x, weight.to(dtype).t())
+            y = y.addmm_(u, b_OR.t()) if how.in_place else torch.addmm(y, u, b_OR.t())
             plain = factor = None
             if magnitude is not None:
                 factor = layout.spread(magnitude / norm, 1.0)
@@ -293,8 +273,7 @@ class _LoraProduct(torch.autograd.Function):
                 rest = torch.zeros_like(factor) if bias is None else (1 - factor) * bias
                 plain, y = y, torch.addcmul(rest, y, factor, out=torch.empty_like(y))
         # The weight as it is: a copy in another type, kept until backward, would weigh as much as all layers do.
-        base = weight if joined is None else joined.weight_OI
-        ctx.save_for_backward(x, u, mask, base, a_RI, b_OR, plain, factor, norm, None if factor is None else bias)
+        ctx.save_for_backward(x, u, mask, weight, a_RI, b_OR, plain, factor, norm, None if factor is None else bias)
         return y.view(*shape[:-1], layout.outputs)
 
     @staticmethod
@@ -317,19 +296,13 @@ class _LoraProduct(torch.autograd.Function):
             if needed[0]:
                 if mask is not None:  # what was dropped for the adapter gets no gradient from it
                     dx = torch.addcmul(dy @ weight.to(dy.dtype), g @ a_RI, mask, value=1 / (1 - how.dropout))
-                elif ctx.joined is not None and how.fold_backward:
-                    dx = joined_input(dy, g) @ ctx.joined.backward_JI
                 else:
                     dx = (dy @ weight.to(dy.dtype)).addmm_(g, a_RI)
                 dx = dx.view(*shape[:-1], x.shape[1]).to(ctx.x_dtype)
-            if needed[3] or any(needed[11:]):
+            if needed[3] or any(needed[9:]):
                 seen = x if mask is None else x * mask * (1 / (1 - how.dropout))
                 da, db[:] = adapter_gradients(dy, g, seen, u, layout)
-        return dx, None, None, da, dmagnitude, None, None, None, None, None, None, *db
-
-
-def _product(x_NI: Tensor, weight_IO: Tensor, bias_O: Tensor | None) -> Tensor:
-    return x_NI @ weight_IO if bias_O is None else torch.addmm(bias_O, x_NI, weight_IO)
+        return dx, None, None, da, dmagnitude, None, None, None, None, *db
 
 
 def lora_product(
@@ -340,17 +313,11 @@ def lora_product(
     b: Sequence[Tensor],
     layout: LoraLayout,
     *,
-    joined: JoinedWeight | None = None,
-    wide: Tensor | None = None,
     magnitude_P: Tensor | None = None,
     norm_P: Tensor | None = None,
     how: LoraCall | None = None,
 ) -> Tensor:
-    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients of x, A, B and DoRA's magnitude.
-
-    `joined` has fresh copies of the same A and B; the product is then one. It takes a copy of x, unless `wide` [.., K]
-    is given: the buffer in whose first columns x lies, and whose others get u. `norm_P` is `dora_norm`, for DoRA.
-    """
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients of x, A, B and DoRA's magnitude; `norm_P` is `dora_norm`, for DoRA."""
     how = how or LoraCall()
     if weight_OI.requires_grad or (bias_O is not None and bias_O.requires_grad):
         raise ValueError("the weight and bias under an adapter must be frozen: they get no gradient here")
@@ -362,16 +329,5 @@ def lora_product(
             keep = F.dropout(torch.ones_like(x, dtype=dtype), how.dropout)
             values = (x.to(dtype), weight_OI, bias_O, a_RI, b, layout)
             return lora_reference(*values, keep=keep, magnitude_P=magnitude_P, norm_P=norm_P)
-    if joined is not None and joined.dtype != dtype:
-        raise ValueError(f"the joined weight is in {joined.dtype}, the product in {dtype}")
-    if wide is not None:
-        _check_room(x, wide, layout, joined, dtype)
-    return _LoraProduct.apply(  # pyright: ignore
-        x, weight_OI, bias_O, a_RI, magnitude_P, norm_P, wide, layout, joined, how, dtype, *b
-    )
-
-
-def _check_room(x: Tensor, wide: Tensor, layout: LoraLayout, joined: JoinedWeight | None, dtype: torch.dtype) -> None:
-    place = (wide.data_ptr(), (*x.shape[:-1], x.shape[-1] + layout.rank), dtype, dtype)
-    if place != (x.data_ptr(), wide.shape, wide.dtype, x.dtype) or not wide.is_contiguous() or joined is None:
-        raise ValueError("`wide` must be the dense buffer in whose first columns x lies, for a joined weight")
+    values = (x, weight_OI, bias_O, a_RI, magnitude_P, norm_P, layout, how, dtype, *b)
+    return _LoraProduct.apply(*values)  # pyright: ignore

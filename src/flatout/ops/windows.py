@@ -20,7 +20,7 @@ from torch import Tensor
 
 from flatout.ops.flash_attention_4 import flash_attention_4
 from flatout.ops.reference import attention_reference, causal_mask
-from flatout.ops.varlen import varlen_flash
+from flatout.ops.varlen import varlen_attention
 
 
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
@@ -38,17 +38,11 @@ def window_attention(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, *, window: 
     if kernel == "fa4":
         return flash_attention_4(q_BHTD, k_BGTD, v_BGTD, window=window)
     if kernel == "flash":
-        return _flash(q_BHTD, k_BGTD, v_BGTD, window)
+        batch, _, length, _ = q_BHTD.shape
+        bounds_B = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q_BHTD.device)
+        return varlen_attention(q_BHTD, k_BGTD, v_BGTD, bounds_B, length, kernel="flash", window=window)
     assert kernel == "blocks", kernel
     return _blocks(q_BHTD, k_BGTD, v_BGTD, window)
-
-
-def _flash(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tensor:
-    batch, _, length, _ = q_BHTD.shape
-    q_NHD, k_NGD, v_NGD = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTD, k_BGTD, v_BGTD))
-    bounds_B = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q_BHTD.device)
-    y_NHD = varlen_flash(q_NHD, k_NGD, v_NGD, bounds_B, length, window=window)
-    return y_NHD.view(batch, length, *y_NHD.shape[1:]).transpose(1, 2)
 
 
 def _blocks(q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, window: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.adamw import adamw
 
-from flatout.ops.adam8 import BLOCK, NO_SCALE, adam8_reference, blocks_of, decode, encode
+from flatout.ops.adam8 import BLOCK, NO_SCALE, Settings, adam8_reference, blocks_of, decode, encode
 from flatout.optim.optimizer import Group, Optimizer, StateBytes, gradient_of, numbers_of, read_numbers
 
 FP32_BELOW = 4096  # elements: smaller tensors are not worth quantising, and norms and biases are sensitive
@@ -161,13 +161,13 @@ class EightBitAdamW(_OnDevice):
         if not large:
             return
         scalars = self._scalars(group, large, divisor, skip)
-        settings = {name: group.fixed(name) for name in ("beta1", "beta2", "eps")}
-        settings["weight_decay"] = _decay_of(group, large, skip)
+        decay = _decay_of(group, large, skip)
+        settings = Settings(group.fixed("beta1"), group.fixed("beta2"), group.fixed("eps"), decay)
         update = _update_for(large[0].device, self.fused)
         for p in large:
             state = self.state[p]
-            codes = (state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"], state["exp_avg_sq_scale"])
-            update(p, gradient_of(p), *codes, scalars, **settings)
+            moments = (state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"], state["exp_avg_sq_scale"])
+            update(p, gradient_of(p), moments, scalars, settings)
 
     def _scalars(self, group: Group, chosen: list[Tensor], divisor: Tensor | None, skip: Tensor | None) -> Tensor:
         """Advances the counts of steps and gives the six numbers of the update, without a word to the host."""

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from flatout.ops.kernels.cublaslt import multiply, multiply_gelu
 from flatout.ops.kernels.fp8 import record, rounding_of, store_narrow
 from flatout.ops.kernels.launch import fold, multiprocessors
-from flatout.ops.kernels.linear import Weight
+from flatout.ops.kernels.linear import LinearProduct, Weight
 from flatout.ops.scales import NarrowLinear, Slot
 
 GELU, RELU2, SWIGLU = 0, 1, 2
@@ -241,11 +241,13 @@ def activated_linear(
     return _ActivatedLinear.apply(pre, bias, weight, KINDS[kind], keep, narrow, slot, tuned, active)  # pyright: ignore
 
 
-class _LinearGelu(torch.autograd.Function):
+class _LinearGelu(LinearProduct):
+    """Its backward pass is that of the product alone: the bias and gelu are differentiated by `activated_linear`."""
+
     @staticmethod
-    def forward(ctx, x, weight, bias, narrow):
+    def forward(ctx, x, weight, narrow, bias):  # pyright: ignore
         ctx.save_for_backward(x)
-        ctx.weight = Weight(weight, narrow)
+        ctx.weight, ctx.tuned = Weight(weight, narrow), True
         wide, narrow_bias = ctx.weight.wide(x.dtype), bias.to(x.dtype)
         flat = x.reshape(-1, x.shape[-1])
 
@@ -263,15 +265,6 @@ class _LinearGelu(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # or backward would be sent zeros for it, as large as itself
         return pre.view(shape), active
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dpre, _):
-        (x,) = ctx.saved_tensors
-        dpre = dpre.contiguous()
-        dx = ctx.weight.input_gradient(dpre, tuned=True) if ctx.needs_input_grad[0] else None
-        dweight = ctx.weight.gradient(dpre, x, tuned=True) if ctx.needs_input_grad[1] else None
-        return dx, dweight, None, None
-
 
 def linear_gelu(
     x: Tensor, weight: Tensor, bias: Tensor, narrow: NarrowLinear | None = None
@@ -280,4 +273,4 @@ def linear_gelu(
 
     With it the bias is in the product, without it is not. Its gradient is the other function's business.
     """
-    return _LinearGelu.apply(x, weight, bias, narrow)  # pyright: ignore
+    return _LinearGelu.apply(x, weight, narrow, bias)  # pyright: ignore

@@ -4,19 +4,13 @@ A program takes a few blocks of 256 values, reads their codes, updates weights a
 codes. Where `skip` is 1 nothing is written at all.
 """
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flatout.ops.adam8 import (
-    BLOCK,
-    NO_SCALE,
-    SIGNED_CODES,
-    SIGNED_STEP,
-    SMALLEST,
-    UNSIGNED_CODES,
-    UNSIGNED_STEP,
-)
+from flatout.ops import adam8 as format8
 
 _BLOCKS, _WARPS = 4, 4
 
@@ -95,25 +89,14 @@ def _update(
 
 
 def adam8(
-    weight: Tensor,
-    gradient: Tensor,
-    code1_KB: Tensor,
-    scale1_K: Tensor,
-    code2_KB: Tensor,
-    scale2_K: Tensor,
-    scalars: Tensor,
-    *,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    weight: Tensor, gradient: Tensor, moments: Sequence[Tensor], scalars: Tensor, settings: format8.Settings
 ) -> None:
     """As `ops.adam8.adam8_reference`, up to the rounding of logarithms."""
     assert weight.is_contiguous()
-    blocks = scale1_K.numel()
+    blocks = moments[1].numel()
     _update[(triton.cdiv(blocks, _BLOCKS),)](
-        weight, gradient.contiguous(), code1_KB, scale1_K, code2_KB, scale2_K, scalars, weight.numel(), blocks,
-        beta1, beta2, eps, weight_decay, STEP1=SIGNED_STEP, CODES1=SIGNED_CODES, STEP2=UNSIGNED_STEP,
-        CODES2=UNSIGNED_CODES, SMALLEST=SMALLEST, NO_SCALE=float(NO_SCALE), ROWS=_BLOCKS, BLOCK=BLOCK,
-        num_warps=_WARPS,
+        weight, gradient.contiguous(), *moments, scalars, weight.numel(), blocks, settings.beta1, settings.beta2,
+        settings.eps, settings.weight_decay, STEP1=format8.SIGNED_STEP, CODES1=format8.SIGNED_CODES,
+        STEP2=format8.UNSIGNED_STEP, CODES2=format8.UNSIGNED_CODES, SMALLEST=format8.SMALLEST,
+        NO_SCALE=float(format8.NO_SCALE), ROWS=_BLOCKS, BLOCK=format8.BLOCK, num_warps=_WARPS,
     )  # fmt: skip

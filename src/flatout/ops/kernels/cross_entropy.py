@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatout.ops.kernels.fp8 import GRADIENT_SCALE
 from flatout.ops.reference import IGNORED
 
 
@@ -130,17 +131,15 @@ _BLOCK, _WARPS = 4096, 16  # measured on an H200
 def cross_entropy_rows(
     logits_NP: Tensor,
     targets_N: Tensor,
-    *,
     vocab: int,
     label_smoothing: float,
     gradient: bool,
-    narrow_NP: Tensor | None = None,
-    narrow_scale: float = 1.0,
     cap: float = 0.0,
+    narrow_NP: Tensor | None = None,
 ) -> Tensor:
     """Loss of every row in fp32, zero where the target is IGNORED. With `gradient` the logits become their gradient.
 
-    `narrow_NP` is filled with that gradient times `narrow_scale`, in a type of its own. With a `cap` above 0 the loss
+    `narrow_NP` is filled with that gradient times GRADIENT_SCALE, in a type of its own. With a `cap` above 0 the loss
     is that of cap·tanh(logits / cap).
     """
     assert logits_NP.is_contiguous()
@@ -148,7 +147,7 @@ def cross_entropy_rows(
     rows, columns = logits_NP.shape
     losses_N = torch.empty(rows, dtype=torch.float32, device=logits_NP.device)
     _rows[(rows,)](
-        logits_NP, targets_N, losses_N, narrow_NP, vocab, columns, label_smoothing, IGNORED, narrow_scale, cap,
+        logits_NP, targets_N, losses_N, narrow_NP, vocab, columns, label_smoothing, IGNORED, GRADIENT_SCALE, cap,
         CAPPED=cap > 0.0, SMOOTH=label_smoothing > 0.0, GRADIENT=gradient, NARROW=gradient and narrow_NP is not None,
         BLOCK=min(_BLOCK, triton.next_power_of_2(columns)), num_warps=_WARPS,
     )  # fmt: skip

@@ -95,7 +95,7 @@ class Weight:
         return weight_gradient(dy, x, self.weight, tuned=tuned)
 
 
-class _Linear(torch.autograd.Function):
+class LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, narrow, tuned):
         ctx.save_for_backward(x)
@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy, *_):
         (x,) = ctx.saved_tensors
         dy = dy.contiguous()
         dx = ctx.weight.input_gradient(dy, tuned=ctx.tuned) if ctx.needs_input_grad[0] else None
@@ -112,10 +112,10 @@ class _Linear(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def linear(x: Tensor, weight: Tensor, *, narrow: NarrowLinear | None = None, tuned: bool = False) -> Tensor:
+def linear(x: Tensor, weight: Tensor, narrow: NarrowLinear | None = None, *, tuned: bool = False) -> Tensor:
     """x @ weight.T in x's type. There is no bias: the kernel that reads the result next adds it.
 
     `narrow` has copies of the weight in narrower types, and slots where products towards y and x are in 8 bits.
     `tuned` products come from the fastest of cuBLASLt's kernels.
     """
-    return _Linear.apply(x, weight, narrow, tuned)  # pyright: ignore
+    return LinearProduct.apply(x, weight, narrow, tuned)  # pyright: ignore

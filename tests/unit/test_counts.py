@@ -11,6 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,6 +21,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from flatout.config.schema import DataConfig
+from flatout.corpus import readers
 from flatout.corpus.document import Document, Problem, ReadOptions, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import find_files, slices_of
@@ -83,13 +85,13 @@ def written(table: dict[str, str], chosen: Sequence[str]) -> list[str]:
 
 def check(name: str, content: bytes, count: int, good: Sequence[str], target: int = 2**24, **options: str) -> None:
     """Read a file, in slices, and compare with what is known of it."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.object(readers, "LINE_LIMIT", LIMIT):
         (Path(folder) / name).write_bytes(content)
         (file,) = find_files(str(Path(folder) / name)).files
         results = [
             result
             for slice in slices_of(file, target) or [Slice(file)]
-            for result in read_slice(slice, ReadOptions(**options), limit=LIMIT)  # pyright: ignore[reportArgumentType]
+            for result in read_slice(slice, ReadOptions(**options))  # pyright: ignore[reportArgumentType]
         ]
     documents = sum(result.begins for result in results if isinstance(result, Document))
     lost = sum(result.records for result in results if isinstance(result, Problem))

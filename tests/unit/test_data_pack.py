@@ -1,7 +1,6 @@
 """Packing: exact splits, documents and offsets, the same bytes every time, and nothing half-made left behind."""
 
 import errno
-import functools
 import io
 import json
 import os
@@ -16,12 +15,10 @@ import numpy as np
 import pytest
 
 from flatout.config.schema import CleanConfig, DataConfig
-from flatout.corpus import sources
+from flatout.corpus import readers, sources
 from flatout.corpus.clean import CleanRules
 from flatout.corpus.document import ReadOptions, Slice
-from flatout.corpus.readers import read_slice
 from flatout.data import pack as pack_module
-from flatout.data import part as part_module
 from flatout.data import plan
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.journal import Journal
@@ -316,7 +313,7 @@ def test_copies_of_a_text_over_several_parts_are_whole(
     tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch, weight: float
 ) -> None:
     monkeypatch.setattr(plan, "PIECE", 128)
-    monkeypatch.setattr(part_module, "read_slice", functools.partial(read_slice, piece=128))
+    monkeypatch.setattr(readers, "PIECE", 128)
     text = "".join(f"word {number} of a long text\n" for number in range(100))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")

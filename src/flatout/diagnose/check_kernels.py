@@ -64,9 +64,10 @@ def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Finding |
     found = f"run and right: {', '.join(works) or 'none'}{picks}"
     asked = "auto" if config is None else config.speed.attention
     if asked in tried and tried[asked].outcome == "fails":
+        listed = f" ({', '.join(works)} work)" if works else ""
         return _check("attention").bad(
             f"speed.attention is {asked}, but {tried[asked].detail}",
-            f"Set speed.attention=auto, which takes the best that works here{_listed(works)}.",
+            f"Set speed.attention=auto, which takes the best that works here{listed}.",
         )
     if kind == "cuda" and not works:
         return _check("attention").warn(
@@ -101,10 +102,6 @@ def _scan(trials: Trials, config: RunConfig | None) -> Finding | None:
     if fails:
         return _check("scan").note(found, f"Not usable here: {'; '.join(fails)}.")
     return _check("scan").ok(found)
-
-
-def _listed(works: list[str]) -> str:
-    return f" ({', '.join(works)} work)" if works else ""
 
 
 _MEANS: dict[str, tuple[Status, str]] = {

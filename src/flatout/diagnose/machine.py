@@ -23,21 +23,13 @@ from typing import Any
 from flatout.diagnose.cards import DriverReport, read_cards, read_xids
 from flatout.diagnose.doctor import Card, Library, Machine, Torch, first_line
 
-# Names that are imported; flash_attn.cute is FlashAttention-4, flash_attn_interface FlashAttention-3.
-OPTIONAL = {
-    "pyarrow": "pyarrow",
-    "zstandard": "zstandard",
-    "datasets": "datasets",
-    "fastwarc": "fastwarc",
-    "resiliparse": "resiliparse",
-    "rensa": "rensa",
+# Packages by the names that are imported; flash_attn.cute is FlashAttention-4, flash_attn_interface FlashAttention-3.
+_SAME_NAME = ("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "rensa")
+_SAME_NAME += ("tensorboard", "trackio", "wandb", "optuna")
+OPTIONAL = {name: name for name in _SAME_NAME} | {
     "flash_attn.cute": "flash-attn-4",
     "flash_attn_interface": "flash_attn_3",
     "pynvml": "nvidia-ml-py",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "wandb": "wandb",
-    "optuna": "optuna",
 }
 # Variables that change what torch, CUDA or a math library do. The rest may hold secrets and is nobody's business.
 _TELLING = re.compile(
@@ -90,11 +82,9 @@ def look_at_torch() -> Torch:
             warnings.simplefilter("ignore")
             import torch
         version = str(torch.__version__)
-    except ModuleNotFoundError as error:
-        if error.name == "torch":
-            return Torch(status="missing", version=version, reason=first_line(error))
-        return Torch(status="broken", version=version, reason=f"{type(error).__name__}: {first_line(error)}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a broken build raises whatever it likes
+        if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+            return Torch(status="missing", version=version, reason=first_line(error))
         return Torch(status="broken", version=version, reason=f"{type(error).__name__}: {first_line(error)}")
     try:
         sees, why = _sees_cuda(torch)

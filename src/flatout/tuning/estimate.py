@@ -231,6 +231,7 @@ class _Look:
         visits = visits_of(config, steps, self.facts.windows)
         tokens = steps * config.train.batch_tokens
         parts = () if timed is None else self._parts(timed, steps, visits, imported)
+        missing = "without what libraries load at the first step" if self.device.kind == "cpu" else ""
         epochs = None if self.facts.windows is None else steps * self.sequences / self.facts.windows
         return EstimateResult(
             config=config.output.name,
@@ -254,7 +255,7 @@ class _Look:
             spread=None if timed is None else timed.spread,
             parts=parts,
             price=price,
-            peak_estimate=Figure(self._memory(config, speed), "estimated", self._what_is_missing()),
+            peak_estimate=Figure(self._memory(config, speed), "estimated", missing),
             device_bytes=self.device.memory_bytes,
             table=self._table(timed),
             notes=tuple(self._notes()),
@@ -297,9 +298,6 @@ class _Look:
 
     def _memory(self, config: RunConfig, speed: Speed) -> int:
         return self.base + memory_of(config, self.vocab, speed).total
-
-    def _what_is_missing(self) -> str:
-        return "without what libraries load at the first step" if self.device.kind == "cpu" else ""
 
     def _table(self, timed: Timed | None) -> tuple[Cell, ...]:
         """Every power of two around the config's own micro-batch and context.

@@ -15,17 +15,10 @@ from flatout.config.yaml_loader import format_value
 from flatout.records import TuneRow
 from flatout.tuning.search import Candidate
 
-# The switches that tune turns; what a preset says of them is where it starts from, what the user wrote is a rule.
-TUNED = (
-    "speed.micro_batch",
-    "speed.accumulation",
-    "speed.checkpointing",
-    "speed.loss",
-    "speed.loss_chunk",
-    "speed.kernels",
-    "speed.compile",
-    "speed.optimizer_offload",
-)
+# The switches of `speed` that tune turns; what a preset says of them is where it starts from, what the user wrote is a
+# rule.
+TUNED = ("micro_batch", "accumulation", "checkpointing", "loss", "loss_chunk", "kernels", "compile")
+TUNED += ("optimizer_offload",)
 FIRST_LINE = "# Found by `flatout tune`"
 _CHECKSUM = " Checksum of the rest: "
 
@@ -37,8 +30,8 @@ def written_paths(loaded: LoadedConfig) -> dict[str, Source]:
 
 def kept_settings(loaded: LoadedConfig) -> dict[str, Any]:
     """What the user wrote of the switches that tune turns, by name; auto and null leave the choice to tune."""
-    names = [path.removeprefix("speed.") for path in TUNED if path in written_paths(loaded)]
-    values = {name: getattr(loaded.config.speed, name) for name in names}
+    written = written_paths(loaded)
+    values = {name: getattr(loaded.config.speed, name) for name in TUNED if f"speed.{name}" in written}
     return {name: value for name, value in values.items() if value not in ("auto", None)}
 
 

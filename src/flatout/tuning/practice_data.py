@@ -58,7 +58,8 @@ def practice_data(config: RunConfig, scratch: Path) -> tuple[DataConfig, str]:
         except ResourceError as error:  # its hint is to go on later, but this folder is thrown away
             raise ResourceError(error.message, _MORE_SPACE) from error
         return _prepared(data, folder), data.source
-    tokenizer = _tokenizer_of(data)
+    # The characters of `char` are those of a text that is not here: bytes take their place.
+    tokenizer = ByteTokenizer() if data.tokenizer == "char" else load_tokenizer(data.tokenizer, None)
     vocab = min(config.model.vocab or tokenizer.vocab, tokenizer.vocab)
     windows = (TRAIN_TOKENS - 1) // config.model.context
     tokens = TRAIN_TOKENS if windows >= 64 else 64 * config.model.context + 1
@@ -73,11 +74,6 @@ def _prepared(data: DataConfig, folder: Path) -> DataConfig:
 
 def _small(source: str) -> bool:
     return source == "shakespeare" or (Path(source).is_file() and Path(source).stat().st_size <= _SMALL_BYTES)
-
-
-def _tokenizer_of(data: DataConfig) -> Tokenizer:
-    """The config's tokenizer; bytes for `char`, whose characters are those of a text that is not here."""
-    return ByteTokenizer() if data.tokenizer == "char" else load_tokenizer(data.tokenizer, None)
 
 
 def write_random(

@@ -58,7 +58,8 @@ class Probe:
         self.kept = kept_settings(loaded)
         self.kept_written = {f"speed.{name}": loaded.sources[f"speed.{name}"] for name in self.kept}
         # What a candidate cannot have is an answer; what the user wrote and cannot have is an error, told by `check`.
-        self.written = {path: source for path, source in written_paths(loaded).items() if path not in TUNED}
+        tuned = {f"speed.{name}" for name in TUNED}
+        self.written = {path: source for path, source in written_paths(loaded).items() if path not in tuned}
         self.device = limit_memory(detect_device(self.config.speed.device), self.config.speed.memory_limit)
         if memory is not None and self.device.kind != "cuda":
             raise HardwareError(

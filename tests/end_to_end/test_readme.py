@@ -12,7 +12,7 @@ import pytest
 import flatout
 from flatout import cli
 from flatout.config.catalogue import shipped_names
-from flatout.config.complain import field_facts
+from flatout.config.facts import field_facts
 from flatout.words import Parser
 
 README = Path(__file__).parents[2] / "README.md"

@@ -19,7 +19,7 @@ from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.engine import setup
 from flatout.engine.features import Speed
-from flatout.engine.pending import StepReport
+from flatout.engine.spans import StepReport
 from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, DataError, HardwareError, ResourceError
 from flatout.model.gpt import GPT

@@ -338,7 +338,7 @@ def test_a_document_over_several_parts_goes_to_one_split(
     tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "PIECE", 128)
-    monkeypatch.setattr(part_module, "read_slice", functools.partial(read_slice, piece=128))
+    monkeypatch.setattr(readers, "PIECE", 128)
     texts = ["".join(f"word {number} of long text {name}\n" for number in range(100)) for name in range(6)]
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(texts):

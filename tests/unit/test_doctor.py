@@ -611,6 +611,7 @@ def test_the_least_time_is_the_flops_at_the_rate_of_a_product(here: Path):
     flops = flops_per_token(loaded.config.model, 50257) * loaded.config.train.batch_tokens
     assert fitted.step_seconds == pytest.approx(flops / 700e12)
     found = check_fit.check_time(loaded.config, fitted, steps=1000)
+    assert found is not None
     tokens = loaded.config.train.batch_tokens / (fitted.step_seconds or 0)
     assert f"at most {tokens / 1e3:.3g}k tokens/s" in found.found
     assert f"at least {1000 * flops / 700e12 / 60:.0f} minutes" in found.found

@@ -54,6 +54,7 @@ class AdapterOrigin:
 
     folder: Path
     plan: AdapterPlan
+    base: str | None  # the model it was trained on, as they name it; for people to read, nothing is checked by it
 
 
 # --- writing ----------------------------------------------------------------------------------------------------------
@@ -183,7 +184,8 @@ def read_origin(folder: Path) -> AdapterOrigin:
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error.message}", "fetch the adapter again, or mend its config") from error
-    return AdapterOrigin(folder=folder, plan=plan)
+    base = values.get("base_model_name_or_path")
+    return AdapterOrigin(folder=folder, plan=plan, base=str(base) if base else None)
 
 
 def load_adapter(model: GPT, folder: Path, *, dropout: float | None = None) -> tuple[Adapters, AdapterOrigin]:

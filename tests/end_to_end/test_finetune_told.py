@@ -21,7 +21,7 @@ from flatout.diagnose.examine import examine
 from flatout.engine.adapter_folder import stored_quantize
 from flatout.errors import CheckpointError, UserError
 from flatout.files import canonical_json
-from flatout.model import hub_weights, weights
+from flatout.model import weights
 from flatout.model.seal import SEAL
 from flatout.observe.history import read_history
 from flatout.observe.live.console import TerminalReader
@@ -405,7 +405,7 @@ def deny(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
         if os.geteuid() != 0:
             path.chmod(0)
             return
-        opened, safe = Path.open, hub_weights.safe_open
+        opened, safe = Path.open, weights.safe_open
 
         def open_path(self: Path, *arguments: Any, **more: Any) -> Any:
             if self.name == path.name and self.parent.name == path.parent.name:
@@ -418,7 +418,6 @@ def deny(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
             return safe(place, **more)
 
         monkeypatch.setattr(Path, "open", open_path)
-        monkeypatch.setattr(hub_weights, "safe_open", open_safetensors)
         monkeypatch.setattr(weights, "safe_open", open_safetensors)
 
     return denied

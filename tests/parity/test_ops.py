@@ -127,7 +127,7 @@ def test_rotary(offset):
 
 
 def test_rotary_angles_keep_their_digits_at_far_positions():
-    rotary = Rotary(64, 2**17, 10000.0)
+    rotary = Rotary(ModelConfig(width=64, heads=1, context=2**17))
     rotary.fill()
     rates_D = 10000.0 ** (-torch.arange(0, 64, 2, dtype=torch.float64) / 64)
     angles_TD = torch.arange(2**17 - 8, 2**17, dtype=torch.float64)[:, None] * rates_D

@@ -215,16 +215,19 @@ def _targets(origin: AdapterOrigin, description: Description) -> list[str]:
     plan, targets = origin.plan, targets_of(empty_model(description.config, description.vocab, device="meta"))
     try:
         choices = choose(plan, targets, strict=False)
-        check_stored(origin, choices)
     except ConfigError as error:
         raise CheckpointError(f"{origin.folder / CONFIG}: {error.message}", error.hint) from error
-    if plan.targets == ALL_LINEAR and plan.layers is None and not plan.exclude:
-        return [ALL_LINEAR]
-    if {(choice.rank, choice.scale) for choice in choices} != {(plan.rank, plan.scale(plan.rank, plan.alpha))}:
+    everywhere = plan.targets == ALL_LINEAR and plan.layers is None and not plan.exclude
+    if not everywhere and {(choice.rank, choice.scale) for choice in choices} != {
+        (plan.rank, plan.scale(plan.rank, plan.alpha))
+    }:
         raise CheckpointError(
             f"{origin.folder} has ranks or alphas that differ between its targets, which cannot be trained on here",
             "merge it into its base first, and begin a new adapter on that",
         )
+    check_stored(origin, choices)
+    if everywhere:
+        return [ALL_LINEAR]
     names = [name for name in plan.targets if isinstance(plan.targets, tuple)]
     plain = dataclasses.replace(plan, targets=tuple(names) or ALL_LINEAR, exclude=(), layers=None)
     if names and choose(plain, targets, strict=False) == choices:

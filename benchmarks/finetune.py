@@ -154,7 +154,7 @@ def batches_of(config: RunConfig, speed: Speed, *, mixed: bool, small: bool) -> 
     how = {"row_tokens": config.model.context, "packing": mixed, "joined": delivery.joined}
     rows = SampleRows(samples, batch_samples=order.batch_samples, **how)
     schedule = Schedule.constant(order.batch_samples, config.model.context)
-    return SampleLoader(rows, order, schedule, delivery, Span(first_step=0, last_step=order.steps_per_epoch))
+    return SampleLoader(rows, order, delivery, Span(schedule=schedule, first_step=0, last_step=order.steps_per_epoch))
 
 
 def recorded(

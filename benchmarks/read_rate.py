@@ -218,7 +218,7 @@ def measure_loader(folder: Path, size: int, packing: str) -> dict[str, Any]:
     delivery = Delivery(device=torch.device("cpu"), workers=1)
     schedule = Schedule.constant(SEQUENCES, CONTEXT)
     usage_before = cpu_seconds()
-    with HostLoader(windows, schedule, delivery, Span(first_step=0, last_step=batches)) as loader:
+    with HostLoader(windows, delivery, Span(schedule=schedule, first_step=0, last_step=batches)) as loader:
         next(loader)
         memory.append(memory_mib())
         began = last = time.perf_counter()

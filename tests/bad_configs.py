@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from flatout.config.facts import field_facts, section_paths
+from flatout.config.facts import field_facts, section_paths, spot_at
 
 Sections = dict[str, dict[str, str]]
 ENCODINGS_OF_OTHERS = ("utf-16", "utf-32", "utf-16-le", "utf-16-be")
@@ -65,8 +65,7 @@ def as_yaml(sections: Sections) -> str:
 
 def bad_value(rng: random.Random, path: str) -> str:
     """A YAML value on one line that the field refuses: of another type, outside its range, or unknown."""
-    fact = field_facts()[path]
-    described = fact.owner.model_json_schema()["properties"][fact.name]
+    described = spot_at(path.split(".")).described
     parts = described.get("anyOf", [described])
     lists = next((part for part in parts if part.get("type") == "array"), None)
     forms = ["[1, 2]", "{a: 1}"] + ([] if any(part.get("type") == "null" for part in parts) else ["null", "~"])
@@ -178,8 +177,8 @@ def _wrong_value(rng: random.Random) -> bytes:
 
 def _out_of_range(rng: random.Random) -> bytes:
     ranged = {}
-    for path, fact in field_facts().items():
-        described = fact.owner.model_json_schema()["properties"][fact.name]
+    for path in field_facts():
+        described = spot_at(path.split(".")).described
         main = described.get("anyOf", [described])[0]
         if main.get("type") in ("integer", "number") and _outside(main):
             ranged[path] = _outside(main)

@@ -66,7 +66,7 @@ class Memory:
         self.problem: Problem | None = None
         self._data, self._after, self._step, self._at = data, problem, step, 0
 
-    def read(self, count: int) -> bytes:
+    def read(self, count: int = 2**20) -> bytes:
         part = self._data[self._at : self._at + min(count, self._step)]
         self._at += len(part)
         self.problem = None if part else self._after

@@ -31,7 +31,8 @@ def opened(train: Any, val: Any = None, **more: Any) -> ArrayData:
 def batches(data: ArrayData, first: int, last: int, position: Any = None, workers: int = 0, schedule=SCHEDULE):
     delivery = Delivery(device=CPU, workers=workers)
     found = []
-    with data.batches(schedule, delivery, Span(first_step=first, last_step=last), position) as loader:
+    span = Span(schedule=schedule, first_step=first, last_step=last, position=position)
+    with data.batches(delivery, span) as loader:
         for batch in loader:
             saved = json.loads(json.dumps(loader.position()))
             found.append((batch.tokens, batch.targets, saved, loader.notices()))

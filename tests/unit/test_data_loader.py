@@ -39,14 +39,14 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> TokenShards:
     return TokenShards(prepare(tmp_path_factory.mktemp("loader"), text), "train")
 
 
-def parts(shards: TokenShards, first: int, last: int, changes: dict[str, Any]) -> tuple[Windows, Any, Any, Any]:
+def parts(shards: TokenShards, first: int, last: int, changes: dict[str, Any]) -> tuple[Windows, Any, Any]:
     """What loaders are made of."""
     arguments = SHAPE | changes
     shape = {name: value for name, value in arguments.items() if name in ("context", "stride", "best_fit", "apart")}
     how = {name: arguments[name] for name in ("workers", "world") if name in arguments}
     schedule = Schedule.constant(arguments["sequences"], arguments["context"])
     delivery = Delivery(device=torch.device(arguments["device"]), **how)
-    return windows_of(shards, seed=9, **shape), schedule, delivery, Span(first_step=first, last_step=last)
+    return windows_of(shards, seed=9, **shape), delivery, Span(schedule=schedule, first_step=first, last_step=last)
 
 
 def host(shards: TokenShards, first: int, last: int, workers: int = 0, **changes: Any) -> HostLoader:

@@ -91,9 +91,9 @@ def prepared(data: DataConfig, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 def loader_of(
     opened: StreamDataset, first: int, last: int, position: Position | None = None, batch: int = 4, **more: Any
 ) -> StreamLoader:
-    delivery, span = Delivery(device=torch.device("cpu"), **more), Span(first_step=first, last_step=last)
-    schedule = Schedule.constant(batch, CONTEXT)
-    return StreamLoader(opened.train, schedule, delivery, span, seed=3, position=position)
+    at = None if position is None else position.to_json()
+    span = Span(schedule=Schedule.constant(batch, CONTEXT), first_step=first, last_step=last, position=at)
+    return StreamLoader(opened.train, Delivery(device=torch.device("cpu"), **more), span, seed=3)
 
 
 def check_against_prepared(data: DataConfig, folder: Path) -> None:

@@ -130,14 +130,11 @@ def test_an_error_of_the_source_comes_through() -> None:
         train_bpe(texts(), 300)
 
 
-def test_progress_is_told_and_long_texts_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_texts_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = train_bpe(["a cat sat " * 500], 262)
-    told: list[tuple[int, int]] = []
     monkeypatch.setattr(module, "_SEGMENT", 100)
-    assert train_bpe(["a cat sat " * 500], 262, progress=lambda *seen: told.append(seen)) == wanted
-    assert told == [(1, 5000)]
-    assert train_bpe(["a cat sat \ud800"] * 600, 262, progress=lambda *seen: told.append(seen))
-    assert told[1:] == [(256, 256 * 11), (512, 512 * 11), (600, 600 * 11)]
+    assert train_bpe(["a cat sat " * 500], 262) == wanted
+    assert train_bpe(["a cat sat \ud800"] * 600, 262)
 
 
 # files

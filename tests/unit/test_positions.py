@@ -60,7 +60,8 @@ def test_another_table_after_a_resume_leaves_what_was_read():
 @pytest.mark.parametrize("apart", [False, True])
 def test_shorter_stages_read_the_same_windows_in_rows(train: TokenShards, apart: bool):
     windows = windows_of(train, context=8, stride=8, seed=3, apart=apart)
-    how = TABLE, Delivery(device=torch.device("cpu"), workers=2, micro_batch=2), Span(first_step=0, last_step=7)
+    span = Span(schedule=TABLE, first_step=0, last_step=7)
+    how = Delivery(device=torch.device("cpu"), workers=2, micro_batch=2), span
     batches = list(HostLoader(windows, *how))
     assert [tuple(batch.tokens.shape) for batch in batches] == [(4, 4)] * 3 + [(8, 4)] * 2 + [(4, 8)] * 2
     assert [batch.pieces for batch in batches] == [2] * 5 + [1] * 2
@@ -82,7 +83,7 @@ def test_shorter_stages_read_the_same_windows_in_rows(train: TokenShards, apart:
 def test_an_epoch_of_stages_has_every_window_once(train: TokenShards):
     windows = windows_of(train, context=8, stride=8, seed=3)
     order = windows.order
-    span = Span(first_step=0, last_step=TABLE.steps_until(order.windows))
-    rows = [tuple(row) for batch in HostLoader(windows, TABLE, Delivery(device=torch.device("cpu")), span)
+    span = Span(schedule=TABLE, first_step=0, last_step=TABLE.steps_until(order.windows))
+    rows = [tuple(row) for batch in HostLoader(windows, Delivery(device=torch.device("cpu")), span)
             for row in batch.tokens.reshape(-1, 8).tolist()]  # fmt: skip
     assert len(set(rows[: order.windows])) == order.windows

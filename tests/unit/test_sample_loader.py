@@ -38,7 +38,7 @@ def loader_of(samples: Samples, order: SampleOrder, first: int, last: int, **mor
     schedule = more.pop("schedule", Schedule.constant(order.batch_samples, 256))
     delivery = Delivery(device=CPU, workers=more.pop("workers", 0), micro_batch=more.pop("micro_batch", None))
     rows = SampleRows(samples, batch_samples=order.batch_samples, **{"row_tokens": 256, "packing": True, **more})
-    return SampleLoader(rows, order, schedule, delivery, Span(first_step=first, last_step=last))
+    return SampleLoader(rows, order, delivery, Span(schedule=schedule, first_step=first, last_step=last))
 
 
 def documents_of(batch: Batch) -> list[tuple[list[int], list[int]]]:

@@ -7,30 +7,20 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
 
 
-@dataclass(frozen=True)
-class FieldFact:
-    """One leaf of the schema: `owner` is the section's class and `name` the field's name in it."""
-
-    owner: type[BaseModel]
-    name: str
-    description: str
-    annotation: Any
-
-
 @cache
-def field_facts() -> dict[str, FieldFact]:
+def field_facts() -> dict[str, FieldInfo]:
     """Every leaf of the schema by dotted path, in the schema's order."""
-    facts: dict[str, FieldFact] = {}
+    facts: dict[str, FieldInfo] = {}
     for section, holder in RunConfig.model_fields.items():
         owner = section_class(holder.annotation)
         assert owner is not None, "a config holds sections, and nothing beside them"
-        for name, field in owner.model_fields.items():
-            facts[f"{section}.{name}"] = FieldFact(owner, name, field.description or "", field.annotation)
+        facts |= {f"{section}.{name}": field for name, field in owner.model_fields.items()}
     return facts
 
 

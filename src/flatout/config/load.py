@@ -319,8 +319,7 @@ def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:
     """The overlay without the entries that would raise what the preset or the schema says."""
 
     def raises(path: str) -> bool:
-        fact = field_facts()[path]
-        now = below[path].value if path in below else fact.owner.model_fields[fact.name].default
+        now = below[path].value if path in below else field_facts()[path].default
         return path in _LOWERED_BY_HARDWARE and isinstance(now, int) and now <= overlay[path].value
 
     return {path: setting for path, setting in overlay.items() if not raises(path)}

@@ -6,7 +6,7 @@ for nothing, so the config.yaml of a run, which holds every field, can be used a
 
 from collections.abc import Iterator
 
-from flatout.config.facts import names_in
+from flatout.config.facts import field_facts, names_in, value_at
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
@@ -107,6 +107,4 @@ def wide_window(model: ModelConfig) -> str | None:
 
 
 def _is_default(config: RunConfig, path: str) -> bool:
-    section, _, name = path.partition(".")
-    values = getattr(config, section)
-    return format_value(getattr(values, name)) == format_value(type(values).model_fields[name].default)
+    return format_value(value_at(config, path)) == format_value(field_facts()[path].default)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, final
 
 from flatout.corpus.document import Document, InputFile, Problem, ProblemKind, ReadOptions, Results, needed, shown
 from flatout.corpus.fields import not_utf8
-from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream, decode
+from flatout.corpus.streams import LINE_LIMIT, ByteStream, Window, decode
 
 REJECTED_TYPE = "not_html"
 REJECTED_STATUS = "http_status"
@@ -100,16 +100,13 @@ class _Head(NamedTuple):
 
 
 @final
-class _Records:
+class _Records(Window):
     """The records of a stream, and problems where it is damaged. Every position here is an offset in the stream."""
 
     def __init__(self, stream: ByteStream, file: InputFile) -> None:
+        super().__init__(iter(stream.read, b""), 0)
         self._stream = stream
         self._name = file.name
-        self._data = bytearray()
-        self._base = 0  # where the data begins; what lies before `_at` may go
-        self._at = 0
-        self._ended = False
         self._number = 0
         self._inexact = False  # a record with translated line ends had a wrong length
         self._told = False  # a problem has said how the stream ended
@@ -120,7 +117,7 @@ class _Records:
             yield self._next()
         if self._stream.problem is not None and not self._told:
             yield self._broken_off("after it", records=0)
-        elif not self._end:
+        elif not self.end:
             yield Problem(self._name, "", "empty", "there is nothing in it", records=0)
 
     def _next(self) -> _Record | Problem:
@@ -128,68 +125,68 @@ class _Records:
         if isinstance(head, Problem):
             return head
         if head.length <= LINE_LIMIT:
-            self._reach(self._at + head.size + head.length + _TAIL)
-            if self._is_end(self._at + head.size + head.length, head.translated):
+            self.reach(self.at + head.size + head.length + _TAIL)
+            if self._is_end(self.at + head.size + head.length, head.translated):
                 return self._take(head, head.length)
         return self._up_to_next(head) if head.translated else self._unsound(head)
 
     def _take(self, head: _Head, size: int) -> _Record:
-        begin = self._at + head.size
+        begin = self.at + head.size
         kind = _kind(head.fields)
         block = b"" if kind in _NO_TEXT else self._bytes(begin, begin + size)
-        record = _Record(self._number, self._at, kind, head.fields, block)
-        self._at = begin + size
+        record = _Record(self._number, self.at, kind, head.fields, block)
+        self.at = begin + size
         return record
 
     def _head(self) -> _Head | Problem:
-        self._reach(self._at + _NEXT_BYTES)
-        version = _VERSION.match(self._data, self._at - self._base)
+        self.reach(self.at + _NEXT_BYTES)
+        version = _VERSION.match(self.data, self.at - self.base)
         if version is None:
             return self._no_record()
         # Now, since a match looks into the data, which moves when it grows.
-        begin, translated = self._base + version.end(), version[1] == b"\n"
-        while (blank := _BLANK_LINE.search(self._data, begin - 1 - self._base)) is None:
-            if self._end - self._at > HEAD_LIMIT:
+        begin, translated = self.base + version.end(), version[1] == b"\n"
+        while (blank := _BLANK_LINE.search(self.data, begin - 1 - self.base)) is None:
+            if self.end - self.at > HEAD_LIMIT:
                 return self._bad_head({}, f"its head has more than {HEAD_LIMIT:,} bytes")
-            if not self._grow():
+            if not self.grow():
                 # The last line may be half of one.
-                fields = _fields(self._bytes(begin, self._end).rpartition(b"\n")[0]) or {}
+                fields = _fields(self._bytes(begin, self.end).rpartition(b"\n")[0]) or {}
                 return self._broken_off("the file ends inside its head", _counted(fields))
-        fields = _fields(self._bytes(begin, self._base + blank.start()))
+        fields = _fields(self._bytes(begin, self.base + blank.start()))
         if fields is None:
             return self._bad_head({}, "its head has a line that is no field")
         length = fields.get(b"content-length", b"")
         if not length.isdigit() or len(length) > 18:
             return self._bad_head(fields, f"its head has no length that is a number, but '{_excerpt(length)}'")
-        return _Head(self._base + blank.end() - self._at, fields, int(length), translated)
+        return _Head(self.base + blank.end() - self.at, fields, int(length), translated)
 
     def _bad_head(self, fields: Fields, message: str) -> Problem:
         problem = Problem(self._name, self._place(), "record", message, _counted(fields))
-        self._seek_next(self._at + 1)
+        self._seek_next(self.at + 1)
         return problem
 
     def _no_record(self) -> Problem:
-        rest = self._bytes(self._at, self._at + _NEXT_BYTES)
-        if self._ended and any(version.startswith(rest) for version in _VERSIONS):
+        rest = self._bytes(self.at, self.at + _NEXT_BYTES)
+        if self.ended and any(version.startswith(rest) for version in _VERSIONS):
             return self._broken_off("the file ends inside its first line", records=1)
-        at, place, first = self._at, self._place(), self._at == 0
+        at, place, first = self.at, self._place(), self.at == 0
         self._number -= 1
         # A damaged line end after a record is no reason to lose the next.
-        if near := _BEGIN.search(self._data, at - self._base, at - self._base + _TAIL):
-            self._at = self._base + near.start()
+        if near := _BEGIN.search(self.data, at - self.base, at - self.base + _TAIL):
+            self.at = self.base + near.start()
         elif not self._seek_next(at + 1) and first:
             message = f"it is no WARC file: it begins with '{_excerpt(rest)}'"
             return Problem(self._name, place, "format", message, records=0)
-        size = self._at - at
+        size = self.at - at
         self._number += 1 if size >= _SHORTEST else 0
         message = f"here are {size:,} bytes that begin no record: '{_excerpt(rest)}'"
         return Problem(self._name, place, "record", message, records=1 if size >= _SHORTEST else 0)
 
     def _unsound(self, head: _Head) -> Problem:
         """The problem of a record whose length is wrong or too much, and on to the next one."""
-        place, begin, records = self._place(), self._at + head.size, _counted(head.fields)
+        place, begin, records = self._place(), self.at + head.size, _counted(head.fields)
         found = self._seek_next(begin)
-        size = self._at - begin
+        size = self.at - begin
         if head.translated or (head.length > LINE_LIMIT and 0 <= size - head.length <= _TAIL):
             message = f"the record has {size if head.translated else head.length:,} bytes; the limit is {LINE_LIMIT:,}"
             return Problem(self._name, place, "too-long", message, records)
@@ -202,12 +199,12 @@ class _Records:
 
     def _up_to_next(self, head: _Head) -> _Record | Problem:
         """A record with translated line ends, which goes on up to the next one."""
-        begin = look = self._at + head.size
+        begin = look = self.at + head.size
         while (following := self._find_next(look)) is None:
-            look = max(begin, self._end - _NEXT_BYTES)
-            if self._end - begin > LINE_LIMIT + _TAIL or not self._grow():
+            look = max(begin, self.end - _NEXT_BYTES)
+            if self.end - begin > LINE_LIMIT + _TAIL or not self.grow():
                 break
-        end = self._end if following is None else following
+        end = self.end if following is None else following
         if end - begin > LINE_LIMIT + _TAIL:
             return self._unsound(head)
         block = self._bytes(begin, end).rstrip(_LINE_ENDS)
@@ -217,16 +214,16 @@ class _Records:
             if head.length > most or self._stream.problem is not None:
                 message = f"its head says that it has {head.length:,} bytes, but the file ends after {end - begin:,}"
                 problem = self._broken_off(message, _counted(head.fields))
-                self._at = end
+                self.at = end
                 return problem
         self._inexact = True
         record = self._take(head, len(block))
-        self._at = end
+        self.at = end
         return record
 
     def _is_end(self, end: int, translated: bool) -> bool:
         """Whether a record can end here: a blank line follows, be it damaged, or another record, or nothing."""
-        if end > self._end:
+        if end > self.end:
             return False
         tail = self._bytes(end, end + _TAIL)
         if tail.startswith(b"\n\n" if translated else b"\r\n\r\n"):
@@ -235,57 +232,40 @@ class _Records:
             gap = tail[: begin.start()]
             damaged = sum(found != right for found, right in zip(gap, b"\r\n\r\n", strict=False))
             return not gap.strip(_LINE_ENDS) or (not translated and len(gap) == 4 and damaged <= 2)
-        return not tail.strip(_LINE_ENDS) and end + len(tail) == self._end
+        return not tail.strip(_LINE_ENDS) and end + len(tail) == self.end
 
     def _skip_line_ends(self) -> bool:
         """Whether something follows."""
         while True:
             # The pattern matches nothing, if need be.
-            match = _LINES.match(self._data, self._at - self._base)
-            self._at = self._base + match.end() if match else self._at
-            if self._at < self._end:
+            match = _LINES.match(self.data, self.at - self.base)
+            self.at = self.base + match.end() if match else self.at
+            if self.at < self.end:
                 return True
-            if not self._grow():
+            if not self.grow():
                 return False
 
     def _seek_next(self, start: int) -> bool:
         """Goes on to the next line at or after `start` that begins a record, or to the end of the stream."""
         while (following := self._find_next(start)) is None:
-            start = max(start, self._end - _NEXT_BYTES)
-            self._at = max(self._at, start - 1)
-            if not self._grow():
-                self._at = self._end
+            start = max(start, self.end - _NEXT_BYTES)
+            self.at = max(self.at, start - 1)
+            if not self.grow():
+                self.at = self.end
                 return False
-        self._at = following
+        self.at = following
         return True
 
     def _find_next(self, start: int) -> int | None:
-        match = _NEXT.search(self._data, start - self._base)
-        return None if match is None else self._base + match.start()
-
-    @property
-    def _end(self) -> int:
-        return self._base + len(self._data)
-
-    def _reach(self, position: int) -> None:
-        while self._end < position and self._grow():
-            pass
-
-    def _grow(self) -> bool:
-        if not self._ended:
-            chunk = self._stream.read(CHUNK)
-            self._ended = not chunk
-            del self._data[: self._at - self._base]
-            self._base = self._at
-            self._data += chunk
-        return not self._ended
+        match = _NEXT.search(self.data, start - self.base)
+        return None if match is None else self.base + match.start()
 
     def _bytes(self, start: int, end: int) -> bytes:
-        with memoryview(self._data) as data:
-            return bytes(data[start - self._base : end - self._base])
+        with memoryview(self.data) as data:
+            return bytes(data[start - self.base : end - self.base])
 
     def _place(self) -> str:
-        return f"record {self._number}, byte {self._at}"
+        return f"record {self._number}, byte {self.at}"
 
     def _broken_off(self, message: str, records: int, place: str | None = None) -> Problem:
         """A problem for what was being read when the stream ended."""
@@ -294,7 +274,7 @@ class _Records:
         kind = "truncated" if damage is None else damage.kind
         message = message if damage is None else f"{message}: {damage.message} ({damage.place})"
         problem = Problem(self._name, place or self._place(), kind, message, records)
-        self._at = self._end
+        self.at = self.end
         return problem
 
 

@@ -81,6 +81,12 @@ class Problem:
     message: str
     records: int
 
+    @property
+    def told(self) -> str:
+        """Where it is, and what."""
+        place = f", {self.place}" if self.place else ""
+        return f"{self.file}{place}: {self.message}"
+
 
 Results = Iterator[Document | Problem]
 

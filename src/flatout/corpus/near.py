@@ -134,7 +134,7 @@ def _shared_buckets(rows: Signatures, bands: int, size: int) -> npt.NDArray[np.i
         wordless[start : start + _ROWS] = (block == np.uint32(2**32 - 1)).all(axis=1)
         for band in range(bands):
             # A collision of this hash costs a comparison, no more.
-            keys[band, start : start + _ROWS] = _mixed(
+            keys[band, start : start + _ROWS] = mixed(
                 block[:, band * size : (band + 1) * size].astype(np.uint64) @ weights
             )
     buckets = keys.view(np.int64)  # written over the keys, band by band, since both at once would take twice the memory
@@ -186,7 +186,7 @@ def _word_hashes(text: str) -> Numbers:
         powers, inverses = _powers()
         sums = np.zeros(len(chunk) + 1, dtype=np.uint64)
         np.cumsum(chunk * powers[: len(chunk)], out=sums[1:])
-        found.append(_mixed((sums[ends] - sums[starts]) * inverses[starts]))
+        found.append(mixed((sums[ends] - sums[starts]) * inverses[starts]))
     return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.uint64), *found])
 
 
@@ -234,8 +234,8 @@ def _powers() -> tuple[Numbers, Numbers]:
     return both[0], both[1]
 
 
-def _mixed(values: Numbers) -> Numbers:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+def mixed(values: Numbers) -> Numbers:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a flipped input bit flips half of the output bits."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

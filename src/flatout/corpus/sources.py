@@ -73,6 +73,13 @@ class Found:
         """Whether most of what is there would be passed over."""
         return self.unknown > len(self.files) + len(self.problems)
 
+    @property
+    def passed_over_told(self) -> str:
+        """What is read and what is not, by type, for a notice, where something is passed over."""
+        read = Counter(type_of(file.path) for file in self.files)
+        total = len(self.files) + sum(self.passed_over.values())
+        return f"{total:,} files: read {told_by_type(read) or 'none'}; passed over {told_by_type(self.passed_over)}"
+
 
 def told_by_type(counts: Mapping[str, int]) -> str:
     """How many files there are of each type, the most frequent first: `200 .py, 60 .cfg, 12 others`."""

@@ -282,7 +282,7 @@ def pieces(
     """
     if size < SMALLEST_PIECE:
         raise ValueError(f"a piece has at least {SMALLEST_PIECE} bytes, not {size}")
-    window = _Window(chunks, before(start))
+    window = Window(chunks, before(start))
     stop = _END if end is None else end
     if mark is None:
         yield from _pieces_of_one(window, start, stop, size)
@@ -310,14 +310,16 @@ def whole_characters(raw: bytes | bytearray) -> int:
     return len(raw) - len(tail) + codecs.utf_8_decode(tail, "ignore", False)[1]
 
 
-@final
-class _Window:
-    """The part of a text that is being looked at: it grows at its end, and what lies before `keep` may go."""
+class Window:
+    """The part of a text that is being looked at: it grows at its end, and what lies before `at` may go.
+
+    Every position here is an offset in the text, and `base` that of the first byte of `data`.
+    """
 
     def __init__(self, chunks: Iterable[bytes], base: int) -> None:
         self.data = bytearray()
         self.base = base
-        self.keep = base
+        self.at = base
         self.ended = False
         self._chunks = iter(chunks)
 
@@ -325,17 +327,19 @@ class _Window:
     def end(self) -> int:
         return self.base + len(self.data)
 
-    def grow(self) -> None:
-        drop = min(self.keep - self.base, len(self.data))
+    def grow(self) -> bool:
+        """Whether there was more."""
+        drop = min(self.at - self.base, len(self.data))
         del self.data[:drop]
         self.base += drop
         chunk = next(self._chunks, None)
         self.data += chunk or b""
         self.ended = chunk is None
+        return not self.ended
 
     def reach(self, offset: int) -> None:
-        while self.end < offset and not self.ended:
-            self.grow()
+        while self.end < offset and self.grow():
+            pass
 
     def copy(self, start: int, stop: int) -> bytearray:
         return self.data[max(start - self.base, 0) : max(stop - self.base, 0)]
@@ -351,7 +355,7 @@ class _Window:
         return before + match.end() if match and match.end() < len(data) else None
 
 
-def _pieces_of_one(window: _Window, start: int, stop: int, size: int) -> Iterator[Piece]:
+def _pieces_of_one(window: Window, start: int, stop: int, size: int) -> Iterator[Piece]:
     look = size // 16
 
     def cut(number: int) -> int | None:
@@ -359,10 +363,10 @@ def _pieces_of_one(window: _Window, start: int, stop: int, size: int) -> Iterato
         return window.cut(number * size, look, window.end)
 
     number = -(-start // size)
-    window.keep = before(number * size)
+    window.at = before(number * size)
     here = cut(number) if number else 0
     while here is not None and number * size < stop:
-        window.keep = here
+        window.at = here
         number += 1
         following = cut(number)
         ends = following is None
@@ -371,7 +375,7 @@ def _pieces_of_one(window: _Window, start: int, stop: int, size: int) -> Iterato
         here = following
 
 
-def _pieces_of_marked(window: _Window, start: int, stop: int, mark: bytes, size: int) -> Iterator[Piece]:
+def _pieces_of_marked(window: Window, start: int, stop: int, mark: bytes, size: int) -> Iterator[Piece]:
     look = size // 16
     origin = _first_document(window, mark, start, stop) if start else 0
     while origin is not None and origin < stop:
@@ -379,7 +383,7 @@ def _pieces_of_marked(window: _Window, start: int, stop: int, mark: bytes, size:
         following = None
         ends = False
         while not ends:
-            window.keep = here
+            window.at = here
             nominal += size
             following = _next_document(window, mark, here + 1, nominal + look + 4)
             end = window.end if following is None else following
@@ -391,10 +395,10 @@ def _pieces_of_marked(window: _Window, start: int, stop: int, mark: bytes, size:
         origin = following
 
 
-def _first_document(window: _Window, mark: bytes, start: int, stop: int) -> int | None:
+def _first_document(window: Window, mark: bytes, start: int, stop: int) -> int | None:
     # In steps, so that a long stretch without a mark is not held in memory.
     while start < stop:
-        window.keep = before(start)
+        window.at = before(start)
         found = _next_document(window, mark, start, min(start + CHUNK, stop))
         start += CHUNK
         if found is not None or (window.ended and window.end <= start):
@@ -402,7 +406,7 @@ def _first_document(window: _Window, mark: bytes, start: int, stop: int) -> int 
     return None
 
 
-def _next_document(window: _Window, mark: bytes, start: int, stop: int) -> int | None:
+def _next_document(window: Window, mark: bytes, start: int, stop: int) -> int | None:
     """The first line in [start, stop] that begins with the mark, or None. All up to `stop` is in the window then."""
     far = stop + INDENT_LIMIT + len(mark)
     at = start

@@ -265,13 +265,11 @@ def _digest(ids: Ids) -> str:
 class ArrayLoader(BatchLoader):
     """Batches of arrays, read ahead by one thread where there may be threads."""
 
-    def __init__(
-        self, source: ArraySource, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
-    ) -> None:
-        super().__init__(schedule, delivery, span, workers=min(delivery.workers, 1))
-        self._source = source
+    def __init__(self, source: ArraySource, delivery: Delivery, span: Span) -> None:
+        super().__init__(delivery, span, workers=min(delivery.workers, 1))
+        self._source, position = source, span.position
         self._row = _Row(source, ArrayPosition() if position is None else ArrayPosition(**position))
-        self._skipped = schedule.at(span["first_step"]).start if position is None else 0
+        self._skipped = self.schedule.at(span.first_step).start if position is None else 0
         self._position = position
         self._after: dict[int, tuple[ArrayPosition, list[str]]] = {}  # by step: position and notices
 
@@ -311,10 +309,8 @@ class ArrayData(TrainingData):
         fingerprint = hashlib.sha256(canonical_json(described)).hexdigest()
         self.facts = DataFacts(fingerprint=fingerprint, place=PLACE, train_tokens=None)
 
-    def batches(
-        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
-    ) -> BatchLoader:
-        return ArrayLoader(self.source, schedule, delivery, span, position)
+    def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
+        return ArrayLoader(self.source, delivery, span)
 
     def notices(self, delivery: Delivery) -> Iterable[str]:
         if self.source.held:

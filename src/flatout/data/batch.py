@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypedDict, final
+from typing import Any, Self, final
 
 import numpy as np
 import torch
@@ -44,11 +44,17 @@ class Delivery:
     world: World = field(default_factory=World)  # each of its processes reads its share of a step
 
 
-class Span(TypedDict):
-    """Steps from `first_step` to the one before `last_step`."""
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Steps from `first_step` to the one before `last_step`, each reading what the table of positions says.
 
+    `position` is what a loader said of itself before the first of them, if any.
+    """
+
+    schedule: Schedule
     first_step: int
     last_step: int
+    position: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,12 +143,12 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class BatchLoader(abc.ABC):
     """Batches in the order of steps. Data that is found by the step number alone has no position and no notices."""
 
-    def __init__(self, schedule: Schedule, delivery: Delivery, span: Span, *, workers: int) -> None:
+    def __init__(self, delivery: Delivery, span: Span, *, workers: int) -> None:
         if workers < 0:
             raise ValueError(f"workers is 0 or more, not {workers}")
-        self.schedule, self.delivery, self.device = schedule, delivery, _with_index(delivery.device)
-        self._next_step = self._asked = span["first_step"]
-        self._last_step = span["last_step"]
+        self.schedule, self.delivery, self.device = span.schedule, delivery, _with_index(delivery.device)
+        self._next_step = self._asked = span.first_step
+        self._last_step = span.last_step
         self._waiting: deque[Future[Batch | Raw]] = deque()
         self._prefetch = max(PREFETCH, workers)
         self._pool = ThreadPoolExecutor(workers, "flatout-loader", _use_device, (self.device,)) if workers else None

@@ -89,7 +89,7 @@ class ChatTemplate:
         self._ours = all(_is_ours(text, variables) for text in texts.values())
         for form in texts:
             self._ask(form, (), {})
-        self._always: dict[str, bool] = {}
+        self._always = functools.cache(self._tries_prompt)
         described = json.dumps([self.texts, self.variables], sort_keys=True)
         self.fingerprint = hashlib.sha256(described.encode("ascii")).hexdigest()
 
@@ -108,10 +108,7 @@ class ChatTemplate:
 
     def prompts_always(self, tools: Objects = None) -> bool:
         """Whether it writes the prompt that makes a model answer although nobody asked for it, as old ones do."""
-        form = self._form(tools)
-        if form not in self._always:
-            self._always[form] = self._tries_prompt(form)
-        return self._always[form]
+        return self._always(self._form(tools))
 
     def _tries_prompt(self, form: str) -> bool:
         turns = [{"role": role, "content": role[0]} for role in ("user", "assistant", "user")]
@@ -125,16 +122,9 @@ class ChatTemplate:
         header = one[len(one) - len(list(alike)) :].strip()
         return asked == one and two.startswith(one) and not three.startswith(two) and len(header) > 3
 
-    def render(
-        self,
-        messages: Messages,
-        *,
-        tools: Objects = None,
-        documents: Objects = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def render(self, messages: Messages, *, tools: Objects = None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; with `add_generation_prompt`, up to where the assistant would begin to write."""
-        return _text(self.beginnings(messages, [(len(messages), add_generation_prompt)], tools, documents)[0])
+        return _text(self.beginnings(messages, [(len(messages), add_generation_prompt)], tools)[0])
 
     def beginnings(
         self, messages: Messages, asks: Sequence[tuple[int, bool]], tools: Objects = None, documents: Objects = None

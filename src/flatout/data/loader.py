@@ -23,7 +23,7 @@ import torch
 from flatout.data.batch import Batch, BatchLoader, Delivery, Raw, Span, as_signed, pinned
 from flatout.data.best_fit import Packing
 from flatout.data.best_fit import best_fit as fit
-from flatout.data.positions import Reading, Schedule
+from flatout.data.positions import Reading
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import Tokens, TokenShards
 from flatout.errors import DataError, ResourceError
@@ -73,8 +73,8 @@ def windows_of(
 class HostLoader(BatchLoader):
     """Batches read from the shards. With documents apart they are packed rows, laid out for a micro-batch at once."""
 
-    def __init__(self, windows: Windows, schedule: Schedule, delivery: Delivery, span: Span) -> None:
-        super().__init__(schedule, delivery, span, workers=delivery.workers)
+    def __init__(self, windows: Windows, delivery: Delivery, span: Span) -> None:
+        super().__init__(delivery, span, workers=delivery.workers)
         self._windows = windows
 
     def _made(self, step: int) -> Batch | Raw:
@@ -114,8 +114,8 @@ class HostLoader(BatchLoader):
 class DeviceLoader(BatchLoader):
     """Batches gathered on the device from the whole split, kept there in two or four bytes a token."""
 
-    def __init__(self, windows: Windows, schedule: Schedule, delivery: Delivery, span: Span) -> None:
-        super().__init__(schedule, delivery, span, workers=0)
+    def __init__(self, windows: Windows, delivery: Delivery, span: Span) -> None:
+        super().__init__(delivery, span, workers=0)
         self._windows = windows
         self._resident: torch.Tensor | None = _resident(windows.shards, self.device)
 

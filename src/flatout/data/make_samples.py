@@ -344,7 +344,6 @@ class _Maker:
         if not problems:
             raise DataError(f"{shown(source)} has no rows", "give a file with at least one row")
         first, bad = problems[0], sum(problem.records for problem in problems)
-        place = f", {first.place}" if first.place else ""
         what = (
             f"{bad:,} of {many(rows, 'row')} of {shown(source)} cannot be used"
             if rows
@@ -354,7 +353,7 @@ class _Maker:
         others = ", ".join(f"{count:,} of {kind}" for kind, count in kinds.most_common(4)) if len(kinds) > 1 else ""
         kind = "no-template" if first.kind == "template" and self._template is None else first.kind
         raise DataError(
-            f"{what}; the first: {first.file}{place}: {first.message}{f' (problems: {others})' if others else ''}",
+            f"{what}; the first: {first.told}{f' (problems: {others})' if others else ''}",
             _HINTS.get(kind, "mend the rows, or set chat.format and chat.fields"),
         )
 
@@ -369,12 +368,8 @@ def _check_readable(file: InputFile, problem: Problem) -> None:
     broken = ("truncated", "compression", "checksum", "bomb", "format")
     if problem.records and problem.kind not in broken and not (file.format == "json" and problem.kind != "not-utf8"):
         return
-    place = f", {problem.place}" if problem.place else ""
     hint = "fetch or write the file again: it cannot be read to its end"
-    raise DataError(
-        f"{problem.file}{place}: {problem.message}",
-        _HINTS[problem.kind] if problem.kind in ("json", "truncated") else hint,
-    )
+    raise DataError(problem.told, _HINTS[problem.kind] if problem.kind in ("json", "truncated") else hint)
 
 
 _HINTS = {

@@ -366,11 +366,9 @@ def _nothing_left(decisions: Decisions, inputs: Inputs) -> DataError:
     records = sum(head.records for head in decisions.heads)
     problems = [problem for head in decisions.heads for problem in head.problems] + list(inputs.problems)
     if problems:
-        first = problems[0]
-        place = f", {first.place}" if first.place else ""
         more = f" (and {len(problems) - 1:,} more)" if len(problems) > 1 else ""
         return DataError(
-            f"nothing could be read: {first.file}{place}: {first.message}{more}",
+            f"nothing could be read: {problems[0].told}{more}",
             "mend the input, or set data.field, data.format or data.invalid_utf8",
         )
     why = ", ".join(f"{count:,} {reason}" for reason, count in decisions.dropped.most_common(4)) or "no records at all"

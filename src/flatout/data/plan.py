@@ -26,7 +26,7 @@ from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.clean import CleanRules, load_rules
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, Slice, shown
 from flatout.corpus.readers import read_slice
-from flatout.corpus.sources import find_files, slices_of, told_by_type, type_of
+from flatout.corpus.sources import Found, find_files, slices_of
 from flatout.corpus.streams import PIECE
 from flatout.data.part import Part
 from flatout.errors import DataError, ResourceError
@@ -97,25 +97,12 @@ def request_of(data: DataConfig, clean: CleanConfig | None = None) -> Request:
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """The files of all sources in the order they are read, and what was seen beside them."""
-
-    files: tuple[InputFile, ...]
-    problems: tuple[Problem, ...]
-    passed_over: dict[str, int]
+class Inputs(Found):
+    """What was found of all sources together."""
 
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
-
-    @property
-    def passed_over_told(self) -> str:
-        """What is read and what is not, by type, for a notice; nothing where all is read."""
-        if not self.passed_over:
-            return ""
-        read = Counter(type_of(file.path) for file in self.files)
-        total = len(self.files) + sum(self.passed_over.values())
-        return f"{total:,} files: read {told_by_type(read) or 'none'}; passed over {told_by_type(self.passed_over)}"
 
     @property
     def most_parts(self) -> int:
@@ -156,9 +143,8 @@ def find_inputs(request: Request, work: Path) -> Inputs:
             continue
         found = find_files(source.path, format=form, number=number)
         if found.mostly_unknown:
-            told = Inputs(found.files, found.problems, dict(found.passed_over)).passed_over_told
             raise DataError(
-                f"most of the folder {shown(source.path)} would be passed over, which has {told}",
+                f"most of the folder {shown(source.path)} would be passed over, which has {found.passed_over_told}",
                 "set data.format=text to read every file as text, whatever its name (source code is text too), or set "
                 "data.source to the files that you want",
             )

@@ -73,10 +73,8 @@ class SampleData(TrainingData):
         how = {"row_tokens": self.row_tokens, "packing": self.packing, "joined": delivery.joined}
         return SampleRows(samples, batch_samples=batch_samples, **how)
 
-    def batches(
-        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
-    ) -> BatchLoader:
-        return SampleLoader(self.rows(delivery), self.order, schedule, delivery, span)
+    def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
+        return SampleLoader(self.rows(delivery), self.order, delivery, span)
 
     def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
         some = first_samples(self.val_samples, self.val_tokens)

@@ -22,7 +22,6 @@ import torch
 
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.best_fit import Packing, best_fit
-from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.samples import Samples
 from flatout.ops.documents import PackedRows, Room
@@ -223,14 +222,13 @@ class SampleRows:
 class SampleLoader(BatchLoader):
     """Batches of samples. Parts of a micro-batch's rows are made ahead of time, others where they are needed."""
 
-    def __init__(
-        self, rows: SampleRows, order: SampleOrder, schedule: Schedule, delivery: Delivery, span: Span
-    ) -> None:
+    def __init__(self, rows: SampleRows, order: SampleOrder, delivery: Delivery, span: Span) -> None:
+        schedule = span.schedule
         if order.samples != len(rows.samples):
             raise ValueError(f"the order is over {order.samples} samples, and there are {len(rows.samples)}")
         if any(schedule.at(stage.first_step).windows != order.batch_samples for stage in schedule.stages):
             raise ValueError(f"every step takes {order.batch_samples} samples, whatever its stage")
-        super().__init__(schedule, delivery, span, workers=delivery.workers)
+        super().__init__(delivery, span, workers=delivery.workers)
         self._rows, self._order = rows, order
 
     def _made(self, step: int) -> Batch:

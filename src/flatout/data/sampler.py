@@ -21,6 +21,8 @@ from typing import final
 import numpy as np
 import numpy.typing as npt
 
+from flatout.corpus.near import mixed
+
 Numbers = npt.NDArray[np.uint64]
 
 _ROUNDS = 8
@@ -62,7 +64,7 @@ class WindowOrder:
         positions = np.arange(position, position + count, dtype=np.uint64)
         epochs, values = np.divmod(positions, np.uint64(self.windows))
         # One key per position, so that a batch which spans many short epochs is as fast as any other.
-        keys = _mixed(epochs ^ np.uint64(_mixed_int(self.seed ^ _GOLDEN)))
+        keys = mixed(epochs ^ mixed(np.array([self.seed ^ _GOLDEN], dtype=np.uint64)))
         # Below three bits the network has too few round functions: some orders of a few windows came up 1.3 times as
         # often as others. From three bits on, all orders of 2 to 6 windows pass a chi-square test.
         half_bits = max(3, ((self.windows - 1).bit_length() + 1) // 2)
@@ -81,18 +83,6 @@ def _permuted(values: Numbers, keys: Numbers, half_bits: int) -> Numbers:
     for number in range(1, _ROUNDS + 1):
         round_keys = keys + np.uint64(number * _GOLDEN & _MASK)
         # Mixing the key by itself first keeps nearby keys from meeting nearby values in the same hash.
-        hashed = _mixed(_mixed(round_keys) ^ right)
+        hashed = mixed(mixed(round_keys) ^ right)
         left, right = right, left ^ (hashed & mask)
     return left << shift | right
-
-
-def _mixed(values: Numbers) -> Numbers:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a flipped input bit flips half of the output bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _mixed_int(value: int) -> int:
-    # numpy warns when scalars wrap around, though not when arrays do.
-    return int(_mixed(np.array([value & _MASK], dtype=np.uint64))[0])

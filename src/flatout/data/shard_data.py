@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 
@@ -45,11 +45,9 @@ class ShardData(TrainingData):
             attended=_attended(self.train, windows.context) if windows.apart else None,
         )
 
-    def batches(
-        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
-    ) -> BatchLoader:
+    def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
         loader = DeviceLoader if delivery.resident else HostLoader
-        return loader(self.windows, schedule, delivery, span)
+        return loader(self.windows, delivery, span)
 
     def notices(self, delivery: Delivery) -> Iterator[str]:
         yield from notices_on_folder(Path(self.train.folder))

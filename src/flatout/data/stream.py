@@ -361,7 +361,7 @@ class _Seen:
     def __str__(self) -> str:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in self._dropped.most_common(3))
         told = f"of {self._records:,} records, {reasons or 'none'} dropped"
-        return f"{told}; {_line(self.problems[0])}" if self.problems else told
+        return f"{told}; {self.problems[0].told}" if self.problems else told
 
 
 @final
@@ -404,23 +404,18 @@ class _Validation:
         return HeldTokens(ids, folder, round(self._bytes * len(ids) / self.read.tokens))
 
 
-def _line(problem: Problem) -> str:
-    place = f", {problem.place}" if problem.place else ""
-    return f"{problem.file}{place}: {problem.message}"
-
-
 def _notices_of(problems: Sequence[Problem], before: int) -> tuple[str, ...]:
     """What to say of problems when there have been some before: the first few in full, then how many there are."""
     after = before + len(problems)
-    told = [f"left out: {_line(problem)}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
+    told = [f"left out: {problem.told}" for problem in problems[: max(0, TOLD_PROBLEMS - before)]]
     counts = (10**power for power in range(1, len(str(after))) if 10**power > before)
-    told += [f"{n:,} problems in the source so far; the latest: {_line(problems[n - before - 1])}" for n in counts]
+    told += [f"{n:,} problems in the source so far; the latest: {problems[n - before - 1].told}" for n in counts]
     return tuple(told)
 
 
 def _all_notices(problems: Sequence[Problem], count: int) -> tuple[str, ...]:
     """What to say of problems that are all there are; `count` may be more than are given."""
-    told = tuple(f"left out: {_line(problem)}" for problem in problems[:TOLD_PROBLEMS])
+    told = tuple(f"left out: {problem.told}" for problem in problems[:TOLD_PROBLEMS])
     return told if count <= len(told) else (*told, f"{count - len(told):,} more problems in the source")
 
 

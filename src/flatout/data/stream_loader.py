@@ -54,30 +54,21 @@ class Block:
 class StreamLoader(BatchLoader):
     """Batches of a stream, in the order of steps. A one-pass iterator and a context manager, like the other loaders.
 
-    `position` is that of a checkpoint at `first_step`; without it the source is read from its beginning.
+    Without a position of its first step the source is read from its beginning.
     """
 
-    def __init__(
-        self,
-        stream: TokenStream,
-        schedule: Schedule,
-        delivery: Delivery,
-        span: Span,
-        *,
-        seed: int,
-        position: Position | None = None,
-    ) -> None:
-        super().__init__(schedule, delivery, span, workers=0)
-        context = schedule.longest
+    def __init__(self, stream: TokenStream, delivery: Delivery, span: Span, *, seed: int) -> None:
+        super().__init__(delivery, span, workers=0)
+        context = self.schedule.longest
         self._order = WindowOrder(block_windows(context), seed)
         self._held: dict[int, Block] = {}
         self._positions: dict[int, Position] = {}
-        first, inside = divmod(schedule.at(self._next_step).start, self._order.windows)
+        first, inside = divmod(self.schedule.at(self._next_step).start, self._order.windows)
         # The notices of a block are given when it is taken up, which was before a step that begins inside of it.
         self._old = first if inside else -1
         self._ahead: _Ahead | None = None
         if self._next_step < self._last_step:
-            self._ahead = _Ahead(stream, position or Position(), first, self._order.windows, context)
+            self._ahead = _Ahead(stream, Position(**span.position or {}), first, self._order.windows, context)
 
     def position(self) -> dict[str, Any]:
         return self._positions[self._block_of(self._next_step)].to_json()
@@ -208,11 +199,8 @@ class StreamData(TrainingData):
         place = dataset.train.folder
         self.facts = DataFacts(fingerprint=dataset.train.fingerprint, place=place, train_tokens=None)
 
-    def batches(
-        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
-    ) -> BatchLoader:
-        start = None if position is None else Position(**position)
-        return StreamLoader(self.dataset.train, schedule, delivery, span, seed=self.seed, position=start)
+    def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
+        return StreamLoader(self.dataset.train, delivery, span, seed=self.seed)
 
     def notices(self, delivery: Delivery) -> Iterable[str]:
         return self.dataset.notices

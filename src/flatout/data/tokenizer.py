@@ -58,6 +58,7 @@ _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 # Marks between texts and inside them: characters that are most unlikely in a text; if one is there, it costs time only.
 _CUT_MARK, _END_MARK = "\x02", "\x03"
 
+_INTACT = "give a tokenizer.json that is intact"
 _GPT2_END = 50256
 _SEGMENT = 2**18
 # How far beyond a segment to look for a good place to cut. A single word of both takes tiktoken 0.3 s and 80 MB.
@@ -99,6 +100,10 @@ class Tokenizer(abc.ABC):
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
         """The ids of each text, as `encode` gives them; arrays may be parts of one larger array."""
+        return [ids for group in groups(texts) for ids in self._encode_group(group)]
+
+    def _encode_group(self, texts: list[str]) -> list[Ids]:
+        """The same of a few neighbours; a long text comes alone."""
         return [self.encode(text) for text in texts]
 
     @abc.abstractmethod
@@ -148,18 +153,15 @@ class CharTokenizer(Tokenizer):
     def encode(self, text: str) -> Ids:
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        results: list[Ids] = []
-        for group in groups(texts):
-            ids = self._id_of_code.take(_code_points("".join(group)), mode="clip")
-            bounds = np.cumsum([0, *map(len, group)])
-            if self.unknown != "replace" and not (known := ids < self.vocab).all():
-                if self.unknown == "error":
-                    raise self._unknown_error(group)
-                ids, bounds = ids[known], np.concatenate([[0], np.cumsum(known)])[bounds]
-            ids = ids.astype(token_dtype(self.vocab), copy=False)
-            results += [ids[start:end] for start, end in itertools.pairwise(bounds.tolist())]
-        return results
+    def _encode_group(self, texts: list[str]) -> list[Ids]:
+        ids = self._id_of_code.take(_code_points("".join(texts)), mode="clip")
+        bounds = np.cumsum([0, *map(len, texts)])
+        if self.unknown != "replace" and not (known := ids < self.vocab).all():
+            if self.unknown == "error":
+                raise self._unknown_error(texts)
+            ids, bounds = ids[known], np.concatenate([[0], np.cumsum(known)])[bounds]
+        ids = ids.astype(token_dtype(self.vocab), copy=False)
+        return [ids[start:end] for start, end in itertools.pairwise(bounds.tolist())]
 
     def _unknown_error(self, texts: Sequence[str]) -> DataError:
         known = set(self._characters)
@@ -260,18 +262,14 @@ class Gpt2Tokenizer(Tokenizer):
         parts = [self._encode_segment(part) for part in _segments(text, _SEGMENT, _GPT2_CUT)]
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, token_dtype(self.vocab)), *parts])
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        results: list[Ids] = []
-        for group in groups(texts):
-            joined = _END_MARK.join(group)
-            if len(group) == 1 or _CUT_MARK in joined or joined.count(_END_MARK) != len(group) - 1:
-                results += [self.encode(text) for text in group]
-                continue
-            marked = _CUT_MARK.join(_inner_cuts(joined, self._spaces_and_end))
-            ids = self._ids(marked, {_CUT_MARK, _END_MARK})
-            ends = np.flatnonzero(ids == self._end_id).tolist()
-            results += [ids[start + 1 : end] for start, end in itertools.pairwise([-1, *ends, len(ids)])]
-        return results
+    def _encode_group(self, texts: list[str]) -> list[Ids]:
+        joined = _END_MARK.join(texts)
+        if len(texts) == 1 or _CUT_MARK in joined or joined.count(_END_MARK) != len(texts) - 1:
+            return super()._encode_group(texts)
+        marked = _CUT_MARK.join(_inner_cuts(joined, self._spaces_and_end))
+        ids = self._ids(marked, {_CUT_MARK, _END_MARK})
+        ends = np.flatnonzero(ids == self._end_id).tolist()
+        return [ids[start + 1 : end] for start, end in itertools.pairwise([-1, *ends, len(ids)])]
 
     def _encode_segment(self, text: str) -> Ids:
         parts = _inner_cuts(text, self._spaces)
@@ -353,14 +351,10 @@ class HuggingFaceTokenizer(_LibraryTokenizer):
         encoded = [self._encode_parts([part])[0] for part in word_segments(text, _HUGGINGFACE_SEGMENT)]
         return encoded[0] if len(encoded) == 1 else np.concatenate([np.empty(0, token_dtype(self.vocab)), *encoded])
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        results: list[Ids] = []
-        for group in groups(texts):
-            if len(group) == 1:
-                results.append(self.encode(group[0]))
-            else:
-                results += self._encode_parts([_well_formed(text) for text in group])
-        return results
+    def _encode_group(self, texts: list[str]) -> list[Ids]:
+        if len(texts) == 1:
+            return super()._encode_group(texts)
+        return self._encode_parts([_well_formed(text) for text in texts])
 
     def _encode_parts(self, texts: list[str]) -> list[Ids]:
         encoded = self._library_ids(texts)
@@ -478,17 +472,14 @@ def load_tokenizer(spec: str, corpus: Callable[[], Iterable[str]] | None = None)
     try:
         content = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read the tokenizer {spec!r}: {error}", "give a tokenizer.json that is intact"
-        ) from error
+        raise DataError(f"cannot read the tokenizer {spec!r}: {error}", _INTACT) from error
     if isinstance(content, dict) and "kind" in content and "model" not in content:
         return tokenizer_from_json(content)
     if isinstance(content, dict):
         try:
             try_out(content)
         except ValueError as error:
-            hint = "give a tokenizer.json that is intact"
-            raise DataError(f"the tokenizer {spec!r} is not usable: {error}", hint) from error
+            raise DataError(f"the tokenizer {spec!r} is not usable: {error}", _INTACT) from error
     return tokenizer_from_json({"kind": "huggingface", "content": content})
 
 
@@ -516,7 +507,7 @@ def child() -> Child:
 def tokenizer_from_json(description: Any) -> Tokenizer:
     """The tokenizer that `to_json` described; whatever else is given is a `DataError`."""
     if not isinstance(description, dict):
-        raise DataError("the description of a tokenizer is no JSON object", "give a tokenizer.json that is intact")
+        raise DataError("the description of a tokenizer is no JSON object", _INTACT)
     kind = description.get("kind")
     made = _KINDS.get(kind) if isinstance(kind, str) else None
     if made is None:
@@ -527,9 +518,7 @@ def tokenizer_from_json(description: Any) -> Tokenizer:
     try:
         return made(description)
     except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"the description of a {kind} tokenizer is not usable: {error}", "give a tokenizer.json that is intact"
-        ) from error
+        raise DataError(f"the description of a {kind} tokenizer is not usable: {error}", _INTACT) from error
 
 
 def _gpt2_tokenizer(description: dict[str, Any]) -> Gpt2Tokenizer:

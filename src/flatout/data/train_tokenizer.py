@@ -15,7 +15,7 @@ ids that no text can ever use would cost memory and time in every step of a trai
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,18 +59,8 @@ class Fertility:
     round_trip_failures: int
 
 
-def train_bpe(
-    texts: Iterable[str],
-    vocab: int,
-    *,
-    min_frequency: int = 2,
-    split: Split = "gpt2",
-    progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """Learn a byte-level BPE of `vocab` ids; the result is the content of a `tokenizer.json`.
-
-    `progress` is told, every few texts, how many texts and characters have been read.
-    """
+def train_bpe(texts: Iterable[str], vocab: int, *, min_frequency: int = 2, split: Split = "gpt2") -> dict[str, Any]:
+    """Learn a byte-level BPE of `vocab` ids; the result is the content of a `tokenizer.json`."""
     if vocab < SMALLEST_VOCAB:
         raise UsageError(
             f"a vocabulary of {vocab} ids is too small",
@@ -90,19 +80,15 @@ def train_bpe(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    read = characters = 0
+    characters = 0
 
     def parts() -> Iterator[str]:
-        nonlocal read, characters
+        nonlocal characters
         for text in texts:
             yield from word_segments(text, _SEGMENT)
-            read, characters = read + 1, characters + len(text)
-            if progress is not None and read % 256 == 0:
-                progress(read, characters)
+            characters += len(text)
 
     library.train_from_iterator(parts(), trainer)
-    if progress is not None:
-        progress(read, characters)
     if not characters:
         raise DataError("there is no text to learn a tokenizer from", "give a source that is not empty")
     learned = library.get_vocab_size()

@@ -54,10 +54,8 @@ class TrainingData(abc.ABC):
     stops: tuple[int, ...] = ()  # tokens that end a generated text
 
     @abc.abstractmethod
-    def batches(
-        self, schedule: Schedule, delivery: Delivery, span: Span, position: dict[str, Any] | None
-    ) -> BatchLoader:
-        """The batches of some steps. `position` is what a loader said of itself before the first of them, if any."""
+    def batches(self, delivery: Delivery, span: Span) -> BatchLoader:
+        """The batches of some steps."""
 
     @abc.abstractmethod
     def notices(self, delivery: Delivery) -> Iterable[str]:

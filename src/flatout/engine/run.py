@@ -71,7 +71,8 @@ class Run:
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:
         """The training batches from `first_step` to the end; `position` is what the checkpoint of that step says."""
         delivery = delivery_of(self.speed, self.step.micro_batch)
-        return self.data.batches(self.schedule, delivery, Span(first_step=first_step, last_step=self.steps), position)
+        span = Span(schedule=self.schedule, first_step=first_step, last_step=self.steps, position=position)
+        return self.data.batches(delivery, span)
 
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
         """The validation set, in batches of a micro-batch unless told otherwise."""

@@ -131,20 +131,17 @@ def _earlier_rows(folder: Path, notice: Callable[[str], None]) -> "list[BenchRow
 
 def _check_picture(folder: Path, rows: "Sequence[BenchRow]", *, going_on: bool) -> None:
     """Refuses a folder with a picture that is not of the ladder whose rows lie beside it."""
-    if (folder / ROWS).exists() and not going_on:
-        return  # its rows are refused anyway, and in better words
-    if os.path.lexists(folder / PICTURE) and all(row.status == "absent" for row in rows):
-        raise UsageError(
-            f"{folder / PICTURE} is there, and no measured rows beside it: it is not of this ladder",
-            "name another folder with --out, or move the picture away",
-        )
+    picture, why = folder / PICTURE, ""
+    if not os.path.lexists(picture) or ((folder / ROWS).exists() and not going_on):
+        return  # such rows are refused anyway, and in better words
     from flatout.observe.picture import is_picture
 
-    if os.path.lexists(folder / PICTURE) and ((folder / PICTURE).is_symlink() or not is_picture(folder / PICTURE)):
-        raise UsageError(
-            f"{folder / PICTURE} is there and does not look like a picture of flatout",
-            "name another folder with --out, or move the picture away",
-        )
+    if all(row.status == "absent" for row in rows):
+        why = ", and no measured rows beside it: it is not of this ladder"
+    elif picture.is_symlink() or not is_picture(picture):
+        why = " and does not look like a picture of flatout"
+    if why:
+        raise UsageError(f"{picture} is there{why}", "name another folder with --out, or move the picture away")
 
 
 def _ladder_names(device: str) -> list[str]:

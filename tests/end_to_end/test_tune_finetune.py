@@ -19,8 +19,8 @@ from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.engine import setup
 from flatout.engine.features import Speed
-from flatout.engine.spans import StepReport
 from flatout.engine.setup import setup_run
+from flatout.engine.spans import StepReport
 from flatout.errors import ConfigError, DataError, HardwareError, ResourceError
 from flatout.model.gpt import GPT
 from flatout.records import NoticeRecord, StepRecord, TuneProgress, TuneResult, TuneRow

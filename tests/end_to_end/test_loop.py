@@ -12,7 +12,7 @@ import flatout
 from flatout.config.load import load_config
 from flatout.config.schema import ModelConfig
 from flatout.device import Device
-from flatout.engine import boundary, fit_check, setup
+from flatout.engine import fit_check, recovery, setup
 from flatout.engine.books import Progress
 from flatout.engine.checkpoint import list_checkpoints
 from flatout.engine.saving import capture
@@ -119,7 +119,7 @@ def test_early_stopping_keeps_the_best(tiny):
 
 def test_small_falls_in_loss_add_up_to_an_improvement(tiny, monkeypatch: pytest.MonkeyPatch):
     found = iter([3.0, 2.7, 2.4, 2.1, 1.8, 1.5])
-    monkeypatch.setattr(boundary, "evaluate", lambda *_: (next(found), 1))
+    monkeypatch.setattr(recovery, "evaluate", lambda *_: (next(found), 1))
     words = ["train.steps=12", "eval.every=2", "eval.patience=2", "eval.min_delta=0.5"]
     records = list(flatout.train(tiny(*words)))
     assert records[-1].reason == "finished", "every second evaluation is 0.6 below the last that counted"
@@ -230,7 +230,7 @@ def test_api_generates_text_in_pieces_that_join(tiny):
 
 
 def test_a_nan_evaluation_is_never_the_best(tiny, monkeypatch: pytest.MonkeyPatch):
-    real, calls = boundary.evaluate, 0
+    real, calls = recovery.evaluate, 0
 
     def first_is_nan(*args) -> tuple[float, int]:
         nonlocal calls
@@ -238,7 +238,7 @@ def test_a_nan_evaluation_is_never_the_best(tiny, monkeypatch: pytest.MonkeyPatc
         loss, tokens = real(*args)
         return (math.nan if calls == 1 else loss), tokens
 
-    monkeypatch.setattr(boundary, "evaluate", first_is_nan)
+    monkeypatch.setattr(recovery, "evaluate", first_is_nan)
     evals = of(list(flatout.train(tiny("train.steps=6", "eval.every=2"))), EvalRecord)
     assert [record.best for record in evals] == [False, True, True]
 

@@ -15,7 +15,7 @@ import torch
 import flatout
 from flatout import cli
 from flatout.api import training
-from flatout.engine import boundary, diverged, run_folder
+from flatout.engine import boundary, diverged, recovery, run_folder
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
 from flatout.model.gpt import GPT
@@ -274,7 +274,7 @@ def test_an_evaluation_that_fails_costs_nothing(tiny, monkeypatch):
         raise ValueError("planted")
 
     with monkeypatch.context() as patch:
-        patch.setattr(boundary, "evaluate", fails)
+        patch.setattr(recovery, "evaluate", fails)
         with pytest.raises(ValueError, match="planted"):
             list(flatout.train(tiny(*words)))
     verify_checkpoint(Path("run/checkpoints/step-00000004"))
@@ -319,14 +319,15 @@ def test_a_kill_at_a_boundary_neither_repeats_nor_skips_an_evaluation(tiny, monk
     list(flatout.train(tiny(*words, "output.folder=reference")))
     for nth in (1, 2):
         with monkeypatch.context() as patch:
-            real, calls = getattr(boundary, where), itertools.count(1)
+            room = recovery if where == "evaluate" else boundary
+            real, calls = getattr(room, where), itertools.count(1)
 
             def dies(*args, real=real, calls=calls, nth=nth, **options):
                 if next(calls) == nth:
                     raise Killed
                 return real(*args, **options)
 
-            patch.setattr(boundary, where, dies)
+            patch.setattr(room, where, dies)
             with pytest.raises(Killed):
                 list(flatout.train(tiny(*words, f"output.folder=run{nth}")))
         list(flatout.train(tiny(*words, f"output.folder=run{nth}"), resume="auto"))

@@ -11,7 +11,7 @@ import torch
 import flatout
 from flatout.cli import main
 from flatout.config.load import LoadedConfig
-from flatout.engine import boundary
+from flatout.engine import recovery
 from flatout.engine.books import Progress
 from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
 from flatout.engine.run_folder import read_best
@@ -257,7 +257,7 @@ def test_a_run_that_stopped_early_stays_stopped_until_given_more_patience(tiny):
 
 def test_patience_counts_from_the_evaluation_that_a_run_was_stopped_at(tiny, monkeypatch: pytest.MonkeyPatch):
     found = iter([5.0, 3.0, 4.0, 4.0, 4.0])
-    monkeypatch.setattr(boundary, "evaluate", lambda *_: (next(found), 1))
+    monkeypatch.setattr(recovery, "evaluate", lambda *_: (next(found), 1))
     config = tiny("train.steps=10", "eval.every=2", "eval.patience=2", "checkpoint.every=2", "output.folder=waits")
     list(flatout.train(config, stop=stop_after(4)))
     *_, end = flatout.train(config, resume="auto")

@@ -149,12 +149,11 @@ def test_backward_keeps_no_wide_weight(targets):
 
 def test_what_it_takes_is_counted():
     model, _ = adapted("4 bits")
-    base = quantized_base(model)
-    assert base is not None
-    assert base.weights == linear_count(SHAPE)
-    assert base.wide_bytes == 4 * base.weights
-    assert 0.5 * base.weights < base.bytes < 0.53 * base.weights
-    assert quantized_base(adapted("plain")[0]) is None
+    weights, small, wide = quantized_base(model)
+    assert weights == linear_count(SHAPE)
+    assert wide == 4 * weights
+    assert 0.5 * weights < small < 0.53 * weights
+    assert quantized_base(adapted("plain")[0]) == (0, 0, 0)
     assert isinstance(model.embedding.weight, torch.nn.Parameter)
     assert not isinstance(model.embedding.weight, QuantizedWeight)
     assert not isinstance(model.embedding.weight, QuantizedWeight)

@@ -39,7 +39,7 @@ from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.execution import Execution
 from flatout.model.fingerprint import own_fingerprint, weights_fingerprint
 from flatout.model.gpt import GPT, empty_model
-from flatout.model.hub import Description, check_same_model, describe, description_of, read_description
+from flatout.model.hub import Description, check_same_model, describe, description_of, fitting_context, read_description
 from flatout.model.hub_find import find_model
 from flatout.model.hub_weights import load_described, load_huggingface
 from flatout.model.quantize import check_quantizing, round_linears
@@ -159,13 +159,7 @@ def described_checkpoint(
     source = describe(state["described"], folder) if state.get("described") else None
     made_for, vocab = (config.model if source is None else source.config).context, int(state["vocab"])
     model = config.model.model_copy(update={"init_from": None, "dropout": 0.0})
-    if cut and context is not None:
-        context = min(context, made_for)
-    if context is not None and context > made_for:
-        raise CheckpointError(
-            f"{folder}: the model has {made_for:,} positions, and {context:,} are asked for",
-            f"set model.context to at most {made_for}",
-        )
+    context = fitting_context(context, made_for, folder, cut=cut)
     # Learned positions are weights, and no scale may be as long as the context: such a model keeps its own.
     if context is not None and model.positions != "learned" and context > max(model.scales, default=0):
         model = model.model_copy(update={"context": context})

@@ -9,7 +9,6 @@ Nothing is saved while non-finite steps are being counted, except at the end of 
 """
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -26,9 +25,9 @@ from flatout.engine.checkpoint import (
     write_verdict,
 )
 from flatout.engine.eigenstates import look_at_eigenstates
-from flatout.engine.evaluate import bits_per_byte, evaluate, perplexity
+from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.fit_check import out_of_memory
-from flatout.engine.recovery import first_fitting
+from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.saving import Due, capture, save_run_adapter
@@ -95,11 +94,8 @@ class Boundary:
     def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:
         """The evaluation, and notices on a batch that had to become smaller for it."""
         run, progress, began = self.run, self.progress, time.perf_counter()
-        (loss, tokens), self.evaluation_batch, notices = first_fitting(
-            lambda size: evaluate(run.model, run.evaluation(size), run.scope, run.world),
-            min(self.evaluation_batch, run.step.micro_batch),
-            run.speed.device.torch_device,
-        )
+        size = min(self.evaluation_batch, run.step.micro_batch)
+        (loss, tokens), self.evaluation_batch, notices = fitting_evaluation(run, size)
         best = _note_loss(progress, loss, run.config.eval.min_delta)
         record = EvalRecord(
             step=progress.step,
@@ -181,11 +177,7 @@ def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:
 
     Also the batch size that fitted, and notices on that.
     """
-    (loss, _), size, notices = first_fitting(
-        lambda size: evaluate(run.model, itertools.islice(run.evaluation(size), 1), run.scope, run.world),
-        batch_size,
-        run.speed.device.torch_device,
-    )
+    (loss, _), size, notices = fitting_evaluation(run, batch_size, batches=1)
     return loss, size, notices
 
 

@@ -86,13 +86,10 @@ def check_samples_fit(data: TrainingData, config: RunConfig, vocab: int, speed: 
     tried = [(size, speed, f"set speed.micro_batch={size}; batch and loss stay the same") for size in sizes]
     tried.append((speed.micro_batch, full, "set speed.checkpointing=full"))
     tried += [(size, full, f"set speed.checkpointing=full and speed.micro_batch={size}") for size in sizes]
-    hint = "take a smaller model, a lower model.context or a card with more memory"
     for size, switches, way in tried:
-        least = memory_on(data, config, vocab, switches, micro_batch=size)
-        if device.memory_bytes is not None and least.total <= device.memory_bytes:
-            hint = way
-            break
-    raise _does_not_fit(memory, device, hint)
+        if memory_on(data, config, vocab, switches, micro_batch=size).total <= (device.memory_bytes or 0):
+            raise _does_not_fit(memory, device, way)
+    raise _does_not_fit(memory, device, "take a smaller model, a lower model.context or a card with more memory")
 
 
 def _too_large(memory: MemoryEstimate, device: Device) -> bool:
@@ -161,9 +158,10 @@ def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed, *, resumed:
         size = memory_of(config, vocab, switches).total
         return f"about {_amount(size)}" if size <= _ROOM * have else ""
 
-    yield from _by_switches(config, speed, fits)
+    kept = ((config, saving, [f"speed.{name}={value}" for name, value in saving.items()]) for saving in _SAVINGS)
+    yield from _first_fitting(kept, config, speed, fits)
     if not resumed:
-        yield from _by_context(config, speed, fits)
+        yield from _first_fitting(_shorter(config), config, speed, fits)
     if isinstance(loaded, LoadedConfig):
         yield from _by_overlay(loaded, speed, fits, have, resumed=resumed)
 
@@ -173,34 +171,29 @@ def _amount(size: int) -> str:
 
 
 Fits = Callable[[RunConfig, Speed], str]
+Change = tuple[RunConfig, dict[str, Any], list[str]]  # config, other switches, and both as words
 
 
-def _by_switches(config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
-    for saving in _SAVINGS:
-        for size in _sizes(config, speed.micro_batch):
-            found = fits(config, _switched(config, speed, size, saving))
-            if found:
-                words = [f"speed.{name}={value}" for name, value in saving.items()]
-                yield f"{' '.join([*words, *_words_for(config, config.model.context, size)])} ({found})"
+def _first_fitting(changes: Iterable[Change], config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
+    """The first change with which a step fits, in micro-batches that are as large as can be."""
+    for changed, saving, words in changes:
+        for size in _sizes(changed, speed.micro_batch):
+            if found := fits(changed, _switched(changed, speed, size, saving)):
+                yield f"{' '.join([*words, *_words_for(config, changed.model.context, size)])} ({found})"
                 return
 
 
-def _by_context(config: RunConfig, speed: Speed, fits: Fits) -> Iterator[str]:
+def _shorter(config: RunConfig) -> Iterator[Change]:
     context = config.model.context
     while context % 2 == 0 and context // 2 >= _SHORTEST:
         context //= 2
         values = config.model_dump()
         values["model"]["context"] = context
-        values["speed"] |= {"micro_batch": None, "accumulation": None}  # both are made to fit below
+        values["speed"] |= {"micro_batch": None, "accumulation": None}  # both are made to fit
         try:
-            shorter = RunConfig.model_validate(values)
+            yield RunConfig.model_validate(values), {}, [f"model.context={context}"]
         except ValueError:  # windows' stride or scales of states that reach beyond it
             return
-        for size in _sizes(shorter, speed.micro_batch):
-            found = fits(shorter, _switched(shorter, speed, size, {}))
-            if found:
-                yield f"{' '.join([f'model.context={context}', *_words_for(config, context, size)])} ({found})"
-                return
 
 
 def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int, *, resumed: bool) -> Iterator[str]:
@@ -214,8 +207,7 @@ def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int, *, re
         if resumed and other.model.context != loaded.config.model.context:
             continue
         size, _ = micro_batch_of(other)
-        found = fits(other, _switched(other, speed, size, {"checkpointing": other.speed.checkpointing}))
-        if found:
+        if found := fits(other, _switched(other, speed, size, {"checkpointing": other.speed.checkpointing})):
             context = other.model.context
             shorter = f"model.context {context:,}, " if context < loaded.config.model.context else ""
             yield f"--hardware {name} ({shorter}{found})"

@@ -177,14 +177,11 @@ class MicroBatchGraph:
         before = self.recorder.held()
         try:
             replay, result, pool = self.recorder.record(recorded, pool)
-        except torch.OutOfMemoryError as error:
-            self.reset()
-            if layout is None:  # a smaller micro-batch may be recorded later
-                raise
-            self._give_up(error)  # packed rows may have nothing to halve
-            return None
         except RuntimeError as error:
             self.reset()
+            # A smaller micro-batch may be recorded later; packed rows may have nothing to halve.
+            if isinstance(error, torch.OutOfMemoryError) and layout is None:
+                raise
             self._give_up(error)
             return None
         finally:

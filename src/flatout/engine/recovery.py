@@ -11,12 +11,13 @@ Trap: the failed step's tensors hang on its error through the frames of its trac
 `except` block is left, so each attempt is a function of its own that hands back a sentence.
 """
 
-from collections.abc import Callable
+import itertools
 
 import torch
 
 from flatout.data.batch import Batch
 from flatout.device import free_memory, is_out_of_memory
+from flatout.engine.evaluate import evaluate
 from flatout.engine.fit_check import first_sentence, memory_error
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
@@ -35,8 +36,9 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
         if not is_out_of_memory(error):
             raise
         rows = min(run.step.micro_batch, _windows_in(batch))  # packed samples may have fewer than a micro-batch
+        recording = _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
         # Nothing left to halve or to give up, or the weights may have moved.
-        if (rows == 1 and not _can_stop_recording(run)) or run.step.updating:
+        if (rows == 1 and not recording) or run.step.updating:
             raise memory_error(error) from error
         sentence = first_sentence(error)
     run.random.assign(before)
@@ -84,28 +86,24 @@ def _rows_vary(run: Run) -> bool:
     return run.data.facts.batch_samples is not None
 
 
-def _can_stop_recording(run: Run) -> bool:
-    return _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
-
-
-def first_fitting(
-    evaluate: Callable[[int], tuple[float, int]], batch_size: int, device: torch.device
+def fitting_evaluation(
+    run: Run, batch_size: int, batches: int | None = None
 ) -> tuple[tuple[float, int], int, list[str]]:
-    """`evaluate(batch_size)` with the batch halved until it fits: its result, that batch size, and notices."""
+    """`evaluate` on the validation set, or on its first `batches`, each halved until it fits.
+
+    Returns the result, the batch size that fitted, and notices.
+    """
     notices: list[str] = []
-    result = _attempt(evaluate, batch_size)
-    while isinstance(result, str):
-        free_memory(device)
-        smaller = batch_size // 2
-        notices.append(f"{result}: evaluating {smaller} sequences at once instead of {batch_size}")
-        batch_size = smaller
-        result = _attempt(evaluate, batch_size)
+    while isinstance(result := _attempt_evaluation(run, batch_size, batches), str):
+        free_memory(run.speed.device.torch_device)
+        notices.append(f"{result}: evaluating {batch_size // 2} sequences at once instead of {batch_size}")
+        batch_size //= 2
     return result, batch_size, notices
 
 
-def _attempt(evaluate: Callable[[int], tuple[float, int]], batch_size: int) -> tuple[float, int] | str:
+def _attempt_evaluation(run: Run, batch_size: int, batches: int | None) -> tuple[float, int] | str:
     try:
-        return evaluate(batch_size)
+        return evaluate(run.model, itertools.islice(run.evaluation(batch_size), batches), run.scope, run.world)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

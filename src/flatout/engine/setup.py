@@ -98,7 +98,7 @@ def setup_run(
         model=model,
         trained=trained,
         adapters=adapters,
-        step=_build_step(config, model, trained, speed, steps, later, adapters),
+        step=_build_step(config, model, trained, speed, steps, later),
         random=RandomStream(config.train.seed, device.torch_device),
         steps=steps,
         flops_per_token=flops_per_token(config.model, vocab, facts.attended, adapters=adapted),
@@ -125,7 +125,7 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
         run,
         config=config,
         speed=speed,
-        step=_build_step(config, run.model, run.trained, speed, run.steps, run.new_notices, run.adapters),
+        step=_build_step(config, run.model, run.trained, speed, run.steps, run.new_notices),
         memory=memory_on(run.data, config, run.model.vocab, speed),
     )
 
@@ -210,13 +210,7 @@ def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
 
 
 def _build_step(
-    config: RunConfig,
-    model: GPT,
-    trained: Trained,
-    speed: Speed,
-    steps: int,
-    notices: Notices,
-    adapters: Adapters | None,
+    config: RunConfig, model: GPT, trained: Trained, speed: Speed, steps: int, notices: Notices
 ) -> TrainStep:
     device = speed.device.torch_device
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
@@ -235,8 +229,8 @@ def _build_step(
     )
     graph = None
     if speed.cuda_graphs:
-        forget = (lambda: None) if adapters is None else adapters.forget
-        graph = MicroBatchGraph(step.forward_backward, model, notices, Recorder(device), model.prepare, forget)
+        how = (Recorder(device), model.prepare, trained.forget)
+        graph = MicroBatchGraph(step.forward_backward, model, notices, *how)
         step.run_micro_batch = graph
 
     def rebuild() -> None:
@@ -266,12 +260,10 @@ def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, w
     yield from run.data.notices(delivery_of(run.speed, run.speed.micro_batch))
     if start is not None:
         yield start.notice
-    base = quantized_base(run.model)
-    if base is not None:
-        yield (
-            f"base: {base.weights:,} weights of linear layers in 4 bits, {base.bytes / 2**20:,.1f} MiB "
-            f"instead of {base.wide_bytes / 2**20:,.1f}"
-        )
+    count, small, wide = quantized_base(run.model)
+    if count:
+        sizes = f"{small / 2**20:,.1f} MiB instead of {wide / 2**20:,.1f}"
+        yield f"base: {count:,} weights of linear layers in 4 bits, {sizes}"
     if weights:
         yield from _notices_on_adapter(run.config)
     if run.adapters is not None:

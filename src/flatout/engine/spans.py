@@ -17,7 +17,7 @@ waits.
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -68,7 +68,10 @@ class StepClock:
         return marks
 
 
-def spans_between(before: Mark, marks: Sequence[tuple[str, Mark]]) -> Iterator[tuple[str, float]]:
+Marks = Sequence[tuple[str, Mark]]  # what went on until each of them
+
+
+def spans_between(before: Mark, marks: Marks) -> Iterator[tuple[str, float]]:
     """(name, seconds) from `before` to the last mark; the marks must have passed."""
     for name, mark in marks:
         yield name, max(0.0, mark.seconds_since(before))
@@ -90,76 +93,57 @@ class StepReport:
     spans: tuple[tuple[str, float], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Waiting:
-    step: int
-    report: Tensor
-    before: Mark
-    after: Mark
-    marks: Sequence[tuple[str, Mark]]
-    tokens: int
-    data_seconds: float
-
-
 class PendingReports:
     """A queue of reports; seconds run from the end of one step to the end of the next on the device's own clock."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self.queue: collections.deque[_Waiting] = collections.deque()
+        self.queue: collections.deque[tuple[Mark, Callable[[], StepReport]]] = collections.deque()
         self.last = Mark(self.cuda)
 
     def restart(self) -> None:
         """Forgets the time since the last step: evaluation and saving are not training."""
         self.last = Mark(self.cuda)
 
-    def push(
-        self,
-        step: int,
-        report: Tensor,
-        *,
-        marks: Sequence[tuple[str, Mark]] = (),
-        tokens: int = 0,
-        data_seconds: float = 0.0,
-    ) -> None:
+    def push(self, step: int, report: Tensor, *, marks: Marks = (), tokens: int = 0, data_seconds: float = 0.0) -> None:
         """`marks` are those of the step, `tokens` those of its batch, for which the host waited `data_seconds`."""
         if self.cuda:
             host = torch.empty(report.shape, dtype=report.dtype, pin_memory=True)
             host.copy_(report, non_blocking=True)
         else:
             host = report
-        mark = Mark(self.cuda)
-        self.queue.append(_Waiting(step, host, self.last, mark, marks, tokens, data_seconds))
-        self.last = mark
+        before, after = self.last, Mark(self.cuda)
+
+        def read() -> StepReport:
+            seconds = after.seconds_since(before)  # first: it waits for the copy
+            loss, norm, applied, rate, scale, parameter_norm = host.tolist()
+            return StepReport(
+                step=step,
+                loss=loss,
+                grad_norm=norm,
+                applied=applied == 1.0,
+                learning_rate=rate,
+                loss_scale=scale,
+                parameter_norm=None if parameter_norm < 0 else parameter_norm,
+                tokens=tokens,
+                seconds=seconds,
+                data_seconds=data_seconds,
+                spans=tuple(spans_between(before, marks)),
+            )
+
+        self.queue.append((after, read))
+        self.last = after
 
     def ready(self) -> list[StepReport]:
         """The reports that have arrived, in order, without waiting unless too many are under way."""
         arrived = []
-        while self.queue and (len(self.queue) > MOST_WAITING or self.queue[0].after.passed()):
-            arrived.append(self._take())
+        while self.queue and (len(self.queue) > MOST_WAITING or self.queue[0][0].passed()):
+            arrived.append(self.queue.popleft()[1]())
         return arrived
 
     def drain(self) -> list[StepReport]:
         """All reports, waiting for the device."""
-        return [self._take() for _ in range(len(self.queue))]
-
-    def _take(self) -> StepReport:
-        waiting = self.queue.popleft()
-        seconds = waiting.after.seconds_since(waiting.before)
-        loss, norm, applied, rate, scale, parameter_norm = waiting.report.tolist()
-        return StepReport(
-            step=waiting.step,
-            loss=loss,
-            grad_norm=norm,
-            applied=applied == 1.0,
-            learning_rate=rate,
-            loss_scale=scale,
-            parameter_norm=None if parameter_norm < 0 else parameter_norm,
-            tokens=waiting.tokens,
-            seconds=seconds,
-            data_seconds=waiting.data_seconds,
-            spans=tuple(spans_between(waiting.before, waiting.marks)),
-        )
+        return [self.queue.popleft()[1]() for _ in range(len(self.queue))]
 
 
 class SpanTotals:

@@ -193,10 +193,6 @@ def _fused_optimizer(case: Case) -> Answer:
     return Answer(False, f"torch has no fused AdamW on {case.device.kind}")
 
 
-def _optimizer_offload(case: Case) -> Answer:
-    return _unless(case.asked.optimizer_offload, None if case.cuda else NOT_CUDA)
-
-
 def _optimizer_state(case: Case) -> Answer:
     asked = case.asked.optimizer_state
     if asked == "8bit" and case.used.optimizer_offload:
@@ -330,7 +326,7 @@ ROWS = (
     Row("loss", _loss),
     Row("loss_chunk", _loss_chunk, harmless=True),
     Row("fused_optimizer", _fused_optimizer),
-    Row("optimizer_offload", _optimizer_offload),
+    Row("optimizer_offload", lambda case: _unless(case.asked.optimizer_offload, None if case.cuda else NOT_CUDA)),
     Row("optimizer_state", _optimizer_state),
     Row("loader", _loader),
     Row("micro_batch", _micro_batch, harmless=True),

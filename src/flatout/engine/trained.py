@@ -24,6 +24,7 @@ class Trained:
     saved: Mapping[str, nn.Parameter]  # what a checkpoint holds, by name
     updated: Sequence[Trainable]  # what optimizers update: the same, or one tensor that holds them all
     clear_gradients: Callable[[], None] | None = None  # where gradients must stay in their places
+    forget: Callable[[], None] = lambda: None  # lets go of what is derived from the trained values
 
     @property
     def count(self) -> int:
@@ -46,4 +47,4 @@ def only_adapters(adapters: Adapters) -> Trained:
     names = ("adapters", "magnitudes")
     flat = zip(names, adapters.optimizer_parameters, strict=False)
     updated = [Trainable(name, parameter, adapters, matrix=name == "adapters") for name, parameter in flat]
-    return Trained(dict(adapters.named_parameters()), updated, adapters.zero_gradients)
+    return Trained(dict(adapters.named_parameters()), updated, adapters.zero_gradients, adapters.forget)

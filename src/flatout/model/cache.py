@@ -89,6 +89,16 @@ class LayerCache:
             decoding.masks[kind] = seen_BTS if window is None else seen_BTS & (back_BTS < window)
         return k_BGSD, v_BGSD, decoding.masks[kind]
 
+    def attend(
+        self, q_BHTD: Tensor, k_BGTD: Tensor, v_BGTD: Tensor, decoding: Decoding, *, backend: str, window: int | None
+    ) -> Tensor:
+        """Attention of the new positions to themselves and to what is here of their row; they come to it."""
+        if decoding.fresh:
+            self.write(k_BGTD, v_BGTD, decoding)
+            return causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=backend, window=window)
+        k_BGSD, v_BGSD, mask_BTS = self.extend(k_BGTD, v_BGTD, decoding, window)
+        return masked_attention(q_BHTD, k_BGSD, v_BGSD, mask_BTS)
+
 
 class EigenstateCache:
     """The states of one layer, and what its filters look back at. Nothing grows."""
@@ -122,21 +132,3 @@ class Cache:
     def advance(self, length: int) -> None:
         self.most += length
         self.length_B += length
-
-
-def cached_attention(
-    q_BHTD: Tensor,
-    k_BGTD: Tensor,
-    v_BGTD: Tensor,
-    cache: LayerCache,
-    decoding: Decoding,
-    *,
-    backend: str,
-    window: int | None,
-) -> Tensor:
-    """Attention of the new positions to themselves and to what the cache has of their row; they come to it."""
-    if decoding.fresh:
-        cache.write(k_BGTD, v_BGTD, decoding)
-        return causal_attention(q_BHTD, k_BGTD, v_BGTD, backend=backend, window=window)
-    k_BGSD, v_BGSD, mask_BTS = cache.extend(k_BGTD, v_BGTD, decoding, window)
-    return masked_attention(q_BHTD, k_BGSD, v_BGSD, mask_BTS)

@@ -86,14 +86,7 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
     fields: dict[str, Any] = {}
     for feature in FEATURES:
         fields |= feature.format(kind).fields(read)
-    made_for = fields["context"]
-    if cut and context is not None:
-        context = min(context, made_for)
-    if context is not None and context > made_for:
-        raise read.refuse(
-            f"the model has {made_for:,} positions, and {context:,} are asked for",
-            f"set model.context to at most {made_for}",
-        )
+    context = fitting_context(context, fields["context"], path, cut=cut)
     if context is not None and kind != "gpt2":
         fields["context"] = context
     check_window(read, fields["layers"], fields["context"])
@@ -117,6 +110,16 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
         padding=next(iter(_token_ids(read, "pad_token_id")), None),
         values=values,
     )
+
+
+def fitting_context(asked: int | None, made_for: int, where: Path, *, cut: bool) -> int | None:
+    """The context that is asked for; one that is longer than the model was made for is `cut`, or else refused."""
+    if asked is not None and asked > made_for and not cut:
+        raise CheckpointError(
+            f"{where}: the model has {made_for:,} positions, and {asked:,} are asked for",
+            f"set model.context to at most {made_for}",
+        )
+    return None if asked is None else min(asked, made_for)
 
 
 def check_same_model(config: ModelConfig, description: Description, hint: str) -> None:

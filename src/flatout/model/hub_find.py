@@ -143,6 +143,3 @@ def _hub_error(name: str, error: Exception) -> CheckpointError:
         f"{name} is neither a folder here nor in the hub's cache, and could not be fetched: {reason}",
         "check the network and HF_HUB_OFFLINE, or name a folder on this machine: model.init_from=FOLDER",
     )
-
-
-__all__ = ["FoundModel", "find_model", "is_within_reach"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatout.config.schema import ModelConfig
 from flatout.model.adapted import AdaptedLinear
-from flatout.model.cache import LayerCache, cached_attention
+from flatout.model.cache import LayerCache
 from flatout.model.eigenstate import Eigenstate
 from flatout.model.execution import Execution
 from flatout.model.narrow import input_slot
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if cache is not None:
             assert shared.decoding is not None
-            return cached_attention(*qkv, cache, shared.decoding, backend=how.attention, window=self.window)
+            return cache.attend(*qkv, shared.decoding, backend=how.attention, window=self.window)
         if shared.layout is None:
             return causal_attention(*qkv, backend=how.attention, dropout=dropout, window=self.window)
         if dropout > 0.0:

@@ -103,16 +103,12 @@ def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, lis
             rounded, before = whole.to(dtype), base.to(dtype)
             update = (whole - base).double()
             moved = rounded.double() - before.double()
-            total.add(
-                _Sums(
-                    weights=update.numel(),
-                    unchanged=int((rounded == before).sum()),
-                    along=float((moved * update).sum()),
-                    wrong=float((moved - update).square().sum()),
-                    update=float(update.square().sum()),
-                    base=float(base.double().square().sum()),
-                )
-            )
+            total.weights += update.numel()
+            total.unchanged += int((rounded == before).sum())
+            total.along += float((moved * update).sum())
+            total.wrong += float((moved - update).square().sum())
+            total.update += float(update.square().sum())
+            total.base += float(base.double().square().sum())
             merged[part.span][rows] = rounded
         sums.append(total)
     return merged, sums

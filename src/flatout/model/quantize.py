@@ -4,7 +4,6 @@ Embeddings, head, norms and biases stay as they are. Contract: both ways give th
 quantizes queries, keys, values, gate and up as matrices of their own.
 """
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
@@ -15,15 +14,6 @@ from flatout.model.adapter_targets import targets_of
 from flatout.model.gpt import GPT
 from flatout.model.layers import Block
 from flatout.ops.quantized import QuantizedWeight, frozen_product, quantized, quantizing_missing
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedBase:
-    """What the linear layers of a model take in memory."""
-
-    weights: int
-    bytes: int
-    wide_bytes: int  # what they would take in their own type
 
 
 class FrozenLinear(nn.Linear):
@@ -67,16 +57,11 @@ def round_linears(model: GPT) -> None:
         block.linears()[name].weight.copy_(quantized(parts).widened())
 
 
-def quantized_base(model: GPT) -> QuantizedBase | None:
-    """What was quantized, or None."""
+def quantized_base(model: GPT) -> tuple[int, int, int]:
+    """(weights that were quantized, bytes that they take, bytes that they would take in their own type)."""
     found = [parameter for parameter in model.parameters() if isinstance(parameter, QuantizedWeight)]
-    if not found:
-        return None
-    return QuantizedBase(
-        weights=sum(weight.numel() for weight in found),
-        bytes=sum(weight.bytes for weight in found),
-        wide_bytes=sum(weight.numel() * weight.element_size() for weight in found),
-    )
+    wide = sum(weight.numel() * weight.element_size() for weight in found)
+    return sum(weight.numel() for weight in found), sum(weight.bytes for weight in found), wide
 
 
 def _linears(model: GPT) -> Iterator[tuple[Block, str, list[Tensor]]]:

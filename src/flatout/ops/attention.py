@@ -292,7 +292,7 @@ def attention_failure(
         try:
             install_flash(backend)
             for packed in (True, False):  # a model with rotary positions has them apart
-                values = _inputs(device, dtype, heads, groups, size, context, packed=packed)
+                values = trial_inputs(device, dtype, heads, groups, size, context, packed=packed)
                 if (reason := _trial(backend, values, dropout)) is not None:
                     return reason
             return None
@@ -320,7 +320,7 @@ def _trial(backend: str, qkv: Sequence[Tensor], dropout: float) -> str | None:
     return None
 
 
-def _inputs(
+def trial_inputs(
     device: torch.device, dtype: torch.dtype, heads: int, groups: int, size: int, context: int, *, packed: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values as a model has them: [B, T, heads, D] in memory, side by side or each on its own."""
@@ -338,13 +338,8 @@ def _reason(backend: str, error: Exception, told: list[str]) -> str:
     words = {"fa3": "flash", "cudnn+fa4": "cudnn", "efficient": "memory efficient"}
     if "No available kernel" in str(error) or "No viable backend" in str(error):
         skipped = ("because", "not been runtime disabled", "runtime disabled")
-        reasons = [
-            t
-            for t in told
-            if words.get(backend, backend) in t.lower() and not any(word in t.lower() for word in skipped)
-        ]
-        reasons = reasons or [t for t in told if not any(word in t.lower() for word in skipped)]
-        if reasons:
+        reasons = [text for text in told if not any(word in text.lower() for word in skipped)]
+        if reasons := [text for text in reasons if words.get(backend, backend) in text.lower()] or reasons:
             return f"{backend} does not take it: {_first_sentence(reasons[0])}"
         return f"torch has no {backend} kernel for these shapes"
     return f"{backend} failed: {type(error).__name__}: {_first_sentence(str(error))}"
@@ -369,7 +364,7 @@ def picked_kernel(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it also tells what it would not pick
         try:
-            q_BHTD, k_BGTD, v_BGTD = _inputs(device, dtype, heads, groups, size, min(context, 1024))
+            q_BHTD, k_BGTD, v_BGTD = trial_inputs(device, dtype, heads, groups, size, min(context, 1024))
             choice = torch._fused_sdp_choice(  # pyright: ignore[reportPrivateImportUsage]
                 q_BHTD, k_BGTD, v_BGTD, None, dropout, context > 1, enable_gqa=heads != groups
             )

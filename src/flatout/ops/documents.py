@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flatout.ops.attention import trial_inputs
 from flatout.ops.reference import IGNORED, attention_reference
 from flatout.ops.varlen import varlen_attention
 from flatout.ops.windows import window_mask
@@ -265,7 +266,8 @@ def lay_out(
         unit = max(_STEP, _rounded(-(-rows * length // _SHARES), _STEP // 2))
 
     def there(values: npt.NDArray[np.generic], kind: torch.dtype) -> Tensor:
-        return _there(values, kind, device)
+        tensor = torch.from_numpy(np.ascontiguousarray(values)).to(kind)
+        return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
     labelled = None if targets_BT is None else _places(targets_BT.reshape(-1), unit)
     return Layout(
@@ -277,11 +279,6 @@ def lay_out(
         labelled_L=None if labelled is None else there(labelled, torch.int64),
         alone=_alone(documents_BT),
     )
-
-
-def _there(values: npt.NDArray[np.generic], kind: torch.dtype, device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(values)).to(kind)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _alone(documents_BT: npt.NDArray[np.int32]) -> bool:
@@ -325,9 +322,7 @@ def document_failure(
     """Why this kernel cannot train packed documents here, or None. It is tried, forward and backward, on three."""
     lengths = (70, 1, 185)
     layout = lay_out(np.repeat(np.arange(3, dtype=np.int32), lengths)[None], None, device)
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(1, sum(lengths), heads + 2 * groups, size, generator=generator).to(device, dtype)
-    parts = [part.transpose(1, 2) for part in whole.split([heads, groups, groups], dim=2)]
+    parts = trial_inputs(device, dtype, heads, groups, size, sum(lengths))
     try:
         results = []
         for way, kind in ((backend, dtype), ("reference", torch.float32)):

@@ -116,14 +116,6 @@ class Slot:
         self.values: Tensor | None = None
         self.version = 0
 
-    @property
-    def rounding(self) -> bool:
-        return self.scales.rounding
-
-    @property
-    def recording(self) -> bool:
-        return self.scales.recording
-
     def hand_over(self, wide: Tensor, values: Tensor | None) -> None:
         """`wide` has been recorded, and rounded to `values` where scales are known."""
         self.wide, self.values, self.version = wide, values, version_of(wide)

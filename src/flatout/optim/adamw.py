@@ -18,6 +18,8 @@ from torch.optim.adamw import adamw
 from flatout.ops.adam8 import BLOCK, NO_SCALE, Settings, adam8_reference, blocks_of, decode, encode
 from flatout.optim.optimizer import Group, Optimizer, StateBytes, gradient_of, numbers_of, read_numbers
 
+State = dict[str, Tensor]  # of one parameter
+Scaling = tuple[Tensor | None, Tensor | None]  # a divisor of gradients, and 1 where nothing may change; for kernels
 FP32_BELOW = 4096  # elements: smaller tensors are not worth quantising, and norms and biases are sensitive
 
 
@@ -35,15 +37,10 @@ class _Form(Optimizer, abc.ABC):
         return "in 8 bits: widened to fp32"
 
     def _torch_update(
-        self,
-        group: Group,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        states: list[dict[str, Tensor]],
-        divisor: Tensor | None,
-        skip: Tensor | None,
+        self, group: Group, weights: list[Tensor], gradients: list[Tensor], states: list[State], scaling: Scaling
     ) -> None:
         """torch's own update of tensors with moments in fp32 that lie beside them."""
+        divisor, skip = scaling
         decay = _decay_of(group, weights, skip)
         adamw(
             weights,
@@ -92,7 +89,7 @@ class _OnDevice(_Form, abc.ABC):
         if self.fused:
             skip = (~finite).to(torch.float32)
             for group in self.groups:
-                self._update_group(group, group.updated(), divisor, skip)
+                self._update_group(group, group.updated(), (divisor, skip))
         else:
             _, applied, groups = read_numbers(self.groups, numbers_of(self.groups, divisor, finite).tolist())
             if not applied:
@@ -100,17 +97,15 @@ class _OnDevice(_Form, abc.ABC):
             for group in groups:
                 for parameter in group.updated():
                     gradient_of(parameter).div_(divisor)
-                self._update_group(group, group.updated(), None, None)
+                self._update_group(group, group.updated(), (None, None))
         # torch's fused kernels and ours write weights without moving their versions, by which copies of weights in
         # narrower types are kept fresh.
         increment_version(self.parameters)
 
-    def _update_group(
-        self, group: Group, chosen: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None
-    ) -> None:
+    def _update_group(self, group: Group, chosen: Sequence[Tensor], scaling: Scaling) -> None:
         if chosen:
             states = [self.state[p] for p in chosen]
-            self._torch_update(group, list(chosen), [gradient_of(p) for p in chosen], states, divisor, skip)
+            self._torch_update(group, list(chosen), [gradient_of(p) for p in chosen], states, scaling)
 
 
 class AdamW(_OnDevice):
@@ -153,15 +148,13 @@ class EightBitAdamW(_OnDevice):
         Optimizer.take_over(self, parameter, _narrowed(saved, parameter.device))
         return "fp32: quantised to 8 bits"
 
-    def _update_group(
-        self, group: Group, chosen: Sequence[Tensor], divisor: Tensor | None, skip: Tensor | None
-    ) -> None:
-        super()._update_group(group, [p for p in chosen if not self.quantised(p)], divisor, skip)
+    def _update_group(self, group: Group, chosen: Sequence[Tensor], scaling: Scaling) -> None:
+        super()._update_group(group, [p for p in chosen if not self.quantised(p)], scaling)
         large = [p for p in chosen if self.quantised(p)]
         if not large:
             return
-        scalars = self._scalars(group, large, divisor, skip)
-        decay = _decay_of(group, large, skip)
+        scalars = self._scalars(group, large, scaling)
+        decay = _decay_of(group, large, scaling[1])
         settings = Settings(group.fixed("beta1"), group.fixed("beta2"), group.fixed("eps"), decay)
         update = _update_for(large[0].device, self.fused)
         for p in large:
@@ -169,9 +162,9 @@ class EightBitAdamW(_OnDevice):
             moments = (state["exp_avg"], state["exp_avg_scale"], state["exp_avg_sq"], state["exp_avg_sq_scale"])
             update(p, gradient_of(p), moments, scalars, settings)
 
-    def _scalars(self, group: Group, chosen: list[Tensor], divisor: Tensor | None, skip: Tensor | None) -> Tensor:
+    def _scalars(self, group: Group, chosen: list[Tensor], scaling: Scaling) -> Tensor:
         """Advances the counts of steps and gives the six numbers of the update, without a word to the host."""
-        device = chosen[0].device
+        device, (divisor, skip) = chosen[0].device, scaling
         skip = torch.zeros((), device=device) if skip is None else skip
         divisor = torch.ones((), device=device) if divisor is None else divisor
         steps = [self.state[p]["step"] for p in chosen]
@@ -271,7 +264,7 @@ class HostAdamW(_Form):
         if not self.fused:
             self.gradients[parameter].div_(divide_by)
         weights, gradients = [self.weights[parameter]], [self.gradients[parameter]]
-        self._torch_update(group, weights, gradients, [self.state[parameter]], *scaling)
+        self._torch_update(group, weights, gradients, [self.state[parameter]], scaling)
 
     def _fetch(self, parameter: Tensor, copies: "_Copies") -> Callable[[], None]:
         if self.versions.get(parameter) != parameter._version:

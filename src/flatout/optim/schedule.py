@@ -23,14 +23,11 @@ def _factor(config: OptimConfig, update: int, updates: int) -> float:
         return rising
     if config.schedule == "constant":
         return 1.0
-    floor = config.min_ratio
+    floor, start = config.min_ratio, warmup
     if config.schedule == "wsd":
-        decay = max(1, round(config.decay_fraction * updates))
-        start = max(warmup, updates - decay)
-        share = _share(update, start, updates)
-        return 1.0 - (1.0 - floor) * share
-    share = _share(update, warmup, updates)
-    if config.schedule == "linear":
+        start = max(warmup, updates - max(1, round(config.decay_fraction * updates)))
+    share = _share(update, start, updates)
+    if config.schedule in ("linear", "wsd"):
         return 1.0 - (1.0 - floor) * share
     return floor + (1.0 - floor) * (1 + math.cos(math.pi * share)) / 2
 

@@ -163,9 +163,9 @@ class _Product:
         inputs = torch.empty_like(out)
         if self.launch is None:
             ways = [functools.partial(self._by_library, kernel) for kernel in self.kernels]
-            self.launch, milliseconds = _fastest(ways, a, b, out, bias, inputs)
-            other = min(_milliseconds(other_way, (), _burst(milliseconds)) for _ in range(2))
-            self.worth = milliseconds < other
+            self.launch, own = _fastest(ways, a, b, out, bias, inputs)
+            other = min(milliseconds(other_way, (), _burst(own)) for _ in range(2))
+            self.worth = own < other
             if not self.worth:
                 return None
         self.launch(a, b, out, bias, inputs)
@@ -214,11 +214,11 @@ def _fastest(ways: list[Callable[..., None]], *arguments: Any) -> tuple[Callable
     need not win then. A first round finds those worth a burst; in two more they take turns, so that a drifting clock
     treats them alike.
     """
-    first = {number: _milliseconds(way, arguments, 2) for number, way in enumerate(ways)}
+    first = {number: milliseconds(way, arguments, 2) for number, way in enumerate(ways)}
     limit = 1.25 * min(first.values())
     near = sorted((number for number in first if first[number] <= limit), key=lambda number: first[number])[:4]
     count = _burst(first[near[0]])
-    rounds = [{number: _milliseconds(ways[number], arguments, count) for number in near} for _ in range(2)]
+    rounds = [{number: milliseconds(ways[number], arguments, count) for number in near} for _ in range(2)]
     best = {number: min(taken[number] for taken in rounds) for number in near}
     winner = min(near, key=lambda number: best[number])
     return ways[winner], best[winner]
@@ -228,7 +228,7 @@ def _burst(milliseconds: float) -> int:
     return max(4, min(100, round(_BURST_MILLISECONDS / max(milliseconds, 1e-3))))
 
 
-def _milliseconds(way: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> float:
+def milliseconds(way: Callable[..., Any], arguments: tuple[Any, ...], count: int) -> float:
     """Milliseconds per call; infinite for a kernel that the library suggests and then refuses."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     try:
@@ -296,7 +296,7 @@ def _shape_of(
         return None
     strides = (max(a_MK.stride()), max(b_KN.stride()), columns if out is None else out.stride(0))
     # The library's search takes it that operands begin at multiples of 256 bytes. What torch allocates does.
-    if any(stride % 8 for stride in strides) or _address(a_MK, b_KN, out) % 256:
+    if any(stride % 8 for stride in strides) or any(x.data_ptr() % 256 for x in (a_MK, b_KN, out) if x is not None):
         return None
     return _Shape(
         rows=rows,
@@ -312,11 +312,3 @@ def _shape_of(
         strides=strides,
         gelu=gelu,
     )
-
-
-def _address(*tensors: Tensor | None) -> int:
-    """The bits that are set in any of the addresses."""
-    bits = 0
-    for tensor in tensors:
-        bits |= 0 if tensor is None else tensor.data_ptr()
-    return bits

@@ -170,8 +170,8 @@ def rounding_of(slot: Slot | None, shape: Sequence[int], device: torch.device) -
     if slot is None:
         return Rounding(slot=None, room=None, narrow=False, record=False)
     kind = slot.kind if device.type == "cuda" else torch.float32
-    room = torch.empty(shape, dtype=kind, device=device) if slot.rounding else None
-    return Rounding(slot=slot, room=room, narrow=slot.rounding, record=slot.recording)
+    room = torch.empty(shape, dtype=kind, device=device) if slot.scales.rounding else None
+    return Rounding(slot=slot, room=room, narrow=slot.scales.rounding, record=slot.scales.recording)
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def narrow_values(slot: Slot, wide: Tensor) -> Tensor | None:
     They are there already where a kernel of ours wrote `wide`; else they take a pass over it.
     """
     found, values = slot.take(wide)
-    if found or not (slot.rounding or slot.recording):
+    if found or not (slot.scales.rounding or slot.scales.recording):
         return values
     wide = wide.contiguous()
     rounding = rounding_of(slot, wide.shape, wide.device)

@@ -167,8 +167,8 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
-def _strides(x: Tensor) -> tuple[int, int, int]:
-    return x.stride(0), x.stride(1), x.stride(2)
+def _strides(x: Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
 class _PrepareHeads(torch.autograd.Function):
@@ -211,9 +211,9 @@ class _PrepareHeads(torch.autograd.Function):
         sums_SAD = torch.empty(shares if normed else 0, heads + groups, size, dtype=torch.float32, device=device)
         _backward[(shares * (heads + groups),)](
             dq, dk, q, k, q_weight, k_weight, cos, sin, dq_out, dk_out, sums_SAD, rows, positions, heads, groups,
-            share, *_strides(dq), *_strides(dk), *((0, 0, 0) if q is None else _strides(q)),
-            *((0, 0, 0) if k is None else _strides(k)), ctx.eps, SIZE=size, Q_NORM=q_weight is not None,
-            K_NORM=k_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+            share, *_strides(dq), *_strides(dk), *_strides(q), *_strides(k), ctx.eps, SIZE=size,
+            Q_NORM=q_weight is not None, K_NORM=k_weight is not None, HAS_ROPE=cos is not None, ROWS=at_once,
+            BLOCK=block, num_warps=4,
         )  # fmt: skip
         dq_weight = None if q_weight is None else sums_SAD[:, :heads].sum((0, 1)).to(q_weight.dtype)
         dk_weight = None if k_weight is None else sums_SAD[:, heads:].sum((0, 1)).to(k_weight.dtype)
@@ -326,7 +326,6 @@ def turn_back_packed(
     block, at_once = _block_and_rows(size)
     _pack_back[(triton.cdiv(rows, at_once) * (heads + 2 * groups),)](
         dq, dk, dv, q, k, q_weight, k_weight, cos, sin, out_NC, rows, positions, heads, groups, out_NC.stride(0),
-        *_strides(dq), *_strides(dk), *_strides(dv), *((0, 0, 0) if q is None else _strides(q)),
-        *((0, 0, 0) if k is None else _strides(k)), eps, SIZE=size, HAS_NORM=norms is not None,
-        HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
+        *_strides(dq), *_strides(dk), *_strides(dv), *_strides(q), *_strides(k), eps, SIZE=size,
+        HAS_NORM=norms is not None, HAS_ROPE=cos is not None, ROWS=at_once, BLOCK=block, num_warps=4,
     )  # fmt: skip

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from flatout.ops.kernels.cublaslt import milliseconds
 from flatout.ops.kernels.launch import multiprocessors
 from flatout.ops.lora import LoraLayout, wide_product
 
@@ -171,18 +172,5 @@ def add_adapter_gradients(
             return
         spare = [torch.zeros_like(total) for total in totals]
         ways = (by_products, by_our_kernel)
-        chosen.append(min(ways, key=lambda way: _milliseconds(lambda: way(spare, *values))))
+        chosen.append(min(ways, key=lambda way: milliseconds(way, (spare, *values), _TRIALS)))
     chosen[0](totals, *values)
-
-
-def _milliseconds(way: Callable[[], None]) -> float:
-    """What a call takes on the device, after one to warm up."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    way()
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(_TRIALS):
-        way()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)

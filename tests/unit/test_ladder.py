@@ -203,7 +203,6 @@ def test_the_figures_of_steps_of_different_lengths(tiny: Tiny):
     found = summary_of(run, [untimed], timed)
     assert (found.milliseconds, found.mean_milliseconds) == pytest.approx((300, 380))
     assert found.spread == pytest.approx((0.4 - 0.2) / 0.3), "from quartile to quartile"
-    assert found.tokens_per_second == pytest.approx(64 / 0.3)
 
 
 def test_stepping_goes_on_where_it_stopped(tiny: Tiny):

@@ -61,10 +61,6 @@ class Device:
         """Whether bf16 products run on matrix units (Ampere and newer)."""
         return self.kind == "cuda" and self.capability is not None and self.capability >= (8, 0)
 
-    @property
-    def fused_optimizer(self) -> bool:
-        return self.kind in ("cuda", "cpu", "mps")
-
 
 def detect_device(asked: str = "auto") -> Device:
     """The device asked for, or the fastest there is; an absent one is an error that names what exists."""

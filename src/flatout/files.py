@@ -108,15 +108,23 @@ def write_new(path: Path, content: bytes, *, durable: bool = False) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:
-    """Puts a file in place of another one: readers see the old bytes or the new ones, also when writing fails.
+    """Puts a file in place of another one; see `whole_file`."""
+    with whole_file(path, durable=durable) as file:
+        file.write(content)
 
-    A link at `path` is replaced, not followed. `durable`: the new bytes survive a power loss once this returns.
+
+@contextmanager
+def whole_file(path: Path, *, durable: bool = False) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of another one: readers see the old bytes or the new ones, also when writing
+    fails.
+
+    A link at `path` is replaced, not followed. `durable`: the new bytes survive a power loss once the block ends.
     """
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     created = temporary.open("xb")  # so it is ours to remove
     try:
         with created as file:
-            file.write(content)
+            yield file
             file.flush()
             if durable:
                 os.fsync(file.fileno())

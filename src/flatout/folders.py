@@ -186,12 +186,15 @@ def _writer_lives(folder: Path) -> bool:
         return True
     if pid == os.getpid():  # a process with our number that was killed, in a container that numbers from 1 again
         return False
+    return process_lives(pid)
+
+
+def process_lives(pid: int) -> bool:
+    """Whether a process of this host lives, as far as it tells. Not for Windows, where asking would end it."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
+        os.kill(pid, 0)  # sends nothing, only asks
+    except (OSError, OverflowError) as error:
+        return not isinstance(error, ProcessLookupError)
     return True
 
 

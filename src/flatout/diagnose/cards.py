@@ -22,23 +22,17 @@ MEBIBYTE = 2**20
 _SECONDS = 10
 # Bits of the driver's "why is the clock held down"; idle and the user's own clocks are no trouble.
 _HELD_BY = {"power": 0x04 | 0x80, "heat": 0x20 | 0x40, "hardware": 0x08}
-_FIELDS: tuple[str, ...] = (
-    "uuid",
-    "name",
-    "driver_version",
-    "compute_cap",
-    "memory.total",
-    "memory.used",
-    "utilization.gpu",
-    "temperature.gpu",
-    "power.draw",
-    "power.limit",
-    "power.default_limit",
-    "clocks.sm",
-    "clocks.max.sm",
-    "clocks_throttle_reasons.active",
-    "ecc.errors.uncorrected.volatile.total",
-)
+# What nvidia-smi is asked for; the numbers are those that a `Card` takes as they are.
+_NUMBERS = {
+    "temperature": "temperature.gpu",
+    "power_watts": "power.draw",
+    "power_limit_watts": "power.limit",
+    "power_default_watts": "power.default_limit",
+    "clock_mhz": "clocks.sm",
+    "clock_most_mhz": "clocks.max.sm",
+}
+_FIELDS = ("uuid", "name", "driver_version", "compute_cap", "memory.total", "memory.used", "utilization.gpu")
+_FIELDS += (*_NUMBERS.values(), "clocks_throttle_reasons.active", "ecc.errors.uncorrected.volatile.total")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,6 +186,7 @@ def _program_card(card: dict[str, str]) -> Card:
         except ValueError:  # [N/A], [Not Supported]
             return None
 
+    plain: dict[str, Any] = {name: number(field) for name, field in _NUMBERS.items()}
     total, used, load = number("memory.total"), number("memory.used"), number("utilization.gpu")
     errors = number("ecc.errors.uncorrected.volatile.total")
     capability = re.fullmatch(r"(\d+)\.(\d+)", card["compute_cap"])
@@ -202,15 +197,10 @@ def _program_card(card: dict[str, str]) -> Card:
         memory_bytes=None if total is None else int(total * MEBIBYTE),
         used_bytes=None if used is None else int(used * MEBIBYTE),
         utilisation=None if load is None else load / 100,
-        temperature=number("temperature.gpu"),
-        power_watts=number("power.draw"),
-        power_limit_watts=number("power.limit"),
-        power_default_watts=number("power.default_limit"),
-        clock_mhz=number("clocks.sm"),
-        clock_most_mhz=number("clocks.max.sm"),
         throttled=() if bits is None else held_by(int(bits[0], 16)),
         uncorrected_errors=None if errors is None else int(errors),
         identity=card["uuid"],
+        **plain,
     )
 
 

@@ -67,29 +67,25 @@ def check_chat(loaded: LoadedConfig, *, quick: bool, here: bool) -> Iterator[Fin
         yield from _check_sources(loaded.config)
         yield _unchecked("rows, template, adapters and memory were not checked, as there is no base to read them with")
         return
-    try:
-        config, cut = base.fit(loaded.config, loaded.sources["model.context"])
-    except UserError as error:
-        yield finding_of(error, "config", "context")
-        yield _unchecked("rows, template, adapters and memory were not checked, as the config does not fit its base")
-        return
-    if cut:
-        loaded = dataclasses.replace(loaded, config=config)
-        yield Check("config", "context").note(cut)
-    try:
-        template, said = base.template_for(loaded.config.chat.template)
-        name = "none: samples are bare text" if template is None else template.name
-        yield Check("data", "template").ok(said or ("the model's own" if name == "model" else name))
-    except UserError as error:
-        yield finding_of(error, "data", "template")
-        yield _unchecked("rows, adapters and memory were not checked, as there is no template to write samples by")
-        return
     with tempfile.TemporaryDirectory(prefix="flatout-doctor-") as temporary:
+        # What is looked at, and what cannot be where that fails.
+        check, rest = Check("config", "context"), "rows, template, adapters and memory"
+        why = "the config does not fit its base"
         try:
+            config, cut = base.fit(loaded.config, loaded.sources["model.context"])
+            if cut:
+                loaded = dataclasses.replace(loaded, config=config)
+                yield check.note(cut)
+            check, rest = Check("data", "template"), "rows, adapters and memory"
+            why = "there is no template to write samples by"
+            template, said = base.template_for(loaded.config.chat.template)
+            name = "none: samples are bare text" if template is None else template.name
+            yield check.ok(said or ("the model's own" if name == "model" else name))
+            check, rest, why = Check("data", "rows"), "adapters and memory", "there are no samples"
             base, data, whole = _samples(loaded.config, Path(temporary), _WHOLE_QUICK if quick else _WHOLE)
         except UserError as error:
-            yield finding_of(error, "data", "rows")
-            yield _unchecked("adapters and memory were not checked, as there are no samples")
+            yield finding_of(error, check.area, check.name)
+            yield _unchecked(f"{rest} were not checked, as {why}")
             return
         yield from _check_samples(loaded.config, data, whole=whole)
         yield from _check_run(loaded, base, data, whole=whole, here=here)

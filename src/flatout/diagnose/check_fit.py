@@ -31,10 +31,8 @@ CONTEXT_BYTES = 512 * 2**20  # what CUDA itself holds on a card, beside torch's 
 class Fit:
     """A config on a machine whose torch works."""
 
-    kind: str
     parameters: int
     speed: "Speed"
-    device: "Device"
     vocab: int
     corpus_bytes: int | None  # None where the text is streamed
     probes: "Probes"  # that answer for the machine
@@ -49,7 +47,7 @@ class Fit:
 
         known = {"vocab": self.vocab, "probes": self.probes}
         try:
-            speed = resolve_speed(config, self.device, self.corpus_bytes, lambda _: DEFAULT, **known)
+            speed = resolve_speed(config, self.speed.device, self.corpus_bytes, lambda _: DEFAULT, **known)
         except UserError:
             return None
         return _needed(config, self.vocab, speed, self.corpus_bytes)
@@ -139,10 +137,8 @@ def fit(
     rate, rate_of = _fastest(trials, speed, device)
     flops = flops_per_token(config.model, vocab) * config.train.batch_tokens
     fitted = Fit(
-        kind=kind,
         parameters=parameter_count(config.model, vocab),
         speed=speed,
-        device=device,
         vocab=vocab,
         corpus_bytes=corpus,
         probes=probes,
@@ -212,7 +208,7 @@ def check_time(config: RunConfig, fitted: Fit, steps: int | None) -> Finding | N
     seconds = None if steps is None else steps * fitted.step_seconds
     least = "" if seconds is None else f"at least {_duration(seconds)}, "
     rate = _count(config.train.batch_tokens / fitted.step_seconds)
-    too_long = fitted.kind == "cpu" and seconds is not None and seconds >= 48 * 3600
+    too_long = fitted.speed.device.kind == "cpu" and seconds is not None and seconds >= 48 * 3600
     estimate = "`flatout estimate` times real steps."
     smaller = "This model is not for a CPU. Use a machine with a GPU, or begin with the preset shakespeare-char; "
     return Check("memory", "least time").told(

@@ -55,11 +55,9 @@ def _products(trials: Trials, kind: str, peak_flops: float | None) -> Finding | 
 
 
 def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Finding | None:
-    tried = {one.name.removeprefix("attention "): one for one in trials.trials if one.name.startswith("attention ")}
+    tried, works, fails = _tried(trials, "attention ")
     if not tried:
         return None
-    works = [name for name, one in tried.items() if one.outcome == "works"]
-    fails = [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
     picks = f"; torch itself picks {trials.picked}" if trials.picked else ""
     found = f"run and right: {', '.join(works) or 'none'}{picks}"
     asked = "auto" if config is None else config.speed.attention
@@ -83,15 +81,20 @@ def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Finding |
     return _check("attention").ok(found)
 
 
+def _tried(trials: Trials, what: str) -> tuple[dict[str, Trial], list[str], list[str]]:
+    """Trials of one thing by what was tried of it; what works, and what fails, with the reason."""
+    tried = {one.name.removeprefix(what): one for one in trials.trials if one.name.startswith(what)}
+    works = [name for name, one in tried.items() if one.outcome == "works"]
+    return tried, works, [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
+
+
 def _scan(trials: Trials, config: RunConfig | None) -> Finding | None:
     """Who computes the states of eigenstate blocks. Our kernels are tried only where a run would take them."""
-    tried = {one.name.removeprefix("scan "): one for one in trials.trials if one.name.startswith("scan ")}
+    tried, works, fails = _tried(trials, "scan ")
     if not tried or config is None:
         return None
     asked = config.speed.scan
     used = asked if asked in ("reference", "chunked") else "triton" if "triton" in tried else "chunked"
-    works = [name for name, one in tried.items() if one.outcome == "works"]
-    fails = [f"{name} ({one.detail})" for name, one in tried.items() if one.outcome == "fails"]
     found = f"run and right, forward and backward: {', '.join(works) or 'none'}; a run takes {used}"
     if used in tried and tried[used].outcome == "fails":
         others = [name for name in works if name != used] or ["reference"]

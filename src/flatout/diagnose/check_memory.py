@@ -39,7 +39,7 @@ def check_memory(
         yield _STEP.note("not known, as torch is needed to reckon it, or the device does not tell its memory")
         return
     need, have, config = fitted.need_bytes, fitted.have_bytes, loaded.config
-    of = "host memory" if fitted.kind == "cpu" else fitted.speed.device.name
+    of = "host memory" if fitted.speed.device.kind == "cpu" else fitted.speed.device.name
     room = f"{in_gib(have)} of {of} are free"
     if fitted.speed.device.limit_bytes is not None:
         room = f"speed.memory_limit is {in_gib(have)}"
@@ -90,7 +90,7 @@ def _ways(
 ) -> Iterator[str]:
     """Up to three ways to fit, each as words to add to the command line."""
     told, best = 0, 0
-    if fitted.kind == "cuda":
+    if fitted.speed.device.kind == "cuda":
         name = hardware_for(have)
         other = with_hardware(name)
         need = None if other is None else fitted.need_of(other.config)
@@ -139,7 +139,7 @@ def _with_speed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
 def _tiny_micro_batches(config: RunConfig, fitted: Fit, have: int) -> Finding | None:
     """Many small micro-batches where larger ones would fit: the device waits for the host between them."""
     speed = fitted.speed
-    enough = 8192 if fitted.kind == "cuda" else 512  # tokens that keep a device busy
+    enough = 8192 if speed.device.kind == "cuda" else 512  # tokens that keep a device busy
     if speed.accumulation < 8 or speed.micro_batch * config.model.context >= enough:
         return None
     sequences = config.train.batch_tokens // config.model.context

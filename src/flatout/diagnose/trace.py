@@ -109,13 +109,10 @@ def read_trace(events: Iterable[Mapping[str, Any]], steps: int, *, device: bool)
     if device:
         found = [event for event in spans if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
         own = [(str(event["name"]), float(event["dur"])) for event in found]
-        intervals = [_interval(event) for event in found]
-        launched = _launch_times(spans, found)
     else:
         found = [event for event in spans if event.get("cat") == "cpu_op" and event.get("tid") in threads]
         own = list(_own_times(found))
-        intervals = [_interval(event) for event in found]
-        launched = []
+    launched = _launch_times(spans, found) if device else []
     kind = kind_of_kernel if device else kind_of_operator
     sums: dict[str, tuple[float, int]] = {}
     for name, microseconds in own:
@@ -134,7 +131,7 @@ def read_trace(events: Iterable[Mapping[str, Any]], steps: int, *, device: bool)
         if named[name]
     ]
     return TraceFacts(
-        busy_seconds=1e-6 * _covered(intervals) / steps,
+        busy_seconds=1e-6 * _covered([_interval(event) for event in found]) / steps,
         kernels=tuple(sorted(kernels, key=lambda kernel: -kernel.seconds)),
         ranges=tuple(ranges),
     )

@@ -7,6 +7,7 @@ says so instead of blaming the trials after it.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import io
@@ -38,18 +39,18 @@ def run_trials(
     import torch
 
     device = torch.device(kind, index) if kind == "cuda" else torch.device(kind)
-    runner = _Runner(progress)
     capability = machine.cards[index].capability if kind == "cuda" and index < len(machine.cards) else None
     precision = config_precision(config, capability) if kind == "cuda" else "fp32"
-    narrow = "bf16" if capability is not None and capability >= (8, 0) else "fp16"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    runner = _Runner(machine, device, capability, config, dtype, quick, progress)
     rates: list[float] = []
-    runner.add("matrix product", lambda: rates.append(_product_rate(device, precision)))
-    picked = _attention(runner, machine, device, config, precision, quick=quick)
+    runner.add("matrix product", lambda: rates.append(_product_rate(device, dtype)))
+    picked = _attention(runner)
     if config is not None and "E" in config.model.kinds:
-        _scan(runner, machine, device, config, capability, precision)
+        _scan(runner, config)
     if kind == "cuda":
-        _on_cuda(runner, machine, device, capability, narrow)
-    _compile(runner, machine, device, config, quick=quick)
+        _on_cuda(runner)
+    _compile(runner)
     if kind == "cuda":
         with contextlib.suppress(Exception):
             torch.cuda.empty_cache()
@@ -65,13 +66,19 @@ def config_precision(config: RunConfig | None, capability: tuple[int, int] | Non
     return "fp32" if asked == "tf32" else asked
 
 
+@dataclasses.dataclass
 class _Runner:
-    """Runs one trial after the other and keeps what came of them."""
+    """Runs one trial after the other and keeps what came of them. `dtype` is that of the config's products."""
 
-    def __init__(self, progress: Callable[[str], None]) -> None:
-        self.trials: list[Trial] = []
-        self.progress = progress
-        self.dead = ""
+    machine: Machine
+    device: Any
+    capability: tuple[int, int] | None
+    config: RunConfig | None
+    dtype: Any
+    quick: bool
+    progress: Callable[[str], None]
+    trials: list[Trial] = dataclasses.field(default_factory=list)
+    dead: str = ""
 
     def add(self, name: str, attempt: Callable[[], str | None], detail: str = "") -> None:
         """`attempt` returns why it does not work, or None."""
@@ -95,11 +102,10 @@ class _Runner:
         self.trials.append(Trial(name=name, outcome="skipped", detail=why))
 
 
-def _product_rate(device: Any, precision: str) -> float:
+def _product_rate(device: Any, dtype: Any) -> float:
     """FLOP/s of one large matrix product: what the chip really gives, by which everything else can be judged."""
     import torch
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     size = 4096 if device.type == "cuda" else 512
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
@@ -153,26 +159,22 @@ def attention_shape(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _attention(
-    runner: _Runner, machine: Machine, device: Any, config: RunConfig | None, precision: str, *, quick: bool
-) -> str | None:
+def _attention(runner: _Runner) -> str | None:
     """Tries every kernel that is at hand; returns the one that torch itself would take."""
-    import torch
-
     from flatout.ops.attention import attention_failure, install_flash, picked_kernel
 
+    config, device, dtype, packages = runner.config, runner.device, runner.dtype, runner.machine.packages
     model = ModelConfig(heads=12, width=768, context=1024) if config is None else config.model
     shape = attention_shape(model)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     asked = "auto" if config is None else config.speed.attention
 
     if device.type != "cuda":
         runner.add("attention sdpa", lambda: _plain_attention(device, dtype, shape))
         return picked_kernel(device, dtype, **shape)
-    backends = ["flash", "cudnn"] if quick else ["flash", "cudnn", "efficient"]
-    if machine.packages.get("flash_attn.cute") is not None and not quick:
+    backends = ["flash", "cudnn"] if runner.quick else ["flash", "cudnn", "efficient"]
+    if packages.get("flash_attn.cute") is not None and not runner.quick:
         backends += ["fa4", "cudnn+fa4"]
-    if machine.packages.get("flash_attn_interface") is not None and not quick:
+    if packages.get("flash_attn_interface") is not None and not runner.quick:
         backends.append("fa3")
     if asked not in ("auto", "sdpa", "reference", *backends):
         backends.append(asked)
@@ -200,25 +202,16 @@ def _plain_attention(device: Any, dtype: Any, shape: Mapping[str, Any]) -> str |
 # --- eigenstates ------------------------------------------------------------------------------------------------------
 
 
-def _scan(
-    runner: _Runner,
-    machine: Machine,
-    device: Any,
-    config: RunConfig,
-    capability: tuple[int, int] | None,
-    precision: str,
-) -> None:
+def _scan(runner: _Runner, config: RunConfig) -> None:
     """Tries the ways to compute states that a run could take here: our kernels only where `auto` would."""
-    import torch
-
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    device, capability = runner.device, runner.capability
     paths = ["chunked"]
-    if device.type == "cuda" and machine.triton.status == "ok" and (capability is None or capability >= (8, 0)):
+    if device.type == "cuda" and runner.machine.triton.status == "ok" and (capability or (8, 0)) >= (8, 0):
         paths.insert(0, "triton")
     shape = {"states": min(config.model.states, 16), "varying": config.model.modulation > 0}
     shape["apart"] = config.documents_apart
     for path in paths:
-        runner.add(f"scan {path}", functools.partial(scan_failure, path, device, dtype, **shape))
+        runner.add(f"scan {path}", functools.partial(scan_failure, path, device, runner.dtype, **shape))
 
 
 def scan_failure(path: str, device: Any, dtype: Any, *, states: int, varying: bool, apart: bool) -> str | None:
@@ -259,14 +252,15 @@ def scan_failure(path: str, device: Any, dtype: Any, *, states: int, varying: bo
 # --- our kernels, 8-bit products, cuBLASLt ----------------------------------------------------------------------------
 
 
-def _on_cuda(runner: _Runner, machine: Machine, device: Any, capability: tuple[int, int] | None, narrow: str) -> None:
-    if machine.triton.status != "ok":
-        runner.skip("triton kernels", f"triton is {machine.triton.status}")
+def _on_cuda(runner: _Runner) -> None:
+    device, capability, triton = runner.device, runner.capability, runner.machine.triton.status
+    if triton != "ok":
+        runner.skip("triton kernels", f"triton is {triton}")
     elif capability is not None and capability < (8, 0):
         runner.skip("triton kernels", "they are for Ampere and newer")
     else:
         runner.add("triton kernels", lambda: _our_kernel(device))
-    runner.add("cuBLASLt", lambda: _own_products(device, narrow))
+    runner.add("cuBLASLt", lambda: _own_products(device, capability))
     if capability is not None and capability >= (8, 9):
         runner.add("fp8 products", lambda: _fp8_product(device))
 
@@ -291,7 +285,7 @@ def _our_kernel(device: Any) -> str | None:
     return None if apart < 1e-3 else f"the result is {apart:.2g} away from torch's"
 
 
-def _own_products(device: Any, narrow: str) -> str | None:
+def _own_products(device: Any, capability: tuple[int, int] | None) -> str | None:
     import torch
 
     from flatout.ops.kernels import cublaslt
@@ -299,7 +293,7 @@ def _own_products(device: Any, narrow: str) -> str | None:
     reason = cublaslt.missing()
     if reason is not None:
         return reason
-    dtype = torch.bfloat16 if narrow == "bf16" else torch.float16
+    dtype = torch.bfloat16 if config_precision(None, capability) == "bf16" else torch.float16
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(2048, 1024, generator=generator).to(device, dtype) for _ in range(2))
     mine, theirs = cublaslt.multiply(a, b.t()), a @ b.t()
@@ -320,15 +314,15 @@ def _fp8_product(device: Any) -> str | None:
 # --- torch.compile ----------------------------------------------------------------------------------------------------
 
 
-def _compile(runner: _Runner, machine: Machine, device: Any, config: RunConfig | None, *, quick: bool) -> None:
-    name = "torch.compile"
-    asked = "auto" if config is None else config.speed.compile
-    if quick:
+def _compile(runner: _Runner) -> None:
+    name, device, triton = "torch.compile", runner.device, runner.machine.triton.status
+    asked = "auto" if runner.config is None else runner.config.speed.compile
+    if runner.quick:
         runner.skip(name, "left out by --quick")
     elif device.type != "cuda" and asked in ("auto", "off"):
         runner.skip(name, f"not used on {device.type} unless asked for")
-    elif device.type == "cuda" and machine.triton.status != "ok":
-        runner.skip(name, f"triton is {machine.triton.status}")
+    elif device.type == "cuda" and triton != "ok":
+        runner.skip(name, f"triton is {triton}")
     else:
         runner.add(name, lambda: compile_block(device), "a small block, forward and backward")
 

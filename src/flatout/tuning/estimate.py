@@ -148,7 +148,7 @@ def estimate(
         try:
             if probe:
                 timed = time_run(
-                    dataclasses.replace(loaded, config=looked.config),
+                    looked.loaded,
                     validation_tokens=looked.validation_tokens,
                     seconds=seconds,
                     notice=notice,

@@ -19,6 +19,7 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -79,16 +80,17 @@ def bench(
                 f"rungs that are there were timed for {told} steps, now it is {steps}: fewer steps are a rougher figure"
             )
         listed = rungs_for(plan)
-        chosen = choose_rungs(listed, names, only, plan.device.kind, functools.partial(absences, plan))
+        how = functools.partial(absences, plan)
+        present, chosen, absent = choose_rungs(listed, names, only, plan.device.kind, how)
         places = {rung.name: place for place, rung in enumerate(listed)}
         known = {row.rung: row for row in earlier}
-        rungs = [rung for rung in chosen.measured if rung.name not in known]
+        rungs = [rung for rung in chosen if rung.name not in known]
         if rungs:
             progress(BenchProgress(0, len(rungs), "reference", "reference"))
         reference = reference_losses(plan, notice) if rungs else []
-        for row in _climb(plan, chosen.present, rungs, known, reference, progress):
+        for row in _climb(plan, present, rungs, known, reference, progress):
             yield dataclasses.replace(row, place=places[row.rung])
-        for rung, reason in chosen.absent:
+        for rung, reason in absent:
             if rung.name not in known:
                 row = row_of(plan, rung, settings_of(rung, []), Outcome("absent", reason))
                 yield dataclasses.replace(row, place=places[rung.name])
@@ -251,10 +253,11 @@ def step_count(steps: int, seconds: float, *, whole: int = 1) -> int:
 
 
 def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -> BenchRow:
-    measured, speed, claim = outcome.measured, outcome.speed, claim_of(rung.name)
-    milliseconds = None if measured is None else measured.milliseconds
-    if measured is not None and rung.trick in PERIODIC:  # it happens in some steps only, and a median does not see it
-        milliseconds = measured.mean_milliseconds
+    speed, claim = outcome.speed, claim_of(rung.name)
+    unmeasured = dict.fromkeys(field.name for field in dataclasses.fields(Measurement)) | {"steps": 0}
+    timed: dict[str, Any] = unmeasured if outcome.measured is None else vars(outcome.measured)
+    # A trick that happens in some steps only is not seen by a median.
+    milliseconds = timed["mean_milliseconds" if rung.trick in PERIODIC else "milliseconds"]
     rate = None if milliseconds is None else 1000 * plan.config.train.batch_tokens / max(milliseconds, 1e-6)
     peak = plan.device.peak_flops
     flops = flops_per_token(plan.config.model, plan.vocab)
@@ -272,13 +275,7 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         parity_steps=plan.parity_steps,
         tolerance=tolerance_of(settings),
         tokens_per_second=rate,
-        milliseconds=milliseconds,
-        mean_milliseconds=None if measured is None else measured.mean_milliseconds,
-        spread=None if measured is None else measured.spread,
         mfu=None if rate is None or peak is None else rate * flops / peak,
-        peak_bytes=None if measured is None else measured.peak_bytes,
-        compile_seconds=None if measured is None else measured.compile_seconds,
-        steps=0 if measured is None else measured.steps,
         gain=None,
         factor=None,
         claim="" if claim is None else claim.text,
@@ -296,4 +293,5 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         flatout=flatout.__version__,
         torch=torch.__version__,
         commit=plan.commit,
+        **{**timed, "milliseconds": milliseconds},
     )

@@ -19,7 +19,6 @@ block before asking for memory again.
 
 import contextlib
 import dataclasses
-import gc
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from typing import Self, final
 
 import torch
 
+from flatout import device
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.data.positions import Schedule
@@ -174,9 +174,4 @@ def free_memory() -> None:
     """Forgets compiled functions and gives cached device memory back, so that a measurement begins on a clean card."""
     if "torch._dynamo" in sys.modules:  # whoever never compiled need not pay for importing a compiler
         torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    if torch.backends.mps.is_available():
-        torch.mps.empty_cache()
+    device.free_memory(device.detect_device().torch_device)

@@ -121,19 +121,12 @@ class Probe:
         speed = self.run.speed
         if candidate not in self.recorded:
             self.recorded[candidate] = self.resolve(self.config_for(candidate)).cuda_graphs
-        triton = candidate.kernels == "triton"
         speed = dataclasses.replace(
             speed,
-            kernels=candidate.kernels,
-            checkpointing=candidate.checkpointing,
-            loss=candidate.loss,
-            loss_chunk=candidate.loss_chunk,
-            residual=speed.residual if triton else "fp32",
-            micro_batch=candidate.micro_batch,
+            **dataclasses.asdict(candidate),
+            residual=speed.residual if candidate.kernels == "triton" else "fp32",
             accumulation=self.accumulation(candidate),
-            compile=candidate.compile,
             cuda_graphs=self.recorded[candidate],
-            optimizer_offload=candidate.optimizer_offload,
         )
         return self._need(speed, self.run.model.vocab)
 
@@ -248,17 +241,11 @@ def _median_seconds(steps: Steps) -> float:
 
 def _difference(candidate: Candidate, speed: Speed) -> str:
     """Why a candidate is not what would run here, or nothing."""
-    used = {
-        "checkpointing": speed.execution.checkpointing,
-        "loss": speed.execution.loss,
-        "kernels": speed.execution.kernels,
-        "compile": speed.compile,
-        "optimizer_offload": speed.optimizer_offload,
-    }
     why = {feature.name: feature.why for feature in speed.features}
-    for name, value in used.items():
-        if getattr(candidate, name) != value:
-            return f"{name} {getattr(candidate, name)} would be {value}: {why.get(name) or 'not here'}"
+    for name in ("checkpointing", "loss", "kernels", "compile", "optimizer_offload"):
+        asked, used = getattr(candidate, name), getattr(speed, name)
+        if asked != used:
+            return f"{name} {asked} would be {used}: {why.get(name) or 'not here'}"
     return ""
 
 

@@ -205,24 +205,17 @@ def _extras(kind: str, attention: str, plain_attention: str) -> list[Rung]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Chosen:
-    """Which rungs a call is about. `present` are those that the device can have, `measured` of these what was asked for
-    and what that is compared with, and `absent` what was asked for and cannot be had, with the reason."""
-
-    present: list[Rung]
-    measured: list[Rung]
-    absent: list[tuple[Rung, str]]
-
-
 def choose_rungs(
     listed: Sequence[Rung],
     names: Sequence[str] | None,
     only: str | None,
     kind: str,
     absences: Callable[[Sequence[Rung]], Mapping[str, str]],
-) -> Chosen:
+) -> tuple[list[Rung], list[Rung], list[tuple[Rung, str]]]:
     """Of the rungs of a `kind` of device, those by `names`, or of the group `only`, or all.
+
+    Returns those that the device can have; of these what was asked for and what that is compared with; and what was
+    asked for and cannot be had, with the reason.
 
     `absences` gives a reason for each rung that the device cannot have. To find out may mean to compile or to run a
     switch, so it is asked only for what somebody wants to know.
@@ -240,11 +233,8 @@ def choose_rungs(
     wanted = [rung for rung in listed if rung in ladder or rung in told or rung.name == COMPILED]
     absent = absences(wanted)
     present = linked([rung for rung in wanted if rung.name not in absent])
-    return Chosen(
-        present=present,
-        measured=choose(present, names=asked, only=only),
-        absent=[(rung, absent[rung.name]) for rung in told if rung.name in absent],
-    )
+    lacking = [(rung, absent[rung.name]) for rung in told if rung.name in absent]
+    return present, choose(present, names=asked, only=only), lacking
 
 
 def choose(rungs: Sequence[Rung], *, names: Sequence[str] | None, only: str | None) -> list[Rung]:

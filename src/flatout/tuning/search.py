@@ -152,8 +152,8 @@ class Trials:
             self.memory.learn(trial)
         return self.seen[candidate]
 
-    def best(self, where: Callable[[Candidate], bool] = lambda _: True) -> Trial | None:
-        fitting = [t for t in self.seen.values() if t.status == "fits" and where(t.candidate)]
+    def best(self) -> Trial | None:
+        fitting = [trial for trial in self.seen.values() if trial.status == "fits"]
         return max(fitting, key=lambda trial: trial.rate, default=None)
 
 

@@ -88,13 +88,17 @@ class StudyResult:
         return {"type": "study", **dataclasses.asdict(self)}
 
 
+# A trial's number and values, and one of its evaluations or None when it begins.
+Told = Callable[[int, dict[str, Any], EvalRecord | None], None]
+
+
 def search(
     loaded: LoadedConfig,
     space: Space,
     *,
     trials: int = TRIALS,
     study: Path | None = None,
-    progress: Callable[[int, dict[str, Any], EvalRecord | None], None] = lambda *_: None,
+    progress: Told = lambda *_: None,
 ) -> Generator[TrialRow | StudyResult]:
     """Trains until there are `trials` finished ones in all and yields a row for each new one; the `StudyResult` last.
 
@@ -118,23 +122,14 @@ def search(
             trial = kept.ask({one.path: _distribution(optuna, one) for one in space.dimensions})
             values = {one.path: one.settled(trial.params[one.path]) for one in space.dimensions}
             progress(trial.number, values, None)
-            _run(optuna, kept, trial, base, values, scratch / str(trial.number), progress)
+            _run(kept, trial, base, values, scratch / str(trial.number), progress)
             yield rows_of(kept)[-1]
         yield _result(loaded, space, rows, study, time.monotonic() - began)
 
 
-def _run(
-    optuna: Any,
-    kept: Any,
-    trial: Any,
-    base: LoadedConfig,
-    values: dict[str, Any],
-    folder: Path,
-    progress: Callable[[int, dict[str, Any], EvalRecord | None], None],
-) -> None:
+def _run(kept: Any, trial: Any, base: LoadedConfig, values: dict[str, Any], folder: Path, progress: Told) -> None:
     """Trains one trial and tells the study what came of it."""
-    began = time.monotonic()
-    states, last = optuna.trial.TrialState, None
+    began, states, last = time.monotonic(), _optuna().trial.TrialState, None
     status, reason = "interrupted", "stopped from outside"
     try:
         with borrowed_run(with_values(base, values, "trial")) as run, contextlib.closing(
@@ -197,13 +192,11 @@ def _distribution(optuna: Any, one: Dimension) -> Any:
     kinds = optuna.distributions
     if one.form == "choices":
         return kinds.CategoricalDistribution(list(one.values))
-    low, high = one.values[:2]
-    if one.whole:
-        step = one.values[2] if one.form == "steps" else 1
-        return kinds.IntDistribution(low, low + (high - low) // step * step, log=one.form == "log", step=step)
-    if one.form == "steps":
-        return kinds.FloatDistribution(low, low + (high - low) // one.values[2] * one.values[2], step=one.values[2])
-    return kinds.FloatDistribution(low, high, log=one.form == "log")
+    low, high, *steps = one.values
+    for step in steps:  # the end that the steps reach
+        high = low + (high - low) // step * step
+    how = {"log": one.form == "log", **({"step": steps[0]} if steps else {})}
+    return (kinds.IntDistribution if one.whole else kinds.FloatDistribution)(low, high, **how)
 
 
 # --- the study and its file -------------------------------------------------------------------------------------------
@@ -236,7 +229,6 @@ def _opened(optuna: Any, path: Path) -> Iterator[Any]:
         _check_study(path)
         import sqlalchemy.exc
 
-        storage = None
         try:
             storage = optuna.storages.RDBStorage(f"sqlite:///{path.resolve()}")
         except (sqlalchemy.exc.SQLAlchemyError, RuntimeError) as error:

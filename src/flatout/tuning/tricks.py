@@ -28,34 +28,21 @@ def tricks_for(device: Device) -> tuple[str, ...]:
 @contextlib.contextmanager
 def trick(name: str | None, device: Device) -> Iterator[Callable[[int], None] | None]:
     """Does what a guide says for the length of a block; yields what is to be called after each step, if anything."""
-    if name is None:
-        yield None
-    elif name == "empty-cache":
-        yield _every(PERIOD, torch.cuda.empty_cache)
-    elif name == "empty-cache-each-step":
-        yield _every(1, torch.cuda.empty_cache)
-    elif name == "gc-collect":
-        yield _every(PERIOD, gc.collect)
-    elif name == "cudnn-benchmark":
-        before = torch.backends.cudnn.benchmark
-        torch.backends.cudnn.benchmark = True
-        try:
-            yield None
-        finally:
-            torch.backends.cudnn.benchmark = before
-    elif name == "split-512":
-        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:512")
-        try:
-            yield None
-        finally:
-            use_expandable_segments(device.torch_device, False)  # setting one puts the others back to their defaults
-    else:
+    if name not in (None, "gc-collect", *_ON_CUDA):
         raise ValueError(f"there is no trick {name!r}")
+    work = gc.collect if name == "gc-collect" else torch.cuda.empty_cache
 
-
-def _every(period: int, work: Callable[[], object]) -> Callable[[int], None]:
     def after_step(number: int) -> None:
-        if number % period == 0:
+        if name not in PERIODIC or number % PERIOD == 0:
             work()
 
-    return after_step
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = before or name == "cudnn-benchmark"
+    if name == "split-512":
+        torch._C._accelerator_setAllocatorSettings("max_split_size_mb:512")
+    try:
+        yield after_step if name in (*PERIODIC, "empty-cache-each-step") else None
+    finally:
+        torch.backends.cudnn.benchmark = before
+        if name == "split-512":
+            use_expandable_segments(device.torch_device, False)  # setting one puts the others back to their defaults

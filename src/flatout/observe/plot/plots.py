@@ -66,25 +66,17 @@ def write_run_plots(
     return written
 
 
-def write_comparison(
-    folders: Sequence[Path],
-    picture: Path,
-    steps: Path | None = None,
-    evals: Path | None = None,
-    eigenstates: Path | None = None,
-    *,
-    overwrite: bool = False,
-) -> list[Path]:
-    """Draws several runs into one picture, PNG or SVG by its name, and writes their numbers where tables are named."""
-    places = [path for path in (picture, steps, evals, eigenstates) if path is not None]
-    check_places(places, names=True, overwrite=overwrite)
+def write_comparison(folders: Sequence[Path], picture: Path, *tables: Path, overwrite: bool = False) -> list[Path]:
+    """Draws several runs into one picture, PNG or SVG by its name, and writes their numbers where `tables` are named:
+    that of steps, of evaluations, and of eigenstates."""
+    check_places([picture, *tables], names=True, overwrite=overwrite)
     paths = [folder.resolve() for folder in folders]
     for place, path in enumerate(paths):
         if path in paths[:place]:
             raise UsageError(f"the run {folders[place]} is named twice", "name each run once")
     runs = [RunNumbers(read_history(path), name) for path, name in zip(folders, distinct_names(folders), strict=True)]
     with _folder(picture.parent):
-        written = [] if steps is None or evals is None else write_tables(runs, steps, evals, eigenstates, names=True)
+        written = write_tables(runs, *tables, names=True)
         write_picture(picture, lambda: comparison_figure(runs), overwrite=overwrite)
     return [*written, picture]
 

@@ -10,14 +10,13 @@ apostrophe before it.
 
 import csv
 import dataclasses
+import io
 import math
-import os
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.files import disk_errors
+from flatout.files import disk_errors, whole_file
 from flatout.observe.eigenstates import QUANTILES, QUANTITIES
 from flatout.observe.human import printable
 from flatout.observe.plot.series import RunNumbers
@@ -35,20 +34,18 @@ EIGENSTATE_HEADER = (
 )  # fmt: skip
 
 
-def write_tables(
-    runs: Sequence[RunNumbers], steps: Path, evals: Path, eigenstates: Path | None = None, *, names: bool = False
-) -> list[Path]:
-    """Writes the tables and returns their paths; with `names`, the first column is the run's name.
+def write_tables(runs: Sequence[RunNumbers], *paths: Path, names: bool = False) -> list[Path]:
+    """Writes the tables of steps, evaluations and eigenstates to as many paths as are given; returns those written.
 
-    That of eigenstate blocks is written only where a run has some.
+    That of eigenstate blocks is written only where a run has some. With `names`, the first column is the run's name.
     """
     first = ("run",) if names else ()
-    tables = {steps: (STEP_HEADER, _step_rows), evals: (EVAL_HEADER, _eval_rows)}
-    if eigenstates is not None and any(run.eigenstates.layers for run in runs):
-        tables[eigenstates] = (EIGENSTATE_HEADER, _eigenstate_rows)
-    for path, (header, rows) in tables.items():
+    tables = [(STEP_HEADER, _step_rows), (EVAL_HEADER, _eval_rows)]
+    tables += [(EIGENSTATE_HEADER, _eigenstate_rows)] if any(run.eigenstates.layers for run in runs) else []
+    written = dict(zip(paths, tables, strict=False))
+    for path, (header, rows) in written.items():
         _write(path, (*first, *header), (_named(run, rows(run), names=names) for run in runs))
-    return list(tables)
+    return list(written)
 
 
 def is_table(path: Path, *, names: bool) -> bool:
@@ -120,16 +117,11 @@ def _safe(text: str) -> str:
 
 
 def _write(path: Path, header: Iterable[str], parts: Iterable[Iterable[tuple[Any, ...]]]) -> None:
-    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
     what, safe = f"the table {printable(str(path))}", ", or name another folder with --out"
-    with disk_errors(what, safe=safe), temporary.open("x", encoding="utf-8", newline="") as file:
-        try:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(header)
-            for rows in parts:
-                writer.writerows(rows)
-            file.close()
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)  # created here, so it is ours to remove
-            raise
+    with disk_errors(what, safe=safe), whole_file(path) as raw:
+        file = io.TextIOWrapper(raw, encoding="utf-8", newline="")
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        for rows in parts:
+            writer.writerows(rows)
+        file.detach()  # writes what it holds

@@ -195,11 +195,7 @@ class ReportServer(http.server.ThreadingHTTPServer):
 
 
 class _BadHead(Exception):
-    """The head of a request that is none, or that did not come in time."""
-
-    def __init__(self, status: HTTPStatus) -> None:
-        super().__init__(status.phrase)
-        self.status = status
+    """The head of a request that is none, or that did not come in time; its argument is the status to answer with."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -213,7 +209,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             head = self._read_head()
         except _BadHead as bad:
             self._drain()
-            self.send_error(bad.status)
+            self.send_error(bad.args[0])
             return
         if head:
             self.connection.settimeout(_ANSWER_SECONDS)

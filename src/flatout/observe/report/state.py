@@ -11,6 +11,7 @@ import socket
 import time
 from pathlib import Path
 
+from flatout.folders import process_lives
 from flatout.observe.history import RunHistory, rows_with_step
 from flatout.observe.human import human_seconds
 from flatout.observe.report.series import amount
@@ -68,18 +69,8 @@ def at_work(folder: Path) -> bool:
         owner = ""
     match = re.match(r"pid (\d{1,9}) on (\S+)", owner)
     if match and match[2] == socket.gethostname() and os.name == "posix":
-        return _lives(int(match[1]))
+        return process_lives(int(match[1]))
     try:
         return time.time() - (folder / "metrics.jsonl").stat().st_mtime < _QUIET_SECONDS
     except OSError:
         return False
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)  # sends nothing, only asks
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True

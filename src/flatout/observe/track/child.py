@@ -77,7 +77,7 @@ def _run(name: str, folder: Path, lines: Any, answers: TextIO) -> None:
             texts["notices"] = "\n".join([*odd, *filter(None, [texts.get("notices")])])
         if values.scalars or texts:
             adapter.log(values.step, values.scalars, texts)
-    adapter.finish()
+    adapter.run.finish()
 
 
 @final
@@ -87,7 +87,7 @@ class Trackio:
     def __init__(self, folder: Path, info: RunInfo, _note: Callable[[str], None]) -> None:
         trackio = importlib.import_module("trackio")
         self._text = trackio.Markdown
-        self._run = trackio.init(
+        self.run = trackio.init(
             project=PROJECT,
             name=folder.resolve().name,
             config=safe_config(info.config),
@@ -99,10 +99,7 @@ class Trackio:
 
     def log(self, step: int, scalars: dict[str, float], texts: dict[str, str]) -> None:
         blocks = {tag: self._text(code_block(text)) for tag, text in texts.items()}
-        self._run.log({**scalars, **blocks}, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
+        self.run.log({**scalars, **blocks}, step=step)
 
 
 @final
@@ -126,23 +123,20 @@ class WeightsAndBiases:
         }
         self._html = wandb.Html
         try:
-            self._run = wandb.init(**arguments)
+            self.run = wandb.init(**arguments)
         except wandb.errors.UsageError as error:
             if "api key" not in str(error).lower() and "api_key" not in str(error).lower():
                 raise
             # Nobody has logged in. Nothing is lost: the same data is kept on disk.
-            self._run = wandb.init(**arguments, mode="offline")
+            self.run = wandb.init(**arguments, mode="offline")
             note(f"there is no login, so the run is kept offline; upload it with `wandb sync` from {folder / 'wandb'}")
         # A resumed run goes back some steps; W&B would drop them if they were its own steps.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, scalars: dict[str, float], texts: dict[str, str]) -> None:
         blocks = {tag: self._html(f"<pre>{html.escape(text)}</pre>", inject=False) for tag, text in texts.items()}
-        self._run.log({"step": step, **scalars, **blocks})
-
-    def finish(self) -> None:
-        self._run.finish()
+        self.run.log({"step": step, **scalars, **blocks})
 
 
 def _run_id(folder: Path) -> str:

@@ -418,6 +418,24 @@ def test_an_adapter_that_a_kill_left_behind_is_written_again(words, rate):
     assert [path.name for path in Path("runs/lora").glob("adapter*")] == ["adapter"]
 
 
+def test_a_run_goes_on_with_its_own_weights_after_its_adapter_was_written_again(words):
+    more = ("eval.every=1", "checkpoint.every=1", "optim.clip=0", "output.folder=runs/lora")
+    run(words(*more, "optim.learning_rate=0.5"))
+    assert api.load_model("runs/lora", device="cpu").step < 3, "the best is older than the newest"
+    shutil.copytree("runs", "kept")
+    losses = []
+    for left_behind in (False, True):
+        shutil.rmtree("runs")
+        shutil.copytree("kept", "runs")
+        if left_behind:
+            shutil.rmtree("runs/lora/adapter")
+        config = load_config("lora", words(*more, "optim.learning_rate=1e-3", "train.steps=5"))
+        records = list(api.train(config, resume="auto"))
+        losses.append([record.loss for record in records if isinstance(record, StepRecord)])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+
+
 def test_export_writes_either_the_adapter_or_the_merged_model(words, capsys):
     run(words())
     assert main(["export", "runs/lora", "apart", "--adapter"]) == 0

@@ -150,6 +150,15 @@ def test_a_longer_run_goes_on_from_a_finished_one(tiny):
     assert {"train.steps was 3, is now 6", "speed.micro_batch was null, is now 2"} <= set(told)
 
 
+def test_a_jump_of_the_rate_is_told_with_the_rates_of_both_steps(tiny):
+    how = ("optim.schedule=linear", "optim.warmup_steps=0", "output.folder=jump")
+    first = list(flatout.train(tiny("train.steps=6", *how), stop=stop_after(4)))
+    then = list(flatout.train(tiny("train.steps=12", *how), resume="auto"))
+    [*_, last], [following, *_] = ([r for r in records if isinstance(r, StepRecord)] for records in (first, then))
+    [told] = [r.message for r in then if isinstance(r, NoticeRecord) and "the schedule was over" in r.message]
+    assert f"{last.learning_rate:.2e} in step 4 to {following.learning_rate:.2e} in the next" in told
+
+
 def test_a_run_cannot_be_resumed_to_fewer_steps_than_it_has(tiny):
     list(flatout.train(tiny("train.steps=6", "output.folder=run")))
     before = Path("run/config.yaml").read_text(encoding="utf-8")

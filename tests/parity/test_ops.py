@@ -99,6 +99,12 @@ def test_a_cap_on_logits(path, smoothing):
     assert_same(fast, linear_cross_entropy_reference(hidden, weight, targets, **how), [hidden, weight])
 
 
+def test_a_cap_is_taken_in_fp32_though_products_are_in_bf16():
+    hidden, weight = (draw(*shape).detach().bfloat16() for shape in ((11, 5), (13, 5)))
+    exact = 3.0 * torch.tanh(torch.nn.functional.linear(hidden, weight).float() / 3.0)
+    assert torch.equal(padded_logits(hidden, weight, 1, cap=3.0), exact)
+
+
 def test_all_targets_ignored_is_zero_loss_and_zero_gradient():
     hidden, weight = draw(4, 5), draw(13, 5, seed=1)
     loss = linear_cross_entropy(hidden, weight, torch.full((4,), IGNORED))

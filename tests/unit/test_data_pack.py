@@ -334,6 +334,15 @@ def test_copies_of_a_source_are_cut_where_it_is_cut_itself(tmp_path: Path, small
     assert np.array_equal(val_twice, val)
 
 
+def test_what_is_dropped_does_not_move_the_cut(tmp_path: Path, small_parts: None) -> None:
+    kept, again = tmp_path / "kept", tmp_path / "again"
+    for folder, texts in ((kept, TEXTS), (again, [*TEXTS, *TEXTS[:30]])):
+        folder.mkdir()
+        clean = CleanConfig(exact_duplicates=True)
+        pack(rows(folder, texts), folder / "data", "bytes", "contiguous", 0.3, clean=clean)
+    assert split_tokens(again / "data") == split_tokens(kept / "data")
+
+
 def test_a_document_over_several_parts_goes_to_one_split(
     tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

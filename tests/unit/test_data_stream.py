@@ -380,6 +380,18 @@ def test_problems_are_told_once_the_first_in_full_then_as_a_count(source: Path):
     assert len(news) == len(told) + len(again)
 
 
+def test_problems_of_a_source_that_an_epoch_reads_twice_are_told_once(source: Path):
+    with (source / "a.jsonl").open("a") as file:
+        file.write("{broken\n" * 3)
+    opened = open_stream(settings([SourceConfig(path=str(source), weight=2)]))
+    news: list[str] = []
+    with loader_of(opened, 0, 20, batch=2000) as batches:
+        for _ in batches:
+            news += batches.notices()
+        assert batches.position()["problems"] == 3
+    assert len([line for line in news if "left out" in line]) == 3
+
+
 def test_problems_of_files_and_of_validation_text_are_told_at_the_start(source: Path, tmp_path: Path):
     (source / "empty.jsonl").write_text("")
     write_rows(tmp_path / "val.jsonl", range(9))

@@ -18,7 +18,8 @@ import torch
 
 from flatout.config.load import load_config
 from flatout.data.prepare import prepare_data
-from flatout.diagnose import check_disk, check_fit, trials
+from flatout.data.training_data import DataFacts as RunFacts
+from flatout.diagnose import check_disk, check_fit, check_tokens, trials
 from flatout.diagnose import machine as machine_module
 from flatout.diagnose.cards import held_by, report_of_nvml, report_of_program, xids_in
 from flatout.diagnose.check_card import generation_of
@@ -39,6 +40,7 @@ from flatout.diagnose.doctor import (
 )
 from flatout.diagnose.examine import examine
 from flatout.diagnose.machine import merged
+from flatout.engine import opening
 from flatout.engine.run_files import CHECKPOINT_FILES
 from flatout.model.count import flops_per_token
 
@@ -578,6 +580,14 @@ def test_what_is_said_to_fit_does_fit(here: Path):
         words = [] if hardware else way.split()
         again = visit(*words, target="gpt2-350m", machine=small, hardware=hardware)
         assert not [one for one in told(again, "warn", "bad") if one.area == "memory"], way
+
+
+@pytest.mark.parametrize("tokens", [4095, 4096, 4097])
+def test_the_doctor_counts_the_steps_that_a_run_takes(tokens: int):
+    words = ["model.context=64", "train.batch_tokens=1024", "train.steps=null", f"train.tokens={tokens}"]
+    config = load_config(None, words).config
+    facts = RunFacts(fingerprint="", place="", train_tokens=None, windows=None)
+    assert check_tokens.steps_of(config, DataFacts()) == opening.steps_of(config, facts)
 
 
 def test_a_missing_attention_package_is_told_once(here: Path):

@@ -37,6 +37,20 @@ def test_cached_greedy_text_equals_uncached(variant, prompt):
     assert len(set(cached)) > 3, "the model must wander for this to mean anything"
 
 
+@pytest.mark.parametrize("length", [5, 8])
+def test_a_token_follows_from_all_that_the_context_holds(length, monkeypatch):
+    model = lively_model({}, context=8)
+    seen, logits = [], model.logits
+
+    def looked_at(tokens_BT, *more, **how):
+        seen.append(tokens_BT.shape[1])
+        return logits(tokens_BT, *more, **how)
+
+    monkeypatch.setattr(model, "logits", looked_at)
+    list(generate_tokens(model, range(length), count=14 - length, cached=False))
+    assert seen == [5, 6, 7, 8, 4, 5, 6, 7, 8][length - 5 :], "a full context is read once, then from its second half"
+
+
 def test_a_seed_repeats_and_another_differs():
     model = lively_model({})
     draw = lambda seed: list(generate_tokens(model, [1], count=50, temperature=1.0, seed=seed))  # noqa: E731

@@ -15,7 +15,7 @@ from flatout.engine.saving import capture
 from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError
 from flatout.tuning import lr_range
-from flatout.tuning.lr_range import first_rise, longest_fall, range_test, read_curve, smooth, untouched
+from flatout.tuning.lr_range import first_rise, longest_fall, range_test, read_curve, smooth, untouched, without_jumps
 from flatout.tuning.measure import Steps
 
 RATES = [10.0 ** (-7 + 7 * index / 99) for index in range(100)]
@@ -102,6 +102,11 @@ def test_smoothing_keeps_a_constant_and_a_rise_of_the_whole_is_found():
     assert first_rise([4.0, 3.0, 2.0, 2.05, 2.1, 2.6, 1.0]) == 5
     assert first_rise([4.0, 4.001, 3.0]) == 3
     assert longest_fall([5, 4, 4.5, 3, 2, 1, 2]) == (2, 5)
+
+
+def test_a_loss_is_the_median_of_as_many_on_either_side():
+    assert without_jumps([5.0, 4.0, 3.0, 2.0, 1.0]) == [4.0, 3.5, 3.0, 2.5, 2.0]
+    assert without_jumps([1.0, 1.0, 1.0, 9.0, 9.0, 1.0, 1.0, 1.0]) == [1.0] * 8
 
 
 # --- the run itself ---------------------------------------------------------------------------------------------------

@@ -318,6 +318,7 @@ def test_long_samples_are_cut_and_counted(prepare, model):
     assert (counts["truncated"], counts["dropped_labels_cut"], counts["dropped_too_long"]) == (2, 1, 0)
     samples = prepare(rows, context=20)
     assert samples.train.lengths.tolist() == [21, 11]
+    assert counts["labels_cut"] == prepare(rows, context=2000).train.labels - samples.train.labels
     assert counts["longest"] > 80
     dropped = prepare(rows, context=20, too_long="drop")
     assert (len(dropped.train), dropped.manifest["counts"]["dropped_too_long"]) == (1, 2)

@@ -9,7 +9,7 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.device import Device
-from flatout.engine import machine
+from flatout.engine import loop, machine
 from flatout.engine.machine import MachineWatch, throttled
 from flatout.engine.spans import SpanTotals, StepClock, spans_between
 from flatout.records import CheckpointRecord, EvalRecord, MachineRecord, SpanRecord, StepRecord
@@ -72,6 +72,22 @@ def test_a_run_tells_where_its_time_went(words, tmp_path, monkeypatch):
     norms = {step.step: step.parameter_norm for step in steps}
     assert [step for step, norm in norms.items() if norm is not None] == [1, 10, 20, 25]
     assert all(step.data_seconds is not None and step.data_seconds >= 0 for step in steps)
+
+
+def test_the_wait_for_a_batch_is_its_own_and_not_the_step_before_it(monkeypatch):
+    now = 0.0
+
+    def pass_by(seconds: float) -> float:
+        nonlocal now
+        now += seconds
+        return now
+
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(perf_counter=lambda: now))
+    waited = []
+    for _, seconds in loop.timed(pass_by(seconds) for seconds in (1.0, 2.0, 4.0)):  # pyright: ignore[reportArgumentType]
+        waited.append(seconds)
+        pass_by(100.0)  # the step
+    assert waited == [1.0, 2.0, 4.0]
 
 
 def test_the_parameter_norm_is_that_of_the_weights_before_the_update(tmp_path, monkeypatch):

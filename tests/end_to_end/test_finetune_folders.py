@@ -421,7 +421,7 @@ def test_an_adapter_that_a_kill_left_behind_is_written_again(words, rate):
 def test_a_run_goes_on_with_its_own_weights_after_its_adapter_was_written_again(words):
     more = ("eval.every=1", "checkpoint.every=1", "optim.clip=0", "output.folder=runs/lora")
     run(words(*more, "optim.learning_rate=0.5"))
-    assert api.load_model("runs/lora", device="cpu").step < 3, "the best is older than the newest"
+    assert api.load_model("runs/lora", device="cpu").step != 3, "the best is older than the newest"
     shutil.copytree("runs", "kept")
     losses = []
     for left_behind in (False, True):

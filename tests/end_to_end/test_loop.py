@@ -106,6 +106,12 @@ def test_epoch_ends_are_reported_and_evaluated(tiny):
         assert epoch.windows_per_second * epoch.seconds == pytest.approx(tokens / info.context)
 
 
+def test_samples_come_where_nothing_else_is_due(tiny):
+    words = ("train.steps=5", "eval.every=0", "checkpoint.every=0", "eval.sample_every=2", "eval.sample_tokens=3")
+    records = list(flatout.train(tiny(*words)))
+    assert [record.step for record in of(records, SampleRecord)] == [2, 4, 5]
+
+
 def test_early_stopping_keeps_the_best(tiny):
     words = ["train.steps=400", "eval.every=2", "eval.patience=3", "eval.min_delta=100.0", "checkpoint.keep=1"]
     records = list(flatout.train(tiny(*words)))

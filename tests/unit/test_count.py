@@ -264,6 +264,14 @@ def test_gradients_of_an_only_micro_batch_take_the_place_of_activations():
     assert 16 * parameters <= alone <= total_of(**tiny), "all of them are there when weights are updated"
 
 
+def test_the_gradient_of_a_tied_head_waits_while_blocks_go_backward():
+    """Where the blocks' backward is the peak, not the loss."""
+    how = {"micro_batch": 64, "half": False, "compiled": False, "execution": Execution(loss="fused", loss_chunk=16)}
+    tied, apart = (estimate_memory(ModelConfig(**SHAPE, tied=tied), VOCAB, **how) for tied in (True, False))
+    assert tied.working - apart.working == 4 * VOCAB * SHAPE["width"]
+    assert tied.activations == apart.activations
+
+
 def test_adapters_of_a_tinyllama_are_counted():
     config = ModelConfig(
         layers=22, width=2048, heads=32, kv_heads=4, mlp_width=5632, qk_norm=False, tied=False, context=2048

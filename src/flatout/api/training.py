@@ -86,19 +86,8 @@ def train(
         check_own(folder)
         origin = find_origin(folder, resume)
         run = _set_up(config, origin, progress, arrays)
-        notices = check_resumed(run, origin)
         done = _is_done(run, origin)
-        if done:
-            notices.clear()  # settings that are other than the run's change nothing any more
-        one = checkpoint_size(run.trained.count, run.config.optim, run.speed)
-        check_disk(folder, one, run.config.checkpoint.keep + 2)
-        # From here on nothing can be refused any more. A finished run is left as it is, like one that was refused.
-        if not done or origin.unusable:
-            lock.accept()
-        notices[:0] = set_unusable_aside(origin.unusable)
-        if origin.checkpoint is not None and resume != "auto" and not done:
-            set_later_aside(folder, origin.checkpoint, notices.append)
-        notices += _mark_base(run, folder)
+        notices = _accepted(run, origin, lock, done=done)
         records = _loop(run, origin, stop, save)
         if done:  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
@@ -118,6 +107,24 @@ def train(
                     traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
                     free_memory(device)
                     raise with_way_back(error, config, folder, vocab, arrays) from error
+
+
+def _accepted(run: Run, origin: Origin, lock: RunLock, *, done: bool) -> list[str]:
+    """Refuses what can still be refused, then puts the folder in order for the run; returns notices on both.
+
+    A finished run is left as it is, like one that was refused.
+    """
+    notices = check_resumed(run, origin)
+    if done:
+        notices.clear()  # settings that are other than the run's change nothing any more
+    one = checkpoint_size(run.trained.count, run.config.optim, run.speed)
+    check_disk(origin.folder, one, run.config.checkpoint.keep + 2)
+    if not done or origin.unusable:
+        lock.accept()
+    notices[:0] = set_unusable_aside(origin.unusable)
+    if origin.checkpoint is not None and origin.asked != "auto" and not done:
+        set_later_aside(origin.folder, origin.checkpoint, notices.append)
+    return [*notices, *_mark_base(run, origin.folder)]
 
 
 @contextlib.contextmanager

@@ -48,6 +48,19 @@ def test_attention(heads, groups, queries, keys):
         assert_same(y, attention_reference(q, k, v), [q, k, v])
 
 
+def test_attention_out_of_a_cache_takes_any_layout_of_a_kernels_result(monkeypatch):
+    """Some of a GPU's kernels return positions before heads, which cannot be viewed as groups of queries."""
+    plain = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = draw(2, 6, 3, 4), draw(2, 2, 5, 4, seed=1), draw(2, 2, 5, 4, seed=2)
+    expected = masked_attention(q, k, v, None)
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda *args, **kwargs: plain(*args, **kwargs).transpose(1, 2).contiguous().transpose(1, 2),
+    )
+    assert torch.equal(masked_attention(q, k, v, None), expected)
+
+
 def test_attention_is_causal():
     q, k, v = draw(1, 2, 9, 4), draw(1, 2, 9, 4, seed=1), draw(1, 2, 9, 4, seed=2)
     before = causal_attention(q, k, v, backend="sdpa")

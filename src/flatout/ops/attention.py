@@ -103,7 +103,8 @@ def masked_attention(q_BHTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, visible_BTS
     if visible_BTS is not None:
         visible_BTS = visible_BTS.repeat(1, heads // groups, 1)[:, None]
     q_BGXD = q_BHTD.reshape(batch, groups, -1, size)
-    return F.scaled_dot_product_attention(q_BGXD, k_BGSD, v_BGSD, attn_mask=visible_BTS).view(q_BHTD.shape)
+    y_BGXD = F.scaled_dot_product_attention(q_BGXD, k_BGSD, v_BGSD, attn_mask=visible_BTS)
+    return y_BGXD.reshape(q_BHTD.shape)  # some kernels return it with the groups inside the positions
 
 
 def window_kernel(backend: str, x: Tensor) -> str:

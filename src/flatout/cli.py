@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import flatout
 from flatout.errors import DataError, ResourceError, UsageError, UserError
-from flatout.launch import SeveralProcessesError, check_one_process, is_first
+from flatout.launch import OtherProcessError, check_one_process
 from flatout.streams import go_nowhere, usable_streams
 from flatout.verbs import (
     bench,
@@ -65,7 +65,7 @@ def _answer(words: list[str]) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        if is_first() or not isinstance(error, SeveralProcessesError):
+        if not isinstance(error, OtherProcessError):
             tell(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -111,8 +111,8 @@ def _dispatch(words: list[str]) -> int:
         near = [f"config {verb}"] if verb in config.CONFIG_ACTIONS else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
         raise UsageError(f"unknown verb {quoted(verb)}", hint)
-    if verb in ("train", "finetune", "bench", "tune", "estimate", "profile"):
-        check_one_process()
+    if verb in ("bench", "tune", "estimate", "profile"):
+        check_one_process(verb)
     try:
         return VERBS[verb][0](rest)
     except SystemExit as stop:  # argparse leaves this way after printing help

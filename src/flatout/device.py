@@ -62,8 +62,11 @@ class Device:
         return self.kind == "cuda" and self.capability is not None and self.capability >= (8, 0)
 
 
-def detect_device(asked: str = "auto") -> Device:
-    """The device asked for, or the fastest there is; an absent one is an error that names what exists."""
+def detect_device(asked: str = "auto", local: int = 0) -> Device:
+    """The device asked for, or the fastest there is; an absent one is an error that names what exists.
+
+    `local` is the number of this process on its host: without a number in what was asked, each has a GPU of its own.
+    """
     if asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if asked.startswith("cuda"):
@@ -72,7 +75,12 @@ def detect_device(asked: str = "auto") -> Device:
                 f"speed.device is {asked}, but torch {torch.__version__} sees no CUDA device",
                 "use speed.device=cpu, or install a CUDA build of torch and a driver that fits it",
             )
-        index = int(asked.partition(":")[2] or 0)
+        index = int(asked.partition(":")[2] or local)
+        if index >= torch.cuda.device_count() and ":" not in asked:
+            raise HardwareError(
+                f"process {local + 1} of this host has no GPU: there are {torch.cuda.device_count()}",
+                f"start at most {torch.cuda.device_count()} on this host",
+            )
         if index >= torch.cuda.device_count():
             raise HardwareError(
                 f"speed.device is {asked}, but there are only {torch.cuda.device_count()} CUDA devices",

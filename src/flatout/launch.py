@@ -1,48 +1,90 @@
-"""How this process was started: alone, or as one of several by torchrun, srun or mpirun. No torch here.
+"""How this process was started: alone, or as one of several by torchrun, srun or mpirun. No torch here."""
 
-Several GPUs are not built yet. Until then each of several processes would train the same model in a folder of its own,
-so all of them are refused.
-"""
-
+import dataclasses
 import os
+import re
 
-from flatout.errors import UsageError
-
-
-class SeveralProcessesError(UsageError):
-    """One of several processes. Only the first one says so."""
+from flatout.errors import UsageError, UserError
 
 
-# (number of processes, rank of this one), by launcher: torchrun and others like it, Open MPI, MPICH, SLURM's srun.
+class OtherProcessError(UserError):
+    """Something went wrong in another of several processes, and that one says so. This one leaves in silence."""
+
+    def __init__(self, exit_code: int = 2) -> None:
+        super().__init__("another process of this run failed", "see what it says")
+        self.exit_code = exit_code
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """This process among those of a launcher. `restarts` is how often the launcher has started all of them again."""
+
+    rank: int
+    size: int
+    local: int
+    local_size: int
+    restarts: int = 0
+
+
+# (processes, rank, rank on this host, processes on this host), by launcher: torchrun and others like it, SLURM's srun.
 _VARIABLES = (
-    ("WORLD_SIZE", "RANK"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
-    ("PMI_SIZE", "PMI_RANK"),
-    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
 )
+_OTHERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # Open MPI, MPICH: they say nothing of where the first process is
 
 
-def launched() -> tuple[str, int, int] | None:
-    """(variable, processes, rank) where a launcher started several processes; None where there is only this one."""
-    for size_name, rank_name in _VARIABLES:
-        size, rank = os.environ.get(size_name, ""), os.environ.get(rank_name, "")
+def launch() -> Launch | None:
+    """What the launcher says; None where there is none. torchrun with one process counts: it is asked to reduce."""
+    for names in _VARIABLES:
+        size, rank, local, local_size = (os.environ.get(name, "") for name in names)
+        if not size.isdecimal() or (int(size) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ):
+            continue
+        if names[0].startswith("SLURM"):
+            _place_of_slurm()
+            local_size = re.match(r"\d*", local_size)[0]  # pyright: ignore[reportOptionalSubscript]
+        missing = [
+            name
+            for name, value in (("RANK", rank), *((name, os.environ.get(name, "")) for name in _PLACE))
+            if not value
+        ]
+        if missing:
+            raise UsageError(
+                f"{names[0]}={size} says that there are several processes, but {', '.join(missing)} is not set",
+                "start them with `flatout train --gpus N` or torchrun, which set all of them; if nothing launched "
+                f"several, unset {names[0]}",
+            )
+        count = int(local_size) if local_size.isdecimal() else int(size)
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return Launch(int(rank), int(size), int(local or rank), count, int(restarts) if restarts.isdecimal() else 0)
+    for name in _OTHERS:
+        size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
-            return size_name, int(size), int(rank) if rank.isdecimal() else 0
+            raise UsageError(
+                f"{size} processes were started by a launcher that Flatout does not know ({name}={size})",
+                f"start them with `flatout train --gpus N`, torchrun or srun; if nothing launched several, unset {name}",
+            )
     return None
 
 
-def check_one_process() -> None:
-    """Refuses to be one of several processes."""
-    found = launched()
+_PLACE = ("MASTER_ADDR", "MASTER_PORT")
+
+
+def _place_of_slurm() -> None:
+    """srun says which hosts there are: the first one is where processes meet, at a port that goes by the job."""
+    hosts, job = os.environ.get("SLURM_STEP_NODELIST", ""), os.environ.get("SLURM_JOB_ID", "0")
+    found = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)
     if found is not None:
-        name, size, _ = found
-        raise SeveralProcessesError(
-            f"{size} processes were started ({name}={size}), and Flatout trains in one process on one GPU",
-            f"start it once, without a launcher: `flatout train`; if nothing launched several, unset {name}",
+        os.environ.setdefault("MASTER_ADDR", found[1] + (found[2] or ""))
+    os.environ.setdefault("MASTER_PORT", str(20000 + int(re.sub(r"\D", "", job) or 0) % 10000))
+
+
+def check_one_process(verb: str) -> None:
+    """Refuses to be one of several processes, for verbs that work alone."""
+    found = launch()
+    if found is not None and found.size > 1:
+        error = UsageError(
+            f"{found.size} processes were started, and `flatout {verb}` works in one",
+            f"start it once, without a launcher: `flatout {verb}`",
         )
-
-
-def is_first() -> bool:
-    """Whether this process is the one of several that speaks to the user."""
-    found = launched()
-    return found is None or found[2] == 0
+        raise error if found.rank == 0 else OtherProcessError(error.exit_code)

@@ -9,12 +9,13 @@ from typing import Any
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
 from flatout.config.load import load_config, show
+from flatout.config.schema import RunConfig
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
 from flatout.data.prepare import prepare_data
 from flatout.data.workers import EngineName
 from flatout.device import free_memory
-from flatout.engine.checkpoint import mark_as_base
+from flatout.engine.checkpoint import mark_as_base, read_checkpoint
 from flatout.engine.diverged import with_way_back
 from flatout.engine.fit_check import check_disk
 from flatout.engine.loop import train_loop
@@ -33,10 +34,12 @@ from flatout.engine.setup import setup_run
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import disk_errors, write_whole
-from flatout.launch import check_one_process
+from flatout.launch import OtherProcessError, launch
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
+from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
+from flatout.world import World
 
 
 def prepare(
@@ -75,38 +78,77 @@ def train(
     `save()`; when true, the run saves and goes on. With a resume path and no config, the checkpoint's own config is
     used.
     """
-    check_one_process()
     resume = None if resume is None else str(resume)
+    found = launch()
+    if found is not None and found.restarts and resume is None:
+        resume = "auto"  # started again by the launcher: the same command resumes
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
-    arrays = _arrays(data, val)
-    check_trackers(plain(config).output.trackers)
-    folder = choose_folder(plain(config).output, resume)
-    with run_lock(folder) as lock:
-        check_own(folder)
-        origin = find_origin(folder, resume)
-        run = _set_up(config, origin, progress, arrays)
-        done = _is_done(run, origin)
-        notices = _accepted(run, origin, lock, done=done)
+    arrays, settings = _arrays(data, val), plain(config)
+    waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
+    with joined(found, settings.speed.device, **waits) as world, contextlib.ExitStack() as held:
+        origin, lock = _found(settings, resume, world, held)
+        run = _set_up(config, origin, progress, arrays, world)
+        with world.together():
+            done = lock is not None and _is_done(run, origin)
+            notices = [] if lock is None else _accepted(run, origin, lock, done=done)
         records = _loop(run, origin, stop, save)
-        if done:  # that is told, and the run's files stay as they are
+        if world.told(done):  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
             yield from records
             return
         device, vocab = run.speed.device.torch_device, run.model.vocab
-        with _undone_before_the_first_step(lock, origin):
-            with disk_errors(f"{folder / 'config.yaml'}"):
-                write_whole(folder / "config.yaml", show(run.config).encode("utf-8"))
-            with MetricsFile(
-                origin.metrics, keep_to_step=origin.step, again=recorded_again(origin.checkpoint)
-            ) as metrics:
-                try:
-                    yield from _written(notices, records, run, metrics, origin.step)
-                except DivergedError as error:
-                    del run, records
-                    traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
-                    free_memory(device)
-                    raise with_way_back(error, config, folder, vocab, arrays) from error
+        try:
+            yield from records if lock is None else _recorded(notices, records, run, origin, lock)
+        except DivergedError as error:
+            del run, records
+            traceback.clear_frames(error.__traceback__)  # they hold the run, which may have to be built again
+            free_memory(device)
+            with world.together():
+                if lock is None:
+                    raise OtherProcessError(error.exit_code) from error
+                raise with_way_back(error, config, origin.folder, vocab, arrays) from error
+
+
+def _found(
+    settings: RunConfig, resume: str | None, world: World, held: contextlib.ExitStack
+) -> tuple[Origin, RunLock | None]:
+    """What the run begins from, and the lock on its folder, which the first process holds."""
+    lock = origin = point = None
+    with world.together():
+        check_trackers(settings.output.trackers)
+        if world.first:
+            folder = choose_folder(settings.output, resume)
+            lock = held.enter_context(run_lock(folder))
+            check_own(folder)
+            origin = find_origin(folder, resume)
+            point = None if origin.checkpoint is None else str(origin.checkpoint.path)
+    folder, point = world.told(["" if origin is None else str(origin.folder), point])
+    with world.together():
+        if origin is None:
+            _check_seen(Path(folder), point)
+            checkpoint = None if point is None else read_checkpoint(Path(point), verified=True)
+            origin = Origin(folder=Path(folder), asked=resume, unusable=(), checkpoint=checkpoint)
+    return origin, lock
+
+
+def _check_seen(folder: Path, point: str | None) -> None:
+    """Refuses a host that does not see the run folder of the others."""
+    missing = next((path for path in (folder, point) if path is not None and not Path(path).exists()), None)
+    if missing is not None:
+        raise UsageError(f"{missing} is not there", "use a folder that all hosts share, under the same path on each")
+
+
+def _recorded(
+    notices: Sequence[str], records: Generator[Record], run: Run, origin: Origin, lock: RunLock
+) -> Generator[Record]:
+    """Passes records on, with the files of a run written."""
+    with _undone_before_the_first_step(lock, origin):
+        with disk_errors(f"{origin.folder / 'config.yaml'}"):
+            write_whole(origin.folder / "config.yaml", show(run.config).encode("utf-8"))
+        again = recorded_again(origin.checkpoint)
+        with MetricsFile(origin.metrics, keep_to_step=origin.step, again=again) as metrics:
+            yield from _written(notices, records, run, metrics, origin.step)
 
 
 def _accepted(run: Run, origin: Origin, lock: RunLock, *, done: bool) -> list[str]:
@@ -147,15 +189,15 @@ def _arrays(data: Any, val: Any) -> Arrays | None:
     return None if data is None else Arrays(data, val)
 
 
-def _set_up(config: Config, origin: Origin, progress: Progress | None, arrays: Arrays | None) -> Run:
+def _set_up(config: Config, origin: Origin, progress: Progress | None, arrays: Arrays | None, world: World) -> Run:
     """Builds the run; where its data cannot be had, the way back to what it was trained on is told, too."""
     resumed = origin.checkpoint
     if resumed is None:
-        return setup_run(config, progress, arrays=arrays)
+        return setup_run(config, progress, arrays=arrays, world=world)
     if plain(config).chat.source is None:  # else the shape is the base's, read later
         check_shape(plain(config), resumed, origin.resumable)
     try:
-        return setup_run(config, progress, resumed=resumed, arrays=arrays)
+        return setup_run(config, progress, resumed=resumed, arrays=arrays, world=world)
     except DataError as error:
         way = own_settings(plain(config), resumed, origin.resumable, ("data", "clean", "chat"))
         if way is None:

@@ -18,6 +18,7 @@ from flatout.config.training_sections import (
     LoraConfig,
     OptimConfig,
     OutputConfig,
+    ParallelConfig,
     TrainConfig,
 )
 
@@ -47,6 +48,8 @@ class RunConfig(Section):
     """What is saved and when."""
     output: OutputConfig = Field(default_factory=OutputConfig)
     """Where the run writes."""
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    """Several processes that train together."""
 
     @property
     def documents_apart(self) -> bool:
@@ -129,16 +132,16 @@ class RunConfig(Section):
         return self
 
 
-def micro_batch_of(config: RunConfig) -> tuple[int, int]:
-    """(sequences per micro-batch, micro-batches per step).
+def micro_batch_of(config: RunConfig, ranks: int = 1) -> tuple[int, int]:
+    """(sequences per micro-batch, micro-batches per step) of one of `ranks` processes.
 
-    The global batch never changes: a `micro_batch` that does not divide it is lowered to the next divisor.
+    The global batch never changes: a `micro_batch` that does not divide a process's share of it is lowered to the next
+    divisor. `accumulation` is of the whole batch, so that several processes keep the micro-batch that one has.
     """
     # Rows of a step: those of the batch, or as many as it has samples at most.
     chat = config.chat
     sequences = chat.batch_samples if chat.source is not None else config.train.batch_tokens // config.model.context
-    if config.speed.accumulation is not None:
-        return sequences // config.speed.accumulation, config.speed.accumulation
-    most = min(config.speed.micro_batch or sequences, sequences)
-    size = next(size for size in range(most, 0, -1) if sequences % size == 0)
-    return size, sequences // size
+    share, count = -(-sequences // ranks), config.speed.accumulation
+    most = min((config.speed.micro_batch if count is None else sequences // count) or share, share)
+    size = next(size for size in range(most, 0, -1) if share % size == 0)
+    return size, share // size

@@ -1,4 +1,4 @@
-"""`lora`, `optim`, `train`, `eval`, `checkpoint` and `output`: how a run learns, is judged, saved and shown."""
+"""How a run learns, is judged, saved and shown: `lora`, `optim`, `train`, `eval`, `checkpoint`, `parallel`, `output`."""
 
 from typing import Annotated, Literal, Self
 
@@ -108,6 +108,15 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep."""
     best: bool = True
     """Also keep the checkpoint with the lowest validation loss."""
+
+
+class ParallelConfig(Section):
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients of all processes are added up; bf16 sends half the bytes and rounds."""
+    join: Annotated[float, Field(gt=0.0, le=3600.0)] = 25.0
+    """Seconds within which all processes must have started."""
+    timeout: Annotated[float, Field(ge=1.0, le=86400.0)] = 600.0
+    """Seconds that a process waits for the others before it gives the run up."""
 
 
 class OutputConfig(Section):

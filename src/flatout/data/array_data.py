@@ -285,14 +285,16 @@ class ArrayLoader(BatchLoader):
 
     def _made(self, step: int) -> Raw:
         context, reading = self.schedule.longest, self.schedule.at(step)
+        share = self.delivery.world.share(reading.windows)
         while self._skipped:  # a later step without a position: what came before it is read and dropped
             self._row.take(context)
             self._skipped -= 1
         row = self._row.take(reading.windows * context)
-        ids = np.lib.stride_tricks.sliding_window_view(row, context + 1)[::context].copy()
+        # Every process reads all of the row: the arrays come one after the other.
+        ids = np.lib.stride_tricks.sliding_window_view(row, context + 1)[::context][share].copy()
         notices, self._source.notices = self._source.notices, []
         self._after[step] = self._row.position(), notices
-        return Raw(step, reading, as_signed(ids)).pinned(self.device)
+        return Raw(step, self.reading(step), as_signed(ids)).pinned(self.device)
 
 
 @final

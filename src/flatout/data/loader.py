@@ -29,6 +29,7 @@ from flatout.data.shards import Tokens, TokenShards
 from flatout.errors import DataError, ResourceError
 from flatout.ops.documents import PackedRows
 from flatout.ops.reference import IGNORED
+from flatout.world import World
 
 _COPY_TOKENS = 2**25
 
@@ -145,9 +146,11 @@ def evaluation_batches(
     device: torch.device,
     most_tokens: int | None = None,
     apart: bool = False,
+    world: World | None = None,
 ) -> Iterator[Batch]:
     """Every target of the split once, from its start and in order, up to `most_tokens` of them.
 
+    Processes of a `world` have every so manieth batch; where they do not come out even, the last ones have no labels.
     Windows do not overlap in targets. All batches have one shape: where there is no target, the token is 0 and the
     target IGNORED, so a mean must be over the labelled tokens. With documents `apart` batches are packed rows, in which
     a document's last token has no target.
@@ -164,10 +167,11 @@ def evaluation_batches(
         document_starts = shards.document_starts()
 
     def batches() -> Iterator[Batch]:
-        for step, start in enumerate(range(0, targets, size)):
-            count = min(size, targets - start)
+        for step in (world or World()).deal(-(-targets // size)):
+            start = step * size
+            count = max(0, min(size, targets - start))
             # One id more than there are targets: inputs are all but the last, targets all but the first.
-            ids = torch.from_numpy(shards.read(start, count + 1).astype(np.int64))
+            ids = torch.from_numpy(shards.read(start if count else 0, count + 1).astype(np.int64))
             tokens_BT = torch.zeros(batch_size, context, dtype=torch.int64)
             labels_BT = torch.full_like(tokens_BT, IGNORED)
             tokens_BT.view(-1)[:count], labels_BT.view(-1)[:count] = ids[:-1], ids[1:]

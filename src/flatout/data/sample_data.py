@@ -78,7 +78,7 @@ class SampleData(TrainingData):
 
     def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
         some = first_samples(self.val_samples, self.val_tokens)
-        return self._rows(some, batch_size, delivery).in_order(delivery.device)
+        return self._rows(some, batch_size, delivery).in_order(delivery.device, delivery.world)
 
     def largest(self, delivery: Delivery) -> LargestRows:
         return self.rows(delivery).largest(self.order, delivery.micro_batch or self.order.batch_samples)

@@ -26,6 +26,7 @@ from flatout.data.sampler import WindowOrder
 from flatout.data.samples import Samples
 from flatout.ops.documents import PackedRows, Room
 from flatout.ops.reference import IGNORED
+from flatout.world import World
 
 MULTIPLE = 64
 # Lengths between one power of two and the next. More of them pad less and repeat less often.
@@ -159,11 +160,19 @@ class SampleRows:
         targets = np.where(padding | ~labelled[following], IGNORED, ids[following])
         return PackedRows(tokens, layout.documents, targets, self._room)
 
-    def in_order(self, device: torch.device) -> Iterator[Batch]:
-        """Every sample once, in order: for evaluation."""
+    def shared(self, numbers: npt.NDArray[np.int64]) -> PackedRows:
+        """The rows of a process's share of some samples. One that has none gets a sample without a label, because it
+        must take the step all the same."""
+        if len(numbers):
+            return self.packed(numbers)
+        packed = self.packed(np.zeros(1, dtype=np.int64))
+        return PackedRows(packed.tokens_BT, packed.documents_BT, np.full_like(packed.targets_BT, IGNORED), self._room)
+
+    def in_order(self, device: torch.device, world: World) -> Iterator[Batch]:
+        """Every sample once, in order, every process its share of the batches: for evaluation."""
         count, size = len(self.samples), self._batch_samples
-        for step, start in enumerate(range(0, count, size)):
-            packed = self.packed(np.arange(start, min(start + size, count)))
+        for step in world.deal(-(-count // size)):
+            packed = self.shared(np.arange(step * size, min((step + 1) * size, count)))
             yield Batch.of_rows(packed, step, device).on(device)
 
     def micro_batches(
@@ -233,7 +242,8 @@ class SampleLoader(BatchLoader):
 
     def _made(self, step: int) -> Batch:
         reading = self.schedule.at(step)
-        packed = self._rows.packed(self._order.indices(reading.start // self._order.batch_samples))
+        numbers = self._order.indices(reading.start // self._order.batch_samples)
+        packed = self._rows.shared(numbers[self.delivery.world.share(len(numbers))])
         if self.delivery.micro_batch is not None:
             packed.prepare(self.delivery.micro_batch, pin=self.device.type == "cuda")
         return Batch.of_rows(packed, step, self.device, attention_window=reading.attention_window)

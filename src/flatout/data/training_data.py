@@ -68,7 +68,9 @@ class TrainingData(abc.ABC):
     def evaluation(self, batch_size: int, delivery: Delivery) -> Iterator[Batch]:
         """The validation set, at full length."""
         shape = {"context": self.schedule.longest, "batch_size": batch_size, "device": delivery.device}
-        return evaluation_batches(self.val, most_tokens=self.val_tokens, apart=self.apart, **shape)
+        return evaluation_batches(
+            self.val, most_tokens=self.val_tokens, apart=self.apart, world=delivery.world, **shape
+        )
 
     @functools.cached_property
     def tokens_per_byte(self) -> float | None:

@@ -19,6 +19,7 @@ from flatout.engine.books import Progress, notices_at
 from flatout.engine.checkpoint import (
     Verdict,
     checkpoint_bytes,
+    checkpoint_path,
     keep_newest,
     write_checkpoint,
     write_json_atomically,
@@ -63,7 +64,7 @@ class Boundary:
         run.step.use_window(None)  # evaluation and samples see what the trained model will see
         size, loss, began = 0, None, time.perf_counter()
         if saving and saved is None:
-            saved, size = write_checkpoint(checkpoints_of(self.folder), capture(run, self.progress, position, due))
+            saved, size = self._write(position, due)
         seconds = time.perf_counter() - began
         if due.evaluate is not None:
             record, notices = self._evaluate(due.evaluate)
@@ -79,7 +80,7 @@ class Boundary:
         began = time.perf_counter()
         if saved is None and wanted and self.saves and not self.progress.bad_steps:
             # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
-            saved, size = write_checkpoint(checkpoints_of(self.folder), capture(run, self.progress, position, Due()))
+            saved, size = self._write(position, Due())
         if saved is None:
             return
         notices = self._judge(saved, loss, improved)
@@ -90,6 +91,13 @@ class Boundary:
         yield CheckpointRecord(
             step=step, path=str(saved), bytes=size or checkpoint_bytes(saved), seconds=seconds, best=improved
         )
+
+    def _write(self, position: dict[str, Any] | None, due: Due) -> tuple[Path, int]:
+        """The checkpoint of this step and its size. One process writes it: all have the same."""
+        checkpoint, folder = capture(self.run, self.progress, position, due), checkpoints_of(self.folder)
+        if self.run.world.first:
+            return write_checkpoint(folder, checkpoint)
+        return checkpoint_path(folder, checkpoint.step), 1
 
     def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:
         """The evaluation, and notices on a batch that had to become smaller for it."""
@@ -135,6 +143,8 @@ class Boundary:
         if loss is None:
             size = min(self.evaluation_batch, run.step.micro_batch)
             loss, self.evaluation_batch, notices = quick_loss(run, size)
+        if not run.world.first:
+            return notices
         write_verdict(saved, Verdict(loss=loss, progress=progress.judged()))
         if not math.isfinite(loss):
             notices.append(

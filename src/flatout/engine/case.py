@@ -91,6 +91,7 @@ class Case:
     vocab: int | None
     step_tokens: float | None
     probes: Probes
+    ranks: int = 1
     # What has been decided so far, as `Speed` will have it. Reading a switch too early is an AttributeError.
     used: Speed = dataclasses.field(default_factory=lambda: cast("Speed", types.SimpleNamespace()))
 

@@ -26,12 +26,13 @@ def resolve_speed(
     *,
     vocab: int | None = None,
     step_tokens: float | None = None,
+    ranks: int = 1,
     probes: Probes | None = None,
 ) -> Speed:
     """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
 
     `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary,
-    `step_tokens` what the samples of a step hold on average.
+    `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step.
     """
     case = Case(
         config=config,
@@ -39,6 +40,7 @@ def resolve_speed(
         corpus_bytes=corpus_bytes,
         vocab=vocab,
         step_tokens=step_tokens,
+        ranks=ranks,
         probes=probes or Probes(),
     )
     features: list[Feature] = []

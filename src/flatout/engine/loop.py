@@ -26,6 +26,7 @@ from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, PreviewRecord, Record
 
 PARAMETER_NORM_EVERY = 10  # steps: it reads all weights once more
+LAG = 2  # steps after which several processes read a report: all of them then see the same of the run
 SPANS_EVERY = 500  # steps, where nothing else makes a boundary
 
 
@@ -48,9 +49,11 @@ def train_loop(
     progress = Progress() if resumed is None else restore(run, resumed)
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
-    if read_best(folder) != progress.best_step:  # a run taken back to an older checkpoint forgets a later best
+    if (
+        run.world.first and read_best(folder) != progress.best_step
+    ):  # a run taken back to an older checkpoint forgets a later best
         write_best(folder, progress)
-    mended = [] if resumed is None else list(mend_run_adapter(run, folder))
+    mended = [] if resumed is None or not run.world.first else list(mend_run_adapter(run, folder))
     yield run_info(run, folder, progress.step, resumed_from)
     yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.steps else ())
     preview = run.data.preview() if progress.step == 0 else ()
@@ -95,10 +98,13 @@ class _Steps:
     position: dict[str, Any] | None  # of the loader, after the last step
     reason: str  # why the run ends
     owed: bool = False  # a save that came due while non-finite steps were being counted
+    stopping: bool = False  # by the last step, in any process
+    asked: bool = False  # to save, likewise
 
     def __post_init__(self) -> None:
         self.training, self.progress, self.totals = self.boundary.run, self.boundary.progress, self.boundary.totals
-        self.pending = PendingReports(self.training.speed.device.torch_device)
+        lag = LAG if self.training.world.size > 1 else None
+        self.pending = PendingReports(self.training.speed.device.torch_device, lag)
 
     def run(self, first_step: int) -> Iterator[Record]:
         run, machine = self.training, MachineWatch(self.training.speed.device)
@@ -124,7 +130,8 @@ class _Steps:
             yield NoticeRecord(step=step, message=use_less_memory(run, batch, report))
             self.pending.restart()
             report = attempt_step(run, batch)
-        tokens = run.world.total(batch.count)
+        tokens, stopping, asked = run.world.totals([batch.count, self.stop(), self.save()])
+        self.stopping, self.asked = stopping > 0, asked > 0
         self.pending.push(step, report, marks=run.step.clock.take(), tokens=tokens, data_seconds=data_seconds)
         yield from notices_at(step, run.new_notices.take())
         self.position = loader.position()
@@ -134,10 +141,10 @@ class _Steps:
     def _at_boundary(self, step: int) -> Generator[Record, None, bool]:
         """Saves and evaluates where that is due; whether the run ends here."""
         run, progress = self.training, self.progress
-        stopping, asked, ending = run.world.any(self.stop()), run.world.any(self.save()), step == run.steps
+        stopping, ending = self.stopping, step == run.steps
         due = due_after(run, step)
         every = is_due(step, run.config.checkpoint.every)
-        saving = self.boundary.saves and (ending or stopping or self.owed or asked or every)
+        saving = self.boundary.saves and (ending or stopping or self.owed or self.asked or every)
         if not (due.evaluate or due.sample or saving):
             return False
         yield from settle(run, progress, self.totals, self.pending.drain())

@@ -31,6 +31,7 @@ from flatout.engine.checkpoint import Checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.hub import Description
+from flatout.world import World
 
 MOST_STEPS = 20_000_000  # the schedule is a table with one entry per step
 
@@ -102,6 +103,27 @@ def _check_no_epoch_end(config: RunConfig, what: str) -> None:
 def _schedule_of(config: RunConfig) -> Schedule:
     """The table that a config asks for: one stage, for all presets today."""
     return Schedule.constant(config.train.batch_tokens // config.model.context, config.model.context)
+
+
+def check_shares(data: TrainingData, world: World) -> None:
+    """Refuses processes that cannot share a step evenly, or do not have the same data. Samples need not come out even."""
+    for stage in data.schedule.stages if data.facts.batch_samples is None else ():
+        windows = data.schedule.at(stage.first_step).windows
+        if windows % world.size:
+            near = round(windows / world.size) or 1
+            tokens = near * world.size * data.schedule.longest
+            raise ConfigError(
+                f"a step has {windows} windows of {data.schedule.longest:,} tokens, which {world.size} processes cannot "
+                "share evenly",
+                f"set train.batch_tokens={tokens}, or start as many processes as divide {windows}",
+            )
+    everywhere = world.gather(data.facts.fingerprint)
+    other = next((rank for rank, found in enumerate(everywhere) if found != everywhere[0]), None)
+    if other is not None:
+        raise DataError(
+            f"rank {other} has data {everywhere[other][:12]}, rank 0 has {everywhere[0][:12]}",
+            "prepare the data once, in a folder that all hosts see, or copy it to each of them",
+        )
 
 
 def sources_of(sources: Mapping[str, Source]) -> Callable[[str], Source]:

@@ -6,6 +6,7 @@ what is learned, and the state to save is always at hand.
 """
 
 import contextlib
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -13,8 +14,13 @@ from torch import Tensor
 
 
 class RandomStream:
-    def __init__(self, seed: int, device: torch.device) -> None:
+    """The stream of one process: each of several draws numbers of its own."""
+
+    def __init__(self, seed: int, device: torch.device, rank: int = 0) -> None:
         self.device = device
+        if rank:
+            digest = hashlib.sha256(f"{seed}/{rank}".encode()).digest()
+            seed = int.from_bytes(digest[:7], "little")
         self.cpu_state = torch.Generator().manual_seed(seed).get_state()
         self.device_state: Tensor | None = None
         if device.type in ("cuda", "mps"):

@@ -37,8 +37,8 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
             raise
         rows = min(run.step.micro_batch, _windows_in(batch))  # packed samples may have fewer than a micro-batch
         recording = _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
-        # Nothing left to halve or to give up, or the weights may have moved.
-        if (rows == 1 and not recording) or run.step.updating:
+        # Nothing left to halve or to give up, or the weights may have moved, or other processes are in this step.
+        if (rows == 1 and not recording) or run.step.updating or run.world.size > 1:
             raise memory_error(error) from error
         sentence = first_sentence(error)
     run.random.assign(before)
@@ -107,6 +107,6 @@ def _attempt_evaluation(run: Run, batch_size: int, batches: int | None) -> tuple
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        if batch_size == 1:
+        if batch_size == 1 or run.world.size > 1:
             raise memory_error(error) from error
         return first_sentence(error)

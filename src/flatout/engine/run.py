@@ -70,14 +70,14 @@ class Run:
 
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:
         """The training batches from `first_step` to the end; `position` is what the checkpoint of that step says."""
-        delivery = delivery_of(self.speed, self.step.micro_batch)
+        delivery = delivery_of(self.speed, self.step.micro_batch, self.world)
         span = Span(schedule=self.schedule, first_step=first_step, last_step=self.steps, position=position)
         return self.data.batches(delivery, span)
 
     def evaluation(self, batch_size: int | None = None) -> Iterator[Batch]:
-        """The validation set, in batches of a micro-batch unless told otherwise."""
+        """This process's share of the validation set, in batches of a micro-batch unless told otherwise."""
         size = batch_size or self.step.micro_batch
-        return self.data.evaluation(size, delivery_of(self.speed, size))
+        return self.data.evaluation(size, delivery_of(self.speed, size, self.world))
 
     def take_step(self, batch: Batch) -> torch.Tensor:
         """One optimizer step; its report stays on the device."""
@@ -104,12 +104,13 @@ def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
         yield
 
 
-def delivery_of(speed: Speed, micro_batch: int) -> Delivery:
-    """How the loader hands batches to these switches."""
+def delivery_of(speed: Speed, micro_batch: int, world: World | None = None) -> Delivery:
+    """How the loader hands batches to these switches, in one of the processes of `world`."""
     return Delivery(
         device=speed.device.torch_device,
         workers=speed.workers,
         resident=speed.loader == "device",
         micro_batch=micro_batch,
         joined=speed.execution.document_attention in BY_BOUNDS or speed.execution.kernels == "triton",
+        world=world or World(),
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import flatout
 from flatout.config.schema import RunConfig
@@ -30,7 +31,7 @@ class Due:
 
 def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None, due: Due | None = None) -> Checkpoint:
     """The whole state of a run at a step boundary; `position` is where the loader goes on from there."""
-    tensors = {**run.random.tensors(), **run.model.narrow.tensors(), "updates": run.step.updates}
+    tensors = {**_random_of_all(run), **run.model.narrow.tensors(), "updates": run.step.updates}
     if run.step.loss_scale is not None:
         tensors |= {"scale": run.step.loss_scale.scale, "good_updates": run.step.loss_scale.good_updates}
     state: dict[str, Any] = {
@@ -56,6 +57,29 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
     )
 
 
+def _random_of_all(run: Run) -> dict[str, Tensor]:
+    """The random streams of all processes; those of the first one under their plain names."""
+    own = run.random.tensors()
+    if run.world.size == 1:
+        return own
+    rows = run.world.gather({name: state.tolist() for name, state in own.items()})
+    return {
+        name if rank == 0 else f"{name}.{rank}": torch.tensor(state, dtype=torch.uint8)
+        for rank, row in enumerate(rows)
+        for name, state in row.items()
+    }
+
+
+def _random_of(run: Run, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The streams of this process, where the checkpoint is of as many processes; None: they begin anew."""
+    names, rank = run.random.tensors(), run.world.rank
+    ranks = sum(name.startswith("random.cpu") for name in tensors)
+    if rank and ranks != run.world.size:
+        return None
+    own = {name: f"{name}.{rank}" if rank else name for name in names}
+    return {name: tensors[saved] for name, saved in own.items() if saved in tensors}
+
+
 def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
     run.trained.assign(checkpoint.model, "the checkpoint")
@@ -71,7 +95,9 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     for notice in converted:
         run.new_notices.add(notice)
     run.step.updates.copy_(checkpoint.run["updates"])
-    run.random.assign(checkpoint.run)
+    random = _random_of(run, checkpoint.run)
+    if random is not None:
+        run.random.assign(random)
     notice = run.model.narrow.assign(checkpoint.run)
     if notice is not None:
         run.new_notices.add(notice)

@@ -6,7 +6,7 @@ they get their own section or plain values.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
+from flatout.config.source import Source
 from flatout.config.unused import check_used, cut_pattern, wide_window
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
-from flatout.device import detect_device, limit_memory, use_expandable_segments
+from flatout.device import Device, detect_device, limit_memory, use_expandable_segments
 from flatout.engine.adapter_folder import adapter_at, stored_base, stored_quantize
 from flatout.engine.base_model import Start, base_fingerprint, build_base, open_start
 from flatout.engine.case import product_type
@@ -30,6 +31,7 @@ from flatout.engine.notices import Notices
 from flatout.engine.opening import (
     Opened,
     adapter_plan,
+    check_shares,
     open_data,
     schedule_of,
     sources_of,
@@ -51,6 +53,8 @@ from flatout.model.quantize import check_quantizing, quantize_linears, quantized
 from flatout.ops.attention import install_flash
 from flatout.optim.optimizers import Optimizers
 from flatout.optim.rules import rules_of
+from flatout.parallel.reducer import reducer_of
+from flatout.world import World
 
 
 def setup_run(
@@ -59,25 +63,44 @@ def setup_run(
     *,
     resumed: Checkpoint | None = None,
     arrays: Arrays | None = None,
+    world: World | None = None,
 ) -> Run:
-    """Builds a run with fresh weights. Resuming overwrites its state afterwards.
+    """Builds a run with fresh weights, in one of the processes of `world`. Resuming overwrites its state afterwards.
 
     `resumed` is the checkpoint to resume from. Weights that `model.init_from` names are then not read where it brings
     all of them, and steps are counted from what it has read. `arrays` are token arrays from Python instead of the
     config's data.
     """
+    world = world or World()
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     sources = {} if isinstance(loaded, RunConfig) else loaded.sources
-    if isinstance(loaded, LoadedConfig):
-        check_used(loaded)
-    if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
-    opened, fresh = open_data(config, sources, progress, resumed=resumed, arrays=arrays), resumed is None
-    config, data, vocab = opened.config, opened.data, vocabulary_of(opened)
+    with world.together():
+        if isinstance(loaded, LoadedConfig):
+            check_used(loaded)
+        if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        device = limit_memory(detect_device(config.speed.device, world.local), config.speed.memory_limit)
+    with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
+        opened = open_data(config, sources, progress, resumed=resumed, arrays=arrays)
+    check_shares(opened.data, world)
+    with world.together():
+        return _assembled(loaded, opened, sources, device, resumed, world)
+
+
+def _assembled(
+    loaded: LoadedConfig | RunConfig,
+    opened: Opened,
+    sources: Mapping[str, Source],
+    device: Device,
+    resumed: Checkpoint | None,
+    world: World,
+) -> Run:
+    """The run on data that is open."""
+    config, data, vocab, fresh = opened.config, opened.data, vocabulary_of(opened), resumed is None
     start = open_start(config.model, vocab, data.tokenizer) if fresh and opened.base is None else None
     facts, source_of = data.facts, sources_of(sources)
-    speed = resolve_speed(config, device, facts.corpus_bytes, source_of, vocab=vocab, step_tokens=facts.step_tokens)
+    shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "ranks": world.size}
+    speed = resolve_speed(config, device, facts.corpus_bytes, source_of, **shape)
     memory = _checked_memory(opened, loaded, vocab, speed, resumed=not fresh)
     schedule = schedule_of(data, resumed)
     steps = steps_of(config, facts, schedule)
@@ -98,8 +121,8 @@ def setup_run(
         model=model,
         trained=trained,
         adapters=adapters,
-        step=_build_step(config, model, trained, speed, steps, later),
-        random=RandomStream(config.train.seed, device.torch_device),
+        step=_build_step(config, model, trained, speed, steps, later, world),
+        random=RandomStream(config.train.seed, device.torch_device, world.rank),
         steps=steps,
         flops_per_token=flops_per_token(config.model, vocab, facts.attended, adapters=adapted),
         memory=memory,
@@ -125,7 +148,7 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
         run,
         config=config,
         speed=speed,
-        step=_build_step(config, run.model, run.trained, speed, run.steps, run.new_notices),
+        step=_build_step(config, run.model, run.trained, speed, run.steps, run.new_notices, run.world),
         memory=memory_on(run.data, config, run.model.vocab, speed),
     )
 
@@ -210,7 +233,7 @@ def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
 
 
 def _build_step(
-    config: RunConfig, model: GPT, trained: Trained, speed: Speed, steps: int, notices: Notices
+    config: RunConfig, model: GPT, trained: Trained, speed: Speed, steps: int, notices: Notices, world: World
 ) -> TrainStep:
     device = speed.device.torch_device
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
@@ -226,6 +249,13 @@ def _build_step(
         after_update=model.narrow.settle,
         clear_gradients=trained.clear_gradients,
         scope=lambda: device_scope(speed, config.train.deterministic),
+        world=world,
+        reducer=reducer_of(
+            world,
+            [one.parameter for one in trained.updated],
+            in_place=trained.clear_gradients is not None,
+            bf16=config.parallel.reduce == "bf16",
+        ),
     )
     graph = None
     if speed.cuda_graphs:

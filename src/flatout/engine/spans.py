@@ -96,8 +96,9 @@ class StepReport:
 class PendingReports:
     """A queue of reports; seconds run from the end of one step to the end of the next on the device's own clock."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.cuda = device.type == "cuda"
+    def __init__(self, device: torch.device, lag: int | None = None) -> None:
+        """With a `lag` every report is read that many steps later, so that several processes read in step."""
+        self.cuda, self.lag = device.type == "cuda", lag
         self.queue: collections.deque[tuple[Mark, Callable[[], StepReport]]] = collections.deque()
         self.last = Mark(self.cuda)
 
@@ -136,8 +137,8 @@ class PendingReports:
 
     def ready(self) -> list[StepReport]:
         """The reports that have arrived, in order, without waiting unless too many are under way."""
-        arrived = []
-        while self.queue and (len(self.queue) > MOST_WAITING or self.queue[0][0].passed()):
+        arrived, most = [], MOST_WAITING if self.lag is None else self.lag
+        while self.queue and (len(self.queue) > most or (self.lag is None and self.queue[0][0].passed())):
             arrived.append(self.queue.popleft()[1]())
         return arrived
 

@@ -16,8 +16,9 @@ Trap: reading any of the returned tensors stalls the device. The loop reads them
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,9 @@ from flatout.ops.documents import Layout, PackedRows
 from flatout.ops.gradients import clear_gradients, hold_gradients
 from flatout.ops.reference import IGNORED
 from flatout.optim.optimizers import Optimizers
-from flatout.world import World
+from flatout.world import Reducer, World
 
+Thing = TypeVar("Thing")
 CLIP_EPS = 1e-6  # as in torch's clip_grad_norm_
 
 
@@ -72,6 +74,7 @@ class TrainStep:
     clear_gradients: Callable[[], None] | None = None
     scope: Callable[[], AbstractContextManager[None]]
     world: World = dataclasses.field(default_factory=World)
+    reducer: Reducer | None = None  # adds up the gradients of several processes
     rebuild: Callable[[], None] = lambda: None  # what was made for one shape: setup says how to make it anew
     use_window: Callable[[int | None], None] = lambda window: None  # another attention window, from setup too
     updating: bool = False  # weights may be half moved: there is no way back to before the step
@@ -79,6 +82,8 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         device = next(self.model.parameters()).device
+        if self.reducer is not None and self.clear_gradients is None:
+            self.clear_gradients = self.reducer.clear
         self.keep_gradients = self.keep_gradients or self.clear_gradients is not None
         # engine/graphs.py puts a recording of it here
         self.run_micro_batch: Callable[..., Tensor] = self.forward_backward
@@ -116,7 +121,11 @@ class TrainStep:
             hold_gradients(self.model.parameters())
         labelled = self.world.sum((targets_BT != IGNORED).sum()).clamp(min=1)
         total = None
-        for tokens, targets, *layout in self._micro_batches(tokens_BT, targets_BT, packed, pieces * self.micro_batch):
+        for last, (tokens, targets, *layout) in with_last(
+            self._micro_batches(tokens_BT, targets_BT, packed, pieces * self.micro_batch)
+        ):
+            if last and self.reducer is not None:
+                self.reducer.last_micro_batch()
             mean = self.run_micro_batch(tokens, targets, labelled, *layout)
             if self.run_micro_batch != self.forward_backward:  # a replay, in which nothing can be marked
                 self.clock.mark("micro-batch")
@@ -148,11 +157,13 @@ class TrainStep:
 
     @torch.no_grad()
     def _update(self, loss: Tensor) -> Tensor:
+        if self.reducer is not None:
+            self.reducer.finish()
+            self.clock.mark("reduction")
         gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
-        self.world.reduce_gradients(gradients)
         scale = self.one if self.loss_scale is None else self.loss_scale.scale
         norm = self.world.norm(gradients) / scale
-        finite = self.world.all(torch.isfinite(loss) & torch.isfinite(norm))
+        finite = torch.isfinite(loss) & torch.isfinite(norm)  # of sums over all processes: the same in each
         excess = ((norm + CLIP_EPS) / self.clip).clamp(min=1.0) if self.clip > 0 else self.one
         rate = self.optimizer.look_up(self.updates)
         numbers = [loss, norm, finite, rate, scale, self._parameter_norm()]
@@ -178,3 +189,14 @@ class TrainStep:
         if not self.with_parameter_norm:
             return -self.one
         return self.world.norm([parameter.detach() for parameter in self.optimizer.parameters])
+
+
+def with_last(things: Iterable[Thing]) -> Iterator[tuple[bool, Thing]]:
+    """Each of them, and whether it is the last one."""
+    following = iter(things)
+    for thing in following:
+        held = thing
+        for after in following:
+            yield False, held
+            held = after
+        yield True, held

@@ -215,8 +215,13 @@ def _loader(case: Case) -> Answer:
 
 
 def _micro_batch(case: Case) -> Answer:
-    size, _ = micro_batch_of(case.config)
-    return Answer(size, "the largest divisor of the batch" if case.asked.micro_batch not in (None, size) else "")
+    size, _ = micro_batch_of(case.config, case.ranks)
+    return Answer(
+        size,
+        "the largest divisor of the batch" + (", of each process" if case.ranks > 1 else "")
+        if case.asked.micro_batch not in (None, size)
+        else "",
+    )
 
 
 def _activation_offload(case: Case) -> Answer:
@@ -326,7 +331,7 @@ ROWS = (
     Row("optimizer_state", _optimizer_state),
     Row("loader", _loader),
     Row("micro_batch", _micro_batch, harmless=True),
-    Row("accumulation", lambda case: Answer(micro_batch_of(case.config)[1])),
+    Row("accumulation", lambda case: Answer(micro_batch_of(case.config, case.ranks)[1])),
     Row("pad_vocab", lambda case: Answer(case.asked.pad_vocab)),
     Row("checkpointing", lambda case: Answer(case.asked.checkpointing)),
     Row("activation_offload", _activation_offload),

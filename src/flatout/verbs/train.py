@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout import records
 from flatout.errors import UsageError, UserError
+from flatout.launch import launch
 from flatout.streams import output_that_may_go_away
 from flatout.tuning.signals import handled
 from flatout.words import Parser, add_config, load, one_line, quoted
@@ -80,6 +81,8 @@ def _follow_training(
     reader = JsonReader() if parsed.json else terminal(loaded.config.output.log_every)
     preparing = PrepareBar()
     stop = StopOnSignal(at_once=reader.leave_at_once if isinstance(reader, ViewReader) else lambda: None)
+    found = launch()
+    speaks = found is None or found.rank == 0
     folder = checkpoint = None
     interrupted = nothing_left = False
     with stop:
@@ -91,11 +94,12 @@ def _follow_training(
                     folder, nothing_left = record.folder, record.nothing_left
                 elif isinstance(record, records.EndRecord):
                     checkpoint, interrupted = record.checkpoint, record.reason == "interrupted"
-                reader.show(record)
+                if speaks:
+                    reader.show(record)
         finally:
             preparing.close()
             reader.close()
-    if nothing_left:
+    if nothing_left or not speaks:
         return 0
     if folder is not None and loaded.config.output.plots:
         _draw(Path(folder))

@@ -1,0 +1,194 @@
+"""One of several processes that train a model together, on torch.distributed.
+
+Device tensors go by NCCL where every process has a GPU of its own, else by gloo; numbers of the host always by gloo.
+Values of the host travel as JSON, never pickled.
+
+Contract: an error before training is told by one process, with its rank where the others did not have it, and all of
+them leave with its exit code. While training goes on, a process that is lost ends the wait of the others: gloo and NCCL
+give up after `timeout`, and whoever started the processes ends those that are left.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flatout
+from flatout.errors import UsageError, UserError
+from flatout.launch import Launch, OtherProcessError
+from flatout.world import World
+
+_POLL = datetime.timedelta(seconds=5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks(World):
+    """`store` is where processes leave words for each other; `hosts` has the name of each one's host."""
+
+    _: dataclasses.KW_ONLY
+    store: dist.Store
+    hosts: tuple[str, ...]
+    _turns: Iterator[int] = dataclasses.field(default_factory=itertools.count, repr=False, compare=False)
+
+    def sum(self, value: Tensor) -> Tensor:
+        total = value.detach().clone()
+        dist.all_reduce(total)
+        return total
+
+    def totals(self, numbers: Sequence[int]) -> list[int]:
+        total = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value: Any) -> list[Any]:
+        data = json.dumps(value).encode("utf-8")
+        sizes = [0] * self.size
+        sizes[self.rank] = len(data)
+        sizes = self.totals(sizes)
+        own = torch.zeros(max(sizes), dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(rows, own)
+        return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        failed: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failed = error
+        codes = self.gather(None if failed is None else [type(failed).__name__, str(failed), exit_code_of(failed)])
+        where = [rank for rank, code in enumerate(codes) if code is not None]
+        if not where:
+            return
+        # A process of which another failed leaves with its code. Where one of those is the cause, it speaks.
+        causes = [rank for rank in where if codes[rank][0] != OtherProcessError.__name__] or where
+        if failed is None or self.rank != causes[0]:
+            raise OtherProcessError(codes[causes[0]][2]) from failed
+        alike = all(code == codes[0] for code in codes)
+        raise self.named(failed) if isinstance(failed, UserError) and not alike else failed
+
+    def named(self, error: UserError) -> UserError:
+        """The same error, with the rank that had it."""
+        told = type(error)(f"rank {self.rank} on {socket.gethostname()}: {error.message}", error.hint)
+        told.exit_code = error.exit_code
+        return told
+
+    @contextlib.contextmanager
+    def in_turns(self) -> Iterator[None]:
+        turn, first_here = next(self._turns), self.hosts.index(self.hosts[self.rank])
+        for before in {0, first_here} if self.rank != first_here else {0} - {self.rank}:
+            self._wait_for(f"turn/{turn}/{before}")
+        word = "failed"
+        try:
+            yield
+            word = "passed"
+        finally:
+            if self.rank == first_here:
+                self.store.set(f"turn/{turn}/{self.rank}", word)
+
+    def _wait_for(self, key: str) -> None:
+        """Waits as long as it takes: the first process may have data to prepare for hours."""
+        while True:
+            try:
+                self.store.wait([key], _POLL)
+                break
+            except dist.DistStoreError:
+                continue  # not yet
+        if self.store.get(key) != b"passed":
+            raise OtherProcessError
+
+
+def exit_code_of(error: Exception) -> int:
+    return error.exit_code if isinstance(error, UserError) else 1
+
+
+@contextlib.contextmanager
+def joined(found: Launch | None, asked_device: str, *, join: float, timeout: float) -> Iterator[World]:
+    """The world of this process: itself alone, or all that a launcher started, which meet within `join` seconds.
+
+    A collective that waits longer than `timeout` seconds is an error.
+    """
+    if found is None:
+        yield World()
+        return
+    store = _meet(found, join)
+    hosts = _check_alike(found, store, join)
+    backend = _backend(found, asked_device)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=found.rank,
+        world_size=found.size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    try:
+        yield Ranks(found.rank, found.size, found.local, store=store, hosts=hosts)
+    finally:
+        with contextlib.suppress(RuntimeError):  # others may be gone already
+            dist.destroy_process_group()
+
+
+def _meet(found: Launch, join: float) -> dist.Store:
+    """The store that all processes see."""
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        wait = datetime.timedelta(seconds=join)
+        store, _, _ = next(dist.rendezvous("env://", found.rank, found.size, timeout=wait))
+    except (dist.DistError, OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        if found.rank and "EADDRINUSE" not in reason:
+            hint = f"check that rank 0 runs on {os.environ['MASTER_ADDR']} and that no firewall closes the port"
+            raise UsageError(f"rank {found.rank} cannot reach rank 0 at {where}: {reason}", hint) from error
+        hint = "set MASTER_PORT (torchrun: --master-port) to a free one"
+        raise UsageError(f"rank 0 cannot open {where}: {reason}", hint) from error
+    return dist.PrefixStore("flatout", store)
+
+
+def _check_alike(found: Launch, store: dist.Store, join: float) -> tuple[str, ...]:
+    """Waits for all processes and compares what they run; returns their hosts."""
+    own = {"host": socket.gethostname(), "flatout": flatout.__version__, "torch": torch.__version__}
+    store.set(f"here/{found.rank}", json.dumps(own))
+    until = time.monotonic() + join
+    everybody = []
+    for rank in range(found.size):
+        try:
+            store.wait([f"here/{rank}"], datetime.timedelta(seconds=max(0.01, until - time.monotonic())))
+        except dist.DistStoreError as error:
+            missing = [str(other) for other in range(rank, found.size) if not store.check([f"here/{other}"])]
+            came = f"{found.size - len(missing)} of {found.size} processes came within {join:g} s"
+            hint = "look at what the missing ones say; parallel.join gives them more time"
+            told = UsageError(f"{came}: rank {', '.join(missing)} did not", hint)
+            raise told if found.rank == 0 or "0" in missing else OtherProcessError() from error
+        everybody.append(json.loads(store.get(f"here/{rank}")))
+    for name in ("flatout", "torch"):
+        other = next((rank for rank, facts in enumerate(everybody) if facts[name] != everybody[0][name]), None)
+        if other is not None:
+            theirs = everybody[other]
+            told = UsageError(
+                f"rank 0 on {everybody[0]['host']} has {name} {everybody[0][name]}, rank {other} on {theirs['host']} "
+                f"has {theirs[name]}",
+                "install the same versions on all hosts",
+            )
+            raise told if found.rank == 0 else OtherProcessError()
+    return tuple(facts["host"] for facts in everybody)
+
+
+def _backend(found: Launch, asked_device: str) -> str:
+    """NCCL wants a GPU for every process: several that were told to share one go by gloo."""
+    kind, _, index = asked_device.partition(":")
+    if kind not in ("auto", "cuda") or not torch.cuda.is_available():
+        return "gloo"
+    shared = index and found.local_size > 1
+    return "cpu:gloo,cuda:gloo" if shared else "cpu:gloo,cuda:nccl"

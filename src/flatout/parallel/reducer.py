@@ -1,0 +1,126 @@
+"""Gradients of all processes added up in fixed buckets, each as soon as the backward pass has filled it.
+
+torch's DistributedDataParallel sees only gradients that autograd accumulates. Our kernels add into `weight.grad`
+themselves, so gradients lie in our own buckets: contiguous, in the reverse order of parameters, the same from the first
+step to the last. A parameter's gradient is complete when autograd passes its node, whether or not anything came through
+it; a bucket whose parameters are all complete leaves, after those before it, so every process sends in the same order.
+
+Contract: under accumulation gradients are sent once a step, in the last micro-batch's backward pass. Sums are in fp32
+unless bf16 was asked for. Nothing here waits for the device: NCCL sends on a stream of its own, and `finish` makes the
+current stream wait for it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatout.parallel.ranks import Ranks
+from flatout.world import World
+
+ALIGNED = 64  # elements: where a gradient begins, as kernels like it
+BUCKET_BYTES = 25 * 2**20  # as large as torch's own: small enough to leave early, large enough for the link
+
+
+@dataclasses.dataclass(eq=False)
+class _Bucket:
+    values: Tensor  # all gradients of the bucket, one after the other
+    waiting: int
+    parameters: int
+    narrow: Tensor | None = None
+    work: Any = None
+
+
+class BucketReducer:
+    """`in_place` are gradients that have a place of their own, such as those of adapters: they leave at the end."""
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], *, bf16: bool, in_place: Iterable[nn.Parameter] = ()
+    ) -> None:
+        self._buckets: list[_Bucket] = []
+        self._nodes: list[Any] = []  # autograd keeps them only as long as somebody does
+        self._next = 0
+        self._sending = False
+        self._bf16 = bf16
+        self._in_place = list(in_place)
+        for group in _grouped(list(reversed(parameters))):
+            bucket = self._filled(group)
+            for parameter in group:
+                node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # pyright: ignore
+                node.register_hook(self._on_complete(bucket))
+                self._nodes.append(node)
+            self._buckets.append(bucket)
+
+    def _filled(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
+        sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for parameter in parameters]
+        values = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        for parameter, part in zip(parameters, values.split(sizes), strict=True):
+            parameter.grad = part[: parameter.numel()].view_as(parameter)
+        narrow = torch.empty_like(values, dtype=torch.bfloat16) if self._bf16 else None
+        return _Bucket(values, len(parameters), len(parameters), narrow)
+
+    def _on_complete(self, bucket: _Bucket) -> Callable[..., None]:
+        def complete(*_: object) -> None:
+            if self._sending:
+                bucket.waiting -= 1
+                self._send_ready()
+
+        return complete
+
+    def last_micro_batch(self) -> None:
+        self._sending, self._next = True, 0
+        for bucket in self._buckets:
+            bucket.waiting = bucket.parameters
+
+    def _send_ready(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].waiting <= 0:
+            self._send(self._buckets[self._next])
+            self._next += 1
+
+    def _send(self, bucket: _Bucket) -> None:
+        if bucket.narrow is not None:
+            bucket.narrow.copy_(bucket.values)
+        bucket.work = dist.all_reduce(bucket.values if bucket.narrow is None else bucket.narrow, async_op=True)
+
+    def finish(self) -> None:
+        self._sending = False
+        for bucket in self._buckets[self._next :]:  # those of parameters that the pass did not come by
+            self._send(bucket)
+        self._next = 0
+        for parameter in self._in_place:
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+        for bucket in self._buckets:
+            bucket.work.wait()
+            bucket.work = None
+            if bucket.narrow is not None:
+                bucket.values.copy_(bucket.narrow)
+
+    def clear(self) -> None:
+        torch._foreach_zero_([bucket.values for bucket in self._buckets])  # pyright: ignore[reportPrivateImportUsage]
+
+
+def reducer_of(world: World, parameters: Sequence[nn.Parameter], *, in_place: bool, bf16: bool) -> BucketReducer | None:
+    """What adds up the gradients of these parameters; None for a process alone. `in_place`: they must stay where they are."""
+    if not isinstance(world, Ranks):
+        return None
+    if in_place:
+        return BucketReducer([], bf16=bf16, in_place=parameters)
+    return BucketReducer(parameters, bf16=bf16)
+
+
+def _grouped(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Runs of parameters of one type that make a bucket; one that is larger by itself has its own."""
+    groups: list[list[nn.Parameter]] = []
+    size = 0
+    for parameter in parameters:
+        bytes_ = parameter.numel() * parameter.element_size()
+        if not groups or size + bytes_ > BUCKET_BYTES or parameter.dtype != groups[-1][0].dtype:
+            groups.append([])
+            size = 0
+        groups[-1].append(parameter)
+        size += bytes_
+    return groups

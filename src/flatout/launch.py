@@ -62,7 +62,7 @@ def launch() -> Launch | None:
         if size.isdecimal() and int(size) > 1:
             raise UsageError(
                 f"{size} processes were started by a launcher that Flatout does not know ({name}={size})",
-                f"start them with `flatout train --gpus N`, torchrun or srun; if nothing launched several, unset {name}",
+                f"start them by `flatout train --gpus N`, torchrun or srun; if nothing launched several, unset {name}",
             )
     return None
 

@@ -42,7 +42,7 @@ class World:
         return self.rank == 0
 
     def share(self, count: int) -> slice:
-        """Which of `count` things are this process's: each has a contiguous share, none empty where there are enough."""
+        """Which of `count` things are this process's: a contiguous share, empty only where there are too few."""
         return slice(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def deal(self, count: int) -> Iterator[int]:

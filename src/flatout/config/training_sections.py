@@ -1,4 +1,4 @@
-"""How a run learns, is judged, saved and shown: `lora`, `optim`, `train`, `eval`, `checkpoint`, `parallel`, `output`."""
+"""`lora`, `optim`, `train`, `eval`, `checkpoint`, `parallel`, `output`: how a run learns, is judged, saved, shown."""
 
 from typing import Annotated, Literal, Self
 

@@ -49,9 +49,8 @@ def train_loop(
     progress = Progress() if resumed is None else restore(run, resumed)
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
-    if (
-        run.world.first and read_best(folder) != progress.best_step
-    ):  # a run taken back to an older checkpoint forgets a later best
+    # A run taken back to an older checkpoint forgets a later best.
+    if run.world.first and read_best(folder) != progress.best_step:
         write_best(folder, progress)
     mended = [] if resumed is None or not run.world.first else list(mend_run_adapter(run, folder))
     yield run_info(run, folder, progress.step, resumed_from)

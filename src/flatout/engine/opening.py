@@ -106,15 +106,15 @@ def _schedule_of(config: RunConfig) -> Schedule:
 
 
 def check_shares(data: TrainingData, world: World) -> None:
-    """Refuses processes that cannot share a step evenly, or do not have the same data. Samples need not come out even."""
+    """Refuses processes that cannot share a step evenly, as only samples need not, or that have other data."""
     for stage in data.schedule.stages if data.facts.batch_samples is None else ():
         windows = data.schedule.at(stage.first_step).windows
         if windows % world.size:
             near = round(windows / world.size) or 1
             tokens = near * world.size * data.schedule.longest
             raise ConfigError(
-                f"a step has {windows} windows of {data.schedule.longest:,} tokens, which {world.size} processes cannot "
-                "share evenly",
+                f"a step has {windows} windows of {data.schedule.longest:,} tokens, which {world.size} processes "
+                "cannot share evenly",
                 f"set train.batch_tokens={tokens}, or start as many processes as divide {windows}",
             )
     everywhere = world.gather(data.facts.fingerprint)

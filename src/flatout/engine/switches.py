@@ -216,12 +216,8 @@ def _loader(case: Case) -> Answer:
 
 def _micro_batch(case: Case) -> Answer:
     size, _ = micro_batch_of(case.config, case.ranks)
-    return Answer(
-        size,
-        "the largest divisor of the batch" + (", of each process" if case.ranks > 1 else "")
-        if case.asked.micro_batch not in (None, size)
-        else "",
-    )
+    whole = "the batch" if case.ranks == 1 else "a process's share of the batch"
+    return Answer(size, f"the largest divisor of {whole}" if case.asked.micro_batch not in (None, size) else "")
 
 
 def _activation_offload(case: Case) -> Answer:

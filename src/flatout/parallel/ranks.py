@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 import flatout
 from flatout.errors import UsageError, UserError
@@ -36,7 +37,7 @@ class Ranks(World):
     """`store` is where processes leave words for each other; `hosts` has the name of each one's host."""
 
     _: dataclasses.KW_ONLY
-    store: dist.Store
+    store: Store
     hosts: tuple[str, ...]
     _turns: Iterator[int] = dataclasses.field(default_factory=itertools.count, repr=False, compare=False)
 
@@ -66,7 +67,7 @@ class Ranks(World):
         failed: Exception | None = None
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (raised again below, or by another process)
             failed = error
         codes = self.gather(None if failed is None else [type(failed).__name__, str(failed), exit_code_of(failed)])
         where = [rank for rank, code in enumerate(codes) if code is not None]
@@ -128,7 +129,7 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
     backend = _backend(found, asked_device)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("group", store),
+        store=PrefixStore("group", store),
         rank=found.rank,
         world_size=found.size,
         timeout=datetime.timedelta(seconds=timeout),
@@ -140,12 +141,12 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
             dist.destroy_process_group()
 
 
-def _meet(found: Launch, join: float) -> dist.Store:
+def _meet(found: Launch, join: float) -> Store:
     """The store that all processes see."""
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     try:
         wait = datetime.timedelta(seconds=join)
-        store, _, _ = next(dist.rendezvous("env://", found.rank, found.size, timeout=wait))
+        store, _, _ = next(rendezvous("env://", found.rank, found.size, timeout=wait))
     except (dist.DistError, OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         if found.rank and "EADDRINUSE" not in reason:
@@ -153,10 +154,10 @@ def _meet(found: Launch, join: float) -> dist.Store:
             raise UsageError(f"rank {found.rank} cannot reach rank 0 at {where}: {reason}", hint) from error
         hint = "set MASTER_PORT (torchrun: --master-port) to a free one"
         raise UsageError(f"rank 0 cannot open {where}: {reason}", hint) from error
-    return dist.PrefixStore("flatout", store)
+    return PrefixStore("flatout", store)
 
 
-def _check_alike(found: Launch, store: dist.Store, join: float) -> tuple[str, ...]:
+def _check_alike(found: Launch, store: Store, join: float) -> tuple[str, ...]:
     """Waits for all processes and compares what they run; returns their hosts."""
     own = {"host": socket.gethostname(), "flatout": flatout.__version__, "torch": torch.__version__}
     store.set(f"here/{found.rank}", json.dumps(own))

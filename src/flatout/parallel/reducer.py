@@ -49,7 +49,9 @@ class BucketReducer:
         for group in _grouped(list(reversed(parameters))):
             bucket = self._filled(group)
             for parameter in group:
-                node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # pyright: ignore
+                function = parameter.view_as(parameter).grad_fn
+                assert function is not None, "only trained parameters have gradients"
+                node: Any = function.next_functions[0][0]
                 node.register_hook(self._on_complete(bucket))
                 self._nodes.append(node)
             self._buckets.append(bucket)
@@ -104,7 +106,7 @@ class BucketReducer:
 
 
 def reducer_of(world: World, parameters: Sequence[nn.Parameter], *, in_place: bool, bf16: bool) -> BucketReducer | None:
-    """What adds up the gradients of these parameters; None for a process alone. `in_place`: they must stay where they are."""
+    """What adds up the gradients of these parameters, which stay where they are if `in_place`; None for one process."""
     if not isinstance(world, Ranks):
         return None
     if in_place:

@@ -43,14 +43,11 @@ def launch() -> Launch | None:
         if names[0].startswith("SLURM"):
             _place_of_slurm()
             local_size = re.match(r"\d*", local_size)[0]  # pyright: ignore[reportOptionalSubscript]
-        missing = [
-            name
-            for name, value in (("RANK", rank), *((name, os.environ.get(name, "")) for name in _PLACE))
-            if not value
-        ]
+        needed = {names[1]: rank, **{name: os.environ.get(name, "") for name in _PLACE}}
+        missing = [name for name, value in needed.items() if not value]
         if missing:
             raise UsageError(
-                f"{names[0]}={size} says that there are several processes, but {', '.join(missing)} is not set",
+                f"{names[0]} says that there are {size} processes, but {' and '.join(missing)} is not set",
                 "start them with `flatout train --gpus N` or torchrun, which set all of them; if nothing launched "
                 f"several, unset {names[0]}",
             )

@@ -14,7 +14,7 @@ LAYERS = [
     {"device", "world"},
     {"ops", "corpus"},
     {"data", "model", "optim"},
-    {"generation"},
+    {"generation", "parallel"},
     {"engine"},
     {"tuning", "diagnose"},
     {"observe"},

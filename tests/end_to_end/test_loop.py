@@ -276,7 +276,7 @@ def test_what_is_said_to_fit_does(tiny, more: list[str], share: int, monkeypatch
     run = setup.setup_run(tiny(*words))
     begun, memory = capture(run, Progress()), run.memory.total // share
     small = Device(torch_device=torch.device("cpu"), name="a small card", memory_bytes=memory, capability=None)
-    monkeypatch.setattr(setup, "detect_device", lambda asked: small)
+    monkeypatch.setattr(setup, "detect_device", lambda asked, local: small)
     with pytest.raises(DoesNotFitError, match="a small card has") as refused:
         setup.setup_run(tiny(*words))
     ways = re.findall(r"(?:fits: |or )(\S+=[^(]+) \(", refused.value.hint)

@@ -459,20 +459,27 @@ def test_a_hundred_diverging_runs(tiny, capsys):
 
 
 @pytest.mark.parametrize("size", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_several_processes_are_refused_by_one_of_them(tiny_words, tmp_path, monkeypatch, capsys, size):
+def test_processes_that_cannot_find_each_other_are_refused(tiny_words, tmp_path, monkeypatch, capsys, size):
     before = snapshot(tmp_path)
     monkeypatch.setenv(size, "2")
     assert cli.main(["train", *tiny_words]) == 2
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(":")[0] for line in said] == ["error", "hint"]
     assert "2 processes" in said[0]
-    ranks = {"WORLD_SIZE": "RANK", "SLURM_STEP_NUM_TASKS": "SLURM_PROCID"}
-    monkeypatch.setenv(ranks.get(size, size.replace("SIZE", "RANK")), "1")
-    assert cli.main(["train", *tiny_words]) == 2
-    assert capsys.readouterr().err == ""
+    assert f"unset {size}" in said[1]
     with pytest.raises(UsageError, match="2 processes"):
         next(flatout.train())
     assert snapshot(tmp_path) == before
+
+
+def test_a_verb_that_works_alone_is_refused_by_one_of_several(monkeypatch, capsys):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["bench"]) == 2
+    assert "2 processes were started, and `flatout bench` works in one" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["bench"]) == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_one_process_under_a_launcher_trains(tiny, monkeypatch):

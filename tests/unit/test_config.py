@@ -401,7 +401,7 @@ def test_refused_overrides(override: str, message: str, hint: str) -> None:
         ("trian:\n  steps: 5\n", 1, "trian is not a known key", "did you mean train?"),
         ("train:\n  steps: 5\nhardwear: 8gb\n", 3, "hardwear is not a known key", "did you mean hardware?"),
         ("learning_rate: 1\n", 1, "learning_rate is not a known key", "did you mean optim.learning_rate?"),
-        ("zzz: 1\n", 1, "zzz is not a known key", "output, preset, hardware"),
+        ("zzz: 1\n", 1, "zzz is not a known key", "parallel, preset, hardware"),
         ("model:\n  preset: 5\n", 2, "model.preset is not a known key", ""),
         ("\ntrain.steps: 5\n", 2, "train.steps is written with a dot", "write `train:` and indent `steps:`"),
         ("train: 5\n", 1, "train is 5, but it is a section", "write `train:` alone"),

@@ -15,6 +15,7 @@ from flatout.data.positions import Schedule
 from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows, fullest_steps, row_lengths
 from flatout.data.samples import Samples
 from flatout.ops.reference import IGNORED
+from flatout.world import World
 
 CPU = torch.device("cpu")
 
@@ -160,7 +161,7 @@ def test_mixed_lengths_leave_little_padding():
 def test_evaluation_sees_every_sample_once_in_order():
     samples = made([3, 50, 200, 17, 64, 65, 2])
     for packing in (False, True):
-        found = list(SampleRows(samples, batch_samples=3, row_tokens=256, packing=packing).in_order(CPU))
+        found = list(SampleRows(samples, batch_samples=3, row_tokens=256, packing=packing).in_order(CPU, World()))
         assert [sorted(check_documents(batch, samples)) for batch in found] == [[0, 1, 2], [3, 4, 5], [6]]
 
 

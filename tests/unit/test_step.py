@@ -181,16 +181,33 @@ class TwoAlike(World):
     def sum(self, value: torch.Tensor) -> torch.Tensor:
         return 2 * value
 
-    def reduce_gradients(self, gradients) -> None:
-        for gradient in gradients:
-            gradient.mul_(2)
+
+class TwiceAsMuch:
+    """The reducer of two processes that are alike."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.model, self.lasts = model, 0
+
+    def last_micro_batch(self) -> None:
+        self.lasts += 1
+
+    def finish(self) -> None:
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(2)
+
+    def clear(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
 
 def test_a_step_of_two_processes_is_that_of_one_with_the_data_of_both():
     tokens, targets = batch(rows=4)
     targets[1:, 3:] = IGNORED
     model, whole = build_model(SMALL, VOCAB, seed=1), build_model(SMALL, VOCAB, seed=1)
-    mine = make_step(model, world=TwoAlike(rank=0, size=2))(tokens, targets)
+    reducer = TwiceAsMuch(model)
+    mine = make_step(model, world=TwoAlike(rank=0, size=2), reducer=reducer, micro_batch=1)(tokens, targets)
+    assert reducer.lasts == 1, "gradients leave once a step"
     theirs = make_step(whole)(torch.cat([tokens, tokens]), torch.cat([targets, targets]))
     torch.testing.assert_close(mine, theirs)
     for (name, a), b in zip(model.named_parameters(), whole.parameters(), strict=True):
@@ -208,8 +225,8 @@ def test_an_evaluation_of_two_processes_is_over_the_text_of_both():
 
 def test_what_is_not_finite_elsewhere_stops_the_update_here():
     class Elsewhere(World):
-        def all(self, flag: torch.Tensor) -> torch.Tensor:
-            return torch.zeros_like(flag)
+        def sum(self, value: torch.Tensor) -> torch.Tensor:
+            return value * torch.nan if value.is_floating_point() else value
 
     model = build_model(SMALL, VOCAB, seed=1)
     before = [p.detach().clone() for p in model.parameters()]
@@ -218,11 +235,18 @@ def test_what_is_not_finite_elsewhere_stops_the_update_here():
 
 
 def test_a_world_of_one_hands_back_what_it_was_given():
-    world, value, flag = World(), torch.ones(3), torch.tensor(True)
-    assert (world.rank, world.size) == (0, 1)
+    world, value = World(), torch.ones(3)
+    assert (world.rank, world.size, world.first) == (0, 1, True)
     assert world.sum(value) is value
-    assert world.all(flag) is flag
-    assert (world.total(7), world.any(True), world.any(False)) == (7, True, False)
-    world.reduce_gradients([value])
-    assert torch.equal(value, torch.ones(3))
+    assert (world.totals([7, 0]), world.any(True), world.any(False)) == ([7, 0], True, False)
+    assert (world.gather({"a": 1}), world.told("b")) == ([{"a": 1}], "b")
     assert world.norm([value]) == pytest.approx(3**0.5)
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 5), (2, 5), (3, 7), (4, 2)])
+def test_shares_are_all_of_it_and_what_is_dealt_is_as_much_for_everybody(size, count):
+    worlds = [World(rank, size) for rank in range(size)]
+    assert [one for world in worlds for one in range(count)[world.share(count)]] == list(range(count))
+    dealt = [list(world.deal(count)) for world in worlds]
+    assert len({len(numbers) for numbers in dealt}) == 1
+    assert {number for numbers in dealt for number in numbers} >= set(range(count))

@@ -107,23 +107,23 @@ def _schedule_of(config: RunConfig) -> Schedule:
 
 def check_shares(data: TrainingData, world: World) -> None:
     """Refuses processes that cannot share a step evenly, as only samples need not, or that have other data."""
-    for stage in data.schedule.stages if data.facts.batch_samples is None else ():
-        windows = data.schedule.at(stage.first_step).windows
-        if windows % world.size:
-            near = round(windows / world.size) or 1
-            tokens = near * world.size * data.schedule.longest
-            raise ConfigError(
-                f"a step has {windows} windows of {data.schedule.longest:,} tokens, which {world.size} processes "
-                "cannot share evenly",
-                f"set train.batch_tokens={tokens}, or start as many processes as divide {windows}",
-            )
     everywhere = world.gather(data.facts.fingerprint)
     other = next((rank for rank, found in enumerate(everywhere) if found != everywhere[0]), None)
-    if other is not None:
-        raise DataError(
-            f"rank {other} has data {everywhere[other][:12]}, rank 0 has {everywhere[0][:12]}",
-            "prepare the data once, in a folder that all hosts see, or copy it to each of them",
-        )
+    with world.together():
+        if other is not None:
+            raise DataError(
+                f"rank {other} has data {everywhere[other][:12]}, rank 0 has {everywhere[0][:12]}",
+                "prepare the data once, in a folder that all hosts see, or copy it to each of them",
+            )
+        for stage in data.schedule.stages if data.facts.batch_samples is None else ():
+            windows, longest = data.schedule.at(stage.first_step).windows, data.schedule.longest
+            if windows % world.size:
+                tokens = (round(windows / world.size) or 1) * world.size * longest
+                raise ConfigError(
+                    f"a step has {windows} windows of {longest:,} tokens, which {world.size} processes cannot share "
+                    "evenly",
+                    f"set train.batch_tokens={tokens}, or start as many processes as divide {windows}",
+                )
 
 
 def sources_of(sources: Mapping[str, Source]) -> Callable[[str], Source]:

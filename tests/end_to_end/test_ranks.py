@@ -1,0 +1,161 @@
+"""Several processes learn what one learns: the same data, the same losses, the same checkpoint, of every kind of data.
+
+Pairs of two processes here; 1, 2, 3 and 4 of them, over 30 steps, are `slow`.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from tests.chat_models import write_chat_model
+from tests.conftest import TINY
+from tests.ranks import Workers
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+EVEN = ["train.batch_tokens=192", "speed.micro_batch=2", "eval.every=4", "output.folder=run"]  # 12 windows
+KINDS: dict[str, dict[str, Any]] = {
+    "shards": {"preset": "shakespeare-char", "words": []},
+    "documents": {"preset": "shakespeare-char", "words": ["data.documents=apart", "data.packing=best_fit"]},
+    "stream": {"preset": "shakespeare-char", "words": ["data.streaming=true", "data.tokenizer=bytes"]},
+    "arrays": {"preset": "shakespeare-char", "words": ["model.vocab=32"], "arrays": True},
+    "samples": {"preset": "lora", "words": ["lora.rank=0"]},
+    "adapters": {"preset": "lora", "words": ["lora.rank=4"]},
+}
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    started = Workers(2)
+    yield started
+    started.close()
+
+
+@pytest.fixture(scope="module")
+def four_workers() -> Iterator[Workers]:
+    started = Workers(4)
+    yield started
+    started.close()
+
+
+def words_of(kind: str, corpus: Path, folder: Path, steps: int) -> list[str]:
+    if KINDS[kind]["preset"] == "lora":
+        folder.mkdir(parents=True)
+        write_chat_model(folder / "base")
+        # 11 rows and steps of 4: the last step of an epoch has three, unlike in length and in labels
+        rows = [{"instruction": f"Say {n}. " * (n % 5 + 1), "output": "It is so. " * (n % 3 + 1)} for n in range(11)]
+        (folder / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+        words = ["model.init_from=base", "chat.source=rows.json", "chat.batch_samples=4", "model.context=64"]
+        words += ["train.epochs=null", "optim.learning_rate=1e-3", "output.plots=false", "eval.sample_tokens=4"]
+        return [*words, "speed.device=cpu", "speed.micro_batch=1", f"train.steps={steps}", "output.folder=run"]
+    folder.mkdir(parents=True)
+    source = [] if KINDS[kind].get("arrays") else [f"data.source={corpus}"]
+    if kind == "stream":
+        (folder / "texts").mkdir()
+        for number in range(60):
+            (folder / "texts" / f"{number}.txt").write_text(f"{number} birds are in the tree. " * (number % 7 + 1))
+        source = ["data.source=texts", "data.val_fraction=0.2"]
+    return [*TINY, *EVEN, *source, f"train.steps={steps}", "model.dropout=0"]
+
+
+def trained(pool: Workers, kind: str, ranks: int, corpus: Path, folder: Path, steps: int, **more: Any) -> Any:
+    """Losses of steps and evaluations, the tokens read, and the last checkpoint, of the first rank."""
+    words = [*words_of(kind, corpus, folder, steps), *KINDS[kind]["words"], *more.pop("words", [])]
+    how = {key: value for key, value in KINDS[kind].items() if key != "words"}
+    answers = pool.train(ranks, folder, words, **how, **more)
+    failed = [record for rank in answers for record in rank if "error" in record]
+    assert not failed, failed
+    every = [[row["loss"] for row in rank if row["type"] == "step"] for rank in answers]
+    assert all(losses == every[0] for losses in every), "all ranks see the same losses"
+    rows = answers[0]
+    evaluated = [row["loss"] for row in rows if row["type"] == "eval"]
+    tokens = [row["tokens"] for row in rows if row["type"] == "step"]
+    saved = read_checkpoint(list_checkpoints(folder / "run" / "checkpoints")[-1][1])
+    return every[0], evaluated, tokens, saved
+
+
+def compare(pool: Workers, kind: str, ranks: int, corpus: Path, folder: Path, steps: int, *, double: bool) -> None:
+    more = {"double": True, "words": ["optim.clip=0"]} if double else {}
+    one = trained(pool, kind, 1, corpus, folder / "one", steps, **more)
+    many = trained(pool, kind, ranks, corpus, folder / "many", steps, **more)
+    within = 1e-9 if double else 2e-5
+    assert len(one[0]) == steps
+    assert many[0] == pytest.approx(one[0], abs=within)
+    assert many[1] == pytest.approx(one[1], abs=within)
+    assert many[2] == one[2], "the same tokens"
+    for name, tensor in one[3].model.items():
+        torch.testing.assert_close(many[3].model[name], tensor, rtol=0, atol=1e-8 if double else 1e-3, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_learn_what_one_learns(workers: Workers, kind: str, corpus: Path, tmp_path: Path):
+    compare(workers, kind, 2, corpus, tmp_path, 6, double=kind in ("shards", "samples"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("double", [True, False], ids=["float64", "fp32"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_processes_learns_what_one_learns(
+    four_workers: Workers, kind: str, ranks: int, double: bool, corpus: Path, tmp_path: Path
+):
+    if double and kind == "adapters":
+        pytest.skip("adapters are kept in fp32")
+    compare(four_workers, kind, ranks, corpus, tmp_path, 30, double=double)
+
+
+def test_a_run_goes_on_in_another_number_of_processes(workers: Workers, corpus: Path, tmp_path: Path):
+    rates = ["optim.schedule=constant", "optim.warmup_steps=2"]
+    whole, *_ = trained(workers, "shards", 1, corpus, tmp_path / "whole", 12, words=rates)
+    words = [*words_of("shards", corpus, tmp_path / "parts", 12), *rates]
+    losses: list[float] = []
+    for ranks, steps in ((1, 4), (2, 8), (1, 12)):
+        how = {"preset": "shakespeare-char", "resume": "auto"}
+        first, *_ = workers.train(ranks, tmp_path / "parts", [*words, f"train.steps={steps}"], **how)
+        losses += [row["loss"] for row in first if row["type"] == "step"]
+    assert losses == pytest.approx(whole, abs=2e-5)
+
+
+def test_two_processes_resume_bit_for_bit_with_dropout(workers: Workers, corpus: Path, tmp_path: Path):
+    """Each process draws its own numbers, and goes on drawing where it was."""
+    dropped = ["model.dropout=0.3", "checkpoint.every=3", "checkpoint.keep=9"]
+    *_, whole = trained(workers, "shards", 2, corpus, tmp_path / "whole", 6, words=dropped)
+    words = [*words_of("shards", corpus, tmp_path / "parts", 6), *dropped]
+    workers.train(2, tmp_path / "parts", words, preset="shakespeare-char")
+    step_3 = str(tmp_path / "parts" / "run" / "checkpoints" / "step-00000003")
+    workers.train(2, tmp_path / "parts", words, preset="shakespeare-char", resume=step_3)
+    again = read_checkpoint(tmp_path / "parts" / "run" / "checkpoints" / "step-00000006")
+    for part in ("model", "optimizer", "run"):
+        expected, found = getattr(whole, part), getattr(again, part)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), part
+    assert not torch.equal(whole.run["random.cpu"], whole.run["random.cpu.1"])
+
+
+def test_only_the_first_process_writes_and_every_step_is_recorded_once(workers: Workers, corpus: Path, tmp_path: Path):
+    trained(workers, "shards", 2, corpus, tmp_path / "run", 6)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["type"] == "step"] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if row["type"] == "eval"] == [4, 6]
+    assert not [row for row in rows if row["type"] == "notice"]
+
+
+def test_a_refusal_is_that_of_one_process(workers: Workers, corpus: Path, tmp_path: Path):
+    """The other leaves without a word of its own, and nothing is written."""
+    words = [*words_of("shards", corpus, tmp_path / "here", 4), "train.batch_tokens=208"]
+    answers = workers.train(2, tmp_path / "here", words, preset="shakespeare-char")
+    assert [answer[0]["error"] for answer in answers] == ["ConfigError", "OtherProcessError"]
+    assert "13 windows of 16 tokens, which 2 processes cannot share" in answers[0][0]["message"]
+    assert not (tmp_path / "here" / "run").exists()
+
+
+def test_a_rate_that_diverges_ends_all_processes(workers: Workers, corpus: Path, tmp_path: Path):
+    words = [*words_of("shards", corpus, tmp_path / "here", 40), "optim.learning_rate=100", "optim.clip=0"]
+    answers = workers.train(2, tmp_path / "here", [*words, "optim.warmup_steps=0"], preset="shakespeare-char")
+    assert [answer[-1]["error"] for answer in answers] == ["DivergedError", "OtherProcessError"]
+    assert "resume from" in answers[0][-1]["message"]

@@ -52,6 +52,7 @@ class RunInfo:
     base: str | None = None  # hash of the frozen weights under adapters
     # Of a fine-tuning run: rows, rows_not_used, files, train and val (samples), labelled (tokens), format, template.
     samples: dict[str, Any] | None = None
+    ranks: int = 1  # processes that train together
 
     @property
     def nothing_left(self) -> bool:
@@ -100,7 +101,8 @@ class SpanRecord:
     """Where the time went since the last one, `steps` steps ago, by name; `calls` says how often.
 
     On the device's clock, and adding up to the steps: wait (it stood still), forward, backward, optimizer; a replayed
-    graph is one piece, micro-batch. On the host's clock, beside the steps: evaluation, sample, checkpoint; and data,
+    graph is one piece, micro-batch; reduction is what a rank waits for the gradients of the others, beyond what its own
+    backward pass hides. On the host's clock, beside the steps: evaluation, sample, checkpoint; and data,
     the time it waited for batches, which may have passed while the device was busy.
     """
 
@@ -108,6 +110,8 @@ class SpanRecord:
     steps: int
     seconds: dict[str, float]
     calls: dict[str, int]
+    # Of several ranks, how long each was at work on these steps, waiting for the others not counted.
+    rank_seconds: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

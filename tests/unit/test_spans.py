@@ -11,8 +11,9 @@ from flatout.config.load import load_config
 from flatout.device import Device
 from flatout.engine import loop, machine
 from flatout.engine.machine import MachineWatch, throttled
-from flatout.engine.spans import SpanTotals, StepClock, spans_between
+from flatout.engine.spans import PendingReports, SpanTotals, StepClock, spans_between
 from flatout.records import CheckpointRecord, EvalRecord, MachineRecord, SpanRecord, StepRecord
+from flatout.world import World
 
 CPU = torch.device("cpu")
 SMALL = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=16", "train.batch_tokens=64",
@@ -39,11 +40,11 @@ def test_totals_are_taken_once():
     totals = SpanTotals()
     totals.add_step([("forward", 1.0), ("backward", 2.0), ("forward", 1.0)])
     totals.add("evaluation", 0.5)
-    record = totals.take(7)
+    record = totals.take(7, World())
     assert (record.step, record.steps) == (7, 1)
     assert record.seconds == {"forward": 2.0, "backward": 2.0, "evaluation": 0.5}
     assert record.calls == {"forward": 2, "backward": 1, "evaluation": 1}
-    assert totals.take(7).seconds == {}
+    assert totals.take(7, World()).seconds == {}
 
 
 @pytest.mark.parametrize("words", [[], ["speed.micro_batch=2"]])
@@ -206,3 +207,26 @@ def test_spans_and_state_of_a_gpu(graphs, tmp_path, monkeypatch):
     state = next(record for record in records if isinstance(record, MachineRecord))
     assert state.power_watts is not None
     assert all(record.reserved_bytes for record in records if isinstance(record, StepRecord))
+
+
+def test_ranks_tell_how_long_each_was_at_work_without_waiting_for_the_others():
+    class Two(World):
+        def gather(self, value):
+            return [value, value + 1.0]
+
+    totals = SpanTotals()
+    totals.add_step([("forward", 1.0), ("backward", 2.0), ("reduction", 5.0)])
+    totals.add("evaluation", 9.0)
+    record = totals.take(7, Two(rank=0, size=2))
+    assert record.rank_seconds == (3.0, 4.0)
+    assert totals.take(8, World()).rank_seconds == ()
+
+
+def test_reports_with_a_lag_are_read_so_many_steps_later_and_not_before():
+    pending = PendingReports(torch.device("cpu"), lag=2)
+    read = []
+    for step in range(1, 6):
+        pending.push(step, torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0]))
+        read.append([report.step for report in pending.ready()])
+    assert read == [[], [], [1], [2], [3]]
+    assert [report.step for report in pending.drain()] == [4, 5]

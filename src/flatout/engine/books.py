@@ -159,4 +159,5 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         trained_parameters=run.trained.count if config.lora.rank else None,
         base=run.base_hash,
         samples=facts.samples,
+        ranks=run.world.size,
     )

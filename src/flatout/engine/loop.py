@@ -112,7 +112,7 @@ class _Steps:
             for batch, data_seconds in timed(loader):
                 yield from self._take(batch, data_seconds, loader)
                 if self.totals.steps >= SPANS_EVERY:
-                    yield self.totals.take(self.progress.step)
+                    yield self.totals.take(self.progress.step, run.world)
                 if (state := machine.poll(batch.step + 1)) is not None:
                     yield state
                 ended = yield from self._at_boundary(batch.step + 1)
@@ -152,7 +152,7 @@ class _Steps:
         else:
             self.owed = False
         yield from self.boundary.pass_through(due, saving=saving, position=self.position)
-        yield self.totals.take(step)
+        yield self.totals.take(step, run.world)
         if self.boundary.exhausted or (stopping and not ending):
             self.reason = "early_stop" if self.boundary.exhausted else "interrupted"
             return True

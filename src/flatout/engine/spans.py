@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from flatout.records import SpanRecord
+from flatout.world import World
 
 MOST_WAITING = 32
 
@@ -155,6 +156,7 @@ class SpanTotals:
 
     def reset(self) -> None:
         self.steps = 0
+        self.busy = 0.0  # seconds of steps, without waiting for other ranks
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.calls: dict[str, int] = collections.Counter()
 
@@ -166,9 +168,13 @@ class SpanTotals:
         self.steps += 1
         for name, seconds in spans:
             self.add(name, seconds)
+            self.busy += seconds if name != "reduction" else 0.0
 
-    def take(self, step: int) -> SpanRecord:
+    def take(self, step: int, world: World) -> SpanRecord:
+        """The record of what was added since the last one. All ranks must ask for it at the same step."""
+        busy = round(self.busy, 6)
+        ranks = tuple(world.gather(busy)) if world.size > 1 else ()
         seconds = {name: round(seconds, 6) for name, seconds in self.seconds.items()}
-        record = SpanRecord(step=step, steps=self.steps, seconds=seconds, calls=dict(self.calls))
+        record = SpanRecord(step=step, steps=self.steps, seconds=seconds, calls=dict(self.calls), rank_seconds=ranks)
         self.reset()
         return record

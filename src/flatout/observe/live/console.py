@@ -14,6 +14,7 @@ from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds
 from flatout.observe.measured.estimate_table import expected
 from flatout.observe.measured.sample_preview import print_sample
+from flatout.observe.ranks import ranks_line
 from flatout.observe.terminal import Terminal, say
 from flatout.records import EndRecord, Record, RunInfo, StepRecord, record_to_json
 
@@ -124,6 +125,8 @@ class TerminalReader:
                 return [f"saved {record.path} ({what}{', best so far' if record.best else ''})"]
             case records.NoticeRecord():
                 return [f"note: {record.message}"]
+            case records.SpanRecord() if len(record.rank_seconds) > 1:
+                return [ranks_line(record.rank_seconds, record.seconds.get("reduction", 0.0))]
             case records.EigenstateRecord():
                 self.memory = record_sentence(record)
                 return []
@@ -138,17 +141,19 @@ class TerminalReader:
 def _banner(info: RunInfo) -> list[str]:
     start = f", from step {info.start_step}" if info.start_step else ""
     size = human_parameters(info.parameters, info.trained_parameters)
-    step = f"{info.batch_tokens:,} tokens ({info.micro_batch} x {info.context} x {info.accumulation})"
+    ranks = f" x {info.ranks} ranks" if info.ranks > 1 else ""
+    step = f"{info.batch_tokens:,} tokens ({info.micro_batch} x {info.context} x {info.accumulation}{ranks})"
     epochs = f", {info.steps * info.batch_tokens / (info.windows * info.context):.2f} epochs" if info.windows else ""
     if info.batch_samples is not None:
         step = f"{info.batch_samples:,} samples (about {info.batch_tokens:,} tokens)"
         epochs = f", {info.steps * info.batch_samples / info.windows:.2f} epochs" if info.windows else ""
     training = "streamed training text" if info.train_tokens is None else f"{info.train_tokens:,} training"
+    many = f"{info.ranks} x " if info.ranks > 1 else ""
     shown = [f for f in info.features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
     fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
     return [
-        f"flatout {info.flatout}: {info.family}, {size}, on {info.device} (torch {info.torch})",
+        f"flatout {info.flatout}: {info.family}, {size}, on {many}{info.device} (torch {info.torch})",
         f"data: {training} and {info.val_tokens:,} validation tokens ({info.tokenizer}, {info.vocab:,} ids)",
         f"run: {info.steps:,} steps of {step}{epochs}{start}, in {info.folder}",
         f"speed: {used}; memory about {human_bytes(info.memory_estimate_bytes)}",

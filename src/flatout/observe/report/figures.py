@@ -15,10 +15,22 @@ from typing import Any
 from flatout.observe.eigenstates import QUANTILES, EigenstateHistory, LayerHistory, eigenstate_history, short_tokens
 from flatout.observe.history import RunHistory, rows_with_step
 from flatout.observe.human import human_bytes, human_count, human_seconds
+from flatout.observe.ranks import exposed_share, slowest_rank
 from flatout.observe.report.series import amount, finite, number, short
 from flatout.observe.report.state import RunState
 
-_PARTS = ("steps", "wait", "forward", "backward", "micro-batch", "optimizer", "evaluation", "sample", "checkpoint")
+_PARTS = (
+    "steps",
+    "wait",
+    "forward",
+    "backward",
+    "micro-batch",
+    "reduction",
+    "optimizer",
+    "evaluation",
+    "sample",
+    "checkpoint",
+)
 _FAR = 1e30  # stands for infinity in a bar, which ends at the edge anyway
 _BESIDE = "data"  # the host's waiting for batches, which may have passed while the device was busy
 
@@ -77,6 +89,7 @@ def speed_groups(history: RunHistory) -> list[dict[str, Any]]:
     groups = {
         "Speed": _speed_rows(history),
         "Memory": _memory_rows(history),
+        "Ranks": _rank_rows(history),
         "Machine": _machine_rows(rows_with_step(history.machine)),
     }
     return [{"group": name, "rows": rows} for name, rows in groups.items() if rows]
@@ -140,6 +153,23 @@ def _epoch_rows(history: RunHistory, step_seconds: float) -> list[list[str]]:
     return []
 
 
+def _rank_rows(history: RunHistory) -> list[list[str]]:
+    """How several ranks share the work, over the whole run."""
+    count = len((history.spans and history.spans[-1].get("rank_seconds")) or ())
+    rows = [row for row in history.spans if isinstance(row.get("rank_seconds"), list | tuple)]
+    each = [finite(row["rank_seconds"]) for row in rows]
+    each = [seconds for seconds in each if len(seconds) == count]
+    if count < 2 or not each:
+        return []
+    totals = [sum(seconds) for seconds in zip(*each, strict=True)]
+    waited = sum(sum(finite([(row.get("seconds") or {}).get("reduction")])) for row in rows)
+    return [
+        ["Ranks", f"{count}", ""],
+        ["Slowest rank", slowest_rank(totals), "aim: within 2%"],
+        ["Waiting for gradients", f"{exposed_share(waited, totals[0]):.1%} of rank 0's time", "aim: below 10%"],
+    ]
+
+
 def _machine_rows(machine: Sequence[dict[str, Any]]) -> list[list[str]]:
     rows: list[list[str]] = []
 
@@ -177,8 +207,9 @@ def time_parts(history: RunHistory) -> dict[str, Any]:
         for name, value in often.items() if isinstance(often, dict) else ():
             calls[str(name)] = calls.get(str(name), 0) + int(sum(finite([value])))
     note = (
-        "Wait, forward, backward, micro-batch and optimizer are on the device's clock and add up to the steps; wait is "
-        "what it stood still. Evaluation, sample and checkpoint come on top."
+        "Wait, forward, backward, micro-batch, reduction and optimizer are on the device's clock and add up to the "
+        "steps; wait is what it stood still, reduction its waiting for other ranks' gradients. Evaluation, sample and "
+        "checkpoint come on top."
     )
     if _BESIDE in seconds:
         note += " Data is how long the host waited for batches, perhaps while the device was busy; not in the sum."

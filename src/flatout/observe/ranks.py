@@ -1,0 +1,24 @@
+"""Several ranks of a run: which is the slowest, and how long the others wait for it and for gradients."""
+
+import statistics
+from collections.abc import Sequence
+
+
+def slowest_rank(seconds: Sequence[float]) -> str:
+    """Which rank takes longest, against the median of all."""
+    median = statistics.median(seconds)
+    slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
+    above = seconds[slowest] / median - 1 if median > 0 else 0.0
+    return f"rank {slowest}, {above:.1%} above the median" if above >= 0.005 else "none: all within 0.5%"
+
+
+def exposed_share(reduction: float, busy: float) -> float:
+    """The share of a rank's time in steps that it waits for the gradients of others."""
+    whole = reduction + busy
+    return reduction / whole if whole > 0 else 0.0
+
+
+def ranks_line(seconds: Sequence[float], reduction: float) -> str:
+    """A line for the terminal, by the first rank's own waiting."""
+    share = exposed_share(reduction, seconds[0])
+    return f"ranks: slowest {slowest_rank(seconds)}; rank 0 waits {share:.1%} of its time for gradients"

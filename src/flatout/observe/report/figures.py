@@ -155,14 +155,15 @@ def _epoch_rows(history: RunHistory, step_seconds: float) -> list[list[str]]:
 
 def _rank_rows(history: RunHistory) -> list[list[str]]:
     """How several ranks share the work, over the whole run."""
-    count = len((history.spans and history.spans[-1].get("rank_seconds")) or ())
-    rows = [row for row in history.spans if isinstance(row.get("rank_seconds"), list | tuple)]
+    told = [row for row in history.spans if isinstance(row.get("rank_seconds"), list | tuple)]
+    count = len(told[-1]["rank_seconds"]) if told else 0
+    rows = [row for row in told if len(finite(row["rank_seconds"])) == count]
     each = [finite(row["rank_seconds"]) for row in rows]
-    each = [seconds for seconds in each if len(seconds) == count]
     if count < 2 or not each:
         return []
     totals = [sum(seconds) for seconds in zip(*each, strict=True)]
-    waited = sum(sum(finite([(row.get("seconds") or {}).get("reduction")])) for row in rows)
+    spent = [row.get("seconds") for row in rows]
+    waited = sum(sum(finite([seconds.get("reduction")])) for seconds in spent if isinstance(seconds, dict))
     return [
         ["Ranks", f"{count}", ""],
         ["Slowest rank", slowest_rank(totals), "aim: within 2%"],

@@ -19,7 +19,7 @@ from flatout.observe.measured.plan_table import print_plan
 from flatout.observe.picture import is_picture
 from flatout.records import BenchRow, record_to_json
 from flatout.tuning.cluster import CARDS, GB, HOP_ACROSS, HOP_INSIDE, Cluster, ring
-from flatout.tuning.goodput import goodput, plan_saves
+from flatout.tuning.goodput import FAILURE_SOURCE, goodput, plan_saves
 from flatout.tuning.many_gpus import PlanResult, Rate, plan
 from flatout.tuning.sizes import SIZES, size_words
 from flatout.tuning.spread import Layout, StepTime, Work, layouts, step_time, work_of
@@ -238,6 +238,18 @@ def test_memory_of_one_gpu_is_what_a_run_there_plans():
     assert row.memory_bytes == pytest.approx(21.45 * 2**30, rel=0.03)
 
 
+def test_what_the_plan_cannot_know_is_said():
+    result = planned("speed.precision=fp32", "speed.optimizer_offload=true", counts=[8], size="350m")
+    assert any(note.endswith("give --rate") for note in result.notes)
+    assert any("speed.optimizer_offload" in note for note in result.notes)
+    assert len(result.notes) == 2 + len(planned(counts=[8], size="350m").notes)
+
+
+def test_a_memory_limit_counts():
+    assert planned("speed.memory_limit=20", counts=[8]).usable_bytes == int(0.92 * 20 * 2**30)
+    assert not any(row.fits for row in planned("speed.memory_limit=12", counts=[8]).rows)
+
+
 def test_half_a_host_is_refused():
     with pytest.raises(UsageError, match="12 GPUs do not fill hosts of 8"):
         planned(counts=[12])
@@ -326,7 +338,8 @@ def test_the_table_and_the_json_say_the_same(empty: Path, capsys: pytest.Capture
     assert shown.rstrip().endswith(body["recommendation"])
     assert "does not fit" in shown
     assert "not hidden:" in shown
-    assert H100.inside_source in shown
+    for source in (H100.inside_source, H100.across_source, H100.mfu_source, FAILURE_SOURCE):
+        assert source in shown
     assert list(empty.iterdir()) == [], "nothing is written"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT
+from flatout.device import limit_memory
 from flatout.engine.case import Probes
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fit_check import ROOM, memory_of
@@ -25,9 +26,10 @@ from flatout.errors import UsageError
 from flatout.model.count import MemoryEstimate, flops_per_token, parameter_count
 from flatout.optim.rules import state_bytes
 from flatout.tuning.cluster import GB, Cluster
-from flatout.tuning.goodput import FAILURE_HOURS, Goodput, plan_saves
+from flatout.tuning.goodput import FAILURE_HOURS, FAILURE_SOURCE, Goodput, plan_saves
 from flatout.tuning.spread import AGAIN, FORMS, Layout, layouts, rank_memory, step_time, update_seconds, work_of
 
+MOST_AT_ONCE = 4096  # sequences of a micro-batch that is looked at
 AUTO = ("dp", "hybrid", "fsdp")  # what `parallel: auto` takes, the first that fits
 OVERLAP = (
     "hidden behind compute: gradients of all blocks but the last (data parallel), the next block's weights and the "
@@ -99,6 +101,7 @@ class PlanResult:
     rows: tuple[PlanRow, ...]
     saves: dict[int, Goodput]
     failure_hours: float
+    failure_source: str
     disk: float
     forms: dict[str, str]
     recommendation: str
@@ -144,15 +147,14 @@ def plan(
         )
         for gpus in counts
     }
-    have = cluster.card.device.memory_bytes or 0
     return PlanResult(
         config=look.config.output.name,
         parameters=look.work.parameters,
         context=look.config.model.context,
         batch_tokens=look.config.train.batch_tokens,
         card=cluster.card.name,
-        card_bytes=have,
-        usable_bytes=int(ROOM * have),
+        card_bytes=look.have,
+        usable_bytes=int(ROOM * look.have),
         per_host=cluster.per_host,
         inside=cluster.inside,
         inside_source=_source(cluster.inside, cluster.card.inside, cluster.card.inside_source),
@@ -164,9 +166,10 @@ def plan(
         rows=tuple(rows),
         saves=saves,
         failure_hours=failure_hours,
+        failure_source=_source(failure_hours, FAILURE_HOURS, FAILURE_SOURCE),
         disk=disk,
         forms=FORMS,
-        recommendation=_recommendation(rows, have),
+        recommendation=_recommendation(rows, look.have),
         notes=tuple(look.notes()),
     )
 
@@ -180,10 +183,11 @@ class _Look:
 
     def __init__(self, loaded: LoadedConfig, cluster: Cluster, rate: Rate) -> None:
         self.config, self.cluster = loaded.config, cluster
-        model, device = self.config.model, cluster.card.device
+        model, device = self.config.model, limit_memory(cluster.card.device, self.config.speed.memory_limit)
         self.vocab = model.vocab or COMMON_VOCAB
         speed = resolve_speed(self.config, device, None, lambda _: DEFAULT, vocab=self.vocab, probes=_all_works())
         self.speed = dataclasses.replace(speed, cuda_graphs=False)  # what recording costs is not planned
+        self.have = device.memory_bytes or 0
         flops, peak = flops_per_token(model, self.vocab), device.peak_flops or 0.0
         seconds = 1 / rate.tokens_per_second if rate.tokens_per_second else flops / ((rate.mfu or 0) * peak)
         self.work = work_of(
@@ -199,6 +203,7 @@ class _Look:
             self.work = dataclasses.replace(self.work, seconds_per_token=max(seconds - update / batch, 0.1 * seconds))
         self.one_gpu = batch / (batch * self.work.seconds_per_token + update)
         self.mfu = flops * self.one_gpu / peak if peak else None
+        self.other_products = rate.mfu is not None and (self.work.cell == 4 or bool(speed.fp8))
 
     def row(self, gpus: int, layout: Layout) -> PlanRow:
         sequences = self.config.train.batch_tokens // self.config.model.context
@@ -249,14 +254,13 @@ class _Look:
 
     def _fitting(self, layout: Layout, local: int) -> tuple[tuple[Speed, MemoryEstimate], bool]:
         """(the first way that fits, or the smallest there is, whether it fits)."""
-        room = ROOM * (self.cluster.card.device.memory_bytes or 0)
         tried = list(self._ways(layout, local))
-        fitting = [one for one in tried if one[1].total <= room]
+        fitting = [one for one in tried if one[1].total <= ROOM * self.have]
         return (fitting[0], True) if fitting else (min(tried, key=lambda one: one[1].total), False)
 
     def _ways(self, layout: Layout, local: int) -> Iterator[tuple[Speed, MemoryEstimate]]:
         kinds = list(AGAIN)
-        most = min(self.config.speed.micro_batch or local, local)
+        most = min(self.config.speed.micro_batch or local, local, MOST_AT_ONCE)
         for checkpointing in kinds[kinds.index(self.speed.checkpointing) :]:
             for size in (size for size in range(most, 0, -1) if local % size == 0):
                 speed = dataclasses.replace(
@@ -268,6 +272,8 @@ class _Look:
         yield from OVERLAP
         if self.config.model.vocab is None and self.config.data.tokenizer != "gpt2":
             yield f"the vocabulary is not known before the data is prepared: counted as {self.vocab:,}"
+        if self.other_products:
+            yield "the share of the peak rate is for products in 16 bits, and this config has others: give --rate"
         if self.config.speed.optimizer_offload:
             yield "the update on the host (speed.optimizer_offload) is not counted into the step"
 
@@ -337,7 +343,7 @@ def _group_words(form: str, counts: Sequence[int], rows: Sequence[PlanRow], have
 def _reason(own: PlanRow, rows: Sequence[PlanRow], have: int) -> str:
     card = f"{have / 2**30:.0f} GiB"
     if own.form == "dp":
-        return f"a whole copy fits every GPU: {own.memory_bytes / 2**30:.0f} of {card}"
+        return f"a whole copy fits every GPU: {own.memory_bytes / 2**30:.1f} of {card}"
     whole = next(row for row in rows if row.form == "dp")
     alone = f"a whole copy does not fit one GPU of {card}"
     if whole.fits:

@@ -31,11 +31,8 @@ def print_plan(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     console.print()
     console.print(Text("checkpoints and interruptions"), style="bold")
     console.print(_saves(body))
-    say(
-        console,
-        f"one interruption in {body['failure_hours']:,.0f} GPU-hours; hosts write {body['disk'] / 1e9:g} GB/s each; "
-        "goodput: the share of time in steps that are kept",
-    )
+    say(console, f"one interruption in {body['failure_hours']:,.0f} GPU-hours: {body['failure_source']}")
+    say(console, f"goodput: time in steps that are kept; each host writes {body['disk'] / 1e9:g} GB/s")
     console.print()
     for note in body["notes"]:
         say(console, note)

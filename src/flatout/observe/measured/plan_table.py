@@ -3,7 +3,7 @@
 Contract: it reads the JSON form of a plan (`PlanResult.to_json`), so a stored line is shown like a fresh one.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.table import Table
@@ -12,10 +12,9 @@ from rich.text import Text
 from flatout.observe.human import human_bytes, human_count, human_seconds
 from flatout.observe.terminal import Terminal, say
 
-_COLUMNS = (
-    "GPUs", "form", "micro-batch", "memory", "sent", "between hosts", "step", "compute", "exposed", "hidden",
-    "tokens/s/GPU", "efficiency",
-)  # fmt: skip
+# What goes first where the terminal is too narrow for everything.
+_STEP_EXTRAS = ("between hosts", "hidden", "compute", "sent", "tokens/s/GPU", "micro-batch")
+_SAVE_EXTRAS = ("at 2h00m", "at 60s", "at 30m00s", "at 5m00s", "of a rank", "copied in", "written in")
 
 
 def print_plan(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
@@ -24,13 +23,13 @@ def print_plan(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
     for line in headline(body):
         say(console, line)
     console.print()
-    console.print(_steps(body))
+    console.print(_table(_steps(body), _STEP_EXTRAS, console.width))
     say(console, "* `parallel: auto`; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step")
     usable = f"of each card {human_bytes(body['usable_bytes'])} are usable"
     say(console, f"exposed: communication that compute does not hide; {usable}")
     console.print()
     console.print(Text("checkpoints and interruptions"), style="bold")
-    console.print(_saves(body))
+    console.print(_table(_saves(body), _SAVE_EXTRAS, console.width))
     say(console, f"one interruption in {body['failure_hours']:,.0f} GPU-hours: {body['failure_source']}")
     say(console, f"goodput: time in steps that are kept; each host writes {body['disk'] / 1e9:g} GB/s")
     console.print()
@@ -59,53 +58,65 @@ def short_seconds(value: float) -> str:
     return f"{value:.2f} s" if value < 90 else human_seconds(value)
 
 
-def _steps(body: Mapping[str, Any]) -> Table:
+Row = tuple[dict[str, str], str]  # cells by the name of their column, and a style
+
+
+def _table(rows: Sequence[Row], extras: Sequence[str], width: int) -> Table:
+    """The rows with as many columns as there is room for."""
+    names = list(dict.fromkeys(name for cells, _ in rows for name in cells))
+    needed = {name: max(len(name), *(len(cells.get(name, "")) for cells, _ in rows)) + 2 for name in names}
+    for extra in extras:
+        if sum(needed[name] for name in names) - 2 > width and extra in names:
+            names.remove(extra)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for name in _COLUMNS:
+    for name in names:
         table.add_column(name, justify="left" if name == "form" else "right", no_wrap=True)
-    before = None
+    for cells, style in rows:
+        table.add_row(*(cells.get(name, "") for name in names), style=style)
+    return table
+
+
+def _steps(body: Mapping[str, Any]) -> list[Row]:
+    rows, before = [], None
     for row in body["rows"]:
         first, before = row["gpus"] != before, row["gpus"]
-        form = f"{body['forms'][row['form']]}{' *' if row['auto'] else ''}"
-        cells = [f"{row['gpus']:,}" if first else "", form]
-        if not row["fits"]:
-            small = row["memory_bytes"] > body["usable_bytes"]
-            table.add_row(*cells, "does not fit" if small else "too few", human_bytes(row["memory_bytes"]), style="dim")
-            continue
-        hidden = row["communication_seconds"] - row["exposed_seconds"]
         again = "" if row["checkpointing"] == "none" else f" {row['checkpointing']}"
-        cells += [
-            f"{row['micro_batch']} x {row['accumulation']}{again}",
-            human_bytes(row["memory_bytes"]),
-            human_bytes(row["sent_bytes"]),
-            human_bytes(row["crossed_bytes"]),
-            *(short_seconds(row[f"{part}_seconds"]) for part in ("step", "compute", "exposed")),
-            short_seconds(max(hidden, 0.0)),
-            f"{row['tokens_per_second']:,.0f}",
-            f"{100 * row['efficiency']:.1f}%",
-        ]
-        table.add_row(*cells, style="bold" if row["auto"] else "")
-    return table
+        unfit = "does not fit" if row["memory_bytes"] > body["usable_bytes"] else "too few"
+        cells = {
+            "GPUs": f"{row['gpus']:,}" if first else "",
+            "form": f"{body['forms'][row['form']]}{' *' if row['auto'] else ''}",
+            "micro-batch": f"{row['micro_batch']} x {row['accumulation']}{again}" if row["fits"] else unfit,
+            "memory": human_bytes(row["memory_bytes"]),
+        }
+        if row["fits"]:
+            cells |= {
+                "sent": human_bytes(row["sent_bytes"]),
+                "between hosts": human_bytes(row["crossed_bytes"]),
+                "step": short_seconds(row["step_seconds"]),
+                "compute": short_seconds(row["compute_seconds"]),
+                "exposed": short_seconds(row["exposed_seconds"]),
+                "hidden": short_seconds(max(row["communication_seconds"] - row["exposed_seconds"], 0.0)),
+                "tokens/s/GPU": f"{row['tokens_per_second']:,.0f}",
+                "efficiency": f"{100 * row['efficiency']:.1f}%",
+            }
+        rows.append((cells, "dim" if not row["fits"] else "bold" if row["auto"] else ""))
+    return rows
 
 
-def _saves(body: Mapping[str, Any]) -> Table:
-    saves = body["saves"]
-    intervals = sorted({int(interval) for save in saves.values() for interval in save["by_interval"]})
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    names = ["GPUs", "checkpoint", "of a rank", "copied in", "written in", "interruptions a day", "best: save every"]
-    for name in [*names, "goodput", *(f"every {human_seconds(interval)}" for interval in intervals)]:
-        table.add_column(name, justify="right", no_wrap=True)
-    for gpus, save in saves.items():
-        shares = {int(interval): share for interval, share in save["by_interval"].items()}
-        table.add_row(
-            f"{int(gpus):,}",
-            human_bytes(save["checkpoint_bytes"]),
-            human_bytes(save["rank_bytes"]),
-            short_seconds(save["copy_seconds"]),
-            short_seconds(save["write_seconds"]),
-            f"{save['interruptions_per_day']:.3g}",
-            human_seconds(save["best_interval"]),
-            f"{100 * save['best']:.2f}%",
-            *(f"{100 * shares[interval]:.2f}%" if interval in shares else "-" for interval in intervals),
-        )
-    return table
+def _saves(body: Mapping[str, Any]) -> list[Row]:
+    rows = []
+    for gpus, save in body["saves"].items():
+        cells = {
+            "GPUs": f"{int(gpus):,}",
+            "checkpoint": human_bytes(save["checkpoint_bytes"]),
+            "of a rank": human_bytes(save["rank_bytes"]),
+            "copied in": short_seconds(save["copy_seconds"]),
+            "written in": short_seconds(save["write_seconds"]),
+            "interruptions/day": f"{save['interruptions_per_day']:.3g}",
+            "best: every": human_seconds(save["best_interval"]),
+            "goodput": f"{100 * save['best']:.2f}%",
+        }
+        shares = sorted((int(interval), share) for interval, share in save["by_interval"].items())
+        cells |= {f"at {human_seconds(interval)}": f"{100 * share:.2f}%" for interval, share in shares}
+        rows.append((cells, ""))
+    return rows

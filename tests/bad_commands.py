@@ -11,7 +11,8 @@ from tests.bad_configs import as_yaml, bad_config_files, bad_overrides, good_sec
 
 CONFIG_VERBS = [
     ["train"], ["prepare"], ["config", "show"], ["config", "explain"], ["train", "--json"], ["finetune"], ["estimate"],
-    ["tune"], ["tune", "lr"], ["bench"], ["profile"], ["tokenizer", "report"], ["tokenizer", "train", "--vocab", "300"],
+    ["plan"], ["tune"], ["tune", "lr"], ["bench"], ["profile"], ["tokenizer", "report"],
+    ["tokenizer", "train", "--vocab", "300"],
 ]  # fmt: skip
 MODEL_VERBS = ["eval", "generate", "chat", "merge", "export", "plot", "report", "watch", "serve-report"]
 NUMBERS = {
@@ -22,6 +23,7 @@ NUMBERS = {
     ("data", "inspect", "."): ["--context"],
     ("tokenizer", "train"): ["--vocab"],
     ("estimate",): ["--price", "--seconds"],
+    ("plan",): ["--per-host", "--intra", "--inter", "--rate", "--mfu", "--disk", "--restart", "--failure-hours"],
     ("tune",): ["--memory", "--seconds"],
     ("tune", "lr"): ["--from", "--to", "--steps"],
     ("tune", "search", "space.yaml"): ["--trials"],
@@ -44,7 +46,9 @@ CONTRADICTIONS = [
     ["merge", ".", "out"], ["export", ".", "out"], ["plot"], ["plot", "."], ["report", "."], ["eval", "."],
     ["eval", "--split", "test"], ["chat", "."], ["finetune"], ["finetune", "shakespeare-char"], ["train", "a", "b"],
     ["generate", "--device", "tpu"], ["generate", "--device", "cuda:9999"], ["train", "--hardware", "7gb"],
-    ["prepare", "--engine", "spark"], ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
+    ["plan", "--gpus", "8..2"], ["plan", "--size", "9t"],
+    ["plan", "--gpu", "abacus"], ["plan", "--rate", "9", "--mfu", "0.5"], ["prepare", "--engine", "spark"],
+    ["prepare", "lora"], ["export", ".", "out", "--dtype", "int4"], ["-x"], [""],
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from flatout.verbs import (
     doctor,
     estimate,
     models,
+    plan,
     plot,
     profile,
     report,
@@ -131,6 +132,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "generate": (models.generate, "continue a prompt with a trained model"),
     "doctor": (doctor.doctor, "check machine, data and config, and say what to do"),
     "estimate": (estimate.estimate, "time, memory, energy and cost of a run, from a few real steps"),
+    "plan": (plan.plan, "memory, communication and time of a run on many GPUs, before you rent them"),
     "tune": (
         tune.tune,
         "find the fastest micro-batch, checkpointing and loss for this machine;\n"

@@ -26,7 +26,7 @@ from flatout.files import readable_sizes
 from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory
 from flatout.optim.rules import state_bytes
 
-_ROOM = 0.92  # of the memory may be taken: fragmentation and evaluation want the rest
+ROOM = 0.92  # of the memory may be taken: fragmentation and evaluation want the rest
 _SHORTEST = 256  # tokens: a context below is another task
 # The cheapest in time first.
 _SAVINGS: tuple[dict[str, Any], ...] = (
@@ -156,7 +156,7 @@ def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed, *, resumed:
     def fits(config: RunConfig, switches: Speed) -> str:
         """How much it takes, where that fits; nothing where it does not."""
         size = memory_of(config, vocab, switches).total
-        return f"about {_amount(size)}" if size <= _ROOM * have else ""
+        return f"about {_amount(size)}" if size <= ROOM * have else ""
 
     kept = ((config, saving, [f"speed.{name}={value}" for name, value in saving.items()]) for saving in _SAVINGS)
     yield from _first_fitting(kept, config, speed, fits)

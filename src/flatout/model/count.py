@@ -31,9 +31,12 @@ GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequen
 def parameter_count(config: ModelConfig, vocab: int) -> int:
     """Exactly the number of trained values; a tied head is counted once."""
     total = sum(feature.outside(config, vocab) for feature in FEATURES)
-    for kind in config.kinds:
-        total += sum(_matrices(config, kind).values()) + sum(feature.values(config, kind) for feature in FEATURES)
-    return total
+    return total + sum(block_count(config, kind) for kind in config.kinds)
+
+
+def block_count(config: ModelConfig, kind: str) -> int:
+    """Trained values of one block, of a kind that `model.pattern` names."""
+    return sum(_matrices(config, kind).values()) + sum(feature.values(config, kind) for feature in FEATURES)
 
 
 def linear_count(config: ModelConfig) -> int:

@@ -1,0 +1,147 @@
+"""The ready files for clusters: they parse, their flags exist, and their commands are what the page says."""
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from flatout import cli
+from flatout.words import Parser
+
+ROOT = Path(__file__).parents[2]
+SLURM, SKYPILOT = ROOT / "examples" / "slurm.sbatch", ROOT / "examples" / "skypilot.yaml"
+# What `sbatch` has; the value is checked where a mistake would show only in the queue.
+DIRECTIVES = {
+    "job-name": r"[\w-]+", "nodes": r"\d+", "ntasks-per-node": "1", "gpus-per-node": r"\d+", "exclusive": "",
+    "time": r"\d\d:\d\d:\d\d", "signal": r"B:USR1@\d+", "requeue": "", "open-mode": "append",
+}  # fmt: skip
+
+
+class Taken(BaseException):
+    """A command line was understood; what it asks for is not done."""
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Makes programs of clusters that write their words to a file."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SAID", str(tmp_path / "said"))
+
+    def make(name: str, body: str) -> None:
+        (folder / name).write_text(f'#!/bin/bash\necho "{name} ${{*@Q}}" >> "$SAID"\n{body}\n', encoding="utf-8")
+        (folder / name).chmod(0o755)
+
+    return make
+
+
+def said(tmp_path: Path) -> list[list[str]]:
+    path = tmp_path / "said"
+    return [shlex.split(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+    """What torchrun and `flatout train` make of a command line."""
+    assert words[0] == "torchrun"
+    launch = get_args_parser().parse_args(words[1:])
+    assert launch.module
+    assert launch.training_script == "flatout"
+    assert launch.training_script_args[0] == "train"
+
+    def stop(parser: Parser, words: list[str]) -> object:
+        raise Taken(parse(parser, words))
+
+    parse = Parser.parse_words
+    monkeypatch.setattr(Parser, "parse_words", stop)
+    with pytest.raises(Taken) as taken:
+        cli.main(launch.training_script_args)
+    return launch, taken.value.args[0]
+
+
+def test_directives_of_slurm_are_known():
+    text = SLURM.read_text(encoding="utf-8")
+    found = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(\S*)", text, flags=re.MULTILINE))
+    assert found.keys() == DIRECTIVES.keys()
+    for name, value in found.items():
+        assert re.fullmatch(DIRECTIVES[name], value), name
+    assert text.index("#SBATCH") > text.index("sbatch --job-name"), "the command stands at the top"
+    assert not re.search(r"^\s*[^#\s].*\n(.*\n)*#SBATCH", text, flags=re.MULTILINE), (
+        "sbatch reads up to the first command"
+    )
+
+
+SLURM_ENVIRONMENT = {
+    "SLURM_JOB_NODELIST": "node[3-4]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "my-run",
+}  # fmt: skip
+HOSTS = '[ "$1" = show ] && printf "node3\\nnode4\\n" || true'
+
+
+def test_slurm_starts_an_agent_on_each_host_that_resumes(
+    tmp_path: Path, stubs: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+):
+    stubs("scontrol", HOSTS)
+    stubs("srun", "exit 7")
+    words = ["bash", str(SLURM), "gpt2-124m", "data.folder=/a b"]
+    done = subprocess.run(words, env={**os.environ, **SLURM_ENVIRONMENT}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, ""), "what ends the step ends the job"
+    srun = next(line for line in said(tmp_path) if line[0] == "srun")
+    launch, train = check_command(srun[1:], monkeypatch)
+    assert (launch.nnodes, launch.nproc_per_node, launch.max_restarts) == ("2", "gpu", 3)
+    assert (launch.rdzv_backend, launch.rdzv_endpoint, launch.rdzv_id) == ("c10d", "node3:23456", "123456-0")
+    assert (train.resume, train.config) == ("auto", "gpt2-124m")
+    assert train.overrides == ["output.folder=runs/my-run", "data.folder=/a b"]
+
+
+def test_slurm_saves_and_goes_back_to_the_queue_near_its_limit(tmp_path: Path, stubs: Callable[[str, str], None]):
+    stubs("scontrol", HOSTS)
+    # A step that saves for a moment after SIGTERM.
+    stubs("srun", 'trap \'sleep 0.2; echo saved >> "$SAID"; exit 143\' TERM\necho up >> "$SAID"\nsleep 30 & wait')
+    job = subprocess.Popen(["bash", str(SLURM)], env={**os.environ, **SLURM_ENVIRONMENT}, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 20
+        while ["up"] not in said(tmp_path) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(20) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # the sleep that the stub left behind
+            os.killpg(job.pid, signal.SIGKILL)
+    assert said(tmp_path)[-2:] == [["saved"], ["scontrol", "requeue", "123456"]], "in this order"
+
+
+def test_skypilot_runs_the_same_command_on_every_host(
+    tmp_path: Path, stubs: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+):
+    task = yaml.safe_load(SKYPILOT.read_text(encoding="utf-8"))
+    assert set(task) == {"name", "num_nodes", "workdir", "resources", "envs", "volumes", "setup", "run"}
+    assert all(task["envs"]["RUN"].startswith(place) for place in task["volumes"])
+    stubs("torchrun", "")
+    environment = {
+        "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_TASK_ID": "sky-1", **task["envs"],
+    }  # fmt: skip
+    subprocess.run(["bash", "-euc", task["run"]], env={**os.environ, **environment}, check=True)
+    (torchrun,) = said(tmp_path)
+    launch, train = check_command(torchrun, monkeypatch)
+    assert (launch.nnodes, launch.nproc_per_node, launch.max_restarts) == ("2", "8", 3)
+    assert (launch.rdzv_endpoint, launch.rdzv_id) == ("10.0.0.1:29500", "sky-1")
+    assert (train.resume, train.config) == ("auto", "gpt2-124m")
+    assert train.overrides == ["output.folder=/shared/runs/my-run", "data.folder=/shared/tokens"]
+    subprocess.run(["bash", "-nc", task["setup"]], check=True)
+
+
+def test_the_page_gives_the_commands_of_the_files():
+    page = (ROOT / "docs" / "many-gpus.md").read_text(encoding="utf-8")
+    for path in (SLURM, SKYPILOT):
+        (command,) = re.findall(r"^# {5}(\S.*)$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert command in page

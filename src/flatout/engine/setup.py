@@ -255,6 +255,7 @@ def _build_step(
             [one.parameter for one in trained.updated],
             in_place=trained.clear_gradients is not None,
             bf16=config.parallel.reduce == "bf16",
+            replayed=speed.cuda_graphs,
         ),
     )
     graph = None

@@ -35,10 +35,13 @@ class _Bucket:
 
 
 class BucketReducer:
-    """`in_place` are gradients that have a place of their own, such as those of adapters: they leave at the end."""
+    """`in_place` are gradients that have a place of their own, such as those of adapters: they leave at the end.
+
+    So do all where backward passes are `replayed` from a recording, which autograd has no part in.
+    """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, bf16: bool, in_place: Iterable[nn.Parameter] = ()
+        self, parameters: Sequence[nn.Parameter], *, bf16: bool, replayed: bool, in_place: Iterable[nn.Parameter] = ()
     ) -> None:
         self._buckets: list[_Bucket] = []
         self._nodes: list[Any] = []  # autograd keeps them only as long as somebody does
@@ -48,7 +51,7 @@ class BucketReducer:
         self._in_place = list(in_place)
         for group in _grouped(list(reversed(parameters))):
             bucket = self._filled(group)
-            for parameter in group:
+            for parameter in () if replayed else group:
                 function = parameter.view_as(parameter).grad_fn
                 assert function is not None, "only trained parameters have gradients"
                 node: Any = function.next_functions[0][0]
@@ -105,13 +108,15 @@ class BucketReducer:
         torch._foreach_zero_([bucket.values for bucket in self._buckets])  # pyright: ignore[reportPrivateImportUsage]
 
 
-def reducer_of(world: World, parameters: Sequence[nn.Parameter], *, in_place: bool, bf16: bool) -> BucketReducer | None:
+def reducer_of(
+    world: World, parameters: Sequence[nn.Parameter], *, in_place: bool, bf16: bool, replayed: bool
+) -> BucketReducer | None:
     """What adds up the gradients of these parameters, which stay where they are if `in_place`; None for one process."""
     if not isinstance(world, Ranks):
         return None
     if in_place:
-        return BucketReducer([], bf16=bf16, in_place=parameters)
-    return BucketReducer(parameters, bf16=bf16)
+        return BucketReducer([], bf16=bf16, replayed=replayed, in_place=parameters)
+    return BucketReducer(parameters, bf16=bf16, replayed=replayed)
 
 
 def _grouped(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -277,3 +277,11 @@ def test_a_run_shorter_than_an_epoch_is_looked_at_as_far_as_it_goes():
     longest = next(step for step in range(31) if order.indices(step)[0] == 30)
     assert longest in fullest_steps(samples, order)
     assert all(step < longest for step in fullest_steps(samples, order, longest or 1))
+
+
+def test_an_epoch_that_is_not_finished_is_looked_at_too():
+    samples = made([5] * 30 + [50])
+    order = SampleOrder(31, 1, seed=3)
+    longest = next(step for step in range(31, 62) if order.indices(step)[0] == 30)
+    assert longest < 61
+    assert longest in fullest_steps(samples, order, longest + 1)

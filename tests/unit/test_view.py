@@ -143,6 +143,9 @@ def test_a_resumed_run_is_one_curve():
         state.add(step(number, loss=float(number)))
     assert state.losses.values() == [float(number) for number in range(1, 26)]
     assert state.best is None
+    state.add(evaluation(24, 0.75))
+    state.add(info(start_step=24, resumed_from="x"))
+    assert state.best == (0.75, 24), "that of the very step it goes on from was before"
 
 
 def test_silence_is_told_only_when_it_is_long():

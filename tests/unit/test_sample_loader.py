@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flatout.data.batch import Batch, Delivery, Span
 from flatout.data.positions import Schedule
+from flatout.data.sample_data import first_samples
 from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows, fullest_steps, row_lengths
 from flatout.data.samples import Samples
 from flatout.ops.reference import IGNORED
@@ -162,6 +163,19 @@ def test_evaluation_sees_every_sample_once_in_order():
     for packing in (False, True):
         found = list(SampleRows(samples, batch_samples=3, row_tokens=256, packing=packing).in_order(CPU))
         assert [sorted(check_documents(batch, samples)) for batch in found] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize(
+    ("most", "count"), [(None, 4), (77, 4), (76, 4), (75, 3), (70, 3), (69, 2), (20, 2), (19, 1), (3, 1), (2, 1)]
+)
+def test_the_first_samples_are_those_that_fit_whole_and_at_least_one(most: int | None, count: int):
+    samples = made([3, 17, 50, 6])
+    some = first_samples(samples, most)
+    assert len(some) == count
+    for number in range(count):
+        for mine, theirs in zip(some.sample(number), samples.sample(number), strict=True):
+            assert mine.tolist() == theirs.tolist()
+    assert len(some.tokens) == len(some.labelled) == some.offsets[-1]
 
 
 def test_what_cannot_be_loaded_is_refused():

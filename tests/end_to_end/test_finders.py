@@ -1,5 +1,6 @@
 """`flatout tune lr` and `flatout tune search` from outside: what they find, write, refuse and survive."""
 
+import contextlib
 import json
 import os
 import signal
@@ -298,6 +299,21 @@ def test_interrupting_ends_with_what_to_do_next(tiny, space, tmp_path: Path, cap
         verb.tune_search(words)
     assert "keeps the trials so far" in capsys.readouterr().err
     assert not (tmp_path / "b.yaml").exists()
+
+
+def test_a_trial_that_was_interrupted_is_not_drawn_again(tiny, space, monkeypatch: pytest.MonkeyPatch):
+    def stopped(*_args, **_settings):
+        raise KeyboardInterrupt
+
+    optuna = pytest.importorskip("optuna")
+    storage = optuna.storages.InMemoryStorage()  # a file takes longer to make than all the rest
+    monkeypatch.setattr(study, "_opened", lambda *_: contextlib.nullcontext(storage))
+    monkeypatch.setattr(study, "train_loop", stopped)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(), space(), trials=1, study=Path("study.db"))
+    drawn = optuna.load_study(study_name=study.NAME, storage=storage).trials
+    assert len({trial.params["optim.learning_rate"] for trial in drawn}) == len(drawn) == 2
 
 
 def test_without_the_package_there_is_one_hint(tiny, space, monkeypatch: pytest.MonkeyPatch):

@@ -115,6 +115,9 @@ def test_a_run_that_diverged_is_told_apart_from_a_killed_one(tmp_path: Path, cap
     said = capsys.readouterr()
     assert "after 3 skipped updates in a row: it diverged" in said.err
     assert "warning: step 5 skipped update" in said.out
+    apart = [step(number, applied=number % 2 == 0) for number in range(4, 10)]
+    assert watch([str(write(tmp_path / "killed", info(), *apart))]) == 1
+    assert "the run seems dead" in capsys.readouterr().err, "its updates were skipped now and then, not in a row"
 
 
 def test_a_run_that_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

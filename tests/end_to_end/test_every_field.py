@@ -291,8 +291,10 @@ BASE: dict[tuple[str, ...], Any] = {}
 
 
 @pytest.mark.parametrize("field", sorted(field_facts()))
-def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     monkeypatch.chdir(folder)
+    if field == "speed.precision":
+        request.getfixturevalue("bf16_products")
     if field in ELSEWHERE:
         return
     if field == "lora.quantize":

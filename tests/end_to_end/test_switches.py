@@ -138,6 +138,7 @@ def test_graphs_are_counted_and_told(tiny, mode, graphs, monkeypatch):
     assert told[1:] == [(3, f"compile {mode}: {graphs} more; no graph breaks")], "evaluation is compiled apart"
 
 
+@pytest.mark.usefixtures("bf16_products")
 @HIDDEN
 @pytest.mark.parametrize(("mode", "graphs"), [("default", "1 graph"), ("regional", "2 graphs")])
 def test_the_fused_loss_is_part_of_the_graph(tiny, mode, graphs, monkeypatch):

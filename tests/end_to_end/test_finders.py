@@ -28,6 +28,7 @@ from flatout.tuning.study import StudyResult, TrialRow, search
 from flatout.verbs import measuring
 from flatout.verbs import tune as verb
 from tests.conftest import TINY
+from tests.end_to_end.forked import Forked
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
 
@@ -268,18 +269,13 @@ def test_bad_trials_are_cut_short(tiny, space):
 def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
     file = tmp_path / "study.db"
     words = [str(space()), *words_for(tiny, "train.steps=20"), "--study", str(file), "--trials", "400"]
-    command = "import sys; from flatout.verbs.tune import tune_search; sys.exit(tune_search(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-        env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
-    assert process.stderr is not None
-    for _ in range(2):
-        assert process.stderr.readline().startswith("trial ")
+    told = tmp_path / "told"
+    process = Forked(verb.tune_search, words, stderr=told, TMPDIR=str(tmp_path))
+    assert process.wait_until(lambda: told.exists() and told.read_text().count("\n") >= 2), told.read_text()
+    assert all(line.startswith("trial ") for line in told.read_text().splitlines()[:2])
     time.sleep(0.2)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
-    process.stderr.close()
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=30) == -signal.SIGKILL
     with sqlite3.connect(file) as database:
         count = database.execute("select count(*) from trials where state = 'RUNNING'").fetchone()[0]
     assert count <= 1

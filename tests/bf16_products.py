@@ -1,16 +1,17 @@
 """Products of bf16 on a CPU, summed in fp32 and rounded once.
 
 A CPU without instructions for bf16 takes 200 times as long for them as for fp32, which was a third of the tests' time.
-The values are those of the CPUs that have such instructions, and of GPUs.
+The values are those of the CPUs that have such instructions, and of GPUs. Products of fp32 take twice as long where
+they are small, since they go through Python: so a test asks for it, by the fixture `bf16_products`.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("aten", "IMPL")
 _RETURNING = (
     "mm",
     "addmm",
@@ -22,14 +23,17 @@ _RETURNING = (
 _WRITING = {"mm.out": "mm", "addmm.out": "addmm", "bmm.out": "bmm", "addmm_": "addmm", "baddbmm_": "baddbmm"}
 
 
-def sum_in_fp32() -> None:
-    """Replaces torch's own kernels for bf16, for the rest of this process."""
+@contextlib.contextmanager
+def summed_in_fp32() -> Iterator[None]:
+    """Replaces torch's own kernels for bf16."""
     kernels = {name: torch.library.get_kernel(f"aten::{name}", "CPU") for name in (*_RETURNING, *_WRITING)}
-    with warnings.catch_warnings(action="ignore"):  # torch says that its kernels are replaced
-        for name in _RETURNING:
-            _LIBRARY.impl(name, _returning(kernels[name]), "CPU", with_keyset=True)
-        for name, returning in _WRITING.items():
-            _LIBRARY.impl(name, _writing(kernels[name], kernels[returning]), "CPU", with_keyset=True)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        with warnings.catch_warnings(action="ignore"):  # torch says that its kernels are replaced
+            for name in _RETURNING:
+                library.impl(name, _returning(kernels[name]), "CPU", with_keyset=True)
+            for name, returning in _WRITING.items():
+                library.impl(name, _writing(kernels[name], kernels[returning]), "CPU", with_keyset=True)
+        yield
 
 
 def _returning(kernel: Any) -> Callable[..., Any]:

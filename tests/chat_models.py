@@ -6,7 +6,6 @@ fall back to bytes or characters for the rest, so that expectations can be writt
 
 import functools
 import json
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,6 +234,16 @@ def as_a_stranger(folder: Path) -> Path:
 
 def write_chat_model(folder: Path, family: str = "smollm2", *, seed: int = 1, **shape: int) -> Path:
     """A whole model's folder: a small Llama with drawn weights, tokenizer and template. `shape` makes it larger."""
+    folder.mkdir(parents=True, exist_ok=True)
+    made = _chat_model.__wrapped__ if shape else _chat_model  # a large one is not kept in memory
+    for name, content in made(family, seed, tuple(shape.items())).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@functools.lru_cache(maxsize=8)
+def _chat_model(family: str, seed: int, shape: tuple[tuple[str, int], ...]) -> dict[str, bytes]:
+    """The files of such a folder: most tests have the same ones."""
     from flatout.config.schema import ModelConfig
     from flatout.data.model_folder import read_model_tokenizer
     from flatout.model.gpt import build_model
@@ -242,10 +251,9 @@ def write_chat_model(folder: Path, family: str = "smollm2", *, seed: int = 1, **
 
     with tempfile.TemporaryDirectory() as place:
         language = write_model(Path(place) / "language", FAMILIES[family])
-        sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "context": 256, **shape}
+        sizes = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "context": 256, **dict(shape)}
         config = ModelConfig(**sizes, qk_norm=False, tied=False)  # pyright: ignore[reportArgumentType]
+        folder = Path(place) / "model"
         export_huggingface(build_model(config, read_model_tokenizer(language).vocab, seed=seed), folder)
         as_a_stranger(folder)
-        for path in language.iterdir():
-            shutil.copyfile(path, folder / path.name)
-    return folder
+        return {path.name: path.read_bytes() for path in (*folder.iterdir(), *language.iterdir())}

@@ -17,11 +17,10 @@ import torch
 
 from flatout.config.load import LoadedConfig, load_config
 from flatout.confined import Child
-from tests.bf16_products import sum_in_fp32
+from tests.bf16_products import summed_in_fp32
 from tests.interpreter import replace_once
 
 torch.set_num_threads(1)
-sum_in_fp32()
 
 # Without bytecode on the disk, pytest rewrites all assertions again in every process and run: 12 seconds each.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -123,6 +122,13 @@ def _torch_is_left_as_it_was() -> Iterator[None]:
     if before["precision of fp32 products"] != after["precision of fp32 products"]:
         torch.set_float32_matmul_precision(str(before["precision of fp32 products"]))
     assert after == before, "a test left torch's process-wide switches changed"
+
+
+@pytest.fixture
+def bf16_products() -> Iterator[None]:
+    """For a test that computes in bf16: without it, a product may take 200 times as long, and is rounded otherwise."""
+    with summed_in_fp32():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,5 @@
-"""`flatout train` on a slow disk: each file of a checkpoint, and its verdict, take SECONDS longer to reach it.
+"""`flatout train` on a slow disk, for processes that are killed."""
 
-    python -m tests.end_to_end.slow_trainer SECONDS PHASE-FILE [words of flatout train ...]
-
-Only the tests use it: it widens the windows in which a kill hits a save or comes between save and verdict, and says in
-PHASE-FILE in which of them the process is: training, saving or judging.
-"""
-
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,8 +7,13 @@ from typing import Any
 from flatout import cli
 from flatout.engine import boundary, checkpoint
 
-if __name__ == "__main__":
-    delay, phase = float(sys.argv[1]), Path(sys.argv[2])
+
+def train_slowly(delay: float, phase: Path, words: list[str]) -> int:
+    """Each file of a checkpoint, and its verdict, take `delay` seconds longer to reach the disk.
+
+    That widens the windows in which a kill hits a save or comes between save and verdict. The file `phase` says in
+    which of them the process is: training, saving or judging. What is replaced here stays so in this process.
+    """
     real_sync, real_write, real_verdict = checkpoint.sync_and_hash, boundary.write_checkpoint, boundary.write_verdict
 
     def slow_sync(path: Path) -> dict[str, Any]:
@@ -35,4 +33,4 @@ if __name__ == "__main__":
 
     checkpoint.sync_and_hash = slow_sync
     boundary.write_checkpoint, boundary.write_verdict = write_checkpoint, write_verdict
-    sys.exit(cli.main(["train", *sys.argv[3:]]))
+    return cli.main(["train", *words])

@@ -17,12 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch._dynamo
-
 from flatout import api, cli
 from flatout.observe.sinks import read_metrics
 
-SLOW_IMPORTS = (api, torch._dynamo)  # torch's optimizers import the second one, which every fork would do again
+SLOW_IMPORTS = (api,)  # and torch with it, which every fork would do again
 
 
 def main() -> None:

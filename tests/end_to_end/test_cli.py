@@ -23,6 +23,8 @@ from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.observe.sinks import read_metrics
 from tests.called import call
 from tests.conftest import TINY
+from tests.end_to_end.forked import Forked
+from tests.end_to_end.slow_trainer import train_slowly
 
 ROOT = Path(__file__).parents[2]
 
@@ -305,20 +307,16 @@ def test_head_takes_a_line_and_the_run_goes_on(tiny_words):
 
 
 def test_a_second_interrupt_quits_at_once(tiny_words):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.end_to_end.slow_trainer", "5", *tiny_words, "train.steps=50000"]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
+    words = [*tiny_words, "train.steps=50000"]
+    process = Forked(train_slowly, 5.0, Path("phase"), words, stdout="said", stderr="errors")
+    assert process.wait_until(lambda: Path("said").exists() and "\nstep " in Path("said").read_text())
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.wait(timeout=60) == 130, Path("errors").read_text()
     assert time.monotonic() - began < 5, "it did not wait for the slow save"
+    assert Path("phase").read_text() == "saving"
 
 
 def test_nowhere_to_put_temporary_files(monkeypatch, capsys):

@@ -23,6 +23,7 @@ from flatout.tuning import estimate_probe
 from flatout.tuning.estimate import estimate
 from flatout.verbs import estimate as verb
 from tests.conftest import TINY
+from tests.end_to_end.forked import Forked
 
 
 @pytest.fixture(autouse=True)
@@ -169,18 +170,14 @@ COMMAND = "import sys; from flatout.verbs.estimate import estimate; sys.exit(est
 def test_a_signal_ends_it_and_leaves_nothing(tiny, tmp_path: Path):
     words = [*_words(tiny), "--seconds", "60"]
     files = everything(tmp_path)
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-        env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
+    process = Forked(verb.estimate, words, stderr=tmp_path.parent / "told", TMPDIR=str(tmp_path))
     deadline = time.monotonic() + 60
     while not any(tmp_path.glob("flatout-estimate-*")) and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
     process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 143
-    assert told.strip().endswith("terminated; nothing was written")
+    assert process.wait(timeout=60) == 143
+    assert (tmp_path.parent / "told").read_text().strip().endswith("terminated; nothing was written")
     assert everything(tmp_path) == files
 
 

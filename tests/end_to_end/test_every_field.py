@@ -156,7 +156,7 @@ OTHER: dict[str, str | list[str]] = {
     "speed.workers": "0",
     "eval.every": "2",
     "eval.epoch_end": ["eval.epoch_end=true", *EPOCH],
-    "eval.tokens": "128",
+    "eval.tokens": "64",
     "eval.patience": ["eval.patience=1", "eval.every=1", "optim.learning_rate=1.0", "eval.min_delta=9.0"],
     "eval.min_delta": ["eval.min_delta=9.0", "eval.every=1", "eval.patience=1"],
     "eval.sample_every": "2",
@@ -221,8 +221,9 @@ def signature(words: list[str]) -> Any:
     """Everything a run builds and says, times left out."""
     shutil.rmtree("runs", ignore_errors=True)
     lengths = ("train.steps", "train.epochs", "train.tokens")
-    length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=6"]
-    base = [*TINY, "data.source=text.txt", "optim.warmup_steps=2", *length]
+    length = [] if any(word.startswith(lengths) for word in words) else ["train.steps=5"]
+    short = ["optim.warmup_steps=2", "eval.tokens=128", "eval.sample_tokens=4"]
+    base = [*TINY, "data.source=text.txt", *short, *length]
     if any(word.startswith("chat.") for word in words):  # the shape is the model's own
         base = [word for word in base if not word.startswith(("model.", "data.", "train.batch_tokens"))]
     records = list(flatout.train(load_config("shakespeare-char", [*base, *words])))
@@ -294,8 +295,10 @@ BASE: dict[tuple[str, ...], Any] = {}
 
 
 @pytest.mark.parametrize("field", sorted(field_facts()))
-def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_field_matters(field: str, folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
     monkeypatch.chdir(folder)
+    if field == "speed.precision":
+        request.getfixturevalue("bf16_products")
     if field in ELSEWHERE:
         return
     if field == "lora.quantize":

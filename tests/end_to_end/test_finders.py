@@ -1,5 +1,6 @@
 """`flatout tune lr` and `flatout tune search` from outside: what they find, write, refuse and survive."""
 
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from flatout.tuning.study import StudyResult, TrialRow, search
 from flatout.verbs import measuring
 from flatout.verbs import tune as verb
 from tests.conftest import TINY
+from tests.end_to_end.forked import Forked
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(flatout.__file__).parents[1])}
 
@@ -267,18 +269,13 @@ def test_bad_trials_are_cut_short(tiny, space):
 def test_a_killed_search_keeps_what_it_had(tiny, space, tmp_path: Path):
     file = tmp_path / "study.db"
     words = [str(space()), *words_for(tiny, "train.steps=20"), "--study", str(file), "--trials", "400"]
-    command = "import sys; from flatout.verbs.tune import tune_search; sys.exit(tune_search(sys.argv[1:]))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True,
-        env={**ENVIRONMENT, "TMPDIR": str(tmp_path)},
-    )  # fmt: skip
-    assert process.stderr is not None
-    for _ in range(2):
-        assert process.stderr.readline().startswith("trial ")
+    told = tmp_path / "told"
+    process = Forked(verb.tune_search, words, stderr=told, TMPDIR=str(tmp_path))
+    assert process.wait_until(lambda: told.exists() and told.read_text().count("\n") >= 2), told.read_text()
+    assert all(line.startswith("trial ") for line in told.read_text().splitlines()[:2])
     time.sleep(0.2)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(timeout=30)
-    process.stderr.close()
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(timeout=30) == -signal.SIGKILL
     with sqlite3.connect(file) as database:
         count = database.execute("select count(*) from trials where state = 'RUNNING'").fetchone()[0]
     assert count <= 1
@@ -298,6 +295,21 @@ def test_interrupting_ends_with_what_to_do_next(tiny, space, tmp_path: Path, cap
         verb.tune_search(words)
     assert "keeps the trials so far" in capsys.readouterr().err
     assert not (tmp_path / "b.yaml").exists()
+
+
+def test_a_trial_that_was_interrupted_is_not_drawn_again(tiny, space, monkeypatch: pytest.MonkeyPatch):
+    def stopped(*_args, **_settings):
+        raise KeyboardInterrupt
+
+    optuna = pytest.importorskip("optuna")
+    storage = optuna.storages.InMemoryStorage()  # a file takes longer to make than all the rest
+    monkeypatch.setattr(study, "_opened", lambda *_: contextlib.nullcontext(storage))
+    monkeypatch.setattr(study, "train_loop", stopped)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run(tiny(), space(), trials=1, study=Path("study.db"))
+    drawn = optuna.load_study(study_name=study.NAME, storage=storage).trials
+    assert len({trial.params["optim.learning_rate"] for trial in drawn}) == len(drawn) == 2
 
 
 def test_without_the_package_there_is_one_hint(tiny, space, monkeypatch: pytest.MonkeyPatch):

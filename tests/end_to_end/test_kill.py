@@ -1,13 +1,9 @@
 """SIGKILL at any moment costs at most one checkpoint interval and never a checkpoint."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,10 +13,11 @@ from flatout import cli
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.observe.sinks import read_metrics
 from tests.conftest import TINY
+from tests.end_to_end.forked import Forked
+from tests.end_to_end.slow_trainer import train_slowly
 
-ROOT = Path(__file__).parents[2]
 EVERY = 4
-PHASE = Path("phase")
+PHASE, ERRORS = Path("phase"), Path("errors")
 
 
 def words(corpus: Path, folder: str, steps: int) -> list[str]:
@@ -32,11 +29,8 @@ def words(corpus: Path, folder: str, steps: int) -> list[str]:
     ]  # fmt: skip
 
 
-def start(arguments: list[str], delay: float) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    trainer = [sys.executable, "-m", "tests.end_to_end.slow_trainer", str(delay), str(PHASE)]
-    command = [*trainer, *arguments, "--resume", "auto"]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def start(arguments: list[str], delay: float) -> Forked:
+    return Forked(train_slowly, delay, PHASE, [*arguments, "--resume", "auto"], stderr=ERRORS)
 
 
 def last_step(folder: str) -> int:
@@ -57,15 +51,6 @@ def logged(run: str) -> list[tuple]:
     return [(row["type"], row["step"], row.get("loss"), row.get("best")) for row in rows if row["type"] in kinds]
 
 
-def wait_for(process: subprocess.Popen, happened: Callable[[], bool]) -> bool:
-    """True when it happened, False when the process ended first."""
-    while process.poll() is None:
-        if happened():
-            return True
-        time.sleep(0.002)
-    return False
-
-
 def campaign(corpus: Path, aims: list[str], steps: int, delay: float, seed: int) -> Counter[str]:
     """Kills a run once for each aim, checks every resume, and returns how many kills hit which phase."""
     choose = random.Random(seed)
@@ -76,15 +61,15 @@ def campaign(corpus: Path, aims: list[str], steps: int, delay: float, seed: int)
         process = start(words(corpus, folder, steps), delay if aim != "training" else 0.0)
         before = last_run(folder)
         if aim == "training":
-            alive = wait_for(process, lambda before=before: last_run(folder) > before)
+            alive = process.wait_until(lambda before=before: last_run(folder) > before, pause=0.002)
             time.sleep(choose.uniform(0, 0.3))
         else:
-            alive = wait_for(process, lambda aim=aim: PHASE.read_text() == aim)
+            alive = process.wait_until(lambda aim=aim: PHASE.read_text() == aim, pause=0.002)
             time.sleep(choose.uniform(0, 4 * delay if aim == "saving" else 2 * delay))
-        assert alive, f"the run ended by itself: {process.communicate()[1]}"
+        assert alive, f"the run ended by itself: {ERRORS.read_text()}"
         process.send_signal(signal.SIGKILL)
-        errors = process.communicate()[1]
-        assert "error" not in errors, errors
+        assert process.wait() == -signal.SIGKILL
+        assert "error" not in ERRORS.read_text(), ERRORS.read_text()
         hits[PHASE.read_text()] += 1
         rows = read_metrics(Path(folder) / "metrics.jsonl")
         resumed_at = [row["start_step"] for row in rows if row["type"] == "run"][-1]
@@ -93,8 +78,7 @@ def campaign(corpus: Path, aims: list[str], steps: int, delay: float, seed: int)
         for _, path in list_checkpoints(checkpoints):
             read_checkpoint(path)  # every checkpoint with a final name is whole
     process = start(words(corpus, folder, steps), 0.0)
-    errors = process.communicate()[1]
-    assert process.returncode == 0, errors
+    assert process.wait() == 0, ERRORS.read_text()
     assert cli.main(["train", *words(corpus, "reference", steps), "--json"]) == 0
     final = f"checkpoints/step-{steps:08d}"
     mine, theirs = read_checkpoint(Path(folder) / final), read_checkpoint(Path("reference") / final)

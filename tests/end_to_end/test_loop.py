@@ -177,6 +177,7 @@ def test_a_switch_from_a_preset_falls_back_with_a_reason(tiny):
     assert feature.why
 
 
+@pytest.mark.usefixtures("bf16_products")
 def test_training_goes_on_in_bf16_on_a_cpu(tiny):
     plain = of(list(flatout.train(tiny("train.steps=8"))), StepRecord)
     half = of(list(flatout.train(tiny("train.steps=8", "speed.precision=bf16"))), StepRecord)

@@ -445,10 +445,12 @@ def campaign(tiny, capsys, wanted: int, seed: int) -> tuple[int, int]:
     raise AssertionError
 
 
+@pytest.mark.usefixtures("bf16_products")
 def test_a_few_diverging_runs(tiny, capsys):
     campaign(tiny, capsys, wanted=1, seed=1)
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.slow
 def test_a_hundred_diverging_runs(tiny, capsys):
     diverged, early = campaign(tiny, capsys, wanted=100, seed=2)

@@ -82,6 +82,7 @@ class SlowLoader:
         self.loader.close()
 
 
+@pytest.mark.usefixtures("bf16_products")
 def test_it_writes_a_whole_folder_and_nothing_else(words, tmp_path: Path, capsys: pytest.CaptureFixture):
     torch.manual_seed(7)
     before, random = switches(), torch.get_rng_state()
@@ -198,6 +199,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(words, tmp_path: Path, monkeypat
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("bf16_products")
 def test_a_profiled_step_learns_what_any_other_learns(tiny):
     def losses(named: bool) -> list[float]:
         run = setup_run(tiny("speed.micro_batch=2", "speed.precision=bf16"))

@@ -60,6 +60,7 @@ def switches() -> tuple:
     )
 
 
+@pytest.mark.usefixtures("bf16_products")
 def test_it_finds_a_micro_batch_keeps_the_batch_and_leaves_nothing_behind(tiny, tmp_path: Path):
     torch.manual_seed(7)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1], switches()

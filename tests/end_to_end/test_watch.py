@@ -23,6 +23,7 @@ from flatout.observe.sinks import MetricsFile
 from flatout.records import Record, record_to_json
 from flatout.verbs.watch import watch
 from tests.conftest import TINY
+from tests.end_to_end.forked import Forked
 from tests.unit.seen import end, info, machine, step
 from tests.unit.test_follow import locked
 
@@ -51,21 +52,19 @@ def test_a_finished_run_is_told_as_it_was(tiny: Load, tmp_path: Path, capsys: py
 
 
 @pytest.fixture
-def trainer(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+def trainer(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Forked]:
     """A real run in a process of its own, which goes on for long."""
     monkeypatch.chdir(tmp_path)
     words = [*TINY, f"data.source={corpus}", "train.steps=100000", "output.folder=runs/long", "checkpoint.every=5"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "flatout.cli", "train", "shakespeare-char", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    process = Forked(main, ["train", "shakespeare-char", *words])
     until = time.monotonic() + 120
     while not (tmp_path / "runs" / "long" / "run.lock").exists():
         assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.02)
     yield process
-    process.kill()
+    if process.poll() is None:
+        process.send_signal(signal.SIGKILL)
     process.wait()
 
 
@@ -86,7 +85,7 @@ def when_it_has_steps(folder: Path, count: int, act: Callable[[], object]) -> th
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_run_is_followed_to_its_end(
-    trainer: subprocess.Popen[bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
+    trainer: Forked, tmp_path: Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ):
     """Watched from before its first record until it is killed, or stopped and saved; nothing is missing or twice."""
     folder = tmp_path / "runs" / "long"
@@ -115,6 +114,9 @@ def test_a_run_that_diverged_is_told_apart_from_a_killed_one(tmp_path: Path, cap
     said = capsys.readouterr()
     assert "after 3 skipped updates in a row: it diverged" in said.err
     assert "warning: step 5 skipped update" in said.out
+    apart = [step(number, applied=number % 2 == 0) for number in range(4, 10)]
+    assert watch([str(write(tmp_path / "killed", info(), *apart))]) == 1
+    assert "the run seems dead" in capsys.readouterr().err, "its updates were skipped now and then, not in a row"
 
 
 def test_a_run_that_never_began(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

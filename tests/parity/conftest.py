@@ -6,7 +6,14 @@ import pytest
 import torch
 import torch.utils._device
 
+from tests.bf16_products import summed_in_fp32
 from tests.parity.checking import GuardedMemory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _products_in_every_type() -> Iterator[None]:
+    with summed_in_fp32():
+        yield
 
 
 @pytest.fixture

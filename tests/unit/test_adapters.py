@@ -335,6 +335,7 @@ def test_joining_in_a_narrower_type_leaves_the_weights_alone():
 # --- with the rest of the model ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_bf16_base_with_fp32_adapters(dora):
     gpt = model(qk_norm=False).to(torch.bfloat16)

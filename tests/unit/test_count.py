@@ -116,6 +116,7 @@ def held_by_steps(loss: torch.Tensor) -> Iterator[torch.Tensor]:
         waiting += [before for before, _ in step.next_functions]
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_activation_estimate_matches_what_autograd_keeps(variant, half):
@@ -165,6 +166,7 @@ def test_scaled_weights_of_eigenstates_are_counted():
     assert again.activations < scaled < again.working, "one block's, and only in backward"
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the peak is measured instead")
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
@@ -312,6 +314,7 @@ def test_flops_of_packed_samples_go_by_their_own_length():
     assert flops_per_token(config, VOCAB, 100.0) == flops_per_token(config, VOCAB) - 12 * 2 * 64 * 3996 / 2
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("plan", [{}, {"dropout": 0.1}, {"dora": True}], ids=str)
 @pytest.mark.parametrize("rank", [2, 16])

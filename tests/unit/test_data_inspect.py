@@ -106,7 +106,7 @@ def refused(action: Any, *arguments: Any) -> DataError:
 # Counting
 
 
-@pytest.mark.parametrize("chunk", [2**20, 7])
+@pytest.mark.parametrize("chunk", [2**20, 7, 8])  # the last divides the number of documents
 @pytest.mark.parametrize("shard_tokens", [10**9, 50])
 def test_a_summary_counts_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, shard_tokens: int

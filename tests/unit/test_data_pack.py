@@ -124,10 +124,13 @@ def test_contiguous_at_the_end_of_a_document_cuts_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 1 / 3, 0.5, 0.9])
 def test_contiguous_loses_and_repeats_nothing(tmp_path: Path, fraction: float) -> None:
     texts = ["é漢😀" * 20, "x", "long " * 30, "y\n"]
-    pack(rows(tmp_path, texts), tmp_path / "data", "char", "contiguous", fraction)
+    manifest = pack(rows(tmp_path, texts), tmp_path / "data", "char", "contiguous", fraction)
     train, val = split_tokens(tmp_path / "data")
     tokenizer = open_dataset(tmp_path / "data").tokenizer
-    assert tokenizer.decode(train) + tokenizer.decode(val) == "".join(texts)
+    decoded = {"train": tokenizer.decode(train), "val": tokenizer.decode(val)}
+    assert decoded["train"] + decoded["val"] == "".join(texts)
+    for name, text in decoded.items():
+        assert manifest.splits[name].text_bytes == len(text.encode()), "bits per byte are over these"
     assert len(train) == int(len("".join(texts)) * (1 - fraction))
 
 

@@ -220,6 +220,15 @@ def test_any_step_can_be_gone_on_from(source: Path, monkeypatch: pytest.MonkeyPa
     assert {file for _, _, file, _ in places} == {0, 4}, "counted from the file on that follows one read in one go"
 
 
+def test_places_after_a_resume_are_those_of_the_whole_reading(source: Path):
+    write_rows(source / "e.jsonl.gz", range(200, 260))  # a second file that is read in one go
+    parts_from = open_stream(settings(source)).train.parts
+    places = [place for place, _ in parts_from(Position())]
+    assert {place.file for place in places} == {0, 4, 5}
+    for number, place in enumerate(places):
+        assert [later for later, _ in parts_from(place)] == places[number:], "what a second resume begins with"
+
+
 def row_of_epoch(opened: StreamDataset) -> np.ndarray:
     with opened.train.open_workers() as pool:
         chunks = opened.train.chunks(Position(), pool)

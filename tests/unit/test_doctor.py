@@ -18,6 +18,7 @@ import torch
 
 from flatout.config.load import load_config
 from flatout.data.prepare import prepare_data
+from flatout.data.sampler import window_count
 from flatout.data.training_data import DataFacts as RunFacts
 from flatout.diagnose import check_disk, check_fit, check_tokens, trials
 from flatout.diagnose import machine as machine_module
@@ -580,6 +581,13 @@ def test_what_is_said_to_fit_does_fit(here: Path):
         words = [] if hardware else way.split()
         again = visit(*words, target="gpt2-350m", machine=small, hardware=hardware)
         assert not [one for one in told(again, "warn", "bad") if one.area == "memory"], way
+
+
+def test_tokens_of_text_that_is_not_ascii_are_reckoned_by_its_bytes(here: Path):
+    (here / "a.txt").write_text("Käse und Brötchen für später. " * 2000, encoding="utf-8")
+    words = ("data.source=a.txt", "data.tokenizer=bytes", "data.val_fraction=0.25", "model.context=64")
+    found = next(one.found for one in visit(*words) if one.name == "windows")
+    assert found.startswith(f"about {window_count(3 * (here / 'a.txt').stat().st_size // 4, 64, 64):,} windows")
 
 
 @pytest.mark.parametrize("tokens", [4095, 4096, 4097])

@@ -332,6 +332,7 @@ def test_packed_documents_are_not_decoded():
         mixed(mixer, inputs(1, 4), mixer.empty_cache(1, torch.float64, "cpu"), layout=layout)
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_narrow_inputs_have_wide_states(dtype):
     """Under autocast, over 4,096 positions: the state is carried in fp32 and does not drift."""

@@ -1,6 +1,7 @@
 """Hugging Face folders: what is read from them, where they are found, and one clear error for each that is no good."""
 
 import builtins
+import itertools
 import json
 import sys
 import types
@@ -150,6 +151,19 @@ def test_names_without_prefix_and_old_tables_are_read(tmp_path):
     retensor(folder, edit)
     for name, parameter in from_huggingface(folder).named_parameters():
         assert torch.equal(before[name], parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shards_are_as_large_as_they_may_be_and_their_index_tells_all_bytes(dtype: torch.dtype, tmp_path: Path):
+    most = 2250 * dtype.itemsize
+    folder = write(tmp_path / "m", shard_bytes=most, dtype=dtype)
+    shards = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+    sizes = [[tensor.nbytes for tensor in shard.values()] for shard in shards]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    values = sum(parameter.numel() for parameter in build("llama").parameters())
+    assert index["metadata"]["total_size"] == sum(map(sum, sizes)) == dtype.itemsize * values
+    assert all(sum(size) <= most for size in sizes)
+    assert all(sum(size) + max(following) > most for size, following in itertools.pairwise(sizes))
 
 
 def test_only_one_stored_tensor_is_held_at_a_time(tmp_path, monkeypatch):

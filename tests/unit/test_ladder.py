@@ -229,6 +229,7 @@ def climb(loaded: LoadedConfig, *names: str, **named: Any) -> dict[str, BenchRow
     return {row.rung: row for row in ladder.bench(loaded, **settings)}
 
 
+@pytest.mark.usefixtures("bf16_products")
 def test_a_rung_that_does_not_match_the_reference_has_no_speed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
     exact = ladder.parity_losses
 

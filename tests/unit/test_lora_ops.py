@@ -24,6 +24,8 @@ from tests.parity.conftest import guarded_memory
 
 __all__ = ["guarded_memory"]
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
+
 # (inputs, layout): one part; three; of three the first and last with other ranks; rows that no multiple of 8 fits
 LAYOUTS = {
     "whole": (16, one_part(24, 4, 0.5)),

@@ -136,6 +136,7 @@ def train(run: Run, first: int, count: int) -> list[float]:
     return found
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize(
     ("trained", "words"),
     [

@@ -93,6 +93,7 @@ def test_parts_are_quantized_as_matrices_of_their_own():
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
 
 
+@pytest.mark.usefixtures("bf16_products")
 @pytest.mark.parametrize(
     "how",
     [

@@ -112,6 +112,13 @@ def test_curves_hold_steps_tokens_and_seconds(tmp_path: Path):
     assert val["e"] == [loss["e"][step - 1] for step in val["s"]]
 
 
+def test_tokens_of_a_run_whose_batch_changed_are_told_step_by_step(tmp_path: Path):
+    tokens = [10, 20, 50, 80]  # the last is a whole multiple of its step
+    body = [step_of(step, tokens=count) for step, count in enumerate(tokens, start=1)]
+    history = read_history(write_run(tmp_path / "run", [info_of(tmp_path), *body]))
+    assert curves_of(history, 2400)["loss"]["t"] == tokens
+
+
 def test_a_number_that_was_never_told_has_no_curve(tmp_path: Path):
     body = [step_of(step, mfu=None, memory_bytes=None, data_seconds=None) for step in range(1, 60)]
     folder = write_run(tmp_path / "run", [info_of(tmp_path), *body])

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from flatout.data.batch import Batch, Delivery, Span
 from flatout.data.positions import Schedule
+from flatout.data.sample_data import first_samples
 from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows, fullest_steps, row_lengths
 from flatout.data.samples import Samples
 from flatout.ops.reference import IGNORED
@@ -165,6 +166,19 @@ def test_evaluation_sees_every_sample_once_in_order():
         assert [sorted(check_documents(batch, samples)) for batch in found] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
+@pytest.mark.parametrize(
+    ("most", "count"), [(None, 4), (77, 4), (76, 4), (75, 3), (70, 3), (69, 2), (20, 2), (19, 1), (3, 1), (2, 1)]
+)
+def test_the_first_samples_are_those_that_fit_whole_and_at_least_one(most: int | None, count: int):
+    samples = made([3, 17, 50, 6])
+    some = first_samples(samples, most)
+    assert len(some) == count
+    for number in range(count):
+        for mine, theirs in zip(some.sample(number), samples.sample(number), strict=True):
+            assert mine.tolist() == theirs.tolist()
+    assert len(some.tokens) == len(some.labelled) == some.offsets[-1]
+
+
 def test_what_cannot_be_loaded_is_refused():
     samples = made([3, 100])
     with pytest.raises(ValueError, match="no room for a sample of 100"):
@@ -278,3 +292,11 @@ def test_a_run_shorter_than_an_epoch_is_looked_at_as_far_as_it_goes():
     longest = next(step for step in range(31) if order.indices(step)[0] == 30)
     assert longest in fullest_steps(samples, order)
     assert all(step < longest for step in fullest_steps(samples, order, longest or 1))
+
+
+def test_an_epoch_that_is_not_finished_is_looked_at_too():
+    samples = made([5] * 30 + [50])
+    order = SampleOrder(31, 1, seed=3)
+    longest = next(step for step in range(31, 62) if order.indices(step)[0] == 30)
+    assert longest < 61
+    assert longest in fullest_steps(samples, order, longest + 1)

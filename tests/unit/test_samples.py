@@ -288,11 +288,13 @@ def test_few_rows_leave_one_on_either_side(prepare):
 
 def test_a_second_file_is_held_out(prepare, tmp_path: Path):
     held_out = write_rows(tmp_path / "val.jsonl", [{"messages": chat("Hi", "one")}])
-    samples = prepare(val_source=str(held_out))
+    rows = [*ROWS, {"prompt": "no answer"}]
+    samples = prepare(rows, val_source=str(held_out))
+    assert samples.manifest["counts"]["rows_not_used"] == 1, "of the first file, which the second does not answer for"
     assert (len(samples.train), len(samples.val)) == (40, 1)
     assert [reading["format"] for reading in samples.manifest["reading"]] == ["prompt-completion", "messages"]
     write_rows(held_out, [{"messages": chat("Hi", "two")}])
-    assert prepare(val_source=str(held_out)).made == "val_source changed since they were made"
+    assert prepare(rows, val_source=str(held_out)).made == "val_source changed since they were made"
 
 
 def test_samples_of_one_conversation_stay_together(prepare, model):

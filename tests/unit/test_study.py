@@ -9,6 +9,7 @@ import pytest
 from flatout.config.load import load_config
 from flatout.errors import ConfigError
 from flatout.observe.measured.study_picture import at_the_edge, draw_study, print_study, trial_line
+from flatout.tuning.fragment import config_text
 from flatout.tuning.search_space import Dimension, Space, read_space, with_values
 from flatout.tuning.study import TrialRow, config_facts, importance
 
@@ -121,6 +122,16 @@ def test_values_become_a_config():
     assert (loaded.config.optim.schedule, loaded.config.model.mlp_width, loaded.config.optim.clip) == ("wsd", None, 0.5)
     with pytest.raises(ConfigError, match="width"):
         with_values(loaded, {"model.width": 130})
+
+
+def test_what_an_overlay_changed_is_in_the_file_that_was_found(tmp_path: Path):
+    loaded = load_config("gpt2-124m", ["train.seed=5"], hardware="8gb")
+    path = tmp_path / "found.yaml"
+    path.write_text(config_text(loaded, {"optim.learning_rate": 3e-4}, ", by hand."), encoding="utf-8")
+    found = load_config(path).config
+    assert found.model.context == 512
+    optim = loaded.config.optim.model_copy(update={"learning_rate": 3e-4})
+    assert found == loaded.config.model_copy(update={"optim": optim, "output": found.output})
 
 
 def row(number: int, loss: float | None, status: str = "done", **values) -> TrialRow:

@@ -145,6 +145,13 @@ def test_a_resumed_run_is_one_curve():
     assert state.best is None
 
 
+def test_a_resumed_run_has_the_best_of_before_the_step_it_goes_on_from():
+    state = state_of([info(), evaluation(10, 1.0), evaluation(20, 0.75), evaluation(30, 0.5), step(30)])
+    for start, best in ((30, (0.5, 30)), (20, (0.75, 20)), (19, (1.0, 10)), (5, None)):
+        state.add(info(start_step=start, resumed_from="x"))
+        assert state.best == best
+
+
 def test_silence_is_told_only_when_it_is_long():
     now = 0.0
     state = ViewState(clock=lambda: now)

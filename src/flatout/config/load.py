@@ -11,6 +11,7 @@ must also silence its alternatives in lower ones, or no preset could ever be sho
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -353,6 +354,7 @@ def _lines_in(path: str, node: yaml_loader.Node, where: str) -> Iterator[tuple[s
         yield from _lines_in(name, item, where)
 
 
+@cache
 def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:
     tree = yaml_loader.read_yaml(shipped_path(kind, name, where))
     return dict(_settings(tree, kind, f"{kind} {name}"))

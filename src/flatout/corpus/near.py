@@ -55,6 +55,8 @@ _OTHER, _LETTER, _ALONE = 1, 2, 3
 _UNSPACED = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 _BASE = 0x9E3779B97F4A7C15  # odd, so that its powers have inverses modulo 2**64
 _GRAM_KEYS = (0xD1342543DE82EF95, 0xAF251AF3B0F025B5, 0xB564EF22EC7AECE5, 0xF7C2EBC08F67F2B5, 0xD605BBB58C8ABBFD)
+# Arrays without dimensions: numpy makes one of a number at every use, and each step of a run mixes a few values.
+_MIXING = tuple(np.array(n, dtype=np.uint64) for n in (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31))
 
 
 def method() -> str:
@@ -236,9 +238,13 @@ def _powers() -> tuple[Numbers, Numbers]:
 
 def mixed(values: Numbers) -> Numbers:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): a flipped input bit flips half of the output bits."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    first, times, second, times_again, last = _MIXING
+    mixing = values ^ (values >> first)
+    mixing *= times
+    mixing ^= mixing >> second
+    mixing *= times_again
+    mixing ^= mixing >> last
+    return mixing
 
 
 def _rensa() -> Any:

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -148,9 +149,15 @@ def _check_version(content: Any, path: Path) -> None:
         )
 
 
+@cache
+def _schema() -> TypeAdapter[Manifest]:
+    """What a manifest may hold, worked out once: that takes longer than reading one."""
+    return TypeAdapter(Manifest)
+
+
 def _manifest_from(content: dict[str, Any]) -> Manifest:
     try:
-        return TypeAdapter(Manifest).validate_python(content)
+        return _schema().validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error

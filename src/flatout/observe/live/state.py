@@ -76,7 +76,6 @@ class ViewState:
         self.info: RunInfo | None = None
         self.step: StepRecord | None = None
         self.evaluation: EvalRecord | None = None
-        self.best: tuple[float, int] | None = None
         self.machine: records.MachineRecord | None = None
         self.eigenstates: records.EigenstateRecord | None = None
         self.sample: records.SampleRecord | None = None
@@ -85,6 +84,7 @@ class ViewState:
         self.losses = Curve()
         self.latest: collections.deque[float] = collections.deque(maxlen=POINTS)
         self.alerts: collections.deque[Alert] = collections.deque(maxlen=50)
+        self._bests: collections.deque[tuple[float, int]] = collections.deque(maxlen=POINTS)  # each below those before
         self.skipped = 0
         self.notice: records.NoticeRecord | None = None
         self.trained_seconds = self.other_seconds = 0.0
@@ -103,8 +103,9 @@ class ViewState:
             self._step(record)
         elif isinstance(record, EvalRecord | records.CheckpointRecord):
             self.other_seconds += _finite(record.seconds)
-        if isinstance(record, EvalRecord) and math.isfinite(record.loss):
-            self.best = min(self.best or (math.inf, 0), (record.loss, record.step), key=lambda pair: pair[0])
+        lowest = math.inf if self.best is None else self.best[0]
+        if isinstance(record, EvalRecord) and -math.inf < record.loss < lowest:
+            self._bests.append((record.loss, record.step))
         raised = self._alerts.see(record)
         self.alerts.extend(raised)
         return raised
@@ -115,8 +116,8 @@ class ViewState:
         if self.step is not None and self.step.step > info.start_step:
             self.losses.cut_back(info.start_step)
             self.latest.clear()
-            if self.best is not None and self.best[1] > info.start_step:
-                self.best = None
+            while self._bests and self._bests[-1][1] > info.start_step:
+                self._bests.pop()
 
     def _step(self, record: StepRecord) -> None:
         self.step, self.end = record, None
@@ -128,6 +129,11 @@ class ViewState:
         # The first two steps hold compilation and cold caches.
         if record.tokens_per_second and record.seconds > 0 and self._steps_seen > 2:
             self._recent.append((record.tokens_per_second * record.seconds, record.seconds, record.data_seconds))
+
+    @property
+    def best(self) -> tuple[float, int] | None:
+        """The lowest validation loss and its step."""
+        return self._bests[-1] if self._bests else None
 
     @property
     def tokens_per_second(self) -> float | None:

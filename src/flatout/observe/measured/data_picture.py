@@ -277,9 +277,11 @@ def _inches(text: str, family: str) -> float:
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import TextPath
 
-    # The width of the path leaves out spaces at its ends; a letter at each side holds them.
-    framed = TextPath((0, 0), f"|{text}|", size=_SMALL, prop=FontProperties(family=[family])).get_extents()
-    return float(framed.width) / 72
+    # The width of the path leaves out spaces at its ends; a letter at each side holds them. These have straight lines
+    # only, so that their corners are as far out as any curve goes.
+    framed = TextPath((0, 0), f"|{text}|", size=_SMALL, prop=FontProperties(family=[family]))
+    across = framed.vertices[framed.codes != framed.CLOSEPOLY, 0]
+    return float(across.max() - across.min()) / 72
 
 
 def _wrapped(parts: list[str], between: str, most: float) -> list[str]:

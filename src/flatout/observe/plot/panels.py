@@ -117,8 +117,9 @@ def draw_panel(
 
 def draw_frame(axes: Axes, title: str, words: str) -> None:
     """What all panels look like."""
-    axes.set_title(title, loc="left", size=11.5, weight="bold", color=INK, pad=7)
-    axes.set_title(words, loc="right", size=SMALL, color=FAINT, pad=7)
+    # Without `y`, matplotlib measures every label of the panel to find the place of its title.
+    axes.set_title(title, loc="left", y=1.0, size=11.5, weight="bold", color=INK, pad=7)
+    axes.set_title(words, loc="right", y=1.0, size=SMALL, color=FAINT, pad=7)
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(LINE)

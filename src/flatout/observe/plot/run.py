@@ -246,9 +246,11 @@ def fitted(text: str, size: float, room: float) -> str:
         half = count // 2
         shown = text if count >= len(text) else f"{text[:half]}\u2026{text[len(text) - (count - half) :]}"
         font.set_text(shown)
-        if count <= 4 or font.get_width_height()[0] / 64 <= 72 * room:
+        beyond = font.get_width_height()[0] / 64 - 72 * room
+        if count <= 4 or beyond <= 0:
             return shown
-        count -= 1
+        # No letter is wider than two heights: with one more of them than this left out, it would not fit either.
+        count = max(4, count - max(1, int(beyond / (2 * size))))
 
 
 def loss_text(loss: float) -> str:

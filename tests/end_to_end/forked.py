@@ -1,0 +1,75 @@
+"""Commands in processes of their own, which may be killed, without the seconds that importing torch takes in each.
+
+They are forks of one process that has imported it, which begins with the first of them and ends with the tests.
+"""
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["flatout.api"])
+
+
+class Forked:
+    """`target(*arguments)` at work in the current folder; its value is the exit status.
+
+    `stdout` and `stderr` name the files that it writes to.
+    """
+
+    def __init__(
+        self,
+        target: Callable[..., object],
+        *arguments: object,
+        stdout: str | Path = os.devnull,
+        stderr: str | Path = os.devnull,
+        **environment: str,
+    ) -> None:
+        streams = [str(stdout), str(stderr)]
+        self._process = FORKS.Process(target=_run, args=(os.getcwd(), streams, environment, target, arguments))
+        self._process.start()
+
+    def poll(self) -> int | None:
+        """The exit status, negative where a signal ended it; None while it runs."""
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        assert code is not None, "it did not end in time"
+        return code
+
+    def wait_until(self, happened: Callable[[], bool], pause: float = 0.01) -> bool:
+        """True when it happened, False when the process ended first."""
+        while self.poll() is None:
+            if happened():
+                return True
+            time.sleep(pause)
+        return False
+
+
+def _run(
+    folder: str,
+    streams: list[str],
+    environment: dict[str, str],
+    target: Callable[..., int],
+    arguments: tuple[object, ...],
+) -> None:
+    os.chdir(folder)
+    os.environ.update(environment)
+    tempfile.tempdir = None  # found anew, by this environment
+    for number, path in enumerate(streams, 1):
+        place = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(place, number)
+        os.close(place)
+    sys.stdout = os.fdopen(1, "w", closefd=False, encoding="utf-8")
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")
+    sys.exit(target(*arguments))

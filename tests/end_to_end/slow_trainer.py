@@ -3,7 +3,8 @@
     python -m tests.end_to_end.slow_trainer SECONDS PHASE-FILE [words of flatout train ...]
 
 Only the tests use it: it widens the windows in which a kill hits a save or comes between save and verdict, and says in
-PHASE-FILE in which of them the process is: training, saving or judging.
+PHASE-FILE in which of them the process is: training, saving or judging. While a checkpoint is written beside training
+that is saving, too.
 """
 
 import sys
@@ -12,11 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from flatout import cli
-from flatout.engine import boundary, checkpoint
+from flatout.engine import boundary, checkpoint_files, saver, writer
 
-if __name__ == "__main__":
-    delay, phase = float(sys.argv[1]), Path(sys.argv[2])
-    real_sync, real_write, real_verdict = checkpoint.sync_and_hash, boundary.write_checkpoint, boundary.write_verdict
+
+def slow_start(delay: float) -> str:
+    """What a writer is started with, such that it is slow."""
+    imports, rest = "from flatout.engine import checkpoint_files as c, writer; import time; ", writer._START
+    slow = f"s = c.sync_and_hash; c.sync_and_hash = lambda path: (time.sleep({delay}), s(path))[1]; "
+    before, found, after = rest.partition("from flatout.engine.writer")
+    assert found
+    return f"{before}{imports}{slow}{found}{after}"
+
+
+def make_slow(delay: float, phase: Path) -> None:
+    real_sync, real_verdict = checkpoint_files.sync_and_hash, boundary.write_verdict
+    real_write, real_save = saver.write_checkpoint, saver.Saver._save
+    writer._START = slow_start(delay)
 
     def slow_sync(path: Path) -> dict[str, Any]:
         time.sleep(delay)
@@ -28,11 +40,21 @@ if __name__ == "__main__":
         phase.write_text("judging")
         return written
 
+    def save_beside(*arguments: Any) -> saver.Saved:
+        phase.write_text("saving")
+        saved = real_save(*arguments)
+        phase.write_text("judging")
+        return saved
+
     def write_verdict(*arguments: Any) -> None:
         time.sleep(2 * delay)
         real_verdict(*arguments)
         phase.write_text("training")
 
-    checkpoint.sync_and_hash = slow_sync
-    boundary.write_checkpoint, boundary.write_verdict = write_checkpoint, write_verdict
+    checkpoint_files.sync_and_hash, boundary.write_verdict = slow_sync, write_verdict
+    saver.write_checkpoint, saver.Saver._save = write_checkpoint, save_beside
+
+
+if __name__ == "__main__":
+    make_slow(float(sys.argv[1]), Path(sys.argv[2]))
     sys.exit(cli.main(["train", *sys.argv[3:]]))

@@ -60,13 +60,14 @@ class Saver:
     def begin(self, checkpoint: Checkpoint) -> None:
         """Takes the state of the run. It may change again when this returns, by updates through `TrainStep` only."""
         assert self.last is None, "a save waits for the one before"
-        block = self._block_for(checkpoint)
+        files = checkpoint.tensor_files(), checkpoint.text_files()
+        block = None if self.asked == "off" else self._block_of(needed_bytes(*files))
         if block is None:
             path, size = write_checkpoint(self.folder, checkpoint)
             self.last = Future()
             self.last.set_result(Saved(path=path, bytes=size))
             return
-        tensors, texts, copied = block.take(checkpoint.tensor_files(), checkpoint.text_files())
+        tensors, texts, copied = block.take(*files)
         self._hold_back(copied)
         target = checkpoint_path(self.folder, checkpoint.step)
         plan = Plan(str(target.absolute()), checkpoint.step, tensors, texts)
@@ -126,11 +127,8 @@ class Saver:
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _block_for(self, checkpoint: Checkpoint) -> SharedBlock | None:
-        """Memory for a copy of a checkpoint; None where it is to be written at once."""
-        if self.asked == "off":
-            return None
-        need = needed_bytes(checkpoint.tensor_files(), checkpoint.text_files())
+    def _block_of(self, need: int) -> SharedBlock | None:
+        """Memory for a copy of so many bytes; None where the checkpoint is to be written at once."""
         if self.block is not None and need <= len(self.block.map):
             return self.block
         if self.asked == "auto" and need < SMALL:

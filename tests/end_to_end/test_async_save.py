@@ -12,8 +12,8 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.engine import saver as saving
+from flatout.engine.boundary import Boundary
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict
-from flatout.engine.saver import Saver
 from flatout.engine.writer import Plan, Writer
 from flatout.errors import DivergedError, ResourceError
 from flatout.folders import process_lives
@@ -43,7 +43,7 @@ def writers(monkeypatch) -> list[Writer]:
 
 def at_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets a save never land by itself: it is concluded by the next one, or by the end."""
-    monkeypatch.setattr(Saver, "done", property(lambda self: self.last is None))
+    monkeypatch.setattr(Boundary, "landed", False)
 
 
 def of(records: list[Record], kind: type) -> list:

@@ -208,6 +208,47 @@ def test_the_writer_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
 
 
+@pytest.mark.gpu
+def test_a_gpu_is_copied_from_without_waiting_and_only_what_follows_the_copy_waits():
+    device = torch.device("cuda")
+    weights = torch.arange(2**24, dtype=torch.float32, device=device)
+    moments, texts = weights.flip(0), {"state.json": b"{}"}
+    block = SharedBlock(3 * weights.nbytes, device)
+    try:
+        assert block.pinned
+        torch.cuda._sleep(10**8)  # the device is busy, and what it then does is part of the copy
+        weights.mul_(2)
+        tensors, _, copied = block.take({"model": {"w": weights}, "optimizer": {"m": moments}}, texts)
+        assert copied.event is not None
+        assert not copied.event.query(), "the host went on"
+        copied.hold_back()
+        weights.fill_(-1)
+        moments.fill_(-1)
+        copied.wait()
+        expected = {"model": 2 * torch.arange(2**24).float(), "optimizer": torch.arange(2**24).float().flip(0)}
+        for name, (_, end) in tensors.items():
+            found = bytes(block.memory[end - weights.nbytes : end])
+            assert found == expected[name].numpy().tobytes(), name
+        assert bool((weights == -1).all())
+    finally:
+        block.close()
+
+
+@pytest.mark.gpu
+def test_the_files_of_a_gpu_are_those_of_a_save_at_once(tmp_path: Path):
+    made = make(1)
+    checkpoint = Checkpoint(**{**vars(made), "model": some_tensors("cuda")})
+    one = Beside(tmp_path / "beside")
+    one.saver.device = torch.device("cuda")
+    try:
+        saved = one.save(checkpoint)
+        assert saved.background_seconds is not None
+        path, _ = write_checkpoint(tmp_path / "at-once", checkpoint)
+        assert read_tree(saved.path) == read_tree(path)
+    finally:
+        one.saver.close()
+
+
 # --- whether to ------------------------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,8 @@ checkpoint, remove older ones. DO NOT change it:
 Nothing is saved while non-finite steps are being counted, except at the end of the run.
 
 A checkpoint that is written beside training (`Saver`) is on the disk some steps later. What was found of it at its step
-waits for that as `_Found`, and `conclude` does the rest: verdict, removal, record. The next save, the end of the run
-and an error wait for the last save.
+waits for that as `_Found`; verdict and removal follow in the saver's thread, in the same order. `conclude` waits for
+all of it and yields the record. The next save, the end of the run and an error wait for the last save.
 """
 
 import contextlib
@@ -33,13 +33,12 @@ from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter
 from flatout.engine.spans import SpanTotals
-from flatout.errors import UserError
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True)
 class _Found:
     """What was found of a checkpoint at its step. Training may have gone on when it is needed."""
 
@@ -108,19 +107,18 @@ class Boundary:
 
     @property
     def landed(self) -> bool:
-        """Whether a save has reached the disk and not been concluded."""
+        """Whether a save has reached the disk and has its verdict, and no record tells of it yet."""
         return self.found is not None and self.saver.done
 
     def conclude(self) -> Iterator[Record]:
-        """Waits until the last save is on the disk, writes its verdict, and only then removes older ones."""
+        """Waits until the last save is on the disk and judged, and tells of it."""
         if self.found is None:
             return
         found, self.found, began = self.found, None, time.perf_counter()
         saved = found.saved or self.saver.wait()
-        notices = [*filter(None, [saved.notice]), *found.notices, *self._judge(saved.path, found)]
         seconds = found.seconds + time.perf_counter() - began
         self.totals.add("checkpoint", seconds)
-        yield from notices_at(found.step, notices)
+        yield from notices_at(found.step, [*filter(None, [saved.notice]), *found.notices])
         self.checkpoint = str(saved.path)
         yield CheckpointRecord(
             step=found.step,
@@ -137,7 +135,7 @@ class Boundary:
         try:
             yield
         except BaseException:
-            with contextlib.suppress(UserError):  # what ended the run is the error to tell
+            with contextlib.suppress(Exception):  # what ended the run is the error to tell
                 for _ in self.conclude():
                     pass
             raise
@@ -167,21 +165,25 @@ class Boundary:
         return loss
 
     def _find(self, loss: float | None, improved: bool, seconds: float, saved: Saved | None = None) -> None:
-        """Keeps what is known of a checkpoint at its step. Where no evaluation was due, a quick one is made."""
+        """Judges a checkpoint by what is known at its step. Where no evaluation was due, a quick one is made."""
         run, progress, began, notices = self.run, self.progress, time.perf_counter(), []
         if loss is None:
             size = min(self.evaluation_batch, run.step.micro_batch)
             loss, self.evaluation_batch, notices = quick_loss(run, size)
-        behind = run.adapters is not None and not self.saver.done
-        self.found = _Found(
+        self.found = found = _Found(
             step=progress.step,
             verdict=Verdict(loss=loss, progress=progress.judged()),
             improved=improved,
-            seconds=seconds + time.perf_counter() - began,
+            seconds=seconds,
             notices=notices,
-            adapter=adapter_tensors(run.adapters) if behind and run.adapters is not None else None,
+            adapter=adapter_tensors(run.adapters) if run.adapters is not None and self.saver.beside else None,
             saved=saved,
         )
+        if saved is not None:
+            self._judge(saved, found)
+        else:
+            self.saver.then(lambda saved: self._judge(saved, found))
+        found.seconds += time.perf_counter() - began
 
     def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:
         """The evaluation, and notices on a batch that had to become smaller for it."""
@@ -221,11 +223,11 @@ class Boundary:
         self.totals.add("sample", time.perf_counter() - began)
         return record
 
-    def _judge(self, saved: Path, found: _Found) -> list[str]:
-        """Writes the verdict on a checkpoint, and only then removes older ones; returns notices on that."""
-        run, folder, loss, notices = self.run, self.folder, found.verdict.loss, []
+    def _judge(self, saved: Saved, found: _Found) -> None:
+        """Writes the verdict on a checkpoint, and only then removes older ones. Training may have gone on since."""
+        run, folder, loss, notices = self.run, self.folder, found.verdict.loss, found.notices
         best_step, best_loss = found.verdict.progress["best_step"], found.verdict.progress["best_loss"]
-        write_verdict(saved, found.verdict)
+        write_verdict(saved.path, found.verdict)
         if not math.isfinite(loss):
             notices.append(
                 f"the checkpoint of step {found.step} has validation loss {loss}; the newest one with a finite loss "
@@ -240,7 +242,7 @@ class Boundary:
             f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
             for path in sorted(left)
         ]
-        return [*notices, *save_run_adapter(run, folder, found.step, found.adapter)]
+        notices += save_run_adapter(run, folder, found.step, found.adapter)
 
 
 def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:

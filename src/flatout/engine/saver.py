@@ -26,7 +26,6 @@ from flatout.engine.checkpoint import Checkpoint, checkpoint_path, write_checkpo
 from flatout.engine.shared_block import Copied, SharedBlock, block_bytes, needed_bytes
 from flatout.engine.step import TrainStep
 from flatout.engine.writer import Plan, Writer, WriterError, save_plan
-from flatout.errors import UserError
 from flatout.files import disk_errors, readable_sizes
 from flatout.host import host_memory
 
@@ -56,16 +55,17 @@ class Saver:
         self.writer: Writer | None = None
         self.thread = ThreadPoolExecutor(1, "flatout-saver")
         self.last: Future[Saved] | None = None
+        self.beside = False  # whether the last save goes on beside training
 
     def begin(self, checkpoint: Checkpoint) -> None:
         """Takes the state of the run. It may change again when this returns, by updates through `TrainStep` only."""
         assert self.last is None, "a save waits for the one before"
         files = checkpoint.tensor_files(), checkpoint.text_files()
         block = None if self.asked == "off" else self._block_of(needed_bytes(*files))
+        self.beside = block is not None
         if block is None:
             path, size = write_checkpoint(self.folder, checkpoint)
-            self.last = Future()
-            self.last.set_result(Saved(path=path, bytes=size))
+            self.last = _finished(Saved(path=path, bytes=size))
             return
         tensors, texts, copied = block.take(*files)
         self._hold_back(copied)
@@ -82,13 +82,25 @@ class Saver:
 
         self.step.before_update = before_update
 
+    def then(self, work: Callable[[Saved], None]) -> None:
+        """Has work done with the last save once it is on the disk: beside training, too, if the save is."""
+        assert self.last is not None, "nothing was begun"
+        last = self.last
+
+        def follow() -> Saved:
+            saved = last.result()
+            work(saved)
+            return saved
+
+        self.last = self.thread.submit(follow) if self.beside else _finished(follow())
+
     @property
     def done(self) -> bool:
         """Whether nothing is being written."""
         return self.last is None or self.last.done()
 
     def wait(self) -> Saved:
-        """The last save, once it is on the disk; the error if it could not be written."""
+        """The last save, once it is on the disk and what follows is done; the error if one of them failed."""
         assert self.last is not None, "nothing was begun"
         last, self.last = self.last, None
         return last.result()
@@ -97,7 +109,7 @@ class Saver:
         """Waits for the last save and ends what was started for saving."""
         try:
             if self.last is not None:
-                with contextlib.suppress(UserError):
+                with contextlib.suppress(Exception):  # of the disk or the device: whoever closes has an error to tell
                     self.wait()
         finally:
             self.step.before_update = _nothing
@@ -162,6 +174,12 @@ class Saver:
         if self.block is not None:
             self.block.close()
         self.writer = self.block = None
+
+
+def _finished(saved: Saved) -> Future[Saved]:
+    future: Future[Saved] = Future()
+    future.set_result(saved)
+    return future
 
 
 def _nothing() -> None:

@@ -31,10 +31,14 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 @dataclass(frozen=True)
 class Copied:
-    """A copy under way; without an event it is done already."""
+    """A copy under way; without an event it is done already.
+
+    Another thread may wait for it while this one records a CUDA graph: recordings mind their own thread only.
+    """
 
     device: torch.device
     event: torch.cuda.Event | None
+    source: object  # what is copied stays until then
 
     def hold_back(self) -> None:
         """Makes the current stream wait for the copy before it does anything else. The host goes on."""
@@ -92,7 +96,7 @@ class SharedBlock:
         written = {}
         for name, content in texts.items():
             written[name], end = (end, end + len(content)), self._put(end, content)
-        return spans, written, Copied(self.device, event)
+        return spans, written, Copied(self.device, event, tensors)
 
     def _put(self, place: int, content: bytes) -> int:
         self.map[place : place + len(content)] = content

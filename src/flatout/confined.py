@@ -117,8 +117,8 @@ class Child:
         return self._process
 
     def _start(self) -> subprocess.Popen[bytes]:
-        roots = dict.fromkeys(_root_of(name) for name in ("flatout", *self._packages))
-        for program in _pythons():
+        roots = dict.fromkeys(root_of(name) for name in ("flatout", *self._packages))
+        for program in pythons():
             started = self._attempt([program, "-I", "-S", "-c", _START, self._module, *roots])
             if started is not None:
                 return started
@@ -199,7 +199,7 @@ def _close_pipes(process: subprocess.Popen[bytes]) -> None:
                 pipe.close()
 
 
-def _pythons() -> Iterator[str]:
+def pythons() -> Iterator[str]:
     """Programs that may be a Python: this one, unless it is inside another program, and those beside it."""
     folder, name = Path(sys.exec_prefix), f"python{sys.version_info.major}.{sys.version_info.minor}"
     usual = [str(folder / "bin" / name), str(folder / "bin" / "python3"), str(folder / "python.exe")]
@@ -207,7 +207,7 @@ def _pythons() -> Iterator[str]:
     yield from dict.fromkeys(filter(None, [*here, *usual, shutil.which(name), shutil.which("python3")]))
 
 
-def _root_of(package: str) -> str:
+def root_of(package: str) -> str:
     """The folder that a package is imported from. The child sees no others: it reads no site-packages of its own."""
     found = importlib.util.find_spec(package)
     assert found is not None

@@ -12,8 +12,10 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +23,8 @@ from flatout.errors import ResourceError, UsageError
 
 CHECK_ACCESS = "check that it is there and that you may read it"
 MOST_LEVELS = 100  # of JSON inside JSON
+PIECE = 2**24  # bytes that are hashed and written at once
+PLACES = 4  # pieces that are under way at once
 CHECKPOINTS_ARE_SAFE = "; finished checkpoints are intact, continue with --resume auto"
 
 
@@ -105,6 +109,42 @@ def write_new(path: Path, content: bytes, *, durable: bool = False) -> None:
             os.fsync(file.fileno())
     if durable:
         sync_folder(path.parent)
+
+
+def write_pieces(path: Path, pieces: Iterable[memoryview]) -> dict[str, Any]:
+    """Writes a new file and makes it durable, hashed on the way; returns what `sync_and_hash` would say of it.
+
+    One thread hashes and one writes, both in order. The next piece is asked for once the one `PLACES` before it is both
+    hashed and written: only then may its memory be used again.
+    """
+    digest, source = hashlib.sha256(), iter(pieces)
+    at_work: list[list[Future[None]]] = [[] for _ in range(PLACES)]
+    with path.open("xb", buffering=0) as file:
+        hashing, writing = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        try:
+            for place in itertools.cycle(range(PLACES)):
+                _wait_for(at_work[place])
+                piece = next(source, None)
+                if piece is None:
+                    break
+                at_work[place] = [hashing.submit(digest.update, piece), writing.submit(_write_all, file, piece)]
+            for place in at_work:
+                _wait_for(place)
+        finally:
+            for thread in (hashing, writing):  # nobody may be left who reads from memory that is given back
+                thread.shutdown(cancel_futures=True)
+        os.fsync(file.fileno())
+        return {"bytes": file.tell(), "sha256": digest.hexdigest()}
+
+
+def _write_all(file: FileIO, piece: memoryview) -> None:
+    while piece:  # the operating system may take a part only
+        piece = piece[file.write(piece) or 0 :]
+
+
+def _wait_for(futures: list[Future[None]]) -> None:
+    for future in futures:
+        future.result()
 
 
 def write_whole(path: Path, content: bytes, *, durable: bool = False) -> None:

@@ -187,11 +187,18 @@ class PreviewRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointRecord:
+    """A checkpoint that is on the disk and judged.
+
+    `seconds` is how long training stood still for it. Where it was written beside training, `background_seconds` is how
+    long that took, and records of later steps may come before this one.
+    """
+
     step: int
     path: str
     bytes: int
     seconds: float
     best: bool
+    background_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 
 LAYERS = [
     {"errors"},
-    {"records", "config", "files", "launch"},
+    {"records", "config", "files", "launch", "host"},
     {"folders", "confined"},
     {"device", "world"},
     {"ops", "corpus"},

@@ -17,7 +17,7 @@ from flatout.model.adapter_files import save_adapter
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import attach
 from flatout.model.hub_weights import export_huggingface
-from flatout.records import RunInfo, SampleRecord, StepRecord
+from flatout.records import CheckpointRecord, RunInfo, SampleRecord, StepRecord
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
 from tests.damaged import build
@@ -163,6 +163,8 @@ OTHER: dict[str, str | list[str]] = {
     "eval.sample_tokens": "9",
     "eval.sample_prompt": "fox",
     "checkpoint.every": "2",
+    "checkpoint.minutes": "1e-9",
+    "checkpoint.asynchronous": "on",
     "checkpoint.keep": ["checkpoint.keep=1", "checkpoint.every=1", "checkpoint.best=false"],
     "checkpoint.best": ["checkpoint.best=false", "eval.every=2", "checkpoint.keep=1"],
     "output.folder": "elsewhere",
@@ -242,6 +244,7 @@ def signature(words: list[str]) -> Any:
         "samples": [(r.prompt, r.text) for r in records if isinstance(r, SampleRecord)],
         "kinds": [(type(r).__name__, getattr(r, "step", None), getattr(r, "tokens", None)) for r in records],
         "kept": [step for step, _ in kept],
+        "beside": [r.background_seconds is not None for r in records if isinstance(r, CheckpointRecord)],
     }
 
 

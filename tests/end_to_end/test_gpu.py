@@ -10,7 +10,7 @@ import flatout
 from flatout.config.load import load_config
 from flatout.engine.checkpoint import read_checkpoint
 from flatout.engine.setup import setup_run
-from flatout.records import EvalRecord, RunInfo, StepRecord
+from flatout.records import CheckpointRecord, EvalRecord, RunInfo, StepRecord
 from tests.end_to_end.no_waits import take_steps_without_waiting
 from tests.end_to_end.test_resume import stop_after
 
@@ -51,6 +51,22 @@ def test_resume_in_deterministic_mode_is_bit_identical(compiled, precision):
         for name in ("model", "optimizer", "run"):
             ours, theirs = getattr(a, name), getattr(b, name)
             assert all(torch.equal(ours[key], theirs[key]) for key in theirs), name
+
+
+@pytest.mark.parametrize("words", [["speed.precision=bf16"], ["speed.precision=fp16", "speed.compile=off"]])
+def test_checkpoints_written_beside_training_are_those_of_their_step(words):
+    words = [*SMALL, *words, "train.steps=30", "checkpoint.every=5", "checkpoint.keep=9", "train.deterministic=true"]
+    for mode in ("off", "on"):
+        records = list(
+            flatout.train(load_config(None, [*words, f"output.folder={mode}", f"checkpoint.asynchronous={mode}"]))
+        )
+        saved = [record for record in records if isinstance(record, CheckpointRecord)]
+        assert [record.step for record in saved] == [5, 10, 15, 20, 25, 30]
+        assert all((record.background_seconds is not None) == (mode == "on") for record in saved)
+    for place in sorted(Path("off/checkpoints").iterdir()):
+        for name in ("model", "optimizer", "run"):
+            other = Path("on/checkpoints", place.name, f"{name}.safetensors")
+            assert other.read_bytes() == (place / f"{name}.safetensors").read_bytes(), other
 
 
 def test_switches_do_not_change_the_loss():

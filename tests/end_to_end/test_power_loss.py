@@ -5,6 +5,7 @@ What is recorded and what the disk may do to it: `tests.power_loss`.
 
 import dataclasses
 import json
+import mmap
 import os
 import random
 import shlex
@@ -21,6 +22,7 @@ from flatout.config.schema import ModelConfig
 from flatout.corpus import sources
 from flatout.data import plan
 from flatout.data.shards import open_dataset
+from flatout.engine import saver
 from flatout.engine.checkpoint import (
     Verdict,
     list_checkpoints,
@@ -35,6 +37,7 @@ from flatout.engine.checkpoint import (
 )
 from flatout.engine.run_files import LOCK_MARK, check_own
 from flatout.engine.run_folder import checkpoint_to_load, find_resume_point, run_lock
+from flatout.engine.writer import Plan, save_plan
 from flatout.errors import DivergedError, UserError
 from flatout.files import write_whole
 from flatout.folders import MARK
@@ -179,12 +182,26 @@ class Training:
         assert rows[-1]["type"] == "end"
 
 
-@pytest.fixture
-def training(tiny, tmp_path: Path) -> Training:
+class WriterHere:
+    """Saves as a writer does, in a thread of this process, whose calls are recorded."""
+
+    def __init__(self, handle: int) -> None:
+        self.memory = memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ))
+
+    def save(self, plan: Plan) -> int:
+        return save_plan(self.memory, plan)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(params=["off", "on"])
+def training(request: pytest.FixtureRequest, tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
     list(flatout.train(tiny(*SMALL, "output.folder=whole")))  # which prepares the data, too
     disk = tmp_path / "disk"
     disk.mkdir()
-    config = tiny(*SMALL, f"output.folder={disk / RUN}")
+    monkeypatch.setattr(saver, "Writer", WriterHere)
+    config = tiny(*SMALL, f"output.folder={disk / RUN}", f"checkpoint.asynchronous={request.param}")
     with recording(disk) as record:
         watched(record, flatout.train(config, stop=stopping(5)))
         watched(record, flatout.train(config, resume="auto"))

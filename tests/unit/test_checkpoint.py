@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flatout import folders
-from flatout.engine import checkpoint as module
+from flatout.engine import checkpoint_files as module
 from flatout.engine.checkpoint import (
     Checkpoint,
     Verdict,
@@ -271,7 +271,7 @@ def test_a_verdict_counts_for_its_own_checkpoint_only(tmp_path: Path):
 def sealed(path: Path, change: Callable[[dict], dict]) -> None:
     """A manifest that somebody changed, with a hash that fits."""
     manifest = change({key: value for key, value in json.loads(path.read_bytes()).items() if key != "sha256"})
-    path.write_bytes(module._sealed(manifest))
+    path.write_bytes(module.sealed(manifest))
 
 
 @pytest.mark.parametrize(

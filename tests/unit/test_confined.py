@@ -137,7 +137,7 @@ def test_an_odd_executable_is_passed_over(executable, monkeypatch):
 
 
 def test_without_any_python_it_says_so(monkeypatch):
-    monkeypatch.setattr(confined, "_pythons", lambda: iter(["/nowhere/python"]))
+    monkeypatch.setattr(confined, "pythons", lambda: iter(["/nowhere/python"]))
     with pytest.raises(ResourceError, match="no Python could be started"):
         ask(patterns(), "a", "a")
 

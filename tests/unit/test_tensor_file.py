@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from flatout import files
 from flatout.files import sync_and_hash
 from flatout.model import tensor_file
 from flatout.model.tensor_file import write_tensors
@@ -63,13 +64,13 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path):
 def test_a_failing_disk_is_told_and_no_thread_is_left(tmp_path: Path, monkeypatch, written):
     calls = []
 
-    def fail(self, view):
+    def fail(file, view):
         calls.append(len(view))
         if len(calls) > written:
             raise OSError(28, os.strerror(28))
 
     monkeypatch.setattr(tensor_file, "PIECE", 100)
-    monkeypatch.setattr(tensor_file._Pipeline, "_write", fail)
+    monkeypatch.setattr(files, "_write_all", fail)
     with pytest.raises(OSError, match="No space") as caught:
         write_tensors(tmp_path / "file", {"a": torch.zeros(1000)})
     assert caught.value.errno == 28
@@ -83,8 +84,8 @@ def test_a_part_that_the_system_takes_is_gone_on_from(tmp_path: Path, monkeypatc
         def write(self, view):
             return self.file.write(view[:7])
 
-    made = tensor_file._Pipeline.__init__
-    monkeypatch.setattr(tensor_file._Pipeline, "__init__", lambda self, file: made(self, Slow(file)))
+    write = files._write_all
+    monkeypatch.setattr(files, "_write_all", lambda file, view: write(Slow(file), view))
     write_tensors(tmp_path / "ours", {"a": torch.arange(100)})
     save_file({"a": torch.arange(100)}, tmp_path / "theirs")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()

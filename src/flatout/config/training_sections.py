@@ -4,7 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share
+from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share, Switch
 
 
 class LoraConfig(Section):
@@ -104,10 +104,14 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     every: Natural = 500
     """Steps between checkpoints; 0 saves only at the end and when interrupted."""
+    minutes: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
+    """Also save when this many minutes have passed since the last checkpoint; 0 never does."""
     keep: Annotated[int, Field(ge=1, le=10000)] = 2
     """Newest checkpoints to keep."""
     best: bool = True
     """Also keep the checkpoint with the lowest validation loss."""
+    asynchronous: Switch = "auto"
+    """Write checkpoints in a process of their own while training goes on; needs host memory for a copy of one."""
 
 
 class ParallelConfig(Section):

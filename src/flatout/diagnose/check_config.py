@@ -206,7 +206,9 @@ def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Find
 def _saving(
     config: RunConfig, steps: int, parameters: int | None, step_seconds: float | None, disk: Disk | None
 ) -> Finding:
-    every = config.checkpoint.every
+    every, minutes = config.checkpoint.every, config.checkpoint.minutes
+    if minutes and (every > steps or every == 0):
+        return _check("saving").ok(f"every {minutes:g} minutes")
     if every > steps:
         return _check("saving").warn(
             f"checkpoint.every is {every:,}, which a run of {steps:,} steps never reaches",
@@ -222,10 +224,14 @@ def _saving(
     rate = None if disk is None else disk.write_rate
     if parameters is None or step_seconds is None or rate is None:
         return _check("saving").ok(f"every {every:,} steps")
-    from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
+    from flatout.engine.saver import SMALL  # the doctor starts without torch
+    from flatout.engine.trained import checkpoint_size
 
-    one = checkpoint_size(parameters, config.optim, config.speed) / rate
+    size = checkpoint_size(parameters, config.optim, config.speed)
+    one = size / rate
     share = one / (one + every * step_seconds)
+    if config.checkpoint.asynchronous != "off" and size >= SMALL and one < every * step_seconds:
+        return _check("saving").ok(f"every {every:,} steps, about {one:.2g} s each, written beside training")
     found = f"every {every:,} steps, about {one:.2g} s each: {_percent(share, 'up to about')} of the run's time"
     if share > _BIG_BOUND and one > 0.5:
         return _check("saving").warn(

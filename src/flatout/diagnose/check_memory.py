@@ -68,20 +68,27 @@ def check_memory(
 
 
 def _on_host(config: RunConfig, fitted: Fit, have: int | None) -> Finding | None:
-    """What an optimizer keeps on the host has to fit there."""
-    if not fitted.speed.optimizer_offload:
+    """What an optimizer keeps on the host has to fit there, and so has the copy of a checkpoint that was asked for."""
+    offloaded, copied = fitted.speed.optimizer_offload, config.checkpoint.asynchronous == "on"
+    if not offloaded and not copied:
         return None
-    from flatout.optim.rules import state_bytes  # the doctor starts without torch
+    from flatout.engine.trained import checkpoint_size  # the doctor starts without torch
+    from flatout.optim.rules import state_bytes
 
     state = state_bytes(config.optim, state=fitted.speed.optimizer_state, offload=True)
-    need = int(state.host * fitted.parameters)
+    need = int(state.host * fitted.parameters) if offloaded else 0
+    need += checkpoint_size(fitted.parameters, config.optim, fitted.speed) if copied else 0
     if have is None or need <= 0.8 * have:
         return None
+    names = {"speed.optimizer_offload": offloaded, "checkpoint.asynchronous=on": copied}
+    keeping = [name for name, kept in names.items() if kept]
+    ways = ["set speed.optimizer_state=8bit and speed.optimizer_offload=false"] if offloaded else []
+    ways += ["set checkpoint.asynchronous=off"] if copied else []
     return Check("memory", "on the host").told(
         "bad" if need > have else "warn",
-        f"speed.optimizer_offload keeps {in_gib(need)} in host memory, of which {in_gib(have)} are free",
-        "The system would end the run. Close other programs, or set speed.optimizer_state=8bit and "
-        "speed.optimizer_offload=false.",
+        f"{' and '.join(keeping)} {'keeps' if len(keeping) == 1 else 'keep'} {in_gib(need)} in host memory, of which "
+        f"{in_gib(have)} are free",
+        f"The system would end the run. Close other programs, or {', or '.join(ways)}.",
     )
 
 

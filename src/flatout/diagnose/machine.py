@@ -22,6 +22,7 @@ from typing import Any
 
 from flatout.diagnose.cards import DriverReport, read_cards, read_xids
 from flatout.diagnose.doctor import Card, Library, Machine, Torch, first_line
+from flatout.host import first_line_of, host_memory
 
 # Packages by the names that are imported; flash_attn.cute is FlashAttention-4, flash_attn_interface FlashAttention-3.
 _SAME_NAME = ("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "rensa")
@@ -43,7 +44,7 @@ def gather_machine() -> Machine:
     report = read_cards()
     torch = look_at_torch()
     cards, hidden, told_by = _cards(report, torch)
-    available, total = _memory()
+    available, total = host_memory()
     return Machine(
         system=f"{platform.system()} {platform.release()}, {platform.machine()}",
         python=(sys.version_info[0], sys.version_info[1], sys.version_info[2]),
@@ -205,10 +206,10 @@ def _usable_cores() -> float:
     cores = float(os.cpu_count() or 1)
     if hasattr(os, "sched_getaffinity"):
         cores = min(cores, float(len(os.sched_getaffinity(0))))
-    quota = _quota(_first_line_of("/sys/fs/cgroup/cpu.max"))
+    quota = _quota(first_line_of("/sys/fs/cgroup/cpu.max"))
     if quota is None:
         group = "/sys/fs/cgroup/cpu"
-        parts = [_first_line_of(f"{group}/cpu.cfs_quota_us"), _first_line_of(f"{group}/cpu.cfs_period_us")]
+        parts = [first_line_of(f"{group}/cpu.cfs_quota_us"), first_line_of(f"{group}/cpu.cfs_period_us")]
         quota = _quota(" ".join(parts))
     return cores if quota is None else max(0.1, min(cores, quota))
 
@@ -217,38 +218,3 @@ def _quota(text: str) -> float | None:
     """Cores in `QUOTA PERIOD` of a control group; None where there is no limit."""
     found = re.fullmatch(r"(\d+) (\d+)", text.strip())
     return None if found is None or int(found[2]) == 0 else int(found[1]) / int(found[2])
-
-
-def _memory() -> tuple[int | None, int | None]:
-    """(bytes available, bytes in all) of the host, or of the container if that has less."""
-    total, available = None, None
-    with contextlib.suppress(OSError):
-        text = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace")
-        sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-        total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
-    if total is None:
-        with contextlib.suppress(AttributeError, ValueError, OSError):
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, used = _first_line_of("/sys/fs/cgroup/memory.max"), _first_line_of("/sys/fs/cgroup/memory.current")
-    if limit.isdigit() and total is not None and int(limit) < total:
-        total = int(limit)
-        left = total - int(used) + _cached() if used.isdigit() else total
-        available = left if available is None else min(available, max(0, left))
-    return available, total
-
-
-def _cached() -> int:
-    """Bytes of files that a container's account holds and gives back when asked."""
-    with contextlib.suppress(OSError):
-        text = Path("/sys/fs/cgroup/memory.stat").read_text(encoding="ascii", errors="replace")
-        found = re.search(r"^file (\d+)$", text, re.MULTILINE)
-        return int(found[1]) if found else 0
-    return 0
-
-
-def _first_line_of(path: str) -> str:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.readline().strip()
-    except OSError:
-        return ""

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from flatout.config.schema import LoraConfig, RunConfig
 from flatout.config.source import Source
 from flatout.config.yaml_loader import format_value, shorten
@@ -76,15 +78,21 @@ def _same_tokenizer(folder: Path, tokenizer: Tokenizer) -> bool:
 
 
 def write_adapter(
-    adapters: Adapters, folder: Path, base: str, files: Mapping[str, bytes], facts: Mapping[str, str | int | None]
+    adapters: Adapters,
+    folder: Path,
+    base: str,
+    files: Mapping[str, bytes],
+    facts: Mapping[str, str | int | None],
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """PEFT's folder. A base on this machine is named by its whole path, so that it is found from everywhere.
 
-    `facts` are what `flatout.json` keeps: base (a hash of its weights), quantize and step.
+    `facts` are what `flatout.json` keeps: base (a hash of its weights), quantize and step. `tensors` are those of that
+    step, where training has gone on since.
     """
     base = str(Path(base).resolve()) if os.path.isdir(base) else base
     kept = {name: content for name, content in files.items() if not name.startswith("generation_")}
-    save_adapter(adapters, folder, base=base, files=kept, facts=facts)
+    save_adapter(adapters, folder, base=base, files=kept, facts=facts, tensors=tensors)
 
 
 IN_4_BITS = "its base was in 4 bits (NF4): Flatout takes it so again, other programs have to be told (load_in_4bit)"

@@ -1,19 +1,26 @@
 """What happens at a boundary, a step after which something is due: saving, evaluating, sampling, judging.
 
-Order: read all reports (done by the loop), write the checkpoint, evaluate, sample, write the verdict into the
+Order: read all reports (done by the loop), take the checkpoint, evaluate, sample, write the verdict into the
 checkpoint, remove older ones. DO NOT change it:
-- an evaluation that fails costs nothing, because the weights are on disk already;
+- an evaluation that fails costs nothing, because the state of the run is written, or copied and about to be;
 - a checkpoint without a verdict is evaluated when it is resumed from, so an evaluation is neither repeated nor skipped;
-- nothing is removed before the newest checkpoint is known to have a finite loss.
+- nothing is removed before the newest checkpoint is on the disk and known to have a finite loss.
 Nothing is saved while non-finite steps are being counted, except at the end of the run.
+
+A checkpoint that is written beside training (`Saver`) is on the disk some steps later. What was found of it at its step
+waits for that as `_Found`; verdict and removal follow in the saver's thread, in the same order. `conclude` waits for
+all of it and yields the record. The next save, the end of the run and an error wait for the last save.
 """
 
+import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from flatout.engine.books import Progress, notices_at
 from flatout.engine.checkpoint import (
@@ -21,7 +28,6 @@ from flatout.engine.checkpoint import (
     checkpoint_bytes,
     checkpoint_path,
     keep_newest,
-    write_checkpoint,
     write_json_atomically,
     write_verdict,
 )
@@ -31,10 +37,25 @@ from flatout.engine.fit_check import out_of_memory
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.run_folder import checkpoints_of
+from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter
 from flatout.engine.spans import SpanTotals
 from flatout.generation.decode import generate_tokens
+from flatout.model.adapter_files import adapter_tensors
 from flatout.records import CheckpointRecord, EvalRecord, Record, SampleRecord
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Found:
+    """What was found of a checkpoint at its step. Training may have gone on when it is needed."""
+
+    step: int
+    verdict: Verdict
+    improved: bool
+    seconds: float  # that training stood still
+    notices: list[str]
+    adapter: Mapping[str, Tensor] | None
+    saved: Saved | None  # where it is not this rank's saver that writes it
 
 
 @dataclasses.dataclass
@@ -52,52 +73,130 @@ class Boundary:
     # checkpoints that could not be removed and that a notice has already named
     kept: set[Path] = dataclasses.field(default_factory=set)
     exhausted: bool = False
+    found: _Found | None = None  # of the last save, while it has no verdict
+    there: Saved | None = None  # the last save, where it is not this rank's saver that writes it
+
+    def __post_init__(self) -> None:
+        run, asked = self.run, self.run.config.checkpoint.asynchronous
+        device, notice = run.speed.device.torch_device, run.new_notices.add
+        self.saver = Saver(checkpoints_of(self.folder), asked, device, run.step, notice)
+        self.saved_at = time.monotonic()  # the clock of the wall may jump
 
     def pass_through(
-        self, due: Due, *, saving: bool, position: dict[str, Any] | None = None, saved: Path | None = None
+        self, due: Due, *, saving: bool, last: bool = False, position: dict[str, Any] | None = None
     ) -> Iterator[Record]:
         """Saves, evaluates, samples and judges, in the order that the module's docstring says.
 
-        `saved` is a checkpoint of this step that is there already and only lacks its verdict.
+        `last`: the run ends here, so the checkpoint is waited for.
         """
-        run, step = self.run, self.progress.step
+        seconds = 0.0
+        if saving:
+            yield from self.conclude()
+            seconds += self._begin(due, position)
+        loss = yield from self._look(due)
+        improved = self.progress.best_step == self.progress.step
+        wanted = self.exhausted or (improved and loss is not None and self.run.config.checkpoint.best)
+        if not saving and wanted and self.saves and not self.progress.bad_steps:
+            yield from self.conclude()
+            # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
+            seconds += self._begin(Due(), position)
+            saving = True
+        if saving:
+            self._find(loss, improved, seconds)
+        if last or self.exhausted or self.landed:
+            yield from self.conclude()
+
+    def judge(self, due: Due, saved: Path) -> Iterator[Record]:
+        """Does what a kill has left undone of a checkpoint of this step: all but saving it."""
+        loss = yield from self._look(due)
+        there = Saved(path=saved, bytes=checkpoint_bytes(saved))
+        self._find(loss, self.progress.best_step == self.progress.step, 0.0, there)
+        yield from self.conclude()
+
+    @property
+    def landed(self) -> bool:
+        """Whether a save has reached the disk and has its verdict, and no record tells of it yet."""
+        return self.found is not None and self.saver.done
+
+    def conclude(self) -> Iterator[Record]:
+        """Waits until the last save is on the disk and judged, and tells of it."""
+        if self.found is None:
+            return
+        found, self.found, began = self.found, None, time.perf_counter()
+        saved = found.saved or self.saver.wait()
+        seconds = found.seconds + time.perf_counter() - began
+        self.totals.add("checkpoint", seconds)
+        yield from notices_at(found.step, [*filter(None, [saved.notice]), *found.notices])
+        self.checkpoint = str(saved.path)
+        yield CheckpointRecord(
+            step=found.step,
+            path=str(saved.path),
+            bytes=saved.bytes,
+            seconds=seconds,
+            best=found.improved,
+            background_seconds=saved.background_seconds,
+        )
+
+    @contextlib.contextmanager
+    def closing(self) -> Iterator[None]:
+        """Waits for the last save also where the run ends by an error, and leaves no process behind."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # what ended the run is the error to tell
+                for _ in self.conclude():
+                    pass
+            raise
+        finally:
+            self.saver.close()
+
+    def _begin(self, due: Due, position: dict[str, Any] | None) -> float:
+        """Begins a save; returns the seconds that training stood still for it."""
+        began, checkpoint = time.perf_counter(), capture(self.run, self.progress, position, due)
+        if self.run.world.first:  # of several ranks one writes, since all have the same
+            self.saver.begin(checkpoint)
+        else:
+            self.there = Saved(path=checkpoint_path(checkpoints_of(self.folder), checkpoint.step), bytes=0)
+        self.saved_at = time.monotonic()
+        return time.perf_counter() - began
+
+    def _look(self, due: Due) -> Generator[Record, None, float | None]:
+        """Evaluates and samples where that is due; returns the loss where it was evaluated."""
+        run, step, loss = self.run, self.progress.step, None
         run.step.use_window(None)  # evaluation and samples see what the trained model will see
-        size, loss, began = 0, None, time.perf_counter()
-        if saving and saved is None:
-            saved, size = self._write(position, due)
-        seconds = time.perf_counter() - began
         if due.evaluate is not None:
             record, notices = self._evaluate(due.evaluate)
             yield from notices_at(step, notices)
             yield record
             yield from look_at_eigenstates(run.model, step)
             self.eigenstates_seen_at, loss = step, record.loss
-        improved = self.progress.best_step == step
         self.exhausted = out_of_patience(run, self.progress) and not self.progress.bad_steps
         if (due.sample or self.exhausted) and run.config.eval.sample_tokens:
             yield self._sample()
-        wanted = self.exhausted or (improved and loss is not None and run.config.checkpoint.best)
-        began = time.perf_counter()
-        if saved is None and wanted and self.saves and not self.progress.bad_steps:
-            # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
-            saved, size = self._write(position, Due())
-        if saved is None:
-            return
-        notices = self._judge(saved, loss, improved)
-        seconds += time.perf_counter() - began
-        self.totals.add("checkpoint", seconds)
-        yield from notices_at(step, notices)
-        self.checkpoint = str(saved)
-        yield CheckpointRecord(
-            step=step, path=str(saved), bytes=size or checkpoint_bytes(saved), seconds=seconds, best=improved
-        )
+        return loss
 
-    def _write(self, position: dict[str, Any] | None, due: Due) -> tuple[Path, int]:
-        """The checkpoint of this step and its size. One process writes it: all have the same."""
-        checkpoint, folder = capture(self.run, self.progress, position, due), checkpoints_of(self.folder)
-        if self.run.world.first:
-            return write_checkpoint(folder, checkpoint)
-        return checkpoint_path(folder, checkpoint.step), 1
+    def _find(self, loss: float | None, improved: bool, seconds: float, saved: Saved | None = None) -> None:
+        """Judges a checkpoint by what is known at its step. Where no evaluation was due, a quick one is made."""
+        run, progress, began, notices = self.run, self.progress, time.perf_counter(), []
+        if loss is None:
+            size = min(self.evaluation_batch, run.step.micro_batch)
+            loss, self.evaluation_batch, notices = quick_loss(run, size)
+        self.found = found = _Found(
+            step=progress.step,
+            verdict=Verdict(loss=loss, progress=progress.judged()),
+            improved=improved,
+            seconds=seconds,
+            notices=notices,
+            adapter=adapter_tensors(run.adapters) if run.adapters is not None and self.saver.beside else None,
+            saved=saved or self.there,
+        )
+        if not run.world.first:
+            return
+        if found.saved is not None:
+            self._judge(found.saved, found)
+        else:
+            self.saver.then(lambda saved: self._judge(saved, found))
+        found.seconds += time.perf_counter() - began
 
     def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:
         """The evaluation, and notices on a batch that had to become smaller for it."""
@@ -137,30 +236,26 @@ class Boundary:
         self.totals.add("sample", time.perf_counter() - began)
         return record
 
-    def _judge(self, saved: Path, loss: float | None, improved: bool) -> list[str]:
-        """Writes the verdict on a checkpoint, and only then removes older ones; returns notices on that."""
-        run, progress, folder, notices = self.run, self.progress, self.folder, []
-        if loss is None:
-            size = min(self.evaluation_batch, run.step.micro_batch)
-            loss, self.evaluation_batch, notices = quick_loss(run, size)
-        if not run.world.first:
-            return notices
-        write_verdict(saved, Verdict(loss=loss, progress=progress.judged()))
+    def _judge(self, saved: Saved, found: _Found) -> None:
+        """Writes the verdict on a checkpoint, and only then removes older ones. Training may have gone on since."""
+        run, folder, loss, notices = self.run, self.folder, found.verdict.loss, found.notices
+        best_step, best_loss = found.verdict.progress["best_step"], found.verdict.progress["best_loss"]
+        write_verdict(saved.path, found.verdict)
         if not math.isfinite(loss):
             notices.append(
-                f"the checkpoint of step {progress.step} has validation loss {loss}; the newest one with a finite loss "
+                f"the checkpoint of step {found.step} has validation loss {loss}; the newest one with a finite loss "
                 "is kept beside it"
             )
-        if improved:
-            write_best(folder, progress)
-        best = progress.best_step if run.config.checkpoint.best else None
+        if found.improved:
+            write_best(folder, best_step, best_loss)
+        best = best_step if run.config.checkpoint.best else None
         left = set(keep_newest(checkpoints_of(folder), run.config.checkpoint.keep, best)) - self.kept
         self.kept |= left
         notices += [
             f"{path} is kept: it is a link, its manifest is damaged, or it holds files that are not the run's"
             for path in sorted(left)
         ]
-        return [*notices, *save_run_adapter(run, folder, progress.step)]
+        notices += save_run_adapter(run, folder, found.step, found.adapter)
 
 
 def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:
@@ -178,8 +273,8 @@ def _note_loss(progress: Progress, loss: float, min_delta: float) -> bool:
     return best
 
 
-def write_best(folder: Path, progress: Progress) -> None:
-    write_json_atomically(folder / "best.json", {"step": progress.best_step, "loss": progress.best_loss})
+def write_best(folder: Path, step: int | None, loss: float | None) -> None:
+    write_json_atomically(folder / "best.json", {"step": step, "loss": loss})
 
 
 def quick_loss(run: Run, batch_size: int) -> tuple[float, int, list[str]]:

@@ -14,34 +14,22 @@ own hash, so a flipped bit in it is found too.
 
 import contextlib
 import dataclasses
-import hashlib
-import itertools
 import json
 import math
-import os
 import shlex
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from flatout.engine.checkpoint_files import FORMAT, save_files, sealed, unsealed
 from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
 from flatout.errors import CheckpointError, DamagedError
-from flatout.files import (
-    CHECK_ACCESS,
-    canonical_json,
-    disk_errors,
-    hash_file,
-    sync_and_hash,
-    write_new,
-    write_whole,
-)
-from flatout.folders import retire, sweep, whole_folder
-from flatout.model.tensor_file import write_tensors
+from flatout.files import CHECK_ACCESS, canonical_json, disk_errors, hash_file, write_new, write_whole
+from flatout.folders import retire, sweep
+from flatout.model.tensor_file import pieces_of
 from flatout.model.weights import read_safetensors
 
-FORMAT = 1
 VERDICT, BASE_MARK = "verdict.json", "base-of.txt"
 Fact = TypeVar("Fact", int, str)
 
@@ -62,6 +50,13 @@ class Checkpoint:
     def step(self) -> int:
         return self.fact("step", int)
 
+    def tensor_files(self) -> dict[str, dict[str, Tensor]]:
+        """The tensors of each safetensors file, by the file's name."""
+        return {f"{name}.safetensors": getattr(self, name) for name in TENSOR_FILES}
+
+    def text_files(self) -> dict[str, bytes]:
+        return {f"{name}.json": canonical_json(getattr(self, name)) for name in JSON_FILES}
+
     def fact(self, name: str, kind: type[Fact]) -> Fact:
         """An entry of `state` that every checkpoint has."""
         value: object = self.state.get(name)
@@ -81,50 +76,11 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
-    """Writes `folder/step-N` atomically; returns it and its size in bytes.
-
-    A checkpoint of the same step, of a future that the run was taken back from, is set aside.
-    """
+    """Writes `folder/step-N` atomically; returns it and its size in bytes."""
     target = checkpoint_path(folder, checkpoint.step)
-    with disk_errors(f"checkpoint {target}"), whole_folder(target) as work:
-        size = _write_files(work, checkpoint)
-        if target.is_symlink() or target.exists():
-            set_aside(target, "superseded")
-    return target, size
-
-
-def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
-    paths = [folder / f"{name}.safetensors" for name in TENSOR_FILES]
-    tensors: list[dict[str, Tensor]] = [getattr(checkpoint, name) for name in TENSOR_FILES]
-    with ThreadPoolExecutor(len(paths)) as threads:  # hashing is what takes longest, and is one thread for a file
-        told = threads.map(write_tensors, paths, tensors)
-        entries: dict[str, dict[str, Any]] = {path.name: entry for path, entry in zip(paths, told, strict=True)}
-    for name in JSON_FILES:
-        path = folder / f"{name}.json"
-        write_new(path, canonical_json(getattr(checkpoint, name)))
-        entries[path.name] = sync_and_hash(path)
-    write_new(folder / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": entries}))
-    sync_and_hash(folder / MANIFEST)
-    return checkpoint_bytes(folder)
-
-
-def _sealed(content: dict[str, Any]) -> bytes:
-    """JSON that carries its own hash."""
-    return canonical_json({**content, "sha256": hashlib.sha256(canonical_json(content)).hexdigest()})
-
-
-def _unsealed(raw: bytes) -> dict[str, Any]:
-    """The content of `_sealed`; ValueError, with the reason, for anything else."""
-    try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ValueError("is not valid JSON") from error
-    if not isinstance(content, dict) or raw != canonical_json(content):
-        raise ValueError("is not in the form it was written")
-    body = {key: value for key, value in content.items() if key != "sha256"}
-    if content.get("sha256") != hashlib.sha256(canonical_json(body)).hexdigest():
-        raise ValueError("does not match its own SHA-256")
-    return content
+    pieces = {name: pieces_of(tensors) for name, tensors in checkpoint.tensor_files().items()}
+    with disk_errors(f"checkpoint {target}"):
+        return target, save_files(target, checkpoint.step, pieces, checkpoint.text_files())
 
 
 def remove_checkpoint(path: Path) -> bool:
@@ -192,7 +148,7 @@ def write_verdict(checkpoint: Path, verdict: Verdict) -> None:
     content = {**dataclasses.asdict(verdict), "manifest": hash_file(checkpoint / MANIFEST)}
     with disk_errors(f"{checkpoint / VERDICT}"):
         (checkpoint / VERDICT).unlink(missing_ok=True)
-        write_new(checkpoint / VERDICT, _sealed(content), durable=True)
+        write_new(checkpoint / VERDICT, sealed(content), durable=True)
 
 
 def read_verdict(checkpoint: Path) -> Verdict | None:
@@ -200,7 +156,7 @@ def read_verdict(checkpoint: Path) -> Verdict | None:
     if not (checkpoint / VERDICT).is_file():
         return None
     try:
-        content = _unsealed((checkpoint / VERDICT).read_bytes())
+        content = unsealed((checkpoint / VERDICT).read_bytes())
         if content["manifest"] != hash_file(checkpoint / MANIFEST):
             return None
         return Verdict(loss=float(content["loss"]), progress=dict(content["progress"]))
@@ -316,19 +272,10 @@ def newest_good(folder: Path) -> tuple[Path | None, list[Unusable]]:
     return None, []
 
 
-def set_aside(path: Path, why: str) -> Path:
-    """Renames a checkpoint so that it is no longer one; nothing is deleted."""
-    numbers = itertools.count(1)
-    names = (path.with_name(f"{path.name}.{why}" + (f"-{n}" if n > 1 else "")) for n in numbers)
-    aside = next(name for name in names if not os.path.lexists(name))
-    os.rename(path, aside)
-    return aside
-
-
 def _read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
-        manifest = _unsealed(file.read_bytes())
+        manifest = unsealed(file.read_bytes())
     except FileNotFoundError as error:
         raise _damaged(file, "is missing") from error
     except OSError as error:

@@ -51,7 +51,7 @@ def train_loop(
     resumed_from = None if origin is None else str(origin)
     # A run taken back to an older checkpoint forgets a later best.
     if run.world.first and read_best(folder) != progress.best_step:
-        write_best(folder, progress)
+        write_best(folder, progress.best_step, progress.best_loss)
     mended = [] if resumed is None or not run.world.first else list(mend_run_adapter(run, folder))
     yield run_info(run, folder, progress.step, resumed_from)
     yield from notices_at(progress.step, (*run.notices, *mended) if progress.step < run.steps else ())
@@ -61,15 +61,17 @@ def train_loop(
     yield from look_at_eigenstates(run.model, progress.step)
     totals = SpanTotals()
     boundary = Boundary(run, progress, folder, totals, run.step.micro_batch, resumed_from, progress.step, saves)
-    if resumed is not None and lacks_verdict(resumed):
-        yield from boundary.pass_through(due_of(resumed), saving=True, saved=origin)
-    elif origin is not None and not recorded:
-        size, best = checkpoint_bytes(origin), progress.best_step == progress.step
-        yield CheckpointRecord(step=progress.step, path=str(origin), bytes=size, seconds=0.0, best=best)
-    spent = out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
-    position = None if resumed is None else resumed.state.get("stream")
-    steps = _Steps(boundary, stop, save, position, reason="early_stop" if spent else "finished")
-    yield from steps.run(run.steps if spent else progress.step)  # starting at the last step means no step at all
+    with boundary.closing():
+        if origin is not None and resumed is not None and lacks_verdict(resumed):
+            yield from boundary.judge(due_of(resumed), origin)
+        elif origin is not None and not recorded:
+            size, best = checkpoint_bytes(origin), progress.best_step == progress.step
+            yield CheckpointRecord(step=progress.step, path=str(origin), bytes=size, seconds=0.0, best=best)
+        spent = out_of_patience(run, progress)  # resuming a run that stopped early, with the patience it had
+        position = None if resumed is None else resumed.state.get("stream")
+        steps = _Steps(boundary, stop, save, position, reason="early_stop" if spent else "finished")
+        yield from steps.run(run.steps if spent else progress.step)  # starting at the last step means no step at all
+        yield from boundary.conclude()
     yield from notices_at(progress.step, () if spent else run.data.last_notices(steps.position))
     yield from notices_at(progress.step, run.new_notices.take())
     if resumed is None or resumed.step != run.steps:
@@ -111,6 +113,9 @@ class _Steps:
             self.pending.restart()
             for batch, data_seconds in timed(loader):
                 yield from self._take(batch, data_seconds, loader)
+                if self.boundary.landed:
+                    yield from self.boundary.conclude()
+                    self.pending.restart()
                 if self.totals.steps >= SPANS_EVERY:
                     yield self.totals.take(self.progress.step, run.world)
                 if (state := machine.poll(batch.step + 1)) is not None:
@@ -129,7 +134,7 @@ class _Steps:
             yield NoticeRecord(step=step, message=use_less_memory(run, batch, report))
             self.pending.restart()
             report = attempt_step(run, batch)
-        tokens, stopping, asked = run.world.totals([batch.count, self.stop(), self.save()])
+        tokens, stopping, asked = run.world.totals([batch.count, self.stop(), self.save() or self._late()])
         self.stopping, self.asked = stopping > 0, asked > 0
         self.pending.push(step, report, marks=run.step.clock.take(), tokens=tokens, data_seconds=data_seconds)
         yield from notices_at(step, run.new_notices.take())
@@ -151,13 +156,19 @@ class _Steps:
             self.owed, saving, stopping = saving, False, False
         else:
             self.owed = False
-        yield from self.boundary.pass_through(due, saving=saving, position=self.position)
+        last = ending or stopping
+        yield from self.boundary.pass_through(due, saving=saving, last=last, position=self.position)
         yield self.totals.take(step, run.world)
         if self.boundary.exhausted or (stopping and not ending):
             self.reason = "early_stop" if self.boundary.exhausted else "interrupted"
             return True
         self.pending.restart()
         return False
+
+    def _late(self) -> bool:
+        """Whether the last save is longer ago than `checkpoint.minutes`."""
+        minutes = self.training.config.checkpoint.minutes
+        return 0 < 60 * minutes <= time.monotonic() - self.boundary.saved_at
 
 
 def timed(batches: Iterable[Batch]) -> Iterator[tuple[Batch, float]]:

@@ -27,10 +27,10 @@ from flatout.engine.checkpoint import (
     Unusable,
     newest_good,
     read_verdict,
-    set_aside,
     sweep_leftovers,
     verify_checkpoint,
 )
+from flatout.engine.checkpoint_files import set_aside
 from flatout.engine.run_files import LOCK, LOCK_MARK, MANIFEST, list_checkpoints, owner_of
 from flatout.errors import CheckpointError, ResourceError, UsageError
 from flatout.files import disk_errors, sync_folder

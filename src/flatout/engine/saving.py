@@ -159,10 +159,11 @@ def recorded_again(checkpoint: Checkpoint | None) -> tuple[str, ...]:
 # --- adapters ---------------------------------------------------------------------------------------------------------
 
 
-def save_run_adapter(run: Run, folder: Path, step: int) -> Iterator[str]:
+def save_run_adapter(run: Run, folder: Path, step: int, tensors: Mapping[str, Tensor] | None = None) -> Iterator[str]:
     """Adapters as PEFT's folder in the run's, if the checkpoint of this step is the one that others would load.
 
-    Somebody's files in that folder are left alone, with a notice: the checkpoint has the adapters all the same.
+    `tensors` are the adapters of that step, where training has gone on since. Somebody's files in that folder are left
+    alone, with a notice: the checkpoint has the adapters all the same.
     """
     name = run.config.model.init_from
     if run.adapters is None or name is None:
@@ -171,7 +172,7 @@ def save_run_adapter(run: Run, folder: Path, step: int) -> Iterator[str]:
         return
     facts = {"base": run.base_hash, "quantize": run.config.lora.quantize, "step": step}
     try:
-        write_adapter(run.adapters, folder / ADAPTER, name, run.files_beside, facts)
+        write_adapter(run.adapters, folder / ADAPTER, name, run.files_beside, facts, tensors)
     except OccupiedError as error:
         yield f"the adapter of step {step} was not written: {error.message}"
 

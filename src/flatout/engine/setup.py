@@ -314,7 +314,7 @@ def _notices_on_config(config: RunConfig, steps: int, written: Callable[[str], b
     if 0 < steps < every and written("eval.every"):
         which = "the ends of epochs and of the run are" if epochs else "the end is"
         yield f"eval.every {every} is never reached in {steps} steps: only {which} evaluated"
-    if 0 < steps < config.checkpoint.every and written("checkpoint.every"):
+    if 0 < steps < config.checkpoint.every and written("checkpoint.every") and not config.checkpoint.minutes:
         between = config.checkpoint.best and (0 < every < steps or epochs)
         which = "the end and each best so far are" if between else "the end is"
         yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only {which} saved"

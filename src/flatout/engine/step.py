@@ -58,8 +58,9 @@ class LossScale:
 class TrainStep:
     """`keep_gradients` zeroes gradients where they lie instead of dropping them, as replayed graphs need.
 
-    `after_update` follows every update, also one that was turned into nothing. `clear_gradients` is how gradients that
-    must stay where they are become zero.
+    `after_update` follows every update, also one that was turned into nothing. `before_update` comes just before
+    anything that a checkpoint holds changes. `clear_gradients` is how gradients that must stay where they are become
+    zero.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class TrainStep:
     loss_scale: LossScale | None = None
     keep_gradients: bool = False
     after_update: Callable[[], None] = lambda: None
+    before_update: Callable[[], None] = lambda: None
     clear_gradients: Callable[[], None] | None = None
     scope: Callable[[], AbstractContextManager[None]]
     world: World = dataclasses.field(default_factory=World)
@@ -169,6 +171,7 @@ class TrainStep:
         numbers = [loss, norm, finite, rate, scale, self._parameter_norm()]
         report = torch.stack([number.to(rate.dtype) for number in numbers])
         self.optimizer.create_state()
+        self.before_update()
         self.updating = True
         self.optimizer.update((scale * excess).float(), finite)
         if self.loss_scale is not None:

@@ -71,11 +71,12 @@ def save_adapter(
     base: str | None = None,
     files: Mapping[str, bytes] | None = None,
     facts: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> int:
     """Writes the adapter, and other `files` beside it (a tokenizer, a template); returns the bytes written.
 
     An adapter of ours that is there already is replaced. A folder with anything else in it is an `OccupiedError`, and
-    is not touched. `facts` go into flatout.json beside the hashes.
+    is not touched. `facts` go into flatout.json beside the hashes. `tensors` are `adapter_tensors` of an earlier time.
     """
     folder = Path(os.path.abspath(folder))
     content = {CONFIG: canonical_json(peft_config(adapters, base)), **(files or {})}
@@ -84,7 +85,7 @@ def save_adapter(
         found = folder.name if folder.is_symlink() or not folder.is_dir() else foreign_entry(folder, own)
         if found is not None:
             raise _occupied(folder, found)
-    tensors = adapter_tensors(adapters)
+    tensors = adapter_tensors(adapters) if tensors is None else tensors
     with disk_errors(f"adapter {folder}", safe=""):
         sweep(folder.parent, re.escape(folder.name), locked=False)
         with whole_folder(folder, replaces=own, occupied=_occupied) as work:

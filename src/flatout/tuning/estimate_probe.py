@@ -23,10 +23,10 @@ import torch
 from flatout.config.load import LoadedConfig
 from flatout.data.loader import evaluation_batches
 from flatout.engine.books import Progress
-from flatout.engine.checkpoint import write_checkpoint
 from flatout.engine.evaluate import evaluate
 from flatout.engine.fit_check import out_of_memory
 from flatout.engine.run import Run
+from flatout.engine.saver import Saver
 from flatout.engine.saving import capture
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import ResourceError
@@ -201,17 +201,28 @@ def _time_sample(run: Run, seconds: float) -> Figure:
 
 
 def _time_checkpoint(run: Run) -> tuple[Figure, int | None]:
-    """Seconds of writing one on the disk on which the run will write, and its bytes."""
+    """Seconds that training stands still for one, on the disk on which the run will write, and its bytes.
+
+    Two are saved where they are written beside training: the first one also makes the memory for the copy.
+    """
+    asked, device = run.config.checkpoint.asynchronous, run.speed.device.torch_device
     need = checkpoint_size(run.trained.count, run.config.optim, run.speed)
+    need *= 1 if asked == "off" else 2
     try:
         with _beside(Path(run.config.output.folder or "runs")) as folder:
             free = shutil.disk_usage(folder).free
             if free < 1.1 * need:
                 has, needs = readable_sizes(free, 1.1 * need)
-                return Figure(None, "not told", f"the disk has {has} free, and one needs {needs}"), None
-            began = time.perf_counter()
-            _, size = write_checkpoint(folder, capture(run, Progress(step=1)))
-            return Figure(time.perf_counter() - began, "measured"), size
+                return Figure(None, "not told", f"the disk has {has} free, and timing one needs {needs}"), None
+            with contextlib.closing(Saver(folder, asked, device, run.step, lambda notice: None)) as saver:
+                for step in (1, 2):
+                    began = time.perf_counter()
+                    saver.begin(capture(run, Progress(step=step)))
+                    seconds, saved = time.perf_counter() - began, saver.wait()
+                    if saved.background_seconds is None:
+                        return Figure(seconds, "measured"), saved.bytes
+                took = f"then {saved.background_seconds:.2g} s beside training"
+                return Figure(seconds, "measured", took), saved.bytes
     except ResourceError as error:
         return Figure(None, "not told", error.message), None
 

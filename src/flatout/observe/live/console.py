@@ -122,6 +122,9 @@ class TerminalReader:
                 return [f"--- sample at step {record.step} ---", *body.split("\n"), "---"]
             case records.CheckpointRecord():
                 what = f"{human_bytes(record.bytes)} in {record.seconds:.1f}s"
+                if record.background_seconds is not None:
+                    beside = f"{human_bytes(record.bytes)} in {record.background_seconds:.1f}s beside training"
+                    what = f"{beside}, which stood still for {record.seconds:.2f}s"
                 return [f"saved {record.path} ({what}{', best so far' if record.best else ''})"]
             case records.NoticeRecord():
                 return [f"note: {record.message}"]

@@ -1,0 +1,186 @@
+"""Saves checkpoints beside training: copied at once, written by a process of its own, waited for when it matters.
+
+A save begins with `begin`, which copies the run's state into shared memory (`SharedBlock`) and returns. A thread waits
+for the copy, hands it to the writer (`Writer`) and waits for the answer. If the writer fails, that thread saves the
+same bytes itself, and a notice says so; if that fails too, `wait` raises the error of the disk.
+Where `checkpoint.asynchronous` is off, or there is no memory for a copy, `begin` writes the checkpoint and returns when
+it is on the disk. Both ways write by `save_files`.
+
+Contract: one save at a time, `wait` before the next `begin`. The state that is saved is that of `begin`: the next
+update of the weights waits for the copy on the device (`TrainStep.before_update`), everything before it does not.
+"""
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import final
+
+import torch
+
+from flatout.config.section import Switch
+from flatout.engine.checkpoint import Checkpoint, checkpoint_path, write_checkpoint
+from flatout.engine.shared_block import Copied, SharedBlock, block_bytes, needed_bytes
+from flatout.engine.step import TrainStep
+from flatout.engine.writer import Plan, Writer, WriterError, save_plan
+from flatout.files import disk_errors, readable_sizes
+from flatout.host import host_memory
+
+SMALL = 2**26  # bytes: such a checkpoint is on the disk sooner than a process has started
+_ROOM = 0.5  # of the free memory a copy may take
+_OFF = "checkpoints are written while training waits: "
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint on the disk. `background_seconds` is how long it was written beside training."""
+
+    path: Path
+    bytes: int
+    background_seconds: float | None = None
+    notice: str | None = None
+
+
+@final
+class Saver:
+    def __init__(
+        self, folder: Path, asked: Switch, device: torch.device, step: TrainStep, notice: Callable[[str], None]
+    ) -> None:
+        """`folder` is that of the checkpoints."""
+        self.folder, self.asked, self.device, self.step, self.notice = folder, asked, device, step, notice
+        self.block: SharedBlock | None = None
+        self.writer: Writer | None = None
+        self.thread = ThreadPoolExecutor(1, "flatout-saver")
+        self.last: Future[Saved] | None = None
+        self.beside = False  # whether the last save goes on beside training
+
+    def begin(self, checkpoint: Checkpoint) -> None:
+        """Takes the state of the run. It may change again when this returns, by updates through `TrainStep` only."""
+        assert self.last is None, "a save waits for the one before"
+        files = checkpoint.tensor_files(), checkpoint.text_files()
+        block = None if self.asked == "off" else self._block_of(needed_bytes(*files))
+        self.beside = block is not None
+        if block is None:
+            path, size = write_checkpoint(self.folder, checkpoint)
+            self.last = _finished(Saved(path=path, bytes=size))
+            return
+        tensors, texts, copied = block.take(*files)
+        self._hold_back(copied)
+        target = checkpoint_path(self.folder, checkpoint.step)
+        plan = Plan(str(target.absolute()), checkpoint.step, tensors, texts)
+        self.last = self.thread.submit(self._save, block, plan, copied, target)
+
+    def _hold_back(self, copied: Copied) -> None:
+        """Makes the next update wait for a copy, on the device; those after it need not."""
+
+        def before_update() -> None:
+            copied.hold_back()
+            self.step.before_update = _nothing
+
+        self.step.before_update = before_update
+
+    def then(self, work: Callable[[Saved], None]) -> None:
+        """Has work done with the last save once it is on the disk: beside training, too, if the save is."""
+        assert self.last is not None, "nothing was begun"
+        last = self.last
+
+        def follow() -> Saved:
+            saved = last.result()
+            work(saved)
+            return saved
+
+        self.last = self.thread.submit(follow) if self.beside else _finished(follow())
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is being written."""
+        return self.last is None or self.last.done()
+
+    def wait(self) -> Saved:
+        """The last save, once it is on the disk and what follows is done; the error if one of them failed."""
+        assert self.last is not None, "nothing was begun"
+        last, self.last = self.last, None
+        return last.result()
+
+    def close(self) -> None:
+        """Waits for the last save and ends what was started for saving."""
+        try:
+            if self.last is not None:
+                with contextlib.suppress(Exception):  # of the disk or the device: whoever closes has an error to tell
+                    self.wait()
+        finally:
+            self.step.before_update = _nothing
+            if self.writer is not None:
+                self.writer.close()  # first: a thread may be waiting for its answer
+            self.thread.shutdown(cancel_futures=True)
+            self._let_go()
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _save(self, block: SharedBlock, plan: Plan, copied: Copied, target: Path) -> Saved:
+        began, notice = time.perf_counter(), None
+        copied.wait()
+        try:
+            if self.writer is None:
+                self.writer = Writer(block.handle)
+            size = self.writer.save(plan)
+        except (OSError, WriterError) as error:
+            if isinstance(error, WriterError):
+                self.writer = None  # the next save starts another
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            notice = f"the process that writes checkpoints failed at step {plan.step}: {why}; this process wrote it"
+            with disk_errors(f"checkpoint {target}"):
+                size = save_plan(block.memory, plan)
+        seconds = time.perf_counter() - began
+        return Saved(path=target, bytes=size, background_seconds=seconds, notice=notice)
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _block_of(self, need: int) -> SharedBlock | None:
+        """Memory for a copy of so many bytes; None where the checkpoint is to be written at once."""
+        if self.block is not None and need <= len(self.block.map):
+            return self.block
+        if self.asked == "auto" and need < SMALL:
+            return None
+        self._let_go()
+        why = self._why_not(need)
+        if why is None:
+            try:
+                self.block = SharedBlock(block_bytes(need), self.device)
+            except (OSError, MemoryError, ValueError) as error:
+                why = f"there is no memory for a copy: {error}"
+        if why is not None:
+            self.asked = "off"
+            self.notice(_OFF + why)
+        return self.block
+
+    def _why_not(self, need: int) -> str | None:
+        if os.name != "posix":
+            return "this system does not share memory between processes in the way that a copy needs"
+        available, total = host_memory()
+        room = available if available is not None else total
+        if self.asked == "auto" and (room is None or need > _ROOM * room):
+            size, free = readable_sizes(need, room or 0)
+            return f"a copy needs {size} of host memory, and {free} are free (checkpoint.asynchronous=on takes it)"
+        return None
+
+    def _let_go(self) -> None:
+        """Ends the writer and gives its memory back. Call it while nothing is being written."""
+        if self.writer is not None:
+            self.writer.close()
+        if self.block is not None:
+            self.block.close()
+        self.writer = self.block = None
+
+
+def _finished(saved: Saved) -> Future[Saved]:
+    future: Future[Saved] = Future()
+    future.set_result(saved)
+    return future
+
+
+def _nothing() -> None:
+    """What an update waits for where nothing is being copied."""

@@ -1,0 +1,242 @@
+"""Runs whose checkpoints are written beside training: the same run, and nothing left behind."""
+
+import itertools
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout.config.load import load_config
+from flatout.engine import saver as saving
+from flatout.engine.boundary import Boundary
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict
+from flatout.engine.writer import Plan, Writer
+from flatout.errors import DivergedError, ResourceError
+from flatout.folders import process_lives
+from flatout.observe.sinks import read_metrics
+from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, Record, StepRecord
+from tests.end_to_end.test_nothing_lost import assert_same_end, poison
+from tests.end_to_end.test_resume import stop_after
+
+BOUNDARIES = ["train.steps=12", "checkpoint.every=3", "eval.every=4", "eval.sample_every=6", "checkpoint.keep=2",
+              "eval.patience=9", "model.dropout=0.1"]  # fmt: skip
+ON = "checkpoint.asynchronous=on"
+
+
+@pytest.fixture
+def writers(monkeypatch) -> list[Writer]:
+    """Every writer that was started."""
+    made: list[Writer] = []
+
+    class Kept:
+        def __call__(self, memory: int) -> Writer:
+            made.append(Writer(memory))
+            return made[-1]
+
+    monkeypatch.setattr(saving, "Writer", Kept())
+    return made
+
+
+def at_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a save never land by itself: it is concluded by the next one, or by the end."""
+    monkeypatch.setattr(Boundary, "landed", False)
+
+
+def of(records: list[Record], kind: type) -> list:
+    return [record for record in records if isinstance(record, kind)]
+
+
+def told(run: str, *kinds: str) -> list[tuple]:
+    rows = [row for row in read_metrics(Path(run) / "metrics.jsonl") if row["type"] in kinds]
+    fields = ("type", "step", "loss", "best", "reason", "text", "grad_norm")
+    return sorted(tuple(str(row.get(field)) for field in fields) for row in rows)
+
+
+def check_same_run(mine: str, theirs: str, step: int = 12) -> None:
+    kinds = ("step", "eval", "sample", "checkpoint", "epoch", "end")
+    assert told(mine, *kinds) == told(theirs, *kinds)
+    ours, others = (list_checkpoints(Path(run) / "checkpoints") for run in (mine, theirs))
+    assert [number for number, _ in ours] == [number for number, _ in others]
+    for (_, path), (_, other) in zip(ours, others, strict=True):
+        assert read_verdict(path) == read_verdict(other)
+        for name in ("model.safetensors", "optimizer.safetensors", "run.safetensors", "tokenizer.json"):
+            assert (path / name).read_bytes() == (other / name).read_bytes()
+    assert json.loads(Path(mine, "best.json").read_text()) == json.loads(Path(theirs, "best.json").read_text())
+    assert_same_end(mine, theirs, step)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_run_is_the_same_with_it_and_without(tiny, monkeypatch, writers, late):
+    list(flatout.train(tiny(*BOUNDARIES, "output.folder=reference", "checkpoint.asynchronous=off")))
+    if late:
+        at_the_latest(monkeypatch)
+    records = list(flatout.train(tiny(*BOUNDARIES, "output.folder=run", ON)))
+    check_same_run("run", "reference")
+    assert len(writers) == 1, "one process for all saves"
+    assert not process_lives(writers[0].pid or 0)
+    saved = of(records, CheckpointRecord)
+    assert [record.step for record in saved] == sorted({record.step for record in saved}), "in the order of steps"
+    assert all(record.background_seconds is not None for record in saved)
+    for record in saved:
+        done = [one.step for one in records[: records.index(record)] if isinstance(one, StepRecord)]
+        assert record.step in done
+    if late:
+        between = records[records.index(saved[0]) - 1]
+        assert between.step > saved[0].step, "training went on meanwhile"
+    assert isinstance(records[-1], EndRecord)
+    assert records[-1].checkpoint == saved[-1].path
+
+
+def test_auto_leaves_a_small_model_alone(tiny, writers):
+    records = list(flatout.train(tiny("train.steps=4", "checkpoint.every=2")))
+    assert [record.background_seconds for record in of(records, CheckpointRecord)] == [None, None]
+    assert writers == []
+
+
+def test_a_writer_killed_in_the_middle_costs_a_notice(tiny, monkeypatch, writers):
+    list(flatout.train(tiny(*BOUNDARIES, "output.folder=reference", "checkpoint.asynchronous=off")))
+    real, saves = Writer.save, itertools.count(1)
+
+    def killed(self: Writer, plan: Plan) -> int:
+        if next(saves) == 2:
+            os.kill(self.pid or 0, signal.SIGKILL)
+        return real(self, plan)
+
+    monkeypatch.setattr(Writer, "save", killed)
+    records = list(flatout.train(tiny(*BOUNDARIES, "output.folder=run", ON)))
+    check_same_run("run", "reference")
+    assert len(writers) == 2
+    notices = [record for record in of(records, NoticeRecord) if "process that writes checkpoints" in record.message]
+    assert [(record.step, "code -9; this process wrote it" in record.message) for record in notices] == [(4, True)]
+
+
+def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch, writers):
+    def full(*_args):
+        raise OSError(28, os.strerror(28))
+
+    list(flatout.train(tiny("train.steps=3", "output.folder=run", ON)))
+    monkeypatch.setattr(Writer, "save", full)
+    monkeypatch.setattr(saving, "save_plan", full)
+    with pytest.raises(ResourceError, match=r"could not write checkpoint run/checkpoints/step-00000006: No space left"):
+        list(flatout.train(tiny("train.steps=9", "checkpoint.every=3", "output.folder=run", ON), resume="auto"))
+    assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [3]
+    assert all(not process_lives(writer.pid or 0) for writer in writers)
+
+
+@pytest.mark.parametrize("how", ["left", "error", "diverged"])
+def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, writers, how):
+    at_the_latest(monkeypatch)
+    words = ["train.steps=9", "checkpoint.every=3", "output.folder=run", ON]
+    list(flatout.train(tiny(*words, "output.folder=reference", "checkpoint.asynchronous=off")))
+    with monkeypatch.context() as patch:
+        if how == "diverged":
+            poison(patch, {4, 5, 6})
+        run = flatout.train(tiny(*words))
+
+        def read() -> None:
+            for record in run:
+                if isinstance(record, StepRecord) and record.step == 4 and how != "diverged":
+                    if how == "left":
+                        run.close()
+                    else:
+                        run.throw(ValueError("planted"))
+
+        if how == "left":
+            read()
+        else:
+            with pytest.raises(DivergedError if how == "diverged" else ValueError):
+                read()
+    assert not process_lives(writers[0].pid or 0)
+    assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [3]
+    assert read_verdict(Path("run/checkpoints/step-00000003")) is not None
+    list(flatout.train(tiny(*words), resume="auto"))
+    kinds = ("step", "eval", "sample", "checkpoint")
+    assert told("run", *kinds) == told("reference", *kinds), "the record of step 3 comes with the resume"
+    assert_same_end("run", "reference", 9)
+
+
+def test_an_interrupt_saves_and_waits(tiny, writers):
+    words = [*BOUNDARIES, ON, "output.folder=run"]
+    list(flatout.train(tiny(*words, "output.folder=reference", "checkpoint.asynchronous=off")))
+    for steps, step in ((3, 3), (2, 5), (3, 8)):
+        end = list(flatout.train(tiny(*words), resume="auto", stop=stop_after(steps)))[-1]
+        assert (end.step, end.checkpoint) == (step, f"run/checkpoints/step-{step:08d}")
+        assert read_verdict(Path(end.checkpoint)) is not None
+    list(flatout.train(tiny(*words), resume="auto"))
+    assert_same_end("run", "reference", 12)
+    assert told("run", "step", "eval", "sample") == told("reference", "step", "eval", "sample")
+
+
+def test_the_adapters_folder_is_that_of_its_step(tmp_path: Path, monkeypatch):
+    """Read when its record comes: by then training has changed the weights."""
+    from safetensors.torch import load_file
+
+    from tests.chat_models import write_chat_model
+
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "base")
+    rows = [{"instruction": f"What is {n} and one?", "output": f"It is {n + 1}."} for n in range(20)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    words = ["model.init_from=base", "chat.source=rows.json", "train.epochs=null", "train.steps=6", "eval.every=0",
+             "checkpoint.every=2", "speed.device=cpu", "output.plots=false", "eval.sample_tokens=0",
+             "checkpoint.best=false"]  # fmt: skip
+
+    def adapters(folder: str, *more: str) -> list[tuple[int, dict[str, torch.Tensor]]]:
+        records = flatout.train(load_config("lora", [*words, *more, f"output.folder={folder}"]))
+        place = Path(folder, "adapter", "adapter_model.safetensors")
+        return [(record.step, load_file(place)) for record in records if isinstance(record, CheckpointRecord)]
+
+    expected = adapters("at-once", "checkpoint.asynchronous=off")
+    at_the_latest(monkeypatch)
+    found = adapters("beside", ON)
+    assert [step for step, _ in found] == [step for step, _ in expected] == [2, 4, 6]
+    for (_, mine), (_, theirs) in zip(found, expected, strict=True):
+        assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
+
+
+# --- by the clock -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [("1e-9", [1, 2, 3, 4, 5, 6]), ("1000", [6]), ("0", [6])])
+def test_a_save_comes_when_minutes_have_passed(tiny, minutes, saved):
+    words = ["train.steps=6", "checkpoint.keep=9", f"checkpoint.minutes={minutes}", "output.folder=run"]
+    records = list(flatout.train(tiny(*words)))
+    assert [record.step for record in of(records, CheckpointRecord)] == saved
+
+
+def test_minutes_are_counted_from_the_last_save(tiny, monkeypatch):
+    from flatout.engine import boundary, loop
+
+    now = itertools.count()  # one second for each time that somebody asks
+
+    class Clock:
+        perf_counter = staticmethod(lambda: 0.0)
+        monotonic = staticmethod(lambda: float(next(now)))
+
+    monkeypatch.setattr(boundary, "time", Clock)
+    monkeypatch.setattr(loop, "time", Clock)
+    words = ["train.steps=9", "checkpoint.keep=9", "checkpoint.minutes=0.05", "output.folder=run"]
+    records = list(flatout.train(tiny(*words)))
+    assert [record.step for record in of(records, CheckpointRecord)] == [3, 6, 9], "three seconds"
+
+
+def test_records_that_come_late_are_read_like_others(tiny, monkeypatch):
+    """Steps go on before the record of an earlier checkpoint: whoever reads the file takes it as it is."""
+    from flatout.observe.history import read_history
+    from flatout.observe.live.state import ViewState
+
+    at_the_latest(monkeypatch)
+    records = list(flatout.train(tiny(*BOUNDARIES, "output.folder=run", ON)))
+    state = ViewState()
+    for record in records:
+        state.add(record)
+    assert state.saved is not None
+    assert state.saved.step == 12
+    history = read_history(Path("run"))
+    assert [row["step"] for row in history.checkpoints] == [3, 4, 6, 8, 9, 12]
+    assert history.end is not None
+    assert read_checkpoint(Path("run/checkpoints/step-00000012")).step == 12

@@ -1,0 +1,286 @@
+"""Saving beside training: the same bytes as at once, whatever happens to the process that writes them."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from flatout.engine import saver as module
+from flatout.engine import writer as writing
+from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint, write_checkpoint
+from flatout.engine.saver import Saver
+from flatout.engine.shared_block import SharedBlock
+from flatout.engine.writer import Writer
+from flatout.errors import ResourceError
+from flatout.folders import process_lives
+from tests.power_loss import read_tree
+from tests.unit.test_checkpoint import make
+from tests.unit.test_tensor_file import some_tensors
+
+ROOT = Path(__file__).parents[2]
+CPU = torch.device("cpu")
+
+
+class Beside:
+    """A saver into a folder, and what it told."""
+
+    def __init__(self, folder: Path, asked: Any = "on") -> None:
+        self.notices: list[str] = []
+        self.step: Any = SimpleNamespace(before_update=lambda: None)
+        self.saver = Saver(folder, asked, CPU, self.step, self.notices.append)
+
+    def save(self, checkpoint: Checkpoint) -> module.Saved:
+        self.saver.begin(checkpoint)
+        return self.saver.wait()
+
+    @property
+    def pid(self) -> int:
+        assert self.saver.writer is not None
+        assert self.saver.writer.pid is not None
+        return self.saver.writer.pid
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Iterator[Beside]:
+    one = Beside(tmp_path / "beside")
+    yield one
+    one.saver.close()
+
+
+def of_all_types(step: int) -> Checkpoint:
+    made = make(step)
+    return Checkpoint(**{**vars(made), "model": some_tensors("cpu"), "run": {}})
+
+
+def test_the_folder_is_byte_for_byte_that_of_a_save_at_once(tmp_path: Path, beside: Beside):
+    for checkpoint in (make(7), of_all_types(8), make(9)):
+        path, size = write_checkpoint(tmp_path / "at-once", checkpoint)
+        saved = beside.save(checkpoint)
+        assert read_tree(saved.path) == read_tree(path)
+        assert saved.bytes == size
+        assert saved.background_seconds is not None
+        assert saved.notice is None
+    assert read_tree(tmp_path / "beside") == read_tree(tmp_path / "at-once"), "and nothing is left beside them"
+
+
+def test_what_changes_after_the_copy_does_not_reach_the_file(tmp_path: Path, beside: Beside):
+    expected, checkpoint = make(1), make(1)
+    beside.saver.begin(checkpoint)
+    for tensors in checkpoint.tensor_files().values():
+        for tensor in tensors.values():
+            tensor.fill_(77)
+    found = read_checkpoint(beside.saver.wait().path)
+    for name, tensors in expected.tensor_files().items():
+        mine = found.tensor_files()[name]
+        assert all(torch.equal(mine[key], tensor) for key, tensor in tensors.items())
+
+
+def test_block_and_process_stay_from_save_to_save(beside: Beside):
+    beside.save(make(1))
+    block, pid = beside.saver.block, beside.pid
+    beside.save(make(2))
+    assert (beside.saver.block, beside.pid) == (block, pid)
+    large = make(3)
+    large.model["large"] = torch.arange(2**19)
+    beside.save(large)
+    assert beside.saver.block is not block, "what does not fit gets a new one"
+    assert torch.equal(read_checkpoint(beside.saver.folder / "step-00000003").model["large"], torch.arange(2**19))
+    assert not process_lives(pid)
+
+
+def test_only_the_next_update_waits_for_the_copy(beside: Beside):
+    beside.saver.begin(make(1))
+    first = beside.step.before_update
+    first()
+    assert beside.step.before_update is not first
+    beside.saver.wait()
+
+
+def stopped(beside: Beside) -> int:
+    """Saves once, and stops the writer."""
+    beside.save(make(1))
+    os.kill(beside.pid, signal.SIGSTOP)
+    return beside.pid
+
+
+def check_saved_all_the_same(beside: Beside, tmp_path: Path, why: str) -> None:
+    saved = beside.saver.wait()
+    assert why in (saved.notice or "")
+    path, _ = write_checkpoint(tmp_path / "at-once", make(2))
+    assert read_tree(saved.path) == read_tree(path)
+    assert beside.save(make(3)).notice is None, "the next save has a writer again"
+    assert len(list(beside.saver.folder.iterdir())) == 3
+
+
+def test_a_writer_that_is_killed_costs_a_notice(tmp_path: Path, beside: Beside):
+    pid = stopped(beside)
+    beside.saver.begin(make(2))
+    assert not beside.saver.done
+    os.kill(pid, signal.SIGKILL)
+    check_saved_all_the_same(beside, tmp_path, f"it ended with code -{int(signal.SIGKILL)}")
+
+
+def test_a_writer_that_hangs_is_ended(tmp_path: Path, beside: Beside, monkeypatch):
+    pid = stopped(beside)
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "PATIENCE", 0.2)
+        beside.saver.begin(make(2))
+        while not beside.saver.done:
+            time.sleep(0.01)
+    check_saved_all_the_same(beside, tmp_path, "no sign of life for 0.2 s")
+    assert not process_lives(pid)
+
+
+def test_a_slow_disk_is_no_hanging_writer(beside: Beside, monkeypatch):
+    slow = "import time; from flatout.engine import checkpoint_files as c; s = c.sync_and_hash; "
+    slow += "c.sync_and_hash = lambda path: (time.sleep(0.4), s(path))[1]; "
+    first, rest = writing._START.split("; ", 2)[:2], writing._START.split("; ", 2)[2]
+    late = "from flatout.engine import writer; writer._BEAT = 0.1; "
+    monkeypatch.setattr(writing, "_START", "; ".join(first) + "; " + slow + late + rest)
+    beside.save(make(1))
+    monkeypatch.setattr(writing, "PATIENCE", 0.3)
+    assert beside.save(make(2)).notice is None
+
+
+def test_a_full_disk_is_a_notice_and_then_an_error(tmp_path: Path, beside: Beside):
+    """The system's limit on the size of a file stands for the end of the disk."""
+    checkpoint = make(1)
+    checkpoint.model["large"] = torch.zeros(2**16)
+    beside.saver.block = SharedBlock(2**20, CPU)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))
+    try:
+        beside.saver.writer = Writer(beside.saver.block.handle)
+        with pytest.raises(ResourceError, match=r"could not write checkpoint .*step-00000001: File too large") as told:
+            beside.save(checkpoint)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "free some space" in told.value.hint
+    assert list((tmp_path).iterdir()) == [], "no work folder is left"
+    saved = beside.save(checkpoint)  # the writer has its limit still, and this process has none
+    assert "failed at step 1: File too large; this process wrote it" in (saved.notice or "")
+    verify_checkpoint(saved.path)
+
+
+def test_no_process_is_left_when_saving_ends(tmp_path: Path):
+    one = Beside(tmp_path / "beside")
+    one.save(make(1))
+    pid = one.pid
+    one.saver.begin(make(2))
+    one.saver.close()
+    verify_checkpoint(tmp_path / "beside" / "step-00000002")
+    assert not process_lives(pid)
+
+
+def test_the_writer_ends_with_its_trainer(tmp_path: Path):
+    """Killed, the trainer cleans nothing up."""
+    code = (
+        "import os, sys, time\n"
+        "from flatout.engine.writer import Writer\n"
+        "memory = os.memfd_create('x'); os.ftruncate(memory, 4096)\n"
+        "print(Writer(memory).pid, flush=True); time.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    assert process_lives(pid)
+    trainer.kill()
+    trainer.communicate()
+    deadline = time.monotonic() + 10
+    while process_lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not process_lives(pid)
+
+
+def test_the_writer_needs_no_torch():
+    code = "import sys, flatout.engine.writer; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_copied_from_without_waiting_and_only_what_follows_the_copy_waits():
+    device = torch.device("cuda")
+    weights = torch.arange(2**24, dtype=torch.float32, device=device)
+    moments, texts = weights.flip(0), {"state.json": b"{}"}
+    block = SharedBlock(3 * weights.nbytes, device)
+    try:
+        assert block.pinned
+        torch.cuda._sleep(10**8)  # the device is busy, and what it then does is part of the copy
+        weights.mul_(2)
+        tensors, _, copied = block.take({"model": {"w": weights}, "optimizer": {"m": moments}}, texts)
+        assert copied.event is not None
+        assert not copied.event.query(), "the host went on"
+        copied.hold_back()
+        weights.fill_(-1)
+        moments.fill_(-1)
+        copied.wait()
+        expected = {"model": 2 * torch.arange(2**24).float(), "optimizer": torch.arange(2**24).float().flip(0)}
+        for name, (_, end) in tensors.items():
+            found = bytes(block.memory[end - weights.nbytes : end])
+            assert found == expected[name].numpy().tobytes(), name
+        assert bool((weights == -1).all())
+    finally:
+        block.close()
+
+
+@pytest.mark.gpu
+def test_the_files_of_a_gpu_are_those_of_a_save_at_once(tmp_path: Path):
+    made = make(1)
+    checkpoint = Checkpoint(**{**vars(made), "model": some_tensors("cuda")})
+    one = Beside(tmp_path / "beside")
+    one.saver.device = torch.device("cuda")
+    try:
+        saved = one.save(checkpoint)
+        assert saved.background_seconds is not None
+        path, _ = write_checkpoint(tmp_path / "at-once", checkpoint)
+        assert read_tree(saved.path) == read_tree(path)
+    finally:
+        one.saver.close()
+
+
+# --- whether to ------------------------------------------------------------------------------------------------------
+
+
+def saved_at_once(one: Beside, checkpoint: Checkpoint) -> bool:
+    try:
+        return one.save(checkpoint).background_seconds is None
+    finally:
+        one.saver.close()
+
+
+def test_auto_writes_small_checkpoints_at_once_and_says_nothing(tmp_path: Path):
+    one = Beside(tmp_path, "auto")
+    assert saved_at_once(one, make(1))
+    assert one.notices == []
+
+
+@pytest.mark.parametrize(("asked", "free", "at_once"), [("auto", 2**30, False), ("auto", 2000, True), ("on", 0, False)])
+def test_auto_looks_for_room(tmp_path: Path, monkeypatch, asked, free, at_once):
+    monkeypatch.setattr(module, "SMALL", 0)
+    monkeypatch.setattr(module, "host_memory", lambda: (free, 2**40))
+    one = Beside(tmp_path, asked)
+    assert saved_at_once(one, make(1)) == at_once
+    assert [("checkpoint.asynchronous=on takes it" in told) for told in one.notices] == [True] * at_once
+
+
+def test_where_there_is_no_memory_a_save_waits_and_says_so(tmp_path: Path, monkeypatch):
+    def none(*_args):
+        raise OSError(12, os.strerror(12))
+
+    monkeypatch.setattr(module, "SharedBlock", none)
+    one = Beside(tmp_path)
+    assert saved_at_once(one, make(1))
+    assert saved_at_once(one, make(2))
+    assert len(one.notices) == 1
+    assert "Cannot allocate memory" in one.notices[0]

@@ -13,7 +13,7 @@ LAYERS = [
     {"folders", "confined"},
     {"device", "world"},
     {"ops", "corpus"},
-    {"data", "model", "optim"},
+    {"data", "model", "optim", "parallel"},
     {"generation"},
     {"engine"},
     {"tuning", "diagnose"},

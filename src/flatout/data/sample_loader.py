@@ -168,10 +168,10 @@ class SampleRows:
         packed = self.packed(np.zeros(1, dtype=np.int64))
         return PackedRows(packed.tokens_BT, packed.documents_BT, np.full_like(packed.targets_BT, IGNORED), self._room)
 
-    def in_order(self, device: torch.device, world: World) -> Iterator[Batch]:
+    def in_order(self, device: torch.device, world: World | None = None) -> Iterator[Batch]:
         """Every sample once, in order, every process its share of the batches: for evaluation."""
         count, size = len(self.samples), self._batch_samples
-        for step in world.deal(-(-count // size)):
+        for step in (world or World()).deal(-(-count // size)):
             packed = self.shared(np.arange(step * size, min((step + 1) * size, count)))
             yield Batch.of_rows(packed, step, device).on(device)
 

@@ -93,8 +93,13 @@ class Boundary:
         )
 
     def _write(self, position: dict[str, Any] | None, due: Due) -> tuple[Path, int]:
-        """The checkpoint of this step and its size. One process writes it: all have the same."""
+        """The checkpoint of this step and its size. One process writes it where all have the same."""
         checkpoint, folder = capture(self.run, self.progress, position, due), checkpoints_of(self.folder)
+        sharding = self.run.trained.sharding
+        if sharding is not None:
+            from flatout.engine.sharded_saving import write_sharded
+
+            return write_sharded(folder, checkpoint, sharding, self.run.world)
         if self.run.world.first:
             return write_checkpoint(folder, checkpoint)
         return checkpoint_path(folder, checkpoint.step), 1

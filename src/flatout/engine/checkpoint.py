@@ -20,6 +20,7 @@ import json
 import math
 import os
 import shlex
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,6 +28,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
+from flatout.engine.slices import PLAIN, SLICED, is_sliced, read_tensors, well_formed
 from flatout.errors import CheckpointError, DamagedError
 from flatout.files import (
     CHECK_ACCESS,
@@ -39,9 +41,7 @@ from flatout.files import (
 )
 from flatout.folders import retire, sweep, whole_folder
 from flatout.model.tensor_file import write_tensors
-from flatout.model.weights import read_safetensors
 
-FORMAT = 1
 VERDICT, BASE_MARK = "verdict.json", "base-of.txt"
 Fact = TypeVar("Fact", int, str)
 
@@ -94,16 +94,26 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
-    paths = [folder / f"{name}.safetensors" for name in TENSOR_FILES]
-    tensors: list[dict[str, Tensor]] = [getattr(checkpoint, name) for name in TENSOR_FILES]
+    return write_rest(folder, checkpoint, {}, None)
+
+
+def write_rest(folder: Path, checkpoint: Checkpoint, files: Mapping[str, Any], slices: Mapping[str, Any] | None) -> int:
+    """Writes the files of a checkpoint, the manifest last, and returns the size of all.
+
+    With `slices` those that lie in slices (engine/slices.py) are there already: `files` has their entries.
+    """
+    names = [name for name in TENSOR_FILES if slices is None or name not in slices]
+    paths = [folder / f"{name}.safetensors" for name in names]
+    tensors: list[dict[str, Tensor]] = [getattr(checkpoint, name) for name in names]
     with ThreadPoolExecutor(len(paths)) as threads:  # hashing is what takes longest, and is one thread for a file
         told = threads.map(write_tensors, paths, tensors)
-        entries: dict[str, dict[str, Any]] = {path.name: entry for path, entry in zip(paths, told, strict=True)}
+        entries = {**files, **{path.name: entry for path, entry in zip(paths, told, strict=True)}}
     for name in JSON_FILES:
         path = folder / f"{name}.json"
         write_new(path, canonical_json(getattr(checkpoint, name)))
         entries[path.name] = sync_and_hash(path)
-    write_new(folder / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": entries}))
+    body = {"format": PLAIN} if slices is None else {"format": SLICED, "slices": slices}
+    write_new(folder / MANIFEST, _sealed({**body, "step": checkpoint.step, "files": entries}))
     sync_and_hash(folder / MANIFEST)
     return checkpoint_bytes(folder)
 
@@ -130,10 +140,10 @@ def _unsealed(raw: bytes) -> dict[str, Any]:
 def remove_checkpoint(path: Path) -> bool:
     """Removes a checkpoint; False, with nothing changed, where it is a link or holds files that are not ours."""
     try:
-        _read_manifest(path)
+        files = _read_manifest(path)["files"]
     except CheckpointError:
         return False
-    return retire(path, CHECKPOINT_FILES | {VERDICT, BASE_MARK})
+    return retire(path, {*files, MANIFEST, VERDICT, BASE_MARK})
 
 
 def sweep_leftovers(folder: Path) -> None:
@@ -255,11 +265,17 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     """The contents of a checkpoint folder, tensors on the CPU; hashed first unless the caller just did."""
     if not verified:
         verify_checkpoint(path)
-    tensors = {name: read_safetensors(path / f"{name}.safetensors") for name in TENSOR_FILES}
+    manifest = _read_manifest(path)
+    tensors = {name: read_tensors(path, manifest, name) for name in TENSOR_FILES}
     values = {name: read_part(path, name) for name in JSON_FILES}
     checkpoint = Checkpoint(**tensors, **values, path=path)
     checkpoint.fact("step", int)
     return checkpoint
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint that was verified, on the CPU."""
+    return read_tensors(path, _read_manifest(path), "model")
 
 
 def checkpoint_bytes(path: Path) -> int:
@@ -335,9 +351,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
     except ValueError as error:
         raise _damaged(file, str(error)) from error
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in (PLAIN, SLICED):
         raise CheckpointError(
-            f"{file} has format {manifest.get('format')!r}, this Flatout reads format {FORMAT}",
+            f"{file} has format {manifest.get('format')!r}, this Flatout reads formats {PLAIN} and {SLICED}",
             "update Flatout to read it",
         )
     if not _is_shaped(manifest):
@@ -350,7 +366,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _is_shaped(manifest: dict[str, Any]) -> bool:
     """Whether a manifest says what ours say: exactly our files, each with a size and a SHA-256."""
     files, step = manifest.get("files"), manifest.get("step")
-    if type(step) is not int or not isinstance(files, dict) or set(files) != CHECKPOINT_FILES - {MANIFEST}:
+    if type(step) is not int or not isinstance(files, dict):
+        return False
+    if not (well_formed(manifest) if is_sliced(manifest) else set(files) == CHECKPOINT_FILES - {MANIFEST}):
         return False
     entries = [entry for entry in files.values() if isinstance(entry, dict)]
     return len(entries) == len(files) and all(

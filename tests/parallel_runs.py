@@ -16,7 +16,13 @@ from torch import Tensor
 import flatout
 from flatout.config.load import load_config
 from flatout.engine import setup
+from flatout.engine.checkpoint import read_checkpoint, write_checkpoint
+from flatout.engine.saving import capture, restore
+from flatout.engine.sharded_saving import write_sharded
 from flatout.engine.step import TrainStep
+from flatout.errors import UserError
+from flatout.launch import launch
+from flatout.parallel.ranks import joined
 from flatout.records import EvalRecord, RunInfo, SampleRecord, StepRecord
 
 
@@ -40,8 +46,9 @@ def learn(
     double: bool = False,
     resume: str | None = None,
     stop_at: int | None = None,
+    hosts: int = 1,
 ) -> Told:
-    """Trains in `folder`; `double` has weights and all arithmetic in float64."""
+    """Trains in `folder`; `double` has weights and all arithmetic in float64. `hosts`: so many seem to be there."""
     losses: list[float] = []
     windows: list[list[str]] = []
     real, build = TrainStep.accumulate, setup._build
@@ -54,8 +61,11 @@ def learn(
 
     wide = mock.patch.object(setup, "_build", lambda *values, **how: build(*values, **how).double())
     taken = itertools.count(1)
+    each = int(os.environ.get("WORLD_SIZE", "1")) // hosts
+    name = f"host-{int(os.environ.get('RANK', '0')) // each}"
     with (
         _in(folder),
+        mock.patch("socket.gethostname", return_value=name) if hosts > 1 else contextlib.nullcontext(),
         mock.patch.object(TrainStep, "accumulate", accumulate),
         wide if double else contextlib.nullcontext(),
     ):
@@ -77,7 +87,7 @@ def attempt(folder: Path, preset: str, words: Sequence[str]) -> str:
     """The error of a run that is refused."""
     try:
         learn(folder, preset, words)
-    except flatout.errors.UserError as error:
+    except UserError as error:
         return f"{type(error).__name__}: {error.message}; {error.hint}"
     return ""
 
@@ -91,3 +101,16 @@ def _in(folder: Path) -> Iterator[None]:
     finally:
         os.chdir(before)
         torch.set_grad_enabled(True)
+
+
+def saved_again(folder: Path, preset: str, words: Sequence[str], checkpoint: Path, target: Path) -> None:
+    """Loads a checkpoint into a run of these processes and saves it once more, with no step between."""
+    config = load_config(preset, words)
+    with _in(folder), joined(launch(), "cpu", join=60, timeout=60) as world:
+        resumed = read_checkpoint(checkpoint)
+        run = setup.setup_run(config, resumed=resumed, world=world)
+        state = capture(run, restore(run, resumed), resumed.state.get("stream"))
+        if run.trained.sharding is not None:
+            write_sharded(target, state, run.trained.sharding, world)
+        elif world.first:
+            write_checkpoint(target, state)

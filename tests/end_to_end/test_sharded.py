@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from flatout import api
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint
+from flatout.errors import CheckpointError
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
-from tests.parallel_runs import Told, learn
+from tests.parallel_runs import Told, attempt, learn, saved_again
 from tests.ranks import WORKERS
 
 QUIET = ["optim.learning_rate=3e-3", "checkpoint.keep=9"]
@@ -70,10 +72,6 @@ def check_alike(many: list[Told], one: Told, *, within: float, form: str = "fsdp
         assert [list(itertools.chain(*shares)) for shares in steps] == one.windows
 
 
-def at_step(folder: Path, step: int) -> Checkpoint:
-    return read_checkpoint(folder / "checkpoints" / f"step-{step:08d}")
-
-
 def check_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
     for part in ("model", "optimizer"):
         mine, other = getattr(ours, part), getattr(theirs, part)
@@ -113,5 +111,124 @@ def test_slices_are_saved_read_anywhere_and_gone_on_from(tmp_path: Path, words: 
     assert (tmp_path / "cut" / "checkpoints" / "step-00000005" / "model.safetensors").is_file()
     last = together(2, tmp_path, (preset, [*run, "output.folder=cut"]), resume="auto")
     assert last[1].losses == pytest.approx(whole[0].losses[5:], abs=2e-5)
-    # sampling and evaluating work as with any checkpoint
+    # a model is loaded as from any checkpoint, and the plain form has the bytes of one process
     assert api.load_model(tmp_path / "whole", device="cpu").step == 6
+    plain = api.consolidate(folder, tmp_path / "plain")
+    check_equal(read_checkpoint(plain), read_checkpoint(folder))
+    with safe_open(plain / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(read_checkpoint(folder).model)
+
+
+def test_a_slice_that_is_damaged_or_lost_is_named(tmp_path: Path, words: Make):
+    preset, run = words("text", "train.steps=1", "model.layers=1")
+    together(2, tmp_path, (preset, [*run, "output.folder=run"]))
+    folder = tmp_path / "run" / "checkpoints" / "step-00000001"
+    file = folder / "optimizer-00002-of-00002.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002\.safetensors does not match"):
+        verify_checkpoint(folder)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002\.safetensors is missing"):
+        read_checkpoint(folder)
+
+
+REFUSED = {
+    "lora.rank=4": "adapters",
+    "optim.learning_rate=1e-3 parallel.reduce=bf16": "parallel.reduce",
+    "speed.optimizer_state=8bit": "8-bit moments",
+}
+
+
+@pytest.mark.parametrize("words_", REFUSED)
+def test_what_has_no_slices_is_refused_by_name(tmp_path: Path, words: Make, words_: str):
+    preset, run = words("samples", "train.steps=1", *words_.split())
+    said = WORKERS.run(2, attempt, tmp_path, preset, [*run, "parallel.form=fsdp", "output.folder=run"])
+    assert REFUSED[words_] in said[0]
+    assert not (tmp_path / "run").exists()
+
+
+# --- all of it: `make test-slow` --------------------------------------------------------------------------------------
+
+SLOW = {
+    "text": [],
+    "untied": ["model.tied=false", "data.documents=apart"],
+    "accumulated": ["speed.micro_batch=1", "speed.checkpointing=full"],
+    "stream": ["speed.micro_batch=3"],
+    "samples": ["speed.micro_batch=2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", SLOW)
+def test_any_number_of_processes_learns_what_one_learns(tmp_path: Path, words: Make, kind: str):
+    data = kind if kind in ("stream", "samples") else "text"
+    for exact, within in ((True, 1e-9), (False, 2e-5)):
+        preset, run = words(data, "train.steps=30", "eval.every=10", *SLOW[kind])
+        one = learn(tmp_path, preset, [*run, f"output.folder=one-{exact}"], double=exact)
+        for form, ranks in itertools.product(("data", "fsdp"), (1, 2, 3, 4)):
+            name = f"output.folder={form}-{ranks}-{exact}"
+            many = together(ranks, tmp_path, (preset, [*run, name]), form, double=exact)
+            worst = max(abs(a - b) for a, b in zip(many[0].losses, one.losses, strict=True))
+            print(f"{kind} {form} {ranks} {'float64' if exact else 'fp32'}: {worst:.2e}")
+            check_alike(many, one, within=within, form=form, dealt=data != "samples")
+
+
+@pytest.mark.slow
+def test_slices_inside_hosts_and_copies_between_them(tmp_path: Path, words: Make):
+    preset, run = words("text", "train.steps=10", "eval.every=5")
+    one = learn(tmp_path, preset, [*run, "output.folder=one"], double=True)
+    four = together(4, tmp_path, (preset, [*run, "output.folder=four"]), "hybrid", double=True, hosts=2)
+    check_alike(four, one, within=1e-9, form="hybrid")
+    names = {path.name for path in (tmp_path / "four" / "checkpoints" / "step-00000010").iterdir()}
+    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= names
+
+
+@pytest.mark.slow
+def test_what_four_save_any_number_loads_bit_for_bit(tmp_path: Path, words: Make):
+    preset, run = words("text", "train.steps=4")
+    together(4, tmp_path, (preset, [*run, "output.folder=four"]))
+    saved = tmp_path / "four" / "checkpoints" / "step-00000004"
+    reference = read_checkpoint(saved)
+    for form, ranks in [("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("data", 2)]:
+        target = tmp_path / f"{form}-{ranks}"
+        values = (tmp_path, preset, [*run, f"parallel.form={form}"], saved, target)
+        WORKERS.run(ranks, saved_again, *values)
+        again = read_checkpoint(target / "step-00000004")
+        check_equal(again, reference)
+        plain, other = api.consolidate(again.path, tmp_path / f"plain-{form}-{ranks}"), tmp_path / "plain-fsdp-1"
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            assert (plain / name).read_bytes() == (other / name).read_bytes()
+    # one process that never was sharded writes those bytes, too
+    saved_again(tmp_path, preset, run, saved, tmp_path / "alone")
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        alone = tmp_path / "alone" / "step-00000004" / name
+        assert alone.read_bytes() == (tmp_path / "plain-fsdp-1" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_goes_from_one_process_to_four_and_back(tmp_path: Path, words: Make):
+    preset, run = words("text", "train.steps=12", "checkpoint.every=4")
+    one = learn(tmp_path, preset, [*run, "output.folder=one"])
+    first = learn(tmp_path, preset, [*run, "output.folder=many"], stop_at=4)
+    four = together(4, tmp_path, (preset, [*run, "output.folder=many"]), resume="auto", stop_at=4)
+    last = learn(tmp_path, preset, [*run, "output.folder=many"], resume="auto")
+    assert [*first.losses, *four[3].losses, *last.losses] == pytest.approx(one.losses, abs=2e-5)
+    assert last.evaluations[-1] == pytest.approx(one.evaluations[-1], abs=2e-5)
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["data", "fsdp"])
+@pytest.mark.parametrize("more", [[], ["speed.micro_batch=4"], ["speed.kernels=torch"], ["model.tied=false"]])
+def test_one_rank_over_nccl_learns_what_a_plain_run_learns(tmp_path: Path, words: Make, form: str, more: list[str]):
+    preset, run = words("text", "train.steps=10", "model.width=128", "speed.device=cuda", *more)
+    one = learn(tmp_path, preset, [*run, "output.folder=one"])
+    many = together(1, tmp_path, (preset, [*run, "output.folder=many"]), form)
+    assert many[0].form == form
+    assert many[0].losses == pytest.approx(one.losses, rel=5e-3)  # FSDP2 rounds norms and biases to bf16
+    check = read_checkpoint(tmp_path / "many" / "checkpoints" / "step-00000010")
+    assert all(torch.isfinite(tensor).all() for tensor in check.model.values())

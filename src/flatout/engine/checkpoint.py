@@ -87,14 +87,16 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
     """
     target = checkpoint_path(folder, checkpoint.step)
     with disk_errors(f"checkpoint {target}"), whole_folder(target) as work:
-        size = _write_files(work, checkpoint)
+        size = write_rest(work, checkpoint, {}, None)
         if target.is_symlink() or target.exists():
             set_aside(target, "superseded")
     return target, size
 
 
-def _write_files(folder: Path, checkpoint: Checkpoint) -> int:
-    return write_rest(folder, checkpoint, {}, None)
+def write_plain(target: Path, checkpoint: Checkpoint) -> None:
+    """Writes a checkpoint under a name of its own, which is free."""
+    with whole_folder(target) as work:
+        write_rest(work, checkpoint, {}, None)
 
 
 def write_rest(folder: Path, checkpoint: Checkpoint, files: Mapping[str, Any], slices: Mapping[str, Any] | None) -> int:

@@ -60,7 +60,7 @@ from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
-from flatout.optim.optimizers import Optimizers
+from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
 from flatout.parallel.ranks import Ranks
 from flatout.parallel.reducer import reducer_of
@@ -320,6 +320,8 @@ def _build_step(
     device = speed.device.torch_device
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
     rules = rules_of(config.optim, steps, fused=speed.fused_optimizer, **form)
+    if speed.sharded:
+        check_slices(rules)
     step = TrainStep(
         model,
         Optimizers(rules, trained.updated),

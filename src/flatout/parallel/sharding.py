@@ -31,6 +31,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from flatout.errors import CheckpointError
 from flatout.parallel.ranks import Ranks
 
 
@@ -63,6 +64,7 @@ class Sharding:
         """Shards `model` in place. `entries` are methods that are called from outside besides `forward`."""
         mesh = _mesh(world, device, hybrid=hybrid)
         self._group = mesh.get_group("shard")
+        self.number, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._world = world
         self.writes = not hybrid or mesh.get_local_rank("replicate") == 0  # others hold the same
         wide = None if gathered is None else torch.float32
@@ -83,7 +85,8 @@ class Sharding:
     def _prepare(self, wide: torch.dtype | None) -> None:
         """Gathers everything once: made in torch's inference mode, whole weights could not be trained afterwards."""
         for module in self._modules:
-            module.set_gradient_divide_factor(1.0)
+            if self.count > 1:  # alone, torch would divide all the same
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_requires_gradient_sync(False, recurse=False)
             module.unshard()
@@ -97,7 +100,6 @@ class Sharding:
         self._whole: dict[str, DTensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.slices: dict[str, Slice] = {}
-        self.number, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor), f"{name} was left out"
             local = parameter.to_local()
@@ -115,8 +117,17 @@ class Sharding:
 
     def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """This process's slices of whole tensors, under the name of a parameter or of something that belongs to it."""
-        found = ((name, tensor, self.slice_of(name, tensor)) for name, tensor in tensors.items())
-        return {name: tensor if one is None else one.of(tensor) for name, tensor, one in found}
+        held: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            one = self.slice_of(name, tensor)
+            if one is not None and tuple(tensor.shape) != one.shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(tensor.shape)} in the checkpoint, of which there are no slices: moments "
+                    "in 8 bits are not sharded",
+                    "resume with parallel.form=data",
+                )
+            held[name] = tensor if one is None else one.of(tensor)
+        return held
 
     def slice_of(self, name: str, tensor: Tensor) -> Slice | None:
         """Which slice `tensor`, or what it is a slice of, has here; None for what is whole everywhere."""
@@ -129,6 +140,8 @@ class Sharding:
 
     def passes(self, count: int) -> int:
         """How many passes all processes take, where this one has `count` micro-batches."""
+        if self._world.size == 1:
+            return count
         counts = [0] * self._world.size
         counts[self._world.rank] = count
         return max(self._world.totals(counts))

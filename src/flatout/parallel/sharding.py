@@ -7,8 +7,8 @@ norm, positions, a tied embedding) stays gathered from the beginning of a pass t
 Contract:
 - Gradients are sums over all processes, in fp32 at least, once per step: while a step has micro-batches to come, each
   process adds up its own.
-- Weights are gathered in `gathered`, the type of products, where our kernels run; their gradients leave in fp32 all the
-  same (`Tensor.grad_dtype`). Otherwise they are gathered as they are.
+- Weights are gathered in `gathered`, the type of products, where our kernels run. Gradients of matrices leave in fp32
+  all the same (`Tensor.grad_dtype`); those of biases and positions are rounded once. Otherwise nothing is rounded.
 - Optimizers see plain tensors: `parameters` are this process's slices, which share their memory with torch's DTensors.
   So every optimizer whose rule works element by element runs as it does in one process.
 - Slices are of rows: the first axis, in as many pieces as `torch.chunk` makes, of which the last ones may be empty.
@@ -16,6 +16,7 @@ Trap: all processes must take the same number of passes, also in evaluation: a g
 """
 
 import dataclasses
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,6 +80,8 @@ class Sharding:
         self._modules.append(fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
         for entry in entries:
             register_fsdp_forward_method(model, entry)
+        # Blocks hand on views, and nobody writes into them.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         self._prepare(wide)
         self._set_up(model)
 

@@ -2,18 +2,23 @@
 
 import itertools
 import json
+import os
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 
 from flatout import api
+from flatout.device import Device
+from flatout.engine import setup
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint
 from flatout.errors import CheckpointError
+from flatout.model.count import MemoryEstimate
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
 from tests.parallel_runs import Told, attempt, learn, saved_again
@@ -132,6 +137,30 @@ def test_a_slice_that_is_damaged_or_lost_is_named(tmp_path: Path, words: Make):
     file.unlink()
     with pytest.raises(CheckpointError, match=r"optimizer-00002-of-00002\.safetensors is missing"):
         read_checkpoint(folder)
+
+
+def _short_of_memory(folder: Path, preset: str, words: list[str]) -> tuple[Told, int]:
+    """A run in which a step does not fit the second process's device until slices are tried."""
+    calls: list[int] = []
+
+    def fits(memory: MemoryEstimate, device: Device) -> bool:
+        calls.append(memory.total)
+        return len(calls) > 1 or os.environ["RANK"] == "0"
+
+    with mock.patch.object(setup, "fits_well", fits):
+        return learn(folder, preset, words), len(calls)
+
+
+def test_where_a_step_does_not_fit_one_device_all_processes_take_slices(tmp_path: Path, words: Make):
+    preset, run = words("text", "train.steps=2", "model.layers=1", "output.folder=run")
+    for told, tried in WORKERS.run(2, _short_of_memory, tmp_path, preset, run):
+        assert told.form == "fsdp"
+        assert tried == 1, "the last form is not asked"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    features = next(row for row in rows if row["type"] == "run")["features"]
+    shown = next(feature for feature in features if feature["name"] == "parallel")
+    assert (shown["asked"], shown["used"]) == ("auto", "fsdp")
+    assert "with data a step needs about" in shown["why"]
 
 
 REFUSED = {

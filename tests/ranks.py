@@ -1,118 +1,96 @@
-"""Processes that train together, kept from one test to the next: starting one takes longer than a small run.
+"""Processes that train together, kept between tests: importing torch takes longer than what most tests do with it."""
 
-Each is told by a line of JSON what to run and where the others are, and answers with a line. What a run yields comes
-back as the records' own JSON.
-"""
-
-import json
+import atexit
+import contextlib
+import multiprocessing
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import torch
 
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+TIMEOUT = 120.0  # seconds, for one call
+# The processes are forks of one that has imported these; torch's FSDP asks for the compiler, too.
+PRELOADED = ["tests.parallel_runs", "flatout.parallel.sharding", "torch._dynamo"]
 
 
 class Workers:
-    """Up to `most` processes; `train` runs one config in some of them."""
+    """As many processes as were ever asked for at once. One that fails takes the others with it."""
 
-    def __init__(self, most: int) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "HF_HUB_OFFLINE": "1"}
-        root = Path(__file__).parents[1]
-        path = os.pathsep.join([str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")])
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.ranks"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**environment, "PYTHONPATH": path},
-            )
-            for _ in range(most)
-        ]
+    def __init__(self) -> None:
+        self.held: list[tuple[BaseProcess, Connection]] = []
+        atexit.register(self.end)
 
-    def train(self, ranks: int, folder: Path, words: Sequence[str], **more: Any) -> list[list[dict[str, Any]]]:
-        """The records of every rank, or what it raised as `{"error": ...}`. `more` is for `work` below."""
-        port = str(free_port())
-        chosen = self.processes[:ranks]
-        for rank, process in enumerate(chosen):
-            launched = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
-            launched |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            asked = {"environment": launched, "folder": str(folder), "words": list(words), "rank": rank, **more}
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(asked) + "\n")
-            process.stdin.flush()
-        answers = []
-        for process in chosen:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line, "a worker ended: its error is above"
-            answers.append(json.loads(line))
-        return answers
+    def run(self, size: int, function: Callable[..., Any], *values: Any) -> list[Any]:
+        """What `function(*values)` returns in each of `size` processes, which a launcher seems to have started."""
+        while len(self.held) < size:
+            self._start()
+        port = _free_port()
+        for rank, (_, pipe) in enumerate(self.held[:size]):
+            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests"}
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+            pipe.send(({**place, **{name: str(number) for name, number in numbers.items()}}, function, values))
+        return self._answers(size)
 
-    def close(self) -> None:
-        for process in self.processes:
+    def _answers(self, size: int) -> list[Any]:
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self.held[:size])}
+        found: dict[int, Any] = {}
+        while waiting:
+            ready = wait(list(waiting), TIMEOUT)
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                try:
+                    answer, failure = pipe.recv()
+                except EOFError:
+                    answer, failure = None, "the process is gone"
+                if failure is not None:
+                    self.end()
+                    raise AssertionError(f"rank {rank}: {failure}")
+                found[rank] = answer
+            if not ready:
+                self.end()
+                raise AssertionError(f"rank {sorted(waiting.values())} did not answer within {TIMEOUT:g} s")
+        return [found[rank] for rank in range(size)]
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self.held.append((process, ours))
+
+    def end(self) -> None:
+        for process, pipe in self.held:
             process.kill()
-            process.communicate()
+            process.join()
+            pipe.close()
+        self.held.clear()
 
 
-def counting() -> Iterator[npt.NDArray[np.int64]]:
-    """Arrays from Python, of many lengths."""
-    rng = np.random.default_rng(0)
-    for _ in range(400):
-        yield (int(rng.integers(0, 32)) + np.arange(int(rng.integers(1, 60)))) % 32
+WORKERS = Workers()
 
 
-def work(asked: dict[str, Any]) -> list[dict[str, Any]]:
-    """One run in this process, as the rank that it was told to be."""
-    import torch
-
-    import flatout
-    from flatout.config.load import load_config
-    from flatout.engine import setup
-    from flatout.model.gpt import GPT
-    from flatout.records import record_to_json
-
-    os.chdir(asked["folder"])
-    build = setup._build
-
-    def doubled(*args: Any, **how: Any) -> GPT:
-        return build(*args, **how).double()
-
+def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
-    data = {"data": counting} if asked.get("arrays") else {}
-    setup._build = doubled if asked.get("double") else build
-    os.environ.update(asked["environment"])
-    try:
-        config = load_config(asked.get("preset"), asked["words"])
-        records = flatout.train(config, resume=asked.get("resume"), **data)
-        return [json.loads(record_to_json(record)) for record in records]
-    except Exception as error:  # noqa: BLE001 (the test says what it expects)
-        return [{"error": type(error).__name__, "message": str(error)}]
-    finally:
-        setup._build = build
-        for name in asked["environment"]:
-            del os.environ[name]
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            place, function, values = pipe.recv()
+            os.environ.update(place)
+            try:
+                answer, failure = function(*values), None
+            except BaseException:  # noqa: BLE001 (told to who asked)
+                answer, failure = None, traceback.format_exc()
+            pipe.send((answer, failure))
 
 
-def main() -> None:
-    answers = os.dup(1)
-    os.dup2(2, 1)  # what is printed must not get between the answers
-    with os.fdopen(answers, "w") as out:
-        for line in sys.stdin:
-            out.write(json.dumps(work(json.loads(line))) + "\n")
-            out.flush()
-
-
-if __name__ == "__main__":
-    main()
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]

@@ -195,10 +195,11 @@ def memory_limit(device: Device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Iterator[None]:
+def arithmetic(precision: str, deterministic: bool, device: torch.device, *, keep_casts: bool = True) -> Iterator[None]:
     """Sets torch's process-wide arithmetic switches for one piece of work and puts them back.
 
-    They are global in torch; a run in a notebook must not leave its TF32 or determinism behind.
+    They are global in torch; a run in a notebook must not leave its TF32 or determinism behind. `keep_casts`: autocast
+    keeps its copies of weights until the work is done.
     """
     matmul = torch.get_float32_matmul_precision()
     was_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -207,7 +208,7 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
     if deterministic:
         torch.use_deterministic_algorithms(True)
     try:
-        with autocast(precision, device):
+        with autocast(precision, device, keep_casts=keep_casts):
             yield
     finally:
         torch.set_float32_matmul_precision(matmul)
@@ -215,9 +216,11 @@ def arithmetic(precision: str, deterministic: bool, device: torch.device) -> Ite
             torch.use_deterministic_algorithms(was_deterministic, warn_only=warn_only)
 
 
-def autocast(precision: str, device: torch.device) -> contextlib.AbstractContextManager[None]:
+def autocast(
+    precision: str, device: torch.device, *, keep_casts: bool = True
+) -> contextlib.AbstractContextManager[None]:
     """Half-precision matrix products over fp32 weights, or nothing."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     if dtype is None:
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype)  # pyright: ignore[reportReturnType]
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=keep_casts)  # pyright: ignore[reportReturnType]

@@ -13,12 +13,21 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 
 class Reducer(Protocol):
     """Adds up the gradients of all processes, while the backward pass of the last micro-batch still goes on."""
+
+    in_place: bool  # whether gradients stay where they are from step to step
+
+    def passes(self, count: int) -> int:
+        """How many passes this process takes in a step in which it has `count` micro-batches: at least as many."""
+        ...
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm of reduced gradients, or of the parameters: that of the whole, the same in all processes."""
+        ...
 
     def last_micro_batch(self) -> None:
         """From here on a gradient that is complete may leave."""
@@ -52,10 +61,6 @@ class World:
     def sum(self, value: Tensor) -> Tensor:
         """The sum over all processes, on the device."""
         return value
-
-    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The norm of tensors that are the same in all processes."""
-        return torch.nn.utils.get_total_norm(tensors)
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
         """The sums over all processes of numbers of the host."""

@@ -3,18 +3,27 @@
 Pairs of two processes here; 1, 2, 3 and 4 of them, over 30 steps, are `slow`.
 """
 
+import functools
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
+import flatout
+from flatout.config.load import load_config
+from flatout.engine import setup
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.errors import UserError
+from flatout.records import record_to_json
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
-from tests.ranks import Workers
+from tests.ranks import WORKERS
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -29,18 +38,34 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    started = Workers(2)
-    yield started
-    started.close()
+def counting() -> Iterator[npt.NDArray[np.int64]]:
+    """Arrays from Python, of many lengths."""
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        yield (int(rng.integers(0, 32)) + np.arange(int(rng.integers(1, 60)))) % 32
 
 
-@pytest.fixture(scope="module")
-def four_workers() -> Iterator[Workers]:
-    started = Workers(4)
-    yield started
-    started.close()
+def run_here(folder: str, words: list[str], **asked: Any) -> list[dict[str, Any]]:
+    """One run, as the rank that this process is; its records, or at the end what it raised."""
+    build = setup._build
+    os.chdir(folder)
+    data = {"data": counting} if asked.get("arrays") else {}
+    if asked.get("double"):
+        setup._build = lambda *args, **how: build(*args, **how).double()
+    rows: list[dict[str, Any]] = []
+    try:
+        config = load_config(asked.get("preset"), words)
+        for record in flatout.train(config, resume=asked.get("resume"), **data):
+            rows.append(json.loads(record_to_json(record)))  # noqa: PERF401 (an error may come between)
+    except UserError as error:
+        rows.append({"type": "error", "error": type(error).__name__, "message": str(error)})
+    finally:
+        setup._build = build
+    return rows
+
+
+def train(ranks: int, folder: Path, words: list[str], **asked: Any) -> list[list[dict[str, Any]]]:
+    return WORKERS.run(ranks, functools.partial(run_here, str(folder), words, **asked))
 
 
 def words_of(kind: str, corpus: Path, folder: Path, steps: int) -> list[str]:
@@ -63,11 +88,11 @@ def words_of(kind: str, corpus: Path, folder: Path, steps: int) -> list[str]:
     return [*TINY, *EVEN, *source, f"train.steps={steps}", "model.dropout=0"]
 
 
-def trained(pool: Workers, kind: str, ranks: int, corpus: Path, folder: Path, steps: int, **more: Any) -> Any:
+def trained(kind: str, ranks: int, corpus: Path, folder: Path, steps: int, **more: Any) -> Any:
     """Losses of steps and evaluations, the tokens read, and the last checkpoint, of the first rank."""
     words = [*words_of(kind, corpus, folder, steps), *KINDS[kind]["words"], *more.pop("words", [])]
     how = {key: value for key, value in KINDS[kind].items() if key != "words"}
-    answers = pool.train(ranks, folder, words, **how, **more)
+    answers = train(ranks, folder, words, **how, **more)
     failed = [record for rank in answers for record in rank if "error" in record]
     assert not failed, failed
     every = [[row["loss"] for row in rank if row["type"] == "step"] for rank in answers]
@@ -79,10 +104,10 @@ def trained(pool: Workers, kind: str, ranks: int, corpus: Path, folder: Path, st
     return every[0], evaluated, tokens, saved
 
 
-def compare(pool: Workers, kind: str, ranks: int, corpus: Path, folder: Path, steps: int, *, double: bool) -> None:
+def compare(kind: str, ranks: int, corpus: Path, folder: Path, steps: int, *, double: bool) -> None:
     more = {"double": True, "words": ["optim.clip=0"]} if double else {}
-    one = trained(pool, kind, 1, corpus, folder / "one", steps, **more)
-    many = trained(pool, kind, ranks, corpus, folder / "many", steps, **more)
+    one = trained(kind, 1, corpus, folder / "one", steps, **more)
+    many = trained(kind, ranks, corpus, folder / "many", steps, **more)
     within = 1e-9 if double else 2e-5
     assert len(one[0]) == steps
     assert many[0] == pytest.approx(one[0], abs=within)
@@ -93,8 +118,8 @@ def compare(pool: Workers, kind: str, ranks: int, corpus: Path, folder: Path, st
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_processes_learn_what_one_learns(workers: Workers, kind: str, corpus: Path, tmp_path: Path):
-    compare(workers, kind, 2, corpus, tmp_path, 6, double=kind in ("shards", "samples"))
+def test_two_processes_learn_what_one_learns(kind: str, corpus: Path, tmp_path: Path):
+    compare(kind, 2, corpus, tmp_path, 6, double=kind in ("shards", "samples"))
 
 
 @pytest.mark.slow
@@ -102,33 +127,33 @@ def test_two_processes_learn_what_one_learns(workers: Workers, kind: str, corpus
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_number_of_processes_learns_what_one_learns(
-    four_workers: Workers, kind: str, ranks: int, double: bool, corpus: Path, tmp_path: Path
+    kind: str, ranks: int, double: bool, corpus: Path, tmp_path: Path
 ):
     if double and kind == "adapters":
         pytest.skip("adapters are kept in fp32")
-    compare(four_workers, kind, ranks, corpus, tmp_path, 30, double=double)
+    compare(kind, ranks, corpus, tmp_path, 30, double=double)
 
 
-def test_a_run_goes_on_in_another_number_of_processes(workers: Workers, corpus: Path, tmp_path: Path):
+def test_a_run_goes_on_in_another_number_of_processes(corpus: Path, tmp_path: Path):
     rates = ["optim.schedule=constant", "optim.warmup_steps=2"]
-    whole, *_ = trained(workers, "shards", 1, corpus, tmp_path / "whole", 12, words=rates)
+    whole, *_ = trained("shards", 1, corpus, tmp_path / "whole", 12, words=rates)
     words = [*words_of("shards", corpus, tmp_path / "parts", 12), *rates]
     losses: list[float] = []
     for ranks, steps in ((1, 4), (2, 8), (1, 12)):
         how = {"preset": "shakespeare-char", "resume": "auto"}
-        first, *_ = workers.train(ranks, tmp_path / "parts", [*words, f"train.steps={steps}"], **how)
+        first, *_ = train(ranks, tmp_path / "parts", [*words, f"train.steps={steps}"], **how)
         losses += [row["loss"] for row in first if row["type"] == "step"]
     assert losses == pytest.approx(whole, abs=2e-5)
 
 
-def test_two_processes_resume_bit_for_bit_with_dropout(workers: Workers, corpus: Path, tmp_path: Path):
+def test_two_processes_resume_bit_for_bit_with_dropout(corpus: Path, tmp_path: Path):
     """Each process draws its own numbers, and goes on drawing where it was."""
     dropped = ["model.dropout=0.3", "checkpoint.every=3", "checkpoint.keep=9"]
-    *_, whole = trained(workers, "shards", 2, corpus, tmp_path / "whole", 6, words=dropped)
+    *_, whole = trained("shards", 2, corpus, tmp_path / "whole", 6, words=dropped)
     words = [*words_of("shards", corpus, tmp_path / "parts", 6), *dropped]
-    workers.train(2, tmp_path / "parts", words, preset="shakespeare-char")
+    train(2, tmp_path / "parts", words, preset="shakespeare-char")
     step_3 = str(tmp_path / "parts" / "run" / "checkpoints" / "step-00000003")
-    workers.train(2, tmp_path / "parts", words, preset="shakespeare-char", resume=step_3)
+    train(2, tmp_path / "parts", words, preset="shakespeare-char", resume=step_3)
     again = read_checkpoint(tmp_path / "parts" / "run" / "checkpoints" / "step-00000006")
     for part in ("model", "optimizer", "run"):
         expected, found = getattr(whole, part), getattr(again, part)
@@ -137,25 +162,25 @@ def test_two_processes_resume_bit_for_bit_with_dropout(workers: Workers, corpus:
     assert not torch.equal(whole.run["random.cpu"], whole.run["random.cpu.1"])
 
 
-def test_only_the_first_process_writes_and_every_step_is_recorded_once(workers: Workers, corpus: Path, tmp_path: Path):
-    trained(workers, "shards", 2, corpus, tmp_path / "run", 6)
+def test_only_the_first_process_writes_and_every_step_is_recorded_once(corpus: Path, tmp_path: Path):
+    trained("shards", 2, corpus, tmp_path / "run", 6)
     rows = [json.loads(line) for line in (tmp_path / "run" / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if row["type"] == "step"] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if row["type"] == "eval"] == [4, 6]
     assert not [row for row in rows if row["type"] == "notice"]
 
 
-def test_a_refusal_is_that_of_one_process(workers: Workers, corpus: Path, tmp_path: Path):
+def test_a_refusal_is_that_of_one_process(corpus: Path, tmp_path: Path):
     """The other leaves without a word of its own, and nothing is written."""
     words = [*words_of("shards", corpus, tmp_path / "here", 4), "train.batch_tokens=208"]
-    answers = workers.train(2, tmp_path / "here", words, preset="shakespeare-char")
+    answers = train(2, tmp_path / "here", words, preset="shakespeare-char")
     assert [answer[0]["error"] for answer in answers] == ["ConfigError", "OtherProcessError"]
     assert "13 windows of 16 tokens, which 2 processes cannot share" in answers[0][0]["message"]
     assert not (tmp_path / "here" / "run").exists()
 
 
-def test_a_rate_that_diverges_ends_all_processes(workers: Workers, corpus: Path, tmp_path: Path):
+def test_a_rate_that_diverges_ends_all_processes(corpus: Path, tmp_path: Path):
     words = [*words_of("shards", corpus, tmp_path / "here", 40), "optim.learning_rate=100", "optim.clip=0"]
-    answers = workers.train(2, tmp_path / "here", [*words, "optim.warmup_steps=0"], preset="shakespeare-char")
+    answers = train(2, tmp_path / "here", [*words, "optim.warmup_steps=0"], preset="shakespeare-char")
     assert [answer[-1]["error"] for answer in answers] == ["DivergedError", "OtherProcessError"]
     assert "resume from" in answers[0][-1]["message"]

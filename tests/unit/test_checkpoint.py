@@ -312,10 +312,10 @@ def test_a_state_of_another_shape_is_refused_by_name(tmp_path: Path, content: by
 
 
 def test_a_newer_format_is_refused_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(module, "PLAIN", 3)
     path, _ = write_checkpoint(tmp_path, make(1))
-    monkeypatch.setattr(module, "FORMAT", 1)
-    with pytest.raises(CheckpointError, match="format 2"):
+    monkeypatch.setattr(module, "PLAIN", 1)
+    with pytest.raises(CheckpointError, match="format 3"):
         verify_checkpoint(path)
 
 

@@ -5,7 +5,7 @@ No global state: a run's random stream, arithmetic switches and files are its ow
 
 from flatout.api.configs import stored_config
 from flatout.api.evaluation import Evaluation, evaluate
-from flatout.api.exporting import Merged, export, merge
+from flatout.api.exporting import Merged, consolidate, export, merge
 from flatout.api.measuring import bench, tune
 from flatout.api.models import LoadedModel, load_model
 from flatout.api.text import chat_prompt, generate, is_untaught
@@ -17,6 +17,7 @@ __all__ = [
     "Merged",
     "bench",
     "chat_prompt",
+    "consolidate",
     "evaluate",
     "export",
     "generate",

@@ -9,6 +9,8 @@ import torch
 from flatout.api.models import LoadedModel, load_model
 from flatout.api.text import chat_prompt
 from flatout.engine.adapter_folder import IN_4_BITS, files_beside, who_loads, write_adapter
+from flatout.engine.checkpoint import read_checkpoint, write_plain
+from flatout.engine.run_folder import checkpoint_to_load
 from flatout.errors import CheckpointError, UsageError
 from flatout.files import disk_errors
 from flatout.model.hub import DTYPES, Description, description_of
@@ -108,6 +110,18 @@ def _new_folder(folder: str | Path) -> Path:
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"{target} is a file or not empty", "name a new folder to write into")
+    return target
+
+
+def consolidate(model: str | Path, folder: str | Path) -> Path:
+    """Writes a checkpoint, or the newest of a run, in the plain form: one file for all weights, whoever wrote it.
+
+    The files are byte for byte those that one process would have written of the same values.
+    """
+    checkpoint = read_checkpoint(checkpoint_to_load(Path(model)))
+    target = _new_folder(folder)
+    with disk_errors(str(target), safe=""):
+        write_plain(target, checkpoint)
     return target
 
 

@@ -33,7 +33,7 @@ from flatout.data.chat_template import BUILT_IN, MODEL, ChatTemplate, load_templ
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.portable import as_model_tokenizer
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, tokenizer_from_json
-from flatout.engine.checkpoint import read_part, verify_checkpoint
+from flatout.engine.checkpoint import read_model, read_part, verify_checkpoint
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.execution import Execution
@@ -43,7 +43,7 @@ from flatout.model.hub import Description, check_same_model, describe, descripti
 from flatout.model.hub_find import find_model
 from flatout.model.hub_weights import load_described, load_huggingface
 from flatout.model.quantize import check_quantizing, round_linears
-from flatout.model.weights import assign_weights, read_safetensors
+from flatout.model.weights import assign_weights
 
 _ROPE = ("rope_base", "rope_scaling", "rope_factor", "rope_low", "rope_high", "rope_original_context")
 _FREE = {"init_from", "ignore_auto_map", "context", "vocab", "dropout", "window", "energy", *_ROPE}
@@ -195,7 +195,7 @@ def build_base(
     if not is_checkpoint(description.folder):
         model = load_described(description, dtype=dtype, device=device, execution=execution)
     else:
-        tensors = read_safetensors(description.folder / "model.safetensors")
+        tensors = read_model(description.folder)
         config, vocab = description.config, description.vocab
         model = empty_model(config, vocab, execution=execution, dtype=dtype, device=device)
         assign_weights(model, tensors, str(description.folder))
@@ -212,8 +212,7 @@ def base_fingerprint(description: Description) -> str:
     """
     if not is_checkpoint(description.folder):
         return weights_fingerprint(description)
-    weights = description.folder / "model.safetensors"
-    return own_fingerprint(weights, description.config, portable=bool(description.values))
+    return own_fingerprint(read_model(description.folder), description.config, portable=bool(description.values))
 
 
 def check_base(name: str, description: Description, expected: str | None) -> None:
@@ -260,7 +259,7 @@ class Start:
 
     def fill(self, model: GPT) -> None:
         if self.ours:
-            assign_weights(model, read_safetensors(self.folder / "model.safetensors"), str(self.folder))
+            assign_weights(model, read_model(self.folder), str(self.folder))
         else:
             load_huggingface(model, self.folder)
 

@@ -39,6 +39,7 @@ from flatout.engine.run import Run
 from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.saver import Saved, Saver
 from flatout.engine.saving import Due, capture, save_run_adapter
+from flatout.engine.sharded_saving import write_sharded
 from flatout.engine.spans import SpanTotals
 from flatout.generation.decode import generate_tokens
 from flatout.model.adapter_files import adapter_tensors
@@ -153,10 +154,14 @@ class Boundary:
     def _begin(self, due: Due, position: dict[str, Any] | None) -> float:
         """Begins a save; returns the seconds that training stood still for it."""
         began, checkpoint = time.perf_counter(), capture(self.run, self.progress, position, due)
-        if self.run.world.first:  # of several ranks one writes, since all have the same
+        folder, sharding = checkpoints_of(self.folder), self.run.trained.sharding
+        if sharding is not None:
+            path, size = write_sharded(folder, checkpoint, sharding, self.run.world)
+            self.there = Saved(path=path, bytes=size)
+        elif self.run.world.first:  # of several ranks one writes, since all have the same
             self.saver.begin(checkpoint)
         else:
-            self.there = Saved(path=checkpoint_path(checkpoints_of(self.folder), checkpoint.step), bytes=0)
+            self.there = Saved(path=checkpoint_path(folder, checkpoint.step), bytes=0)
         self.saved_at = time.monotonic()
         return time.perf_counter() - began
 

@@ -74,11 +74,22 @@ class Speed(Execution):
     expandable_segments: bool
     memory_limit: float | None
     features: tuple[Feature, ...]
+    parallel: str = "none"  # or data, fsdp, hybrid
+    shards: int = 1  # processes that share one copy of the model
 
     @functools.cached_property
     def execution(self) -> Execution:
         """The model's share of them."""
         return Execution(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Execution)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Dealing:
+    """How several processes share the model, and why it is not the way that was asked for."""
+
+    form: str = "none"  # of one process; or data, fsdp, hybrid
+    shards: int = 1
+    why: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +103,7 @@ class Case:
     step_tokens: float | None
     probes: Probes
     ranks: int = 1
+    dealing: Dealing = dataclasses.field(default_factory=Dealing)
     # What has been decided so far, as `Speed` will have it. Reading a switch too early is an AttributeError.
     used: Speed = dataclasses.field(default_factory=lambda: cast("Speed", types.SimpleNamespace()))
 
@@ -125,6 +137,11 @@ class Case:
     @property
     def adapters(self) -> bool:
         return self.config.lora.rank > 0
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every process holds slices of the weights."""
+        return self.dealing.form in ("fsdp", "hybrid")
 
     @property
     def quantized(self) -> bool:

@@ -22,13 +22,13 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from flatout.engine.checkpoint_files import FORMAT, save_files, sealed, unsealed
+from flatout.engine.checkpoint_files import PLAIN, SLICED, save_files, sealed, unsealed
 from flatout.engine.run_files import CHECKPOINT_FILES, JSON_FILES, MANIFEST, TENSOR_FILES, list_checkpoints
+from flatout.engine.slices import is_sliced, read_tensors, well_formed
 from flatout.errors import CheckpointError, DamagedError
 from flatout.files import CHECK_ACCESS, canonical_json, disk_errors, hash_file, write_new, write_whole
 from flatout.folders import retire, sweep
 from flatout.model.tensor_file import pieces_of
-from flatout.model.weights import read_safetensors
 
 VERDICT, BASE_MARK = "verdict.json", "base-of.txt"
 Fact = TypeVar("Fact", int, str)
@@ -78,18 +78,23 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> tuple[Path, int]:
     """Writes `folder/step-N` atomically; returns it and its size in bytes."""
     target = checkpoint_path(folder, checkpoint.step)
-    pieces = {name: pieces_of(tensors) for name, tensors in checkpoint.tensor_files().items()}
     with disk_errors(f"checkpoint {target}"):
-        return target, save_files(target, checkpoint.step, pieces, checkpoint.text_files())
+        return target, write_plain(target, checkpoint)
+
+
+def write_plain(target: Path, checkpoint: Checkpoint) -> int:
+    """Writes a whole checkpoint as the folder `target`; returns its size in bytes."""
+    pieces = {name: pieces_of(tensors) for name, tensors in checkpoint.tensor_files().items()}
+    return save_files(target, checkpoint.step, pieces, checkpoint.text_files())
 
 
 def remove_checkpoint(path: Path) -> bool:
     """Removes a checkpoint; False, with nothing changed, where it is a link or holds files that are not ours."""
     try:
-        _read_manifest(path)
+        files = _read_manifest(path)["files"]
     except CheckpointError:
         return False
-    return retire(path, CHECKPOINT_FILES | {VERDICT, BASE_MARK})
+    return retire(path, {*files, MANIFEST, VERDICT, BASE_MARK})
 
 
 def sweep_leftovers(folder: Path) -> None:
@@ -211,11 +216,17 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     """The contents of a checkpoint folder, tensors on the CPU; hashed first unless the caller just did."""
     if not verified:
         verify_checkpoint(path)
-    tensors = {name: read_safetensors(path / f"{name}.safetensors") for name in TENSOR_FILES}
+    manifest = _read_manifest(path)
+    tensors = {name: read_tensors(path, manifest, name) for name in TENSOR_FILES}
     values = {name: read_part(path, name) for name in JSON_FILES}
     checkpoint = Checkpoint(**tensors, **values, path=path)
     checkpoint.fact("step", int)
     return checkpoint
+
+
+def read_model(path: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint that was verified, on the CPU."""
+    return read_tensors(path, _read_manifest(path), "model")
 
 
 def checkpoint_bytes(path: Path) -> int:
@@ -282,9 +293,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}", CHECK_ACCESS) from error
     except ValueError as error:
         raise _damaged(file, str(error)) from error
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in (PLAIN, SLICED):
         raise CheckpointError(
-            f"{file} has format {manifest.get('format')!r}, this Flatout reads format {FORMAT}",
+            f"{file} has format {manifest.get('format')!r}, this Flatout reads formats {PLAIN} and {SLICED}",
             "update Flatout to read it",
         )
     if not _is_shaped(manifest):
@@ -297,7 +308,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _is_shaped(manifest: dict[str, Any]) -> bool:
     """Whether a manifest says what ours say: exactly our files, each with a size and a SHA-256."""
     files, step = manifest.get("files"), manifest.get("step")
-    if type(step) is not int or not isinstance(files, dict) or set(files) != CHECKPOINT_FILES - {MANIFEST}:
+    if type(step) is not int or not isinstance(files, dict):
+        return False
+    if not (well_formed(manifest) if is_sliced(manifest) else set(files) == CHECKPOINT_FILES - {MANIFEST}):
         return False
     entries = [entry for entry in files.values() if isinstance(entry, dict)]
     return len(entries) == len(files) and all(

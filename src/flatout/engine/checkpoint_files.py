@@ -18,7 +18,7 @@ from flatout.engine.run_files import MANIFEST
 from flatout.files import canonical_json, sync_and_hash, write_new, write_pieces
 from flatout.folders import whole_folder
 
-FORMAT = 1
+PLAIN, SLICED = 1, 2  # formats of a manifest: whole tensors, or slices of them by several processes (slices.py)
 Entries = dict[str, dict[str, Any]]  # of each file by its name: bytes and sha256
 
 
@@ -55,9 +55,10 @@ def write_files(work: Path, tensors: Mapping[str, Iterable[memoryview]], texts: 
     return entries
 
 
-def commit(work: Path, step: int, entries: Entries) -> None:
-    """Writes the manifest: the last file of a checkpoint, after all others are durable."""
-    write_new(work / MANIFEST, sealed({"format": FORMAT, "step": step, "files": entries}))
+def commit(work: Path, step: int, entries: Entries, slices: Mapping[str, Any] | None = None) -> None:
+    """Writes the manifest: the last file of a checkpoint, after all others are durable, with `slices` if there are."""
+    form = {"format": PLAIN} if slices is None else {"format": SLICED, "slices": slices}
+    write_new(work / MANIFEST, sealed({**form, "step": step, "files": entries}))
     sync_and_hash(work / MANIFEST)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from flatout.config.schema import RunConfig, SpeedConfig
 from flatout.config.source import Source
 from flatout.device import Device
-from flatout.engine.case import Answer, Case, Probes, Speed
+from flatout.engine.case import Answer, Case, Dealing, Probes, Speed
 from flatout.engine.switches import ROWS
 from flatout.errors import HardwareError
 from flatout.records import Feature
@@ -27,12 +27,14 @@ def resolve_speed(
     vocab: int | None = None,
     step_tokens: float | None = None,
     ranks: int = 1,
+    dealing: Dealing | None = None,
     probes: Probes | None = None,
 ) -> Speed:
     """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
 
     `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary,
-    `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step.
+    `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step,
+    `dealing` how they share the model.
     """
     case = Case(
         config=config,
@@ -41,6 +43,7 @@ def resolve_speed(
         vocab=vocab,
         step_tokens=step_tokens,
         ranks=ranks,
+        dealing=dealing or Dealing(),
         probes=probes or Probes(),
     )
     features: list[Feature] = []
@@ -55,7 +58,8 @@ def resolve_speed(
         vars(case.used)[row.name] = answer.used
     used = vars(case.used)
     scan = "chunked" if used["scan"] == "auto" else used["scan"]
-    return Speed(**{**used, "device": device, "scan": scan, "features": tuple(features)})
+    shared = {"sharded": case.sharded, "shards": case.dealing.shards}
+    return Speed(**{**used, **shared, "device": device, "scan": scan, "features": tuple(features)})
 
 
 def _check_wanted(feature: Feature, source: Source) -> None:

@@ -55,6 +55,7 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
         frozen=frozen if lora.rank else None,
         row_tokens=row_tokens if rows is None else rows.row_tokens,
         labels=None if rows is None else rows.labels,
+        shards=speed.shards,
     )
 
 
@@ -90,6 +91,16 @@ def check_samples_fit(data: TrainingData, config: RunConfig, vocab: int, speed: 
         if memory_on(data, config, vocab, switches, micro_batch=size).total <= (device.memory_bytes or 0):
             raise _does_not_fit(memory, device, way)
     raise _does_not_fit(memory, device, "take a smaller model, a lower model.context or a card with more memory")
+
+
+def fits_well(memory: MemoryEstimate, device: Device) -> bool:
+    """Whether a step fits with room to spare."""
+    return device.memory_bytes is None or memory.total <= ROOM * device.memory_bytes
+
+
+def why_not(memory: MemoryEstimate, device: Device) -> str:
+    """What a step needs and has, in short."""
+    return f"a step needs about {_amount(memory.total)}, and {_amount(device.memory_bytes or 0)} are there"
 
 
 def _too_large(memory: MemoryEstimate, device: Device) -> bool:

@@ -100,7 +100,8 @@ class Run:
 @contextlib.contextmanager
 def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
     """torch's process-wide switches as a run wants them, for one piece of its work: arithmetic and memory limit."""
-    with memory_limit(speed.device), arithmetic(speed.precision, deterministic, speed.device.torch_device):
+    how = {"keep_casts": not speed.sharded}
+    with memory_limit(speed.device), arithmetic(speed.precision, deterministic, speed.device.torch_device, **how):
         yield
 
 

@@ -84,7 +84,7 @@ def restore(run: Run, checkpoint: Checkpoint) -> Progress:
     """Puts a checkpoint's state into a freshly built run; the counterpart of `capture`."""
     run.trained.assign(checkpoint.model, "the checkpoint")
     try:
-        converted = run.step.optimizer.assign(checkpoint.optimizer, "the checkpoint")
+        converted = run.step.optimizer.assign(run.trained.own(checkpoint.optimizer), "the checkpoint")
     except CheckpointError as error:
         changed = [row for row in differences(run.config, checkpoint.config) if row[0].startswith("optim.")]
         if not changed:

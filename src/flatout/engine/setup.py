@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,16 @@ from flatout.engine.case import product_type
 from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, out_of_memory, ways
+from flatout.engine.fit_check import (
+    check_fits,
+    check_samples_fit,
+    fits_well,
+    memory_on,
+    out_of_memory,
+    ways,
+    why_not,
+)
+from flatout.engine.form import dealings
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
 from flatout.engine.opening import (
@@ -51,10 +60,14 @@ from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
-from flatout.optim.optimizers import Optimizers
+from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
+from flatout.parallel.ranks import Ranks
 from flatout.parallel.reducer import reducer_of
 from flatout.world import World
+
+if TYPE_CHECKING:
+    from flatout.parallel.sharding import Sharding
 
 
 def setup_run(
@@ -83,35 +96,95 @@ def setup_run(
     with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
         opened = open_data(config, sources, progress, resumed=resumed, arrays=arrays)
     check_shares(opened.data, world)
+    speed, memory = _resolved(opened, sources_of(sources), device, world)
     with world.together():
-        return _assembled(loaded, opened, sources, device, resumed, world)
+        prepared = _prepared(loaded, opened, speed, memory, fresh=resumed is None)
+    sharding = None if not speed.sharded else _sharded(prepared.model, speed, world)
+    with world.together():
+        return _assembled(loaded, opened, sources, prepared, resumed, world, sharding)
+
+
+def _resolved(
+    opened: Opened, source_of: Callable[[str], Source], device: Device, world: World
+) -> tuple[Speed, MemoryEstimate]:
+    """The switches and what a step needs with them, in the first form that fits in all processes, or in the last."""
+    config, facts = opened.config, opened.data.facts
+    with world.together():
+        waiting, vocab = dealings(config, world), vocabulary_of(opened)
+    while True:
+        dealing, *waiting = waiting
+        with world.together():
+            shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "ranks": world.size, "dealing": dealing}
+            speed = resolve_speed(config, device, facts.corpus_bytes, source_of, **shape)
+            memory = memory_on(opened.data, config, vocab, speed)
+        if not waiting or not world.any(not fits_well(memory, device)):
+            return speed, memory
+        why = f"with {dealing.form} {world.told(why_not(memory, device))}"
+        waiting = [dataclasses.replace(one, why=why) for one in waiting]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A model whose weights are all there, and what was decided for it."""
+
+    model: GPT
+    speed: Speed
+    memory: MemoryEstimate
+    start: Start | None
+    notices: Notices
+
+
+def _prepared(
+    loaded: LoadedConfig | RunConfig, opened: Opened, speed: Speed, memory: MemoryEstimate, *, fresh: bool
+) -> _Prepared:
+    """The model on its device, or on the host where it is to be sharded."""
+    config, vocab, device = opened.config, vocabulary_of(opened), speed.device
+    start = open_start(config.model, vocab, opened.data.tokenizer) if fresh and opened.base is None else None
+    _check_memory(opened, loaded, vocab, speed, memory, resumed=not fresh)
+    if device.kind == "cuda":
+        torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
+    use_expandable_segments(device.torch_device, on=speed.expandable_segments)
+    notices = Notices()
+    return _Prepared(_build(opened, vocab, speed, notices, start, weights=fresh), speed, memory, start, notices)
+
+
+def _sharded(model: GPT, speed: Speed, world: World) -> "Sharding":
+    """Slices of the model on the device of each process."""
+    from flatout.parallel.sharding import Sharding  # it takes a second to import
+
+    assert isinstance(world, Ranks), "one process has no shards"
+    ends = [] if model.config.tied else [model.embedding, model.head]
+    kernels = speed.kernels == "triton"  # which take weights in the type of products; torch's own cast for themselves
+    with out_of_memory():
+        return Sharding(
+            model,
+            [*model.blocks, *ends],
+            world,
+            hybrid=speed.parallel == "hybrid",
+            device=speed.device.torch_device,
+            gathered=product_type(speed.precision) if kernels and speed.precision in ("bf16", "fp16") else None,
+            entries=("logits",),
+        )
 
 
 def _assembled(
     loaded: LoadedConfig | RunConfig,
     opened: Opened,
     sources: Mapping[str, Source],
-    device: Device,
+    prepared: _Prepared,
     resumed: Checkpoint | None,
     world: World,
+    sharding: "Sharding | None",
 ) -> Run:
-    """The run on data that is open."""
+    """The run on data that is open, with a model that is built."""
     config, data, vocab, fresh = opened.config, opened.data, vocabulary_of(opened), resumed is None
-    start = open_start(config.model, vocab, data.tokenizer) if fresh and opened.base is None else None
-    facts, source_of = data.facts, sources_of(sources)
-    shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "ranks": world.size}
-    speed = resolve_speed(config, device, facts.corpus_bytes, source_of, **shape)
-    memory = _checked_memory(opened, loaded, vocab, speed, resumed=not fresh)
+    model, speed, memory, later = prepared.model, prepared.speed, prepared.memory, prepared.notices
+    facts, source_of, device = data.facts, sources_of(sources), speed.device
     schedule = schedule_of(data, resumed)
     steps = steps_of(config, facts, schedule)
-    if device.kind == "cuda":
-        torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
-    use_expandable_segments(device.torch_device, on=speed.expandable_segments)
-    later = Notices()
-    model = _build(opened, vocab, speed, later, start, weights=fresh)
     adapters = _attach(model, config) if config.lora.rank else None
     base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
-    trained = all_weights(model) if adapters is None else only_adapters(adapters)
+    trained = all_weights(model, sharding) if adapters is None else only_adapters(adapters)
     adapted = None if adapters is None else trained.count
     run = Run(
         config=config,
@@ -132,7 +205,7 @@ def _assembled(
         base_hash=base_hash,
     )
     run.evaluation()  # a validation split without a single target is an error now, not after the first steps
-    told = _notices(run, start, lambda path: source_of(path).by_user, weights=fresh)
+    told = _notices(run, prepared.start, lambda path: source_of(path).by_user, weights=fresh)
     return dataclasses.replace(run, notices=(*(loaded.notices if isinstance(loaded, LoadedConfig) else ()), *told))
 
 
@@ -153,16 +226,20 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
     )
 
 
-def _checked_memory(
-    opened: Opened, loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed, *, resumed: bool
-) -> MemoryEstimate:
-    """What a step needs; refused where the device cannot have it."""
-    memory = memory_on(opened.data, opened.config, vocab, speed)
+def _check_memory(
+    opened: Opened,
+    loaded: LoadedConfig | RunConfig,
+    vocab: int,
+    speed: Speed,
+    memory: MemoryEstimate,
+    *,
+    resumed: bool,
+) -> None:
+    """Refuses a step that the device cannot have."""
     if opened.base is None:
         check_fits(memory, speed.device, lambda: ways(loaded, vocab, speed, resumed=resumed))
     else:
         check_samples_fit(opened.data, opened.config, vocab, speed, memory)
-    return memory
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -175,7 +252,7 @@ def _build(opened: Opened, vocab: int, speed: Speed, notices: Notices, start: St
         if start is not None:
             start.fill(model)
         with out_of_memory():
-            model.to(speed.device.torch_device)
+            model.to(_place_of(speed))
     else:
         model = _build_described(config, base.description, speed, weights=weights)
     if speed.device.kind == "cuda":
@@ -187,12 +264,17 @@ def _build(opened: Opened, vocab: int, speed: Speed, notices: Notices, start: St
     return model
 
 
+def _place_of(speed: Speed) -> torch.device:
+    """Where a model is built: where it stays, or on the host if every device is to have only a slice of it."""
+    return torch.device("cpu") if speed.sharded else speed.device.torch_device
+
+
 def _build_described(config: RunConfig, description: Description, speed: Speed, *, weights: bool) -> GPT:
     """A frozen model is held in the type of its products; one that is trained in fp32."""
     frozen = config.lora.rank > 0
     narrow = product_type(speed.precision)
     description = dataclasses.replace(description, config=config.model)
-    device, quantize = speed.device.torch_device, config.lora.quantize != "none"
+    device, quantize = _place_of(speed), config.lora.quantize != "none"
     if quantize:
         check_quantizing(device)
     how: dict[str, Any] = {"dtype": narrow if frozen else torch.float32, "execution": speed.execution}
@@ -238,6 +320,8 @@ def _build_step(
     device = speed.device.torch_device
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
     rules = rules_of(config.optim, steps, fused=speed.fused_optimizer, **form)
+    if speed.sharded:
+        check_slices(rules)
     step = TrainStep(
         model,
         Optimizers(rules, trained.updated),
@@ -250,7 +334,8 @@ def _build_step(
         clear_gradients=trained.clear_gradients,
         scope=lambda: device_scope(speed, config.train.deterministic),
         world=world,
-        reducer=reducer_of(
+        reducer=trained.sharding
+        or reducer_of(
             world,
             [one.parameter for one in trained.updated],
             in_place=trained.clear_gradients is not None,

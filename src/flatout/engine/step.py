@@ -84,9 +84,11 @@ class TrainStep:
 
     def __post_init__(self) -> None:
         device = next(self.model.parameters()).device
+        in_place = self.clear_gradients is not None
         if self.reducer is not None and self.clear_gradients is None:
-            self.clear_gradients = self.reducer.clear
-        self.keep_gradients = self.keep_gradients or self.clear_gradients is not None
+            self.clear_gradients, in_place = self.reducer.clear, self.reducer.in_place
+        self.keep_gradients = self.keep_gradients or in_place
+        self._norm = torch.nn.utils.get_total_norm if self.reducer is None else self.reducer.norm
         # engine/graphs.py puts a recording of it here
         self.run_micro_batch: Callable[..., Tensor] = self.forward_backward
         self.clock = StepClock(device)
@@ -118,7 +120,10 @@ class TrainStep:
     def accumulate(
         self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None = None, pieces: int = 1
     ) -> Tensor:
-        """Adds the gradients of the whole batch and returns its mean loss."""
+        """Adds the gradients of the whole batch and returns its mean loss.
+
+        Where others have more micro-batches, and all must take as many passes, the last one comes again unlabelled.
+        """
         if self.keep_gradients:
             hold_gradients(self.model.parameters())
         labelled = self.world.sum((targets_BT != IGNORED).sum()).clamp(min=1)
@@ -138,13 +143,17 @@ class TrainStep:
     def _micro_batches(
         self, tokens_BT: Tensor, targets_BT: Tensor, packed: PackedRows | None, size: int
     ) -> Iterator[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Layout]]:
-        if packed is not None:
-            for rows in packed.cuts(size):
-                yield packed.part(rows, tokens_BT.device)
-            return
-        for start in range(0, tokens_BT.shape[0], size):
-            rows = slice(start, start + size)
-            yield tokens_BT[rows], targets_BT[rows]
+        rows = tokens_BT.shape[0]
+        cuts = [slice(at, at + size) for at in range(0, rows, size)] if packed is None else list(packed.cuts(size))
+        passes = len(cuts) if self.reducer is None else self.reducer.passes(len(cuts))
+        part = None
+        for cut in cuts:
+            part = (tokens_BT[cut], targets_BT[cut]) if packed is None else packed.part(cut, tokens_BT.device)
+            yield part
+        for _ in range(passes - len(cuts)):
+            assert part is not None, "a batch has at least one sequence"
+            unlabelled = torch.full_like(part[1], IGNORED)
+            yield (part[0], unlabelled) if len(part) == 2 else (part[0], unlabelled, part[2])
 
     def forward_backward(
         self, tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor, layout: Layout | None = None
@@ -164,7 +173,7 @@ class TrainStep:
             self.clock.mark("reduction")
         gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
         scale = self.one if self.loss_scale is None else self.loss_scale.scale
-        norm = self.world.norm(gradients) / scale
+        norm = self._norm(gradients) / scale
         finite = torch.isfinite(loss) & torch.isfinite(norm)  # of sums over all processes: the same in each
         excess = ((norm + CLIP_EPS) / self.clip).clamp(min=1.0) if self.clip > 0 else self.one
         rate = self.optimizer.look_up(self.updates)
@@ -191,7 +200,7 @@ class TrainStep:
     def _parameter_norm(self) -> Tensor:
         if not self.with_parameter_norm:
             return -self.one
-        return self.world.norm([parameter.detach() for parameter in self.optimizer.parameters])
+        return self._norm([parameter.detach() for parameter in self.optimizer.parameters])
 
 
 def with_last(things: Iterable[Thing]) -> Iterator[tuple[bool, Thing]]:

@@ -28,6 +28,11 @@ UNKNOWN_PEAK = 1e14
 COMMON_VOCAB = 50257  # where nobody has said how large the vocabulary is
 
 
+def _parallel(case: Case) -> Answer:
+    dealt = case.dealing
+    return Answer(dealt.form, dealt.why, listed=dealt.form != "none")
+
+
 def _precision(case: Case) -> Answer:
     asked, device = case.asked.precision, case.device
     if case.cuda:
@@ -115,6 +120,8 @@ def _no_fp8(case: Case) -> str | None:
         return f"{device.name} has no 8-bit matrix units"
     if case.used.kernels == "torch":
         return "kernels is torch"
+    if case.sharded:
+        return f"it keeps copies of all weights, which parallel.form {case.used.parallel} has no room for"
     if case.adapters:
         return "adapters have no 8-bit products"
     loss = _loss(case).used
@@ -140,6 +147,8 @@ def _fused_qkv(case: Case) -> Answer:
 
 def _compile(case: Case) -> Answer:
     asked, wanted, device = case.asked, case.asked.compile, case.device
+    if case.sharded:
+        return Answer("off", f"it is not for parallel.form {case.used.parallel}")
     if case.several_documents and wanted == "auto":
         return Answer("off", "not worth its start-up where rows hold other documents at every step")
     if wanted == "auto" and not case.cuda:
@@ -195,6 +204,8 @@ def _optimizer_state(case: Case) -> Answer:
         return Answer("fp32", "offloaded moments stay in fp32")
     if asked == "8bit" and case.device.kind == "mps":
         return Answer("fp32", "8-bit moments are not tested on MPS")
+    if asked == "8bit" and case.sharded:
+        return Answer("fp32", "blocks of 8-bit moments do not go by the slices of weights")
     return Answer(asked)
 
 
@@ -223,6 +234,7 @@ def _micro_batch(case: Case) -> Answer:
 def _activation_offload(case: Case) -> Answer:
     reason = (
         NOT_CUDA if not case.cuda
+        else "gathered weights would leave, too" if case.sharded
         else "compiled code keeps its activations to itself" if case.used.compile != "off"
         else "4-bit weights would leave in full width" if case.quantized
         else None
@@ -241,6 +253,8 @@ def _cuda_graphs(case: Case) -> Answer:
         return Answer(False)
     if not case.cuda:
         return Answer(False, "" if wanted == "auto" else NOT_CUDA)
+    if case.sharded:
+        return Answer(False, "weights are gathered anew for every pass, which a recording cannot")
     if case.model.dropout > 0 or case.config.lora.dropout > 0:
         return Answer(False, "a recording would not draw dropout from the run's own random stream")
     if case.used.activation_offload:
@@ -310,6 +324,7 @@ class Row:
 
 ROWS = (
     Row("device", lambda case: Answer(str(case.device.torch_device))),
+    Row("parallel", _parallel, harmless=True, asked=lambda case: case.config.parallel.form),
     Row("precision", _precision),
     Row("kernels", _kernels, works=("torch",)),
     Row("residual", _residual),

@@ -1,16 +1,21 @@
 """What a run learns: all weights of its model, or adapters beside frozen ones. Steps and checkpoints go by this."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from flatout.config.schema import OptimConfig, SpeedConfig
 from flatout.engine.features import Speed
 from flatout.model.adapters import Adapters
-from flatout.model.weights import assign_tensors
+from flatout.model.weights import assign_tensors, check_tensors
 from flatout.optim.optimizer import Trainable, trainables
 from flatout.optim.rules import state_bytes
+
+if TYPE_CHECKING:
+    from flatout.parallel.sharding import Sharding
 
 
 def checkpoint_size(parameters: int, optim: OptimConfig, speed: Speed | SpeedConfig) -> int:
@@ -25,21 +30,35 @@ class Trained:
     updated: Sequence[Trainable]  # what optimizers update: the same, or one tensor that holds them all
     clear_gradients: Callable[[], None] | None = None  # where gradients must stay in their places
     forget: Callable[[], None] = lambda: None  # lets go of what is derived from the trained values
+    sharding: "Sharding | None" = None  # where `saved` and `updated` are this process's slices
 
     @property
     def count(self) -> int:
+        """The values of the whole model, or of all adapters."""
+        if self.sharding is not None:
+            return sum(math.prod(one.shape) for one in self.sharding.slices.values())
         return sum(parameter.numel() for parameter in self.saved.values())
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.saved.items()}
 
+    def own(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What this process holds of a checkpoint's tensors, those of optimizers among them."""
+        return tensors if self.sharding is None else self.sharding.own(tensors)
+
     def assign(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         """Puts a checkpoint's values back: all of them, or none."""
-        assign_tensors(self.saved, tensors, origin, "model and lora sections")
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.saved.items()}
+        shapes |= {} if self.sharding is None else {name: one.shape for name, one in self.sharding.slices.items()}
+        check_tensors(shapes, tensors, origin, "model and lora sections")
+        assign_tensors(self.saved, self.own(tensors), origin, "model and lora sections")
 
 
-def all_weights(model: nn.Module) -> Trained:
-    return Trained(dict(model.named_parameters()), trainables(model))
+def all_weights(model: nn.Module, sharding: "Sharding | None" = None) -> Trained:
+    if sharding is None:
+        return Trained(dict(model.named_parameters()), trainables(model))
+    updated = [dataclasses.replace(one, parameter=sharding.parameters[one.name]) for one in trainables(model)]
+    return Trained(sharding.parameters, updated, sharding=sharding)
 
 
 def only_adapters(adapters: Adapters) -> Trained:

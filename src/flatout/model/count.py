@@ -123,6 +123,7 @@ def estimate_memory(
     frozen: FrozenModel | None = None,
     row_tokens: int | None = None,
     labels: int | None = None,
+    shards: int = 1,
 ) -> MemoryEstimate:
     """The memory of a training step with AdamW, fp32 weights and `half`- or single-precision matrix products.
 
@@ -131,7 +132,7 @@ def estimate_memory(
     that gradients are there from the second one on; a recording (`graphs`) keeps them, too.
 
     Packed samples have rows of `row_tokens`, of all of which only `labels` tokens reach the head. Under adapters the
-    model is `frozen`, and held in the type of its products.
+    model is `frozen`, and held in the type of its products. Of a sharded model a process holds one of so many `shards`.
     """
     form = Form(half=half, compiled=compiled, execution=execution, frozen=frozen is not None)
     parameters, tokens = parameter_count(config, vocab), micro_batch * (row_tokens or config.context)
@@ -148,6 +149,8 @@ def estimate_memory(
     if row_tokens is not None:
         activations += _mask_bytes(config, tokens, row_tokens, form)
     alone = frozen is None and not accumulated and not graphs
+    if execution.sharded:
+        return _sharded_memory(config, vocab, form, shards, state_bytes, activations, working, alone=alone)
     return MemoryEstimate(
         weights=weights,
         gradients=4 * trained,
@@ -156,6 +159,41 @@ def estimate_memory(
         working=working,
         later=min(4 * trained, activations + working) if alone else 0,
         graphs=_graph_bytes(vocab, recorded, form) if graphs else 0,
+    )
+
+
+def _sharded_memory(
+    config: ModelConfig,
+    vocab: int,
+    form: Form,
+    shards: int,
+    state_bytes: float,
+    activations: int,
+    working: int,
+    *,
+    alone: bool,
+) -> MemoryEstimate:
+    """Slices of weights, gradients and state; and whole ones of the groups that are at work.
+
+    Of two groups weights are whole at a time, and of two gradients: of the one that is at work, and of the one that
+    comes or leaves. While micro-batches are added up, all gradients are.
+    """
+    blocks = [
+        sum(_matrices(config, kind).values()) + sum(feature.values(config, kind) for feature in FEATURES)
+        for kind in set(config.kinds)
+    ]
+    parameters, table = parameter_count(config, vocab), vocab * config.width
+    slices, stays = -(-parameters // shards), table if config.tied else 0
+    largest = max(blocks if config.tied else [*blocks, table])
+    cell = form.cell if form.triton else 4 + (2 if form.half else 0)
+    gradients = 2 * largest + stays if alone else parameters
+    return MemoryEstimate(
+        weights=4 * slices + cell * (2 * largest + stays),
+        gradients=4 * slices + 4 * gradients,
+        optimizer=int(state_bytes * slices),
+        activations=activations,
+        working=working,
+        later=min(4 * slices, activations + working) if alone else 0,
     )
 
 

@@ -20,3 +20,4 @@ class Execution:
     checkpointing: str = "none"  # or selective, full
     activation_offload: bool = False
     fp8: tuple[str, ...] = ()  # of qkv, out, up, down, head
+    sharded: bool = False  # weights are whole only while their block runs: nothing of them may be kept or handed on

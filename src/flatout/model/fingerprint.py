@@ -11,10 +11,9 @@ Trap: a model that was saved again in another type is another model. Adapters we
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -37,16 +36,15 @@ def weights_fingerprint(description: Description) -> str:
         return _hash((name, files[one.file].get_tensor(one.name)) for name, one in sorted(stored.items()))
 
 
-def own_fingerprint(path: Path, config: ModelConfig, *, portable: bool) -> str:
-    """The hash of weights in a file of ours: what `weights_fingerprint` makes of it once it is exported, in fp32.
+def own_fingerprint(weights: Mapping[str, Tensor], config: ModelConfig, *, portable: bool) -> str:
+    """The hash of the weights of a checkpoint: what `weights_fingerprint` makes of it once it is exported, in fp32.
 
     What cannot be exported (not `portable`) is hashed under our own names.
     """
-    with opened(path) as file:
-        if not portable:
-            return _hash((name, file.get_tensor(name)) for name in sorted(file.keys()))
-        pieces = sorted(pieces_of(config).items())
-        return _hash((name, piece.of(file.get_tensor(piece.name)).float()) for name, piece in pieces)
+    if not portable:
+        return _hash(sorted(weights.items()))
+    pieces = sorted(pieces_of(config).items())
+    return _hash((name, piece.of(weights[piece.name]).float()) for name, piece in pieces)
 
 
 def _hash(tensors: Iterable[tuple[str, Tensor]]) -> str:

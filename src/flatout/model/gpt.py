@@ -71,11 +71,16 @@ class GPT(nn.Module):
         if layout is not None and layout.labelled_L is not None:  # the head is for those alone that have a label
             hidden_BTW = hidden_BTW.flatten(0, 1).index_select(0, layout.labelled_L)[None]
             targets_BT = targets_BT.flatten().index_select(0, layout.labelled_L)[None]
-        loss = self.head(hidden_BTW, self.embedding.weight, self.execution, targets_BT, label_smoothing)
+        loss = self.head(hidden_BTW, self._table, self.execution, targets_BT, label_smoothing)
         if self.config.energy and self.training and self.eigenstates:
             # Times the targets, by all of which of a step the sum is divided: however it is cut, the term counts once.
             loss = loss + self.config.energy * self.energy() * (targets_BT != IGNORED).sum()
         return loss
+
+    @property
+    def _table(self) -> Tensor | None:
+        """What a tied head takes: another one is not given what it does not need, of which it may not have all."""
+        return self.embedding.weight if self.config.tied else None
 
     def use_window(self, window: int | None) -> None:
         """Gives blocks of kind W another attention window; None gives them back their own."""
@@ -105,7 +110,7 @@ class GPT(nn.Module):
         if last:
             hidden_BTW = hidden_BTW[:, -1:]
         with self._eager(decoding=True):
-            return self.head(hidden_BTW, self.embedding.weight, self.execution)
+            return self.head(hidden_BTW, self._table, self.execution)
 
     def hidden(self, tokens_BT: Tensor, cache: Cache | None = None, layout: Layout | None = None) -> Tensor:
         """What the head takes, of every position: [B, T, W]."""
@@ -150,6 +155,8 @@ class GPT(nn.Module):
 
         dtype = product_type(self.embedding.weight)
         if self.norm.weight.requires_grad or not all(block.is_frozen for block in self.blocks):
+            if how.sharded:
+                return KernelOperations(how), nothing
             recording = self.training and torch.is_grad_enabled()
             return KernelOperations(how), self.narrow.begin(dtype, recording=recording)
         if self.freshen is not None:
@@ -168,7 +175,7 @@ class GPT(nn.Module):
 
     def prepare(self) -> Hashable:
         """What must be done before a recorded pass is replayed; another answer means another recording."""
-        if self.execution.kernels != "triton":
+        if self.execution.kernels != "triton" or self.execution.sharded:
             return None
         dtype = product_type(self.embedding.weight)
         return self.narrow.prepare(dtype) if self.freshen is None else self.freshen(dtype)

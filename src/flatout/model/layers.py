@@ -50,13 +50,14 @@ class Head(nn.Module):
     def forward(
         self,
         hidden_BTW: Tensor,
-        table_VW: Tensor,
+        table_VW: Tensor | None,
         how: Execution,
         targets_BT: Tensor | None = None,
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """The summed loss; without targets logits [B, T, V] in at least fp32."""
         weight_VW = table_VW if self.weight is None else self.weight
+        assert weight_VW is not None, "a tied head is given the table"
         if targets_BT is None:
             return padded_logits(hidden_BTW, weight_VW, how.pad_vocab, self.cap)
         return linear_cross_entropy(

@@ -60,13 +60,20 @@ def assign_tensors(
     expected: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, Tensor], origin: str, sections: str
 ) -> None:
     """Copies all tensors, or none; `sections` are those of a config that say which there must be."""
+    check_tensors({name: parameter.shape for name, parameter in expected.items()}, tensors, origin, sections)
+    for name, parameter in expected.items():
+        parameter.copy_(tensors[name])
+
+
+def check_tensors(
+    expected: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], origin: str, sections: str
+) -> None:
+    """Refuses tensors of other names or shapes than expected."""
     hint = why_not_these(tensors, sections)
     for name in sorted(expected.keys() ^ tensors.keys()):
         what = "has no tensor" if name in expected else "holds an unknown tensor"
         raise CheckpointError(f"{origin} {what} {name}", hint)
-    for name, parameter in expected.items():
-        if tensors[name].shape != parameter.shape:
-            shapes = f"{tuple(tensors[name].shape)}, the model needs {tuple(parameter.shape)}"
+    for name, shape in expected.items():
+        if tensors[name].shape != shape:
+            shapes = f"{tuple(tensors[name].shape)}, the model needs {tuple(shape)}"
             raise CheckpointError(f"{origin}: {name} has shape {shapes}", hint)
-    for name, parameter in expected.items():
-        parameter.copy_(tensors[name])

@@ -1,14 +1,21 @@
 """The one door through which gradients of weights leave a backward pass.
 
 A product that makes a weight's gradient adds it to what earlier micro-batches left, which saves autograd a pass over
-every gradient. In the first micro-batch there is nothing to add to: autograd gets the gradient and keeps it. Who wants
-gradients elsewhere, in shards or in buckets that leave while backward goes on, changes these functions alone.
+every gradient. In the first micro-batch there is nothing to add to: autograd gets the gradient and keeps it.
+
+Under FSDP2 a weight inside a block is whole for the length of a pass, a leaf of its own in the type of products, whose
+gradient may be wider than itself. The same holds for it: torch takes the gradient when the block's backward is over.
 """
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+
+
+def gradient_type(weight: Tensor) -> torch.dtype:
+    """The type in which the gradient of `weight` is kept."""
+    return (weight.grad_dtype or weight.dtype) if weight.is_leaf else weight.dtype
 
 
 def accumulated(weight: Tensor) -> Tensor | None:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from flatout.ops.gradients import gradient_type
 from flatout.ops.reference import IGNORED
 from flatout.ops.scales import E4M3
 
@@ -103,7 +104,8 @@ class _FusedLoss(torch.autograd.Function):
             total, *gradients = room = work.room(hidden_NW, weight_VW, narrow)
             work.fill(room, hidden_NW, weight_VW, targets_N, narrow)
         ctx.save_for_backward(*gradients)
-        ctx.hidden_dtype, ctx.weight_dtype, ctx.vocab = hidden_NW.dtype, weight_VW.dtype, weight_VW.shape[0]
+        ctx.hidden_dtype, ctx.vocab = hidden_NW.dtype, weight_VW.shape[0]
+        ctx.weight_dtype = weight_VW.dtype if torch.compiler.is_compiling() else gradient_type(weight_VW)
         ctx.kernels = work.kernels
         return total
 

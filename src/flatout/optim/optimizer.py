@@ -61,6 +61,7 @@ class Rule:
     rate: Table
     decay: float | Table = 0.0
     settings: Mapping[str, float | Table] = dataclasses.field(default_factory=dict)
+    whole: bool = False  # it looks at a matrix as a whole, and cannot have its state and work dealt out in slices
 
     @property
     def numbers(self) -> dict[str, float | Table]:

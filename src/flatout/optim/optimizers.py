@@ -103,6 +103,16 @@ class Optimizers:
         return [f"the moments of {count} tensors in {origin} are {how}" for how, count in converted.items() if how]
 
 
+def check_slices(rules: Sequence[Rule]) -> None:
+    """Refuses rules that cannot work where every process holds slices of the weights."""
+    whole = [rule.name for rule in rules if rule.whole]
+    if whole:
+        raise ConfigError(
+            f"the optimizer of {', '.join(whole)} takes whole matrices, and parallel.form deals out slices",
+            "set parallel.form=data",
+        )
+
+
 def deal(rules: Sequence[Rule], trained: Sequence[Trainable]) -> dict[Rule, list[nn.Parameter]]:
     """What each rule takes, by the order of rules; those that take nothing are left out."""
     taken: dict[int, list[nn.Parameter]] = {}

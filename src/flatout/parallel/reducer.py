@@ -35,20 +35,22 @@ class _Bucket:
 
 
 class BucketReducer:
-    """`in_place` are gradients that have a place of their own, such as those of adapters: they leave at the end.
+    """`placed` are parameters whose gradients have a place of their own, such as adapters: they leave at the end.
 
     So do all where backward passes are `replayed` from a recording, which autograd has no part in.
     """
 
+    in_place = True
+
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, bf16: bool, replayed: bool, in_place: Iterable[nn.Parameter] = ()
+        self, parameters: Sequence[nn.Parameter], *, bf16: bool, replayed: bool, placed: Iterable[nn.Parameter] = ()
     ) -> None:
         self._buckets: list[_Bucket] = []
         self._nodes: list[Any] = []  # autograd keeps them only as long as somebody does
         self._next = 0
         self._sending = False
         self._bf16 = bf16
-        self._in_place = list(in_place)
+        self._placed = list(placed)
         for group in _grouped(list(reversed(parameters))):
             bucket = self._filled(group)
             for parameter in () if replayed else group:
@@ -75,6 +77,12 @@ class BucketReducer:
 
         return complete
 
+    def passes(self, count: int) -> int:
+        return count
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(tensors)
+
     def last_micro_batch(self) -> None:
         self._sending, self._next = True, 0
         for bucket in self._buckets:
@@ -95,7 +103,7 @@ class BucketReducer:
         for bucket in self._buckets[self._next :]:  # those of parameters that the pass did not come by
             self._send(bucket)
         self._next = 0
-        for parameter in self._in_place:
+        for parameter in self._placed:
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
         for bucket in self._buckets:
@@ -115,7 +123,7 @@ def reducer_of(
     if not isinstance(world, Ranks):
         return None
     if in_place:
-        return BucketReducer([], bf16=bf16, replayed=replayed, in_place=parameters)
+        return BucketReducer([], bf16=bf16, replayed=replayed, placed=parameters)
     return BucketReducer(parameters, bf16=bf16, replayed=replayed)
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.gradients import accumulated, for_autograd
+from flatout.ops.gradients import accumulated, for_autograd, gradient_type
 from flatout.ops.kernels.launch import columns_of
 
 
@@ -108,7 +108,7 @@ class _Embed(torch.autograd.Function):
             )  # fmt: skip
         return (
             None,
-            for_autograd(ctx.table, dtable.to(ctx.table.dtype)) if wants_table else None,
+            for_autograd(ctx.table, dtable.to(gradient_type(ctx.table))) if wants_table else None,
             dpositions.to(ctx.positions_dtype) if wants_positions else None,
             None,
         )

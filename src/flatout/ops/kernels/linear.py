@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatout.ops.gradients import accumulated, for_autograd
+from flatout.ops.gradients import accumulated, for_autograd, gradient_type
 from flatout.ops.kernels.cublaslt import by_torch, multiply
 from flatout.ops.kernels.fp8 import narrow_product, narrow_values
 from flatout.ops.scales import NarrowLinear, version_of
@@ -26,18 +26,19 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, *, tuned: bool) ->
 
 
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor, *, tuned: bool) -> Tensor | None:
-    """dy.T @ x summed over all rows, in the weight's type, without rounding to the inputs' type on the way.
+    """dy.T @ x summed over all rows, in the type of the weight's gradient, without rounding to the inputs' on the way.
 
     From the second micro-batch on the product adds to the gradient itself and nothing is returned (ops/gradients.py).
     """
     dy_MN, x_NK = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
+    dtype = gradient_type(weight)
     with torch.autocast(dy.device.type, enabled=False):
-        if dy.dtype == weight.dtype:
+        if dy.dtype == dtype:
             return dy_MN @ x_NK
-        if dy.device.type != "cuda" or weight.dtype != torch.float32:
-            return dy_MN.to(weight.dtype) @ x_NK.to(weight.dtype)
+        if dy.device.type != "cuda" or dtype != torch.float32:
+            return dy_MN.to(dtype) @ x_NK.to(dtype)
         total = accumulated(weight)
-        into = torch.empty_like(weight, requires_grad=False) if total is None else total
+        into = torch.empty_like(weight, dtype=dtype, requires_grad=False) if total is None else total
         if tuned:
             multiply(dy_MN, x_NK, out=into, add=total is not None)
         else:

@@ -1,0 +1,62 @@
+"""How several processes share a model: each holds all of it, or slices of it (`parallel.form`).
+
+Data parallel is taken wherever a step fits the device: it gathers nothing. Slices are for what does not fit; between
+hosts, whose links are slow, only gradients go if a host can hold the model in slices of its own (hybrid).
+"""
+
+import collections
+
+from flatout.config.schema import RunConfig
+from flatout.engine.case import Dealing
+from flatout.errors import ConfigError
+from flatout.parallel.ranks import Ranks
+from flatout.world import World
+
+
+def dealings(config: RunConfig, world: World) -> list[Dealing]:
+    """The forms to try, in order: the one that was asked for, or those that `auto` may take."""
+    if not isinstance(world, Ranks):
+        return [Dealing()]
+    asked, here = config.parallel.form, _equal_hosts(world)
+    refused = _not_in_slices(config)
+    if asked in ("fsdp", "hybrid"):
+        if refused is not None:
+            raise ConfigError(f"parallel.form is {asked}, but {refused}", "set parallel.form=data")
+        if asked == "hybrid" and here is None:
+            hosts = collections.Counter(world.hosts)
+            counts = ", ".join(f"{count} on {host}" for host, count in hosts.items())
+            raise ConfigError(
+                f"parallel.form is hybrid, which takes as many processes on each of several hosts, and there are "
+                f"{counts}",
+                "set parallel.form=fsdp",
+            )
+    forms = {
+        "data": Dealing("data"),
+        "hybrid": Dealing("hybrid", here or 1),
+        "fsdp": Dealing("fsdp", world.size),
+    }
+    if asked != "auto":
+        return [forms[asked]]
+    if refused is not None or world.size == 1:
+        return [forms["data"]]
+    return [forms["data"], *([] if here is None else [forms["hybrid"]]), forms["fsdp"]]
+
+
+def _not_in_slices(config: RunConfig) -> str | None:
+    """What of this config cannot be sharded, or None."""
+    if config.lora.rank:
+        return "adapters (lora.rank) are not sharded"
+    if "E" in config.model.kinds:
+        return "blocks of kind E (model.pattern) are not sharded"
+    if config.parallel.reduce == "bf16":
+        return "parallel.reduce=bf16 is for data parallel: slices of gradients are added up in fp32"
+    return None
+
+
+def _equal_hosts(world: Ranks) -> int | None:
+    """The processes of each host, where there are several hosts with as many each, one host after the other."""
+    hosts = len(set(world.hosts))
+    each = world.size // hosts
+    rows = [set(world.hosts[at : at + each]) for at in range(0, world.size, each)]
+    alike = len(rows) == hosts and all(len(row) == 1 for row in rows)
+    return each if hosts > 1 and each > 1 and alike else None

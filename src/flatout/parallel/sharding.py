@@ -1,0 +1,177 @@
+"""A model in shards, by torch's own FSDP2 (`fully_shard`): every process holds a slice of every weight.
+
+Each group (a block, the embedding, the head) has its weights gathered before it runs and given back afterwards; its
+gradients are added up and dealt out again as soon as its backward pass is over. What belongs to no group (the final
+norm, positions, a tied embedding) stays gathered from the beginning of a pass to the end of its backward pass.
+
+Contract:
+- Gradients are sums over all processes, in fp32 at least, once per step: while a step has micro-batches to come, each
+  process adds up its own.
+- Weights are gathered in `gathered`, the type of products, where our kernels run. Gradients of matrices leave in fp32
+  all the same (`Tensor.grad_dtype`); those of biases and positions are rounded once. Otherwise nothing is rounded.
+- Optimizers see plain tensors: `parameters` are this process's slices, which share their memory with torch's DTensors.
+  So every optimizer whose rule works element by element runs as it does in one process.
+- Slices are of rows: the first axis, in as many pieces as `torch.chunk` makes, of which the last ones may be empty.
+Trap: all processes must take the same number of passes, also in evaluation: a group is gathered by all together.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,  # pyright: ignore[reportPrivateImportUsage]
+)
+from torch.distributed.tensor import DTensor
+
+from flatout.errors import CheckpointError
+from flatout.parallel.ranks import Ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """The rows of a tensor that one process holds."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    start: int
+    rows: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        return whole[self.start : self.start + self.rows]
+
+
+class Sharding:
+    """The shards of one model in this process, by the names of its parameters."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[nn.Module],
+        world: Ranks,
+        *,
+        hybrid: bool,
+        device: torch.device,
+        gathered: torch.dtype | None,
+        entries: Sequence[str] = (),
+    ) -> None:
+        """Shards `model` in place. `entries` are methods that are called from outside besides `forward`."""
+        mesh = _mesh(world, device, hybrid=hybrid)
+        self._group = mesh.get_group("shard")
+        self.number, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._world = world
+        self.writes = not hybrid or mesh.get_local_rank("replicate") == 0  # others hold the same
+        wide = None if gathered is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=wide, cast_forward_inputs=False)
+        self._modules: list[FSDPModule] = []
+        for group in groups:  # one after the other, so that no device ever holds more whole weights than those of one
+            group.to(device)
+            self._modules.append(fully_shard(group, mesh=mesh, mp_policy=policy))
+        for left in (*model.parameters(), *model.buffers()):
+            if not isinstance(left, DTensor):
+                left.data = left.data.to(device)
+        self._modules.append(fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
+        for entry in entries:
+            register_fsdp_forward_method(model, entry)
+        # Blocks hand on views, and nobody writes into them.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        self._prepare(wide)
+        self._set_up(model)
+
+    def _prepare(self, wide: torch.dtype | None) -> None:
+        """Gathers everything once: made in torch's inference mode, whole weights could not be trained afterwards."""
+        for module in self._modules:
+            if self.count > 1:  # alone, torch would divide all the same
+                module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.unshard()
+            assert isinstance(module, nn.Module)
+            for parameter in module.parameters():
+                if wide is not None and not isinstance(parameter, DTensor):
+                    parameter.grad_dtype = wide
+            module.reshard()
+
+    def _set_up(self, model: nn.Module) -> None:
+        self._whole: dict[str, DTensor] = {}
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.slices: dict[str, Slice] = {}
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor), f"{name} was left out"
+            local = parameter.to_local()
+            self._whole[name] = parameter
+            self.parameters[name] = nn.Parameter(local.detach(), requires_grad=parameter.requires_grad)
+            most = -(-parameter.shape[0] // self.count)
+            start = min(self.number * most, parameter.shape[0])
+            self.slices[name] = Slice(tuple(parameter.shape), start, local.shape[0])
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm of tensors of which every process has its slices."""
+        total = torch.nn.utils.get_total_norm(tensors).square()
+        dist.all_reduce(total, group=self._group)
+        return total.sqrt()
+
+    def own(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This process's slices of whole tensors, under the name of a parameter or of something that belongs to it."""
+        held: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            one = self.slice_of(name, tensor)
+            if one is not None and tuple(tensor.shape) != one.shape:
+                raise CheckpointError(
+                    f"{name} has shape {tuple(tensor.shape)} in the checkpoint, of which there are no slices: moments "
+                    "in 8 bits are not sharded",
+                    "resume with parallel.form=data",
+                )
+            held[name] = tensor if one is None else one.of(tensor)
+        return held
+
+    def slice_of(self, name: str, tensor: Tensor) -> Slice | None:
+        """Which slice `tensor`, or what it is a slice of, has here; None for what is whole everywhere."""
+        one = self.slices.get(name) or self.slices.get(name.rpartition(".")[0])
+        return one if tensor.ndim and one is not None else None
+
+    # --- as a `Reducer` of gradients ----------------------------------------------------------------------------------
+
+    in_place = False  # gradients are made anew in every step
+
+    def passes(self, count: int) -> int:
+        """How many passes all processes take, where this one has `count` micro-batches."""
+        if self._world.size == 1:
+            return count
+        counts = [0] * self._world.size
+        counts[self._world.rank] = count
+        return max(self._world.totals(counts))
+
+    def last_micro_batch(self) -> None:
+        self._synchronise(True)
+
+    def finish(self) -> None:
+        self._synchronise(False)
+        for name, parameter in self._whole.items():
+            gradient: Any = parameter.grad
+            self.parameters[name].grad = None if gradient is None else gradient.to_local()
+
+    def clear(self) -> None:
+        for name, parameter in self._whole.items():
+            parameter.grad = self.parameters[name].grad = None
+
+    def _synchronise(self, wanted: bool) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(wanted, recurse=False)
+
+
+def _mesh(world: Ranks, device: torch.device, *, hybrid: bool) -> DeviceMesh:
+    """All processes in one row; `hybrid`: those of each host in a row."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # torch's FSDP takes the current one
+    if not hybrid:
+        return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
+    hosts = len(set(world.hosts))
+    return init_device_mesh(device.type, (hosts, world.size // hosts), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,116 @@
+"""Runs for processes that train together (tests/ranks.py), and what they have learned: told in numbers and hashes."""
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import flatout
+from flatout.config.load import load_config
+from flatout.engine import setup
+from flatout.engine.checkpoint import read_checkpoint, write_checkpoint
+from flatout.engine.saving import capture, restore
+from flatout.engine.sharded_saving import write_sharded
+from flatout.engine.step import TrainStep
+from flatout.errors import UserError
+from flatout.launch import launch
+from flatout.parallel.ranks import joined
+from flatout.records import EvalRecord, RunInfo, SampleRecord, StepRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What one process tells of a run."""
+
+    losses: list[float]  # as exact as they were computed
+    windows: list[list[str]]  # of every step, each as a hash
+    evaluations: list[float]
+    samples: list[str]
+    norms: list[float]  # of gradients and, where it was asked for, of parameters
+    form: str
+
+
+def learn(
+    folder: Path,
+    preset: str,
+    words: Sequence[str],
+    *,
+    double: bool = False,
+    resume: str | None = None,
+    stop_at: int | None = None,
+    hosts: int = 1,
+) -> Told:
+    """Trains in `folder`; `double` has weights and all arithmetic in float64. `hosts`: so many seem to be there."""
+    losses: list[float] = []
+    windows: list[list[str]] = []
+    real, build = TrainStep.accumulate, setup._build
+
+    def accumulate(step: TrainStep, tokens: Tensor, *more: Any) -> Tensor:
+        windows.append([hashlib.sha256(row.numpy().tobytes()).hexdigest()[:16] for row in tokens.cpu()])
+        loss = real(step, tokens, *more)
+        losses.append(float(loss))
+        return loss
+
+    wide = mock.patch.object(setup, "_build", lambda *values, **how: build(*values, **how).double())
+    taken = itertools.count(1)
+    each = int(os.environ.get("WORLD_SIZE", "1")) // hosts
+    name = f"host-{int(os.environ.get('RANK', '0')) // each}"
+    with (
+        _in(folder),
+        mock.patch("socket.gethostname", return_value=name) if hosts > 1 else contextlib.nullcontext(),
+        mock.patch.object(TrainStep, "accumulate", accumulate),
+        wide if double else contextlib.nullcontext(),
+    ):
+        stop = (lambda: False) if stop_at is None else lambda: next(taken) == stop_at
+        records = list(flatout.train(load_config(preset, words), resume=resume, stop=stop))
+    info = next(record for record in records if isinstance(record, RunInfo))
+    steps = [record for record in records if isinstance(record, StepRecord)]
+    return Told(
+        losses=losses,
+        windows=windows,
+        evaluations=[record.loss for record in records if isinstance(record, EvalRecord)],
+        samples=[record.text for record in records if isinstance(record, SampleRecord)],
+        norms=[norm for record in steps for norm in (record.grad_norm, record.parameter_norm) if norm is not None],
+        form=next((feature.used for feature in info.features if feature.name == "parallel"), "none"),
+    )
+
+
+def attempt(folder: Path, preset: str, words: Sequence[str]) -> str:
+    """The error of a run that is refused."""
+    try:
+        learn(folder, preset, words)
+    except UserError as error:
+        return f"{type(error).__name__}: {error.message}; {error.hint}"
+    return ""
+
+
+@contextlib.contextmanager
+def _in(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        torch.set_grad_enabled(True)
+
+
+def saved_again(folder: Path, preset: str, words: Sequence[str], checkpoint: Path, target: Path) -> None:
+    """Loads a checkpoint into a run of these processes and saves it once more, with no step between."""
+    config = load_config(preset, words)
+    with _in(folder), joined(launch(), "cpu", join=60, timeout=60) as world:
+        resumed = read_checkpoint(checkpoint)
+        run = setup.setup_run(config, resumed=resumed, world=world)
+        state = capture(run, restore(run, resumed), resumed.state.get("stream"))
+        if run.trained.sharding is not None:
+            write_sharded(target, state, run.trained.sharding, world)
+        elif world.first:
+            write_checkpoint(target, state)

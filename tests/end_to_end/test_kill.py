@@ -60,7 +60,7 @@ def checkpoints_in(run: str) -> list[tuple]:
     return [row for row in logged(run) if row[0] == "checkpoint"]
 
 
-def wait_until(happened: Callable[[], bool], seconds: float = 10.0) -> bool:
+def wait_until(happened: Callable[[], bool], seconds: float = 60.0) -> bool:
     deadline = time.monotonic() + seconds
     while not happened() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -196,7 +196,7 @@ def test_the_writer_ends_with_its_trainer(tmp_path: Path):
     assert process_lives(pid)
     trainer.kill()
     trainer.communicate()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while process_lives(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not process_lives(pid)

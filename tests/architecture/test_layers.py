@@ -9,14 +9,14 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 
 LAYERS = [
     {"errors"},
-    {"records", "config", "files", "launch"},
+    {"records", "config", "files", "launch", "pulse"},
     {"folders", "confined"},
     {"device", "world"},
-    {"ops", "corpus"},
+    {"ops", "corpus", "parallel"},
     {"data", "model", "optim"},
     {"generation"},
     {"engine"},
-    {"tuning", "diagnose"},
+    {"tuning", "diagnose", "agent"},
     {"observe"},
     {"api", "words", "streams"},
     {"verbs"},

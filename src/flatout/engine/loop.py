@@ -122,6 +122,7 @@ class _Steps:
     def _take(self, batch: Batch, data_seconds: float, loader: BatchLoader) -> Iterator[Record]:
         """One step, in smaller pieces where memory runs out, and the reports that have arrived by then."""
         run, step = self.training, batch.step + 1
+        run.world.pulse.at_step(step)
         run.step.with_parameter_norm = step == 1 or step % PARAMETER_NORM_EVERY == 0 or step == run.steps
         report = attempt_step(run, batch)
         while not isinstance(report, torch.Tensor):  # out of memory, and nothing has changed: again, in smaller pieces

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatout.parallel.ranks import Ranks
+from flatout.pulse import Pulse
 from flatout.world import World
 
 ALIGNED = 64  # elements: where a gradient begins, as kernels like it
@@ -38,8 +39,14 @@ class BucketReducer:
     """`in_place` are gradients that have a place of their own, such as those of adapters: they leave at the end."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, bf16: bool, in_place: Iterable[nn.Parameter] = ()
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        bf16: bool,
+        in_place: Iterable[nn.Parameter] = (),
+        pulse: Pulse | None = None,
     ) -> None:
+        self._pulse = pulse or Pulse()
         self._buckets: list[_Bucket] = []
         self._nodes: list[Any] = []  # autograd keeps them only as long as somebody does
         self._next = 0
@@ -92,14 +99,15 @@ class BucketReducer:
         for bucket in self._buckets[self._next :]:  # those of parameters that the pass did not come by
             self._send(bucket)
         self._next = 0
-        for parameter in self._in_place:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-        for bucket in self._buckets:
-            bucket.work.wait()
-            bucket.work = None
-            if bucket.narrow is not None:
-                bucket.values.copy_(bucket.narrow)
+        with self._pulse.waiting():
+            for parameter in self._in_place:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            for bucket in self._buckets:
+                bucket.work.wait()
+                bucket.work = None
+                if bucket.narrow is not None:
+                    bucket.values.copy_(bucket.narrow)
 
     def clear(self) -> None:
         torch._foreach_zero_([bucket.values for bucket in self._buckets])  # pyright: ignore[reportPrivateImportUsage]
@@ -110,8 +118,8 @@ def reducer_of(world: World, parameters: Sequence[nn.Parameter], *, in_place: bo
     if not isinstance(world, Ranks):
         return None
     if in_place:
-        return BucketReducer([], bf16=bf16, in_place=parameters)
-    return BucketReducer(parameters, bf16=bf16)
+        return BucketReducer([], bf16=bf16, in_place=parameters, pulse=world.pulse)
+    return BucketReducer(parameters, bf16=bf16, pulse=world.pulse)
 
 
 def _grouped(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

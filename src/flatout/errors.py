@@ -57,6 +57,12 @@ class DivergedError(UserError):
     exit_code = 4
 
 
+class DriftError(UserError):
+    """Ranks that should have the same weights do not."""
+
+    exit_code = 4
+
+
 class ResourceError(UserError):
     """Out of memory or disk."""
 

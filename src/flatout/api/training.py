@@ -19,6 +19,7 @@ from flatout.engine.checkpoint import mark_as_base, read_checkpoint
 from flatout.engine.diverged import with_way_back
 from flatout.engine.fit_check import check_disk
 from flatout.engine.loop import train_loop
+from flatout.engine.recovery import use_at_most
 from flatout.engine.run import Run
 from flatout.engine.run_files import check_own
 from flatout.engine.run_folder import (
@@ -89,9 +90,11 @@ def train(
     with joined(found, settings.speed.device, **waits) as world, contextlib.ExitStack() as held:
         origin, lock = _found(settings, resume, world, held, None if found is None else found.folder)
         run = _set_up(config, origin, progress, arrays, world)
+        limit = None if found is None or found.attempt is None else found.attempt.micro_batch
+        less = [] if limit is None else use_at_most(run, limit)
         with world.together():
             done = lock is not None and _is_done(run, origin)
-            notices = [] if lock is None else _accepted(run, origin, lock, done=done)
+            notices = [] if lock is None else [*less, *_accepted(run, origin, lock, done=done)]
         world.pulse.note_run(origin.folder, accepted=True)
         records = _loop(run, origin, stop, save)
         if world.told(done):  # that is told, and the run's files stay as they are

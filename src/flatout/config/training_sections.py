@@ -117,6 +117,8 @@ class ParallelConfig(Section):
     """Seconds within which all processes must have started."""
     timeout: Annotated[float, Field(ge=1.0, le=86400.0)] = 600.0
     """Seconds that a process waits for the others before it gives the run up."""
+    check_every: Natural = 1000
+    """Steps between comparisons of all processes' weights, by their bits; 0 never compares."""
 
 
 class OutputConfig(Section):

@@ -10,13 +10,13 @@ from flatout.agent.workers import Worker, Workers
 from flatout.pulse import State
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-_RANKED = ("done", "stopped", "refused", "memory", "killed", "stuck", "failed", "host", "lost")
+_RANKED = ("done", "stopped", "refused", "memory", "killed", "frozen", "stuck", "failed", "host", "lost")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
     """`kind`: done, stopped (by a signal, after saving), refused (the user can mend it), memory (a smaller micro-batch
-    may fit), killed, stuck, failed (an error of ours), host (a host is gone), lost (others did not answer).
+    may fit), killed, frozen (by SIGSTOP), stuck, failed (an error of ours), host (a host is gone), lost (others did not answer).
 
     `text` is empty where the rank itself has told what was wrong. `steps` have been begun.
     """
@@ -59,8 +59,8 @@ def _of_worker(workers: Workers, worker: Worker, lost: bool) -> Cause:
     cause = Cause("done", worker.rank, 0, steps=steps)
     if code is None:
         if worker.stopped:
-            return dataclasses.replace(cause, kind="stuck", code=1, text=f"{who} was stopped (SIGSTOP) {when}")
-        if lost and state not in (State.WAITING, State.ENDED):
+            return dataclasses.replace(cause, kind="frozen", code=1, text=f"{who} was stopped (SIGSTOP) {when}")
+        if lost and state in (State.STARTING, State.WORKING):
             stack, text = workers.stack(worker), f"{who} hangs {when}"
             return dataclasses.replace(cause, kind="stuck", code=1, text=text, stack=stack)
         return dataclasses.replace(cause, kind="lost", code=1, text=f"{who} waited for others {when}")

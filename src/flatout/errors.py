@@ -69,5 +69,9 @@ class ResourceError(UserError):
     exit_code = 5
 
 
+class FullDiskError(ResourceError):
+    """A disk without space, or a quota that is used up: somebody may make room."""
+
+
 class DoesNotFitError(ResourceError):
     """A step that by its estimate needs more memory than the device has."""

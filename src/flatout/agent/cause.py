@@ -16,7 +16,7 @@ _RANKED = ("done", "stopped", "refused", "memory", "killed", "frozen", "stuck", 
 @dataclasses.dataclass(frozen=True)
 class Cause:
     """`kind`: done, stopped (by a signal, after saving), refused (the user can mend it), memory (a smaller micro-batch
-    may fit), killed, frozen (by SIGSTOP), stuck, failed (an error of ours), host (a host is gone), lost (others did not answer).
+    may fit), killed, frozen (by SIGSTOP), stuck, failed (an error of ours), host (one is gone), lost (got no answer).
 
     `text` is empty where the rank itself has told what was wrong. `steps` have been begun.
     """

@@ -108,6 +108,8 @@ class CheckpointConfig(Section):
     """Newest checkpoints to keep."""
     best: bool = True
     """Also keep the checkpoint with the lowest validation loss."""
+    full_disk_wait: Annotated[float, Field(ge=0.0, le=86400.0)] = 300.0
+    """Seconds that a save waits for space on a full disk before it ends the run."""
 
 
 class ParallelConfig(Section):

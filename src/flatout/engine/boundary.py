@@ -11,7 +11,7 @@ Nothing is saved while non-finite steps are being counted, except at the end of 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from flatout.engine.checkpoint import (
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.fit_check import out_of_memory
+from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.run_folder import checkpoints_of
@@ -64,7 +65,7 @@ class Boundary:
         run.step.use_window(None)  # evaluation and samples see what the trained model will see
         size, loss, began = 0, None, time.perf_counter()
         if saving and saved is None:
-            saved, size = self._write(position, due)
+            saved, size = yield from self._write(position, due)
         seconds = time.perf_counter() - began
         if due.evaluate is not None:
             record, notices = self._evaluate(due.evaluate)
@@ -80,7 +81,7 @@ class Boundary:
         began = time.perf_counter()
         if saved is None and wanted and self.saves and not self.progress.bad_steps:
             # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
-            saved, size = self._write(position, Due())
+            saved, size = yield from self._write(position, Due())
         if saved is None:
             return
         notices = self._judge(saved, loss, improved)
@@ -92,11 +93,14 @@ class Boundary:
             step=step, path=str(saved), bytes=size or checkpoint_bytes(saved), seconds=seconds, best=improved
         )
 
-    def _write(self, position: dict[str, Any] | None, due: Due) -> tuple[Path, int]:
+    def _write(self, position: dict[str, Any] | None, due: Due) -> Generator[Record, None, tuple[Path, int]]:
         """The checkpoint of this step and its size. One process writes it: all have the same."""
         checkpoint, folder = capture(self.run, self.progress, position, due), checkpoints_of(self.folder)
         if self.run.world.first:
-            return write_checkpoint(folder, checkpoint)
+            wait = self.run.config.checkpoint.full_disk_wait
+            if self.run.world.size > 1:  # the others wait for this one, and not forever
+                wait = min(wait, self.run.config.parallel.timeout / 2)
+            return (yield from when_there_is_room(lambda: write_checkpoint(folder, checkpoint), checkpoint.step, wait))
         return checkpoint_path(folder, checkpoint.step), 1
 
     def _evaluate(self, reason: str) -> tuple[EvalRecord, list[str]]:

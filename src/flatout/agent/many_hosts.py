@@ -17,6 +17,7 @@ import datetime
 import json
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -56,6 +57,9 @@ class ManyHosts(Hosts):
         counts = go["gpus"]
         place = Place(sum(counts[: self._rank]), self._gpus, sum(counts), *self._meet, agents_store=True)
         left = Left(**go["left"])
+        # By itself gloo takes the address that the host's name has, which on many hosts is one of the loopback.
+        if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface_to(*self._meet)) is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
         self._failed.clear()
         threading.Thread(target=self._listen, args=(self._name,), daemon=True).start()
         yield place, left, Attempt(self._name, None, left.folder, left.accepted, left.micro_batch), None
@@ -248,3 +252,22 @@ def _answer(ask: Callable[[], Value], seconds: float) -> Value | None:
     thread.start()
     thread.join(seconds)
     return found[0] if found else None
+
+
+def _interface_to(host: str, port: int) -> str | None:
+    """The network interface by which this host reaches another, or which has that address; None where it is unknown."""
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing
+            address = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                get_address = 0x8915  # SIOCGIFADDR
+                with contextlib.suppress(OSError):  # one without an address
+                    found = fcntl.ioctl(probe, get_address, struct.pack("256s", name.encode()[:15]))
+                    if socket.inet_ntoa(found[20:24]) == address:
+                        return name
+    except (ImportError, OSError):
+        pass
+    return None

@@ -70,6 +70,10 @@ class Pulse:
             self._stack = _stack_on_request(folder / f"stack-{worker}")
             die_with_parent(int(os.environ.get(AGENT, "0")))
 
+    @property
+    def state(self) -> State:
+        return State(self._numbers[self._state])
+
     def tell(self, state: State) -> None:
         self._numbers[self._state] = state
 

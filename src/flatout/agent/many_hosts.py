@@ -126,6 +126,7 @@ class ManyHosts(Hosts):
         """A connection to the store, which host 0 opens."""
         if self._rank == 0 and self._store is not None:
             return self._store
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         from torch import distributed as dist
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyrigh
 import flatout
 from flatout.errors import UsageError, UserError
 from flatout.launch import Launch, LostRankError, OtherProcessError
-from flatout.pulse import State, pulse
+from flatout.pulse import Pulse, State, pulse
 from flatout.world import World
 
 _POLL = datetime.timedelta(seconds=5)
@@ -148,7 +148,7 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
         yield Ranks(found.rank, found.size, found.local, told, store=store, hosts=hosts)
         told.tell(State.ENDED)
     except RuntimeError as error:
-        if not _is_about_others(error):
+        if not _is_about_others(error, told):
             raise
         told.tell(State.LOST)
         if found.attempt is not None:  # the agent sees which rank it was, and says so
@@ -160,9 +160,9 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
                 dist.destroy_process_group()
 
 
-def _is_about_others(error: RuntimeError) -> bool:
-    """Whether an error says that other ranks do not answer: gloo has no class for it, but names its own files."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error) or "NCCL" in str(error)
+def _is_about_others(error: RuntimeError, told: Pulse) -> bool:
+    """Whether an error says that other ranks do not answer: gloo has no class for it, but it comes while we wait."""
+    return isinstance(error, dist.DistError) or told.state is State.WAITING or "NCCL" in str(error)
 
 
 def _lost(rank: int, error: RuntimeError) -> LostRankError:

@@ -92,7 +92,8 @@ class BucketReducer:
     def _send(self, bucket: _Bucket) -> None:
         if bucket.narrow is not None:
             bucket.narrow.copy_(bucket.values)
-        bucket.work = dist.all_reduce(bucket.values if bucket.narrow is None else bucket.narrow, async_op=True)
+        with self._pulse.waiting():  # not for long, but a rank that is gone is noticed here, too
+            bucket.work = dist.all_reduce(bucket.values if bucket.narrow is None else bucket.narrow, async_op=True)
 
     def finish(self) -> None:
         self._sending = False

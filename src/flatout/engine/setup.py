@@ -82,7 +82,8 @@ def setup_run(
         device = limit_memory(detect_device(config.speed.device, world.local), config.speed.memory_limit)
     with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
         opened = open_data(config, sources, progress, resumed=resumed, arrays=arrays)
-    check_shares(opened.data, world)
+    with world.together():
+        check_shares(opened.data, world)
     with world.together():
         return _assembled(loaded, opened, sources, device, resumed, world)
 

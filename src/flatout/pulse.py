@@ -31,9 +31,10 @@ class State(enum.IntEnum):
     STARTING = 0
     WORKING = 1
     WAITING = 2  # for other ranks
-    LOST = 3  # leaves because another rank is gone or does not answer
-    OUT_OF_MEMORY = 4  # leaves, and would go on with the micro-batch that it noted
-    ENDED = 5  # the run is over or saved: what is left is plots and goodbyes
+    LOST = 3  # leaves because another rank is gone
+    TIMED_OUT = 4  # leaves because another rank has not answered in time
+    OUT_OF_MEMORY = 5  # leaves, and would go on with the micro-batch that it noted
+    ENDED = 6  # the run is over or saved: what is left is plots and goodbyes
 
 
 @final

@@ -57,7 +57,7 @@ class Hosts:
     def start(self, host: int, arguments: list[str]) -> Command:
         meet = ["--nodes", "2", "--node-rank", str(host), "--meet", f"{self.addresses[0]}:29511"]
         prefix = ("ip", "netns", "exec", self.names[host])
-        return Command([*arguments, "--gpus", "1", *meet], "slow 0.02", prefix, log=f"told-{host}")
+        return Command([*arguments, "--gpus", "1", *meet], "slow", prefix, log=f"told-{host}")
 
 
 def ip(*arguments: str) -> None:

@@ -30,7 +30,8 @@ from flatout.launch import OtherProcessError
 from flatout.pulse import State, read_json
 
 _POLL = 0.05  # seconds
-_GRACE = 5.0  # seconds in which ranks leave by themselves after one has failed
+# Seconds in which ranks leave by themselves after one has failed; fewer where they had `parallel.timeout` already.
+_GRACE, _SHORT_GRACE = 5.0, 1.0
 
 
 class FailedError(UserError):
@@ -90,10 +91,11 @@ class Agent:
                 break
             now = time.monotonic()
             if until is None and (self._is_broken(workers) or self.hosts.failed()):
-                until = now + _GRACE
+                late = any(workers.state(worker) is State.TIMED_OUT for worker in workers.all)
+                until = now + (_SHORT_GRACE if late else _GRACE)
             if until is not None and now > until:
                 break
-        return cause_of(workers)
+        return cause_of(workers, waited=self.hosts.failed())
 
     def _is_broken(self, workers: Workers) -> bool:
         gone = [worker for worker in workers.all if worker.code is not None]

@@ -10,7 +10,7 @@ from flatout.agent.workers import Worker, Workers
 from flatout.pulse import State
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
-_RANKED = ("done", "stopped", "refused", "memory", "killed", "frozen", "stuck", "failed", "host", "lost")
+_RANKED = ("done", "stopped", "refused", "memory", "killed", "host", "frozen", "stuck", "failed", "lost")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +46,16 @@ def first_of(causes: Sequence[Cause]) -> Cause:
     return dataclasses.replace(chosen, steps=max(cause.steps for cause in causes))
 
 
-def cause_of(workers: Workers) -> Cause:
-    """Judges what the workers of this host have left, before the last of them are ended."""
-    lost = any(workers.state(worker) is State.LOST for worker in workers.all)
-    return first_of([_of_worker(workers, worker, lost) for worker in workers.all])
+def cause_of(workers: Workers, *, waited: bool = False) -> Cause:
+    """Judges what the workers of this host have left, before the last of them are ended.
+
+    `waited`: ranks of other hosts have, and not in vain for one that is only slow.
+    """
+    waited = waited or any(workers.state(worker) is State.TIMED_OUT for worker in workers.all)
+    return first_of([_of_worker(workers, worker, waited) for worker in workers.all])
 
 
-def _of_worker(workers: Workers, worker: Worker, lost: bool) -> Cause:
+def _of_worker(workers: Workers, worker: Worker, waited: bool) -> Cause:
     state, code, steps = workers.state(worker), worker.code, workers.step(worker)
     who = f"rank {worker.rank} (pid {worker.process.pid})"
     when = f"in step {steps}" if steps else "before its first step"
@@ -60,7 +63,7 @@ def _of_worker(workers: Workers, worker: Worker, lost: bool) -> Cause:
     if code is None:
         if worker.stopped:
             return dataclasses.replace(cause, kind="frozen", code=1, text=f"{who} was stopped (SIGSTOP) {when}")
-        if lost and state in (State.STARTING, State.WORKING):
+        if waited and state in (State.STARTING, State.WORKING):
             stack, text = workers.stack(worker), f"{who} hangs {when}"
             return dataclasses.replace(cause, kind="stuck", code=1, text=text, stack=stack)
         return dataclasses.replace(cause, kind="lost", code=1, text=f"{who} waited for others {when}")
@@ -76,7 +79,7 @@ def _of_worker(workers: Workers, worker: Worker, lost: bool) -> Cause:
         size = workers.micro_batch(worker)
         text = f"{who} ran out of memory {when}"
         return dataclasses.replace(cause, kind="memory", code=code, text=text, micro_batch=size)
-    if state is State.LOST:
+    if state in (State.LOST, State.TIMED_OUT):
         return dataclasses.replace(cause, kind="lost", code=code, text=f"{who} got no answer from other ranks {when}")
     if code in (2, 3, 4, 5):
         return dataclasses.replace(cause, kind="refused", code=code)

@@ -14,6 +14,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -150,7 +151,8 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
     except RuntimeError as error:
         if not _is_about_others(error, told):
             raise
-        told.tell(State.LOST)
+        late = re.search(r"time(d )?out|timed out", str(error), re.IGNORECASE) is not None
+        told.tell(State.TIMED_OUT if late else State.LOST)
         if found.attempt is not None:  # the agent sees which rank it was, and says so
             raise OtherProcessError(1) from error
         raise _lost(found.rank, error) from error

@@ -57,10 +57,20 @@ class DivergedError(UserError):
     exit_code = 4
 
 
+class DriftError(UserError):
+    """Ranks that should have the same weights do not."""
+
+    exit_code = 4
+
+
 class ResourceError(UserError):
     """Out of memory or disk."""
 
     exit_code = 5
+
+
+class FullDiskError(ResourceError):
+    """A disk without space, or a quota that is used up: somebody may make room."""
 
 
 class DoesNotFitError(ResourceError):

@@ -19,7 +19,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from flatout.errors import ResourceError, UsageError
+from flatout.errors import FullDiskError, ResourceError, UsageError
 
 CHECK_ACCESS = "check that it is there and that you may read it"
 MOST_LEVELS = 100  # of JSON inside JSON
@@ -262,7 +262,8 @@ def disk_errors(what: str, *, safe: str = CHECKPOINTS_ARE_SAFE) -> Iterator[None
             hint = "choose another name"
         else:
             hint = "check the disk"
-        raise ResourceError(f"could not write {what}: {reason}", f"{hint}{safe}") from error
+        kind = FullDiskError if number in (errno.ENOSPC, errno.EDQUOT) else ResourceError
+        raise kind(f"could not write {what}: {reason}", f"{hint}{safe}") from error
 
 
 def _disk_reason(error: Exception) -> tuple[int | None, str]:

@@ -1,10 +1,15 @@
 """How this process was started: alone, or as one of several by torchrun, srun or mpirun. No torch here."""
 
 import dataclasses
+import json
 import os
 import re
+from pathlib import Path
+from typing import Any
 
 from flatout.errors import UsageError, UserError
+
+ATTEMPT = "FLATOUT_ATTEMPT"  # what our agent tells its workers, as JSON
 
 
 class OtherProcessError(UserError):
@@ -13,6 +18,31 @@ class OtherProcessError(UserError):
     def __init__(self, exit_code: int = 2) -> None:
         super().__init__("another process of this run failed", "see what it says")
         self.exit_code = exit_code
+
+
+class LostRankError(UserError):
+    """Other ranks are gone, or do not answer."""
+
+    exit_code = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """What our agent tells its workers: which attempt this is, and what the ones before have left.
+
+    `listen` is a socket that is open already, at which rank 0 serves the store. `folder` is the run's, once it was
+    chosen; `accepted` is whether an earlier attempt has begun to write there. `micro_batch` is what fits, after an
+    earlier attempt ran out of memory.
+    """
+
+    name: str = ""
+    listen: int | None = None
+    folder: str | None = None
+    accepted: bool = False
+    micro_batch: int | None = None
+
+    def as_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +54,17 @@ class Launch:
     local: int
     local_size: int
     restarts: int = 0
+    attempt: Attempt | None = None  # by our own agent
+
+    @property
+    def folder(self) -> Path | None:
+        """The run folder that an earlier attempt has chosen."""
+        return None if self.attempt is None or self.attempt.folder is None else Path(self.attempt.folder)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether this goes on with what an earlier attempt has begun, whatever the command says."""
+        return self.restarts > 0 if self.attempt is None else self.attempt.accepted
 
 
 # (processes, rank, rank on this host, processes on this host), by launcher: torchrun and others like it, SLURM's srun.
@@ -41,7 +82,7 @@ def launch() -> Launch | None:
         if not size.isdecimal() or (int(size) == 1 and "TORCHELASTIC_RUN_ID" not in os.environ):
             continue
         if names[0].startswith("SLURM"):
-            _place_of_slurm()
+            place_of_slurm()
             local_size = re.match(r"\d*", local_size)[0]  # pyright: ignore[reportOptionalSubscript]
         needed = {names[1]: rank, **{name: os.environ.get(name, "") for name in _PLACE}}
         missing = [name for name, value in needed.items() if not value]
@@ -53,7 +94,8 @@ def launch() -> Launch | None:
             )
         count = int(local_size) if local_size.isdecimal() else int(size)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return Launch(int(rank), int(size), int(local or rank), count, int(restarts) if restarts.isdecimal() else 0)
+        again = int(restarts) if restarts.isdecimal() else 0
+        return Launch(int(rank), int(size), int(local or rank), count, again, _attempt())
     for name in _OTHERS:
         size = os.environ.get(name, "")
         if size.isdecimal() and int(size) > 1:
@@ -67,7 +109,12 @@ def launch() -> Launch | None:
 _PLACE = ("MASTER_ADDR", "MASTER_PORT")
 
 
-def _place_of_slurm() -> None:
+def _attempt() -> Attempt | None:
+    told: Any = json.loads(os.environ.get(ATTEMPT, "null"))
+    return None if told is None else Attempt(**told)
+
+
+def place_of_slurm() -> None:
     """srun says which hosts there are: the first one is where processes meet, at a port that goes by the job."""
     hosts, job = os.environ.get("SLURM_STEP_NODELIST", ""), os.environ.get("SLURM_JOB_ID", "0")
     found = re.match(r"([^,\[]+)(?:\[(\d+))?", hosts)

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from flatout.pulse import Pulse
+
 
 class Reducer(Protocol):
     """Adds up the gradients of all processes, while the backward pass of the last micro-batch still goes on."""
@@ -44,6 +46,7 @@ class World:
     rank: int = 0
     size: int = 1
     local: int = 0  # the number of this process on its host, which says what device it takes
+    pulse: Pulse = dataclasses.field(default_factory=Pulse, repr=False, compare=False)  # for the agent of this host
 
     @property
     def first(self) -> bool:

@@ -9,14 +9,14 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 
 LAYERS = [
     {"errors"},
-    {"records", "config", "files", "launch", "host"},
+    {"records", "config", "files", "launch", "host", "pulse"},
     {"folders", "confined"},
     {"device", "world"},
     {"ops", "corpus"},
     {"data", "model", "optim", "parallel"},
     {"generation"},
     {"engine"},
-    {"tuning", "diagnose"},
+    {"tuning", "diagnose", "agent"},
     {"observe"},
     {"api", "words", "streams"},
     {"verbs"},

@@ -204,11 +204,14 @@ BESIDE: dict[str, list[str]] = {
 # Read by the terminal alone, or about files beside the run: tests/end_to_end/test_cli.py counts lines and looks for
 # them. tests/unit/test_hostile_models.py has models with an auto_map. And what a CPU refuses when it is written:
 # tests/unit/test_features.py and tests/end_to_end/test_gpu_switches.py show it at work.
+# Several ranks: tests/end_to_end/test_many.py. A full disk: tests/unit/test_full_disk.py.
 ELSEWHERE = {
+    "checkpoint.full_disk_wait",
     "model.ignore_auto_map",
     "output.log_every",
     "output.plots",
     "output.trackers",
+    "parallel.check_every",
     "parallel.join",
     "parallel.reduce",
     "parallel.timeout",

@@ -16,6 +16,7 @@ from flatout.data.loader import IGNORED, DeviceLoader, HostLoader, Windows, eval
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import TokenShards
+from flatout.data.threads import StuckError
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
 from flatout.errors import DataError, ResourceError
 from flatout.ops.documents import PackedRows
@@ -43,7 +44,7 @@ def parts(shards: TokenShards, first: int, last: int, changes: dict[str, Any]) -
     """What loaders are made of."""
     arguments = SHAPE | changes
     shape = {name: value for name, value in arguments.items() if name in ("context", "stride", "best_fit", "apart")}
-    how = {name: arguments[name] for name in ("workers", "world") if name in arguments}
+    how = {name: arguments[name] for name in ("workers", "world", "patience") if name in arguments}
     schedule = Schedule.constant(arguments["sequences"], arguments["context"])
     delivery = Delivery(device=torch.device(arguments["device"]), **how)
     return windows_of(shards, seed=9, **shape), delivery, Span(schedule=schedule, first_step=first, last_step=last)
@@ -278,7 +279,7 @@ def test_what_a_worker_raises_is_raised_in_the_loop(
     calls = iter(range(100))
 
     def failing(self: TokenShards, *arguments: Any) -> Any:
-        if next(calls) == 2:
+        if next(calls) >= 2:
             raise OSError("the disk went away")
         return gather(self, *arguments)
 
@@ -290,6 +291,47 @@ def test_what_a_worker_raises_is_raised_in_the_loop(
     assert seen == list(range(len(seen)))
     assert len(seen) <= 3
     assert loader_threads() == []
+
+
+def test_threads_that_cannot_read_are_replaced_once(train: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, gather, calls = list(host(train, 0, 10)), TokenShards.gather, iter(range(100))
+
+    def failing(self: TokenShards, *arguments: Any) -> Any:
+        if next(calls) == 2:
+            raise OSError("the disk went away")
+        return gather(self, *arguments)
+
+    monkeypatch.setattr(TokenShards, "gather", failing)
+    with host(train, 0, 10, 2) as batches:
+        assert_same(list(batches), reference)
+        (notice,) = batches.notices()
+    assert "OSError('the disk went away')" in notice
+    assert "failing" in notice
+    assert notice.endswith("it was replaced")
+    assert loader_threads() == []
+
+
+def test_threads_that_hang_are_named_and_replaced_once(train: TokenShards, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, gather, calls, over = list(host(train, 0, 10)), TokenShards.gather, iter(range(100)), threading.Event()
+    hanging = {3}
+
+    def slow(self: TokenShards, *arguments: Any) -> Any:
+        if next(calls) in hanging:
+            over.wait()
+        return gather(self, *arguments)
+
+    monkeypatch.setattr(TokenShards, "gather", slow)
+    try:
+        with host(train, 0, 10, 1, patience=0.2) as batches:
+            assert_same(list(batches), reference)
+            (notice,) = batches.notices()
+        assert "has made no batch for 0.2 s in step 4" in notice
+        assert " slow" in notice, "the function that hangs"
+        calls, hanging = iter(range(100)), {3, 7}
+        with host(train, 0, 10, 1, patience=0.2) as batches, pytest.raises(StuckError, match="has made no batch"):
+            list(batches)
+    finally:
+        over.set()
 
 
 def test_a_split_shorter_than_a_window_is_refused(tmp_path: Path) -> None:

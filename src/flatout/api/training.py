@@ -19,6 +19,7 @@ from flatout.engine.checkpoint import mark_as_base, read_checkpoint
 from flatout.engine.diverged import with_way_back
 from flatout.engine.fit_check import check_disk
 from flatout.engine.loop import train_loop
+from flatout.engine.recovery import use_at_most
 from flatout.engine.run import Run
 from flatout.engine.run_files import check_own
 from flatout.engine.run_folder import (
@@ -80,18 +81,21 @@ def train(
     """
     resume = None if resume is None else str(resume)
     found = launch()
-    if found is not None and found.restarts and resume is None:
+    if found is not None and found.resumes and (resume is None or found.attempt is not None):
         resume = "auto"  # started again by the launcher: the same command resumes
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
     arrays, settings = _arrays(data, val), plain(config)
     waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
     with joined(found, settings.speed.device, **waits) as world, contextlib.ExitStack() as held:
-        origin, lock = _found(settings, resume, world, held)
+        origin, lock = _found(settings, resume, world, held, None if found is None else found.folder)
         run = _set_up(config, origin, progress, arrays, world)
+        limit = None if found is None or found.attempt is None else found.attempt.micro_batch
+        less = [] if limit is None else use_at_most(run, limit)
         with world.together():
             done = lock is not None and _is_done(run, origin)
-            notices = [] if lock is None else _accepted(run, origin, lock, done=done)
+            notices = [] if lock is None else [*less, *_accepted(run, origin, lock, done=done)]
+        world.pulse.note_run(origin.folder, accepted=True)
         records = _loop(run, origin, stop, save)
         if world.told(done):  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
@@ -111,19 +115,23 @@ def train(
 
 
 def _found(
-    settings: RunConfig, resume: str | None, world: World, held: contextlib.ExitStack
+    settings: RunConfig, resume: str | None, world: World, held: contextlib.ExitStack, chosen: Path | None
 ) -> tuple[Origin, RunLock | None]:
-    """What the run begins from, and the lock on its folder, which the first process holds."""
+    """What the run begins from, and the lock on its folder, which the first process holds.
+
+    `chosen` is the folder that an earlier attempt of the launcher has chosen.
+    """
     lock = origin = point = None
     with world.together():
         check_trackers(settings.output.trackers)
         if world.first:
-            folder = choose_folder(settings.output, resume)
+            folder = chosen or choose_folder(settings.output, resume)
             lock = held.enter_context(run_lock(folder))
             check_own(folder)
             origin = find_origin(folder, resume)
             point = None if origin.checkpoint is None else str(origin.checkpoint.path)
     folder, point = world.told(["" if origin is None else str(origin.folder), point])
+    world.pulse.note_run(Path(folder), accepted=False)
     with world.together():
         if origin is None:
             _check_seen(Path(folder), point)

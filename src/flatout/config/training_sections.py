@@ -112,6 +112,8 @@ class CheckpointConfig(Section):
     """Also keep the checkpoint with the lowest validation loss."""
     asynchronous: Switch = "auto"
     """Write checkpoints in a process of their own while training goes on; needs host memory for a copy of one."""
+    full_disk_wait: Annotated[float, Field(ge=0.0, le=86400.0)] = 300.0
+    """Seconds that a save waits for space on a full disk before it ends the run."""
 
 
 class ParallelConfig(Section):
@@ -125,6 +127,8 @@ class ParallelConfig(Section):
     """Seconds within which all processes must have started."""
     timeout: Annotated[float, Field(ge=1.0, le=86400.0)] = 600.0
     """Seconds that a process waits for the others before it gives the run up."""
+    check_every: Natural = 1000
+    """Steps between comparisons of all processes' weights, by their bits; 0 never compares."""
 
 
 class OutputConfig(Section):

@@ -5,16 +5,18 @@ as the `Raw` ids of one. Both are put on the device when the loop asks for them,
 
 Contract: a loader is a one-pass iterator over the batches of its steps, in their order, and a context manager. Nothing
 is made for a step before the first or after the last one. After `close`, which never waits for more than what is being
-made, none of its threads runs. What a worker raises is raised in the loop.
+made, none of its threads runs. What a worker raises is raised in the loop, with one exception: the first time that a
+worker hangs or cannot read, a notice names its stack, and others make the batch again.
 
 Trap: torch has few operations on unsigned types, so ids travel as int16 or int32 bits and are masked on arrival. Ids of
 32768 and above are negative until then.
 """
 
 import abc
+import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, final
 
@@ -22,6 +24,7 @@ import numpy as np
 import torch
 
 from flatout.data.positions import Reading, Schedule
+from flatout.data.threads import StuckError, Threads, told
 from flatout.data.tokenizer import Ids
 from flatout.ops.documents import PackedRows
 from flatout.ops.reference import IGNORED
@@ -42,6 +45,7 @@ class Delivery:
     micro_batch: int | None = None  # windows or rows that are worked on at once
     joined: bool = False  # for kernels that go by the bounds of samples and know no rows
     world: World = field(default_factory=World)  # each of its processes reads its share of a step
+    patience: float = 300.0  # seconds after which a thread that makes a batch is taken to hang
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +155,8 @@ class BatchLoader(abc.ABC):
         self._last_step = span.last_step
         self._waiting: deque[Future[Batch | Raw]] = deque()
         self._prefetch = max(PREFETCH, workers)
-        self._pool = ThreadPoolExecutor(workers, "flatout-loader", _use_device, (self.device,)) if workers else None
+        self._workers, self._replaced = workers, False
+        self._pool = self._new_pool() if workers else None
         self._notices: list[str] = []
 
     @abc.abstractmethod
@@ -171,22 +176,56 @@ class BatchLoader(abc.ABC):
             if self._pool is None:
                 made = self._made(step)
             else:
-                while self._asked < self._last_step and len(self._waiting) < self._prefetch:
-                    self._waiting.append(self._pool.submit(self._made, self._asked))
-                    self._asked += 1
-                made = self._waiting.popleft().result()
+                self._ask(self._pool)
+                made = self._first_made(self._pool)
         except BaseException:
             self.close()
             raise
         self._next_step = step + 1
         return made.on(self.device)
 
+    def _new_pool(self) -> Threads:
+        return Threads(self._workers, "flatout-loader", lambda: _use_device(self.device))
+
+    def _ask(self, pool: Threads) -> None:
+        while self._asked < self._last_step and len(self._waiting) < self._prefetch:
+            self._waiting.append(pool.submit(self._made, self._asked))
+            self._asked += 1
+
+    def _first_made(self, pool: Threads) -> Batch | Raw:
+        """What comes next, made by other threads where these fail to; the second time that is an error."""
+        waiting = self._waiting[0]
+        try:
+            made = waiting.result(self.delivery.patience)
+        except (TimeoutError, OSError) as error:
+            if waiting.done():
+                what, where = f"failed with {error!r}", told(traceback.extract_tb(error.__traceback__))
+            else:
+                what, where = f"has made no batch for {self.delivery.patience:g} s", pool.stack()
+            message = f"the loader {what} in step {self._next_step + 1}, at {where}"
+            if self._replaced:
+                pool.close(wait=waiting.done())
+                self._pool = None  # its threads hang, and nobody waits for them
+                if waiting.done():
+                    raise
+                raise StuckError(message, "check the disk or network that the data is on") from error
+            self._replaced = True
+            self._notices.append(f"{message}; it was replaced")
+            pool.close(wait=waiting.done())
+            pool = self._pool = self._new_pool()
+            self._waiting.clear()
+            self._asked = self._next_step
+            self._ask(pool)
+            return self._first_made(pool)
+        self._waiting.popleft()
+        return made
+
     def close(self) -> None:
         """Stop the threads and end the iteration. May be called at any time and more than once."""
         self._last_step = self._next_step
         self._waiting.clear()
         if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+            self._pool.close(wait=True)
             self._pool = None
 
     def position(self) -> dict[str, Any] | None:

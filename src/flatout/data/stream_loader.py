@@ -11,7 +11,9 @@ After `close` no thread and no worker runs. What goes wrong in the background is
 
 import contextlib
 import queue
+import sys
 import threading
+import traceback
 from collections import defaultdict
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.stream import TOLD_PROBLEMS, StreamDataset, TokenStream
 from flatout.data.stream_parts import Position
+from flatout.data.threads import StuckError, told
 from flatout.data.tokenizer import Ids
 from flatout.data.training_data import DataFacts, TrainingData
 
@@ -68,7 +71,8 @@ class StreamLoader(BatchLoader):
         self._old = first if inside else -1
         self._ahead: _Ahead | None = None
         if self._next_step < self._last_step:
-            self._ahead = _Ahead(stream, Position(**span.position or {}), first, self._order.windows, context)
+            begin = Position(**span.position or {})
+            self._ahead = _Ahead(stream, begin, first, self._order.windows, context, delivery.patience)
 
     def position(self) -> dict[str, Any]:
         return self._positions[self._block_of(self._next_step)].to_json()
@@ -118,12 +122,16 @@ class StreamLoader(BatchLoader):
 class _Ahead:
     """A thread that makes blocks, a few ahead of whoever takes them."""
 
-    def __init__(self, stream: TokenStream, position: Position, first: int, windows: int, context: int) -> None:
+    def __init__(
+        self, stream: TokenStream, position: Position, first: int, windows: int, context: int, patience: float
+    ) -> None:
         if position.tokens > first * windows * context:  # it belongs to a later step
             position = Position()
         self._stream = stream
         self._least = context + 1
         self._size = windows * context
+        self._patience = patience
+        self._parts, self._seen = 0, -1  # parts read, and how many of them when we looked last
         self._closed = threading.Event()
         self._ready: queue.Queue[Block | BaseException] = queue.Queue(_BLOCKS_AHEAD)
         self._workers = stream.open_workers()
@@ -134,11 +142,28 @@ class _Ahead:
         self._thread.start()
 
     def next(self) -> Block:
-        """The next block, waiting for it."""
-        item = self._ready.get()
+        """The next block, waiting for it as long as parts of it come in."""
+        while True:
+            try:
+                item = self._ready.get(timeout=self._patience)
+                break
+            except queue.Empty:
+                self._check_moving()
         if isinstance(item, BaseException):
             raise item
         return item
+
+    def _check_moving(self) -> None:
+        """Refuses to wait for a thread that has got no part of the source since this was asked last."""
+        before, self._seen = self._seen, self._parts
+        if before != self._parts:
+            return
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        where = "the thread has ended" if frame is None else told(traceback.extract_stack(frame))
+        raise StuckError(
+            f"the stream has given nothing for {self._patience:g} s, at {where}",
+            "check the disk or network that data.source is on",
+        )
 
     def close(self) -> None:
         self._closed.set()
@@ -171,6 +196,7 @@ class _Ahead:
         at, filled = number * size, 0  # the next token to take, and how many are in the row
         with contextlib.closing(self._stream.chunks(position, self._workers, least=self._least)) as chunks:
             for chunk in chunks:
+                self._parts += 1
                 begin, end = chunk.position.tokens, chunk.position.tokens + len(chunk.ids)
                 notices[begin // size] += chunk.notices
                 # A block begins in the first part that has its first token or comes after it, be it without tokens.

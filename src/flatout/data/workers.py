@@ -29,6 +29,7 @@ from typing import IO, Any, Literal, Self, TypeVar, final
 import flatout
 from flatout.data.part import Part, Recipe, characters_of_part, run_part
 from flatout.errors import DataError, HardwareError, ResourceError, UserError
+from flatout.pulse import die_with_parent
 
 EngineName = Literal["local", "ray"]
 Task = Literal["tokens", "characters"]
@@ -69,6 +70,7 @@ class ProcessEngine(Engine):
         for worker in self._workers or [None]:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max(workers, 1), "flatout-worker")
+        self._replaced = self._closed = False
 
     def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
         # One job more than there are workers is ready, so that none waits for this thread to read the next.
@@ -96,6 +98,7 @@ class ProcessEngine(Engine):
             yield first, result.result()
 
     def close(self) -> None:
+        self._closed = True
         for worker in self._workers:
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -103,9 +106,20 @@ class ProcessEngine(Engine):
     def _call(self, task: Task, recipe: Recipe, part: Part) -> Any:
         worker = self._idle.get()
         try:
-            return TASKS[task](recipe, part) if worker is None else worker.call(task, recipe, part)
+            return TASKS[task](recipe, part) if worker is None else self._ask(worker, task, recipe, part)
         finally:
             self._idle.put(worker)
+
+    def _ask(self, worker: "Worker", task: Task, recipe: Recipe, part: Part) -> Any:
+        """One worker that dies is replaced, since a part has no memory of an earlier try; the next one is an error."""
+        try:
+            return worker.call(task, recipe, part)
+        except WorkerGoneError:
+            if self._replaced or self._closed:
+                raise
+            self._replaced = True
+            worker.start_again()
+            return worker.call(task, recipe, part)
 
 
 def _finished(under_way: dict[Future[Any], Part]) -> Iterator[tuple[Part, Any]]:
@@ -119,11 +133,22 @@ def _finished(under_way: dict[Future[Any], Part]) -> Iterator[tuple[Part, Any]]:
 _PARENTS = ("SIGINT", "SIGHUP", "SIGUSR1")
 
 
+class WorkerGoneError(ResourceError):
+    """A worker process died: killed, or out of memory."""
+
+
 @final
 class Worker:
     """A child process that answers one job at a time."""
 
     def __init__(self) -> None:
+        self._start()
+
+    def start_again(self) -> None:
+        self.kill()
+        self._start()
+
+    def _start(self) -> None:
         root = str(Path(flatout.__file__).parents[1])
         path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
         # One thread each: there are as many workers as cores. And memory that is freed goes back to the system: the C
@@ -148,7 +173,7 @@ class Worker:
             ok, value = _receive(self._process.stdout)
         except (OSError, EOFError) as error:
             code = self._process.wait()
-            raise ResourceError(
+            raise WorkerGoneError(
                 f"a worker process ended with code {code} while it prepared {_name(part)}",
                 "if the machine ran out of memory, use fewer --workers; run prepare again to go on",
             ) from error
@@ -170,6 +195,7 @@ class Worker:
 def serve() -> None:
     """The life of a worker: answer jobs until there is nobody left to ask."""
     # Nothing that prints may get into the answers.
+    die_with_parent()
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     for name in _PARENTS:

@@ -34,6 +34,7 @@ from flatout.engine.checkpoint import (
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.evaluate import bits_per_byte, perplexity
 from flatout.engine.fit_check import out_of_memory
+from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.recovery import fitting_evaluation
 from flatout.engine.run import Run
 from flatout.engine.run_folder import checkpoints_of
@@ -80,7 +81,10 @@ class Boundary:
     def __post_init__(self) -> None:
         run, asked = self.run, self.run.config.checkpoint.asynchronous
         device, notice = run.speed.device.torch_device, run.new_notices.add
-        self.saver = Saver(checkpoints_of(self.folder), asked, device, run.step, notice)
+        patience = run.config.checkpoint.full_disk_wait
+        if run.world.size > 1:  # the others wait for this one, and not forever
+            patience = min(patience, run.config.parallel.timeout / 2)
+        self.saver = Saver(checkpoints_of(self.folder), asked, device, run.step, notice, patience)
         self.saved_at = time.monotonic()  # the clock of the wall may jump
 
     def pass_through(
@@ -93,14 +97,14 @@ class Boundary:
         seconds = 0.0
         if saving:
             yield from self.conclude()
-            seconds += self._begin(due, position)
+            seconds += yield from self._begin(due, position)
         loss = yield from self._look(due)
         improved = self.progress.best_step == self.progress.step
         wanted = self.exhausted or (improved and loss is not None and self.run.config.checkpoint.best)
         if not saving and wanted and self.saves and not self.progress.bad_steps:
             yield from self.conclude()
             # Due(): the evaluation and the sample of this step are done, so a resume has none of them to make up for
-            seconds += self._begin(Due(), position)
+            seconds += yield from self._begin(Due(), position)
             saving = True
         if saving:
             self._find(loss, improved, seconds)
@@ -151,7 +155,7 @@ class Boundary:
         finally:
             self.saver.close()
 
-    def _begin(self, due: Due, position: dict[str, Any] | None) -> float:
+    def _begin(self, due: Due, position: dict[str, Any] | None) -> Generator[Record, None, float]:
         """Begins a save; returns the seconds that training stood still for it."""
         began, checkpoint = time.perf_counter(), capture(self.run, self.progress, position, due)
         folder, sharding = checkpoints_of(self.folder), self.run.trained.sharding
@@ -159,7 +163,7 @@ class Boundary:
             path, size = write_sharded(folder, checkpoint, sharding, self.run.world)
             self.there = Saved(path=path, bytes=size)
         elif self.run.world.first:  # of several ranks one writes, since all have the same
-            self.saver.begin(checkpoint)
+            yield from when_there_is_room(lambda: self.saver.begin(checkpoint), checkpoint.step, self.saver.patience)
         else:
             self.there = Saved(path=checkpoint_path(folder, checkpoint.step), bytes=0)
         self.saved_at = time.monotonic()

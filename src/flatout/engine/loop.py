@@ -16,6 +16,7 @@ from flatout.data.batch import Batch, BatchLoader
 from flatout.engine.books import Progress, notices_at, run_info, settle
 from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience, write_best
 from flatout.engine.checkpoint import Checkpoint, checkpoint_bytes
+from flatout.engine.drift import check_alike
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.machine import MachineWatch
 from flatout.engine.recovery import attempt_step, use_less_memory
@@ -127,6 +128,7 @@ class _Steps:
     def _take(self, batch: Batch, data_seconds: float, loader: BatchLoader) -> Iterator[Record]:
         """One step, in smaller pieces where memory runs out, and the reports that have arrived by then."""
         run, step = self.training, batch.step + 1
+        run.world.pulse.at_step(step)
         run.step.with_parameter_norm = step == 1 or step % PARAMETER_NORM_EVERY == 0 or step == run.steps
         report = attempt_step(run, batch)
         while not isinstance(report, torch.Tensor):  # out of memory, and nothing has changed: again, in smaller pieces
@@ -141,6 +143,7 @@ class _Steps:
         self.position = loader.position()
         yield from notices_at(step, loader.notices())
         yield from settle(run, self.progress, self.totals, self.pending.ready())
+        check_alike(run, step)
 
     def _at_boundary(self, step: int) -> Generator[Record, None, bool]:
         """Saves and evaluates where that is due; whether the run ends here."""

@@ -21,6 +21,9 @@ from flatout.engine.evaluate import evaluate
 from flatout.engine.fit_check import first_sentence, memory_error
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
+from flatout.errors import ResourceError, UserError
+from flatout.launch import OtherProcessError
+from flatout.pulse import State
 
 
 def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
@@ -37,8 +40,10 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
             raise
         rows = min(run.step.micro_batch, _windows_in(batch))  # packed samples may have fewer than a micro-batch
         recording = _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
-        # Nothing left to halve or to give up, or the weights may have moved, or other processes are in this step.
-        if (rows == 1 and not recording) or run.step.updating or run.world.size > 1:
+        if run.world.size > 1:
+            raise _for_all_ranks(run, batch, error) from error
+        # Nothing left to halve or to give up, or the weights may have moved.
+        if (rows == 1 and not recording) or run.step.updating:
             raise memory_error(error) from error
         sentence = first_sentence(error)
     run.random.assign(before)
@@ -63,7 +68,7 @@ def use_less_memory(run: Run, batch: Batch, sentence: str) -> str:
             f"cuda_graphs became off: {sentence}: continuing without CUDA graphs, which hold memory of their own; "
             "batch and loss stay the same (next time: speed.cuda_graphs=off)"
         )
-    size = next(size for size in range(before // 2, 0, -1) if packed or sequences % size == 0)
+    size = _smaller(run, batch)
     run.step.use_micro_batch(size)
     device = run.speed.device.torch_device
     free_memory(device)
@@ -74,6 +79,38 @@ def use_less_memory(run: Run, batch: Batch, sentence: str) -> str:
         f"{sentence}: continuing with micro-batches of {size} instead of {before}, {count} per step; batch "
         f"and loss stay the same (next time: speed.micro_batch={size}, or `flatout tune`)"
     )
+
+
+def _smaller(run: Run, batch: Batch) -> int:
+    """Half the micro-batch, or the next divisor of the batch below; 0 where it is a single sequence."""
+    sequences = _windows_in(batch)
+    before = min(run.step.micro_batch, sequences)
+    return next((size for size in range(before // 2, 0, -1) if _rows_vary(run) or sequences % size == 0), 0)
+
+
+def _for_all_ranks(run: Run, batch: Batch | None, error: RuntimeError) -> UserError:
+    """Other ranks are in the middle of this step, so this one leaves: its agent starts all of them with less.
+
+    Without an agent, or with nothing left to halve, it is an error as it is in one process.
+    """
+    size = run.step.micro_batch // 2 if batch is None else _smaller(run, batch)
+    if not size or run.world.pulse.folder is None:
+        return memory_error(error)
+    run.world.pulse.note_micro_batch(size)
+    run.world.pulse.tell(State.OUT_OF_MEMORY)
+    return OtherProcessError(ResourceError.exit_code)
+
+
+def use_at_most(run: Run, size: int) -> list[str]:
+    """Limits the micro-batch to what an earlier attempt of the launcher has left; returns a notice if that is less."""
+    before = run.step.micro_batch
+    if before <= size:
+        return []
+    run.step.use_micro_batch(size)
+    return [
+        f"an earlier attempt ran out of memory: continuing with micro-batches of {size} instead of {before} on all "
+        f"ranks; batch and loss stay the same (next time: speed.micro_batch={size}, or `flatout tune`)"
+    ]
 
 
 def _windows_in(batch: Batch) -> int:
@@ -107,6 +144,8 @@ def _attempt_evaluation(run: Run, batch_size: int, batches: int | None) -> tuple
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        if batch_size == 1 or run.world.size > 1:
+        if run.world.size > 1:
+            raise _for_all_ranks(run, None, error) from error
+        if batch_size == 1:
             raise memory_error(error) from error
         return first_sentence(error)

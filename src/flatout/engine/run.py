@@ -71,6 +71,8 @@ class Run:
     def batches(self, first_step: int, position: dict[str, Any] | None = None) -> BatchLoader:
         """The training batches from `first_step` to the end; `position` is what the checkpoint of that step says."""
         delivery = delivery_of(self.speed, self.step.micro_batch, self.world)
+        # Sooner than the other ranks give up waiting for this one.
+        delivery = dataclasses.replace(delivery, patience=self.config.parallel.timeout / 2)
         span = Span(schedule=self.schedule, first_step=first_step, last_step=self.steps, position=position)
         return self.data.batches(delivery, span)
 

@@ -23,6 +23,7 @@ import torch
 
 from flatout.config.section import Switch
 from flatout.engine.checkpoint import Checkpoint, checkpoint_path, write_checkpoint
+from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.shared_block import Copied, SharedBlock, block_bytes, needed_bytes
 from flatout.engine.step import TrainStep
 from flatout.engine.writer import Plan, Writer, WriterError, save_plan
@@ -47,9 +48,16 @@ class Saved:
 @final
 class Saver:
     def __init__(
-        self, folder: Path, asked: Switch, device: torch.device, step: TrainStep, notice: Callable[[str], None]
+        self,
+        folder: Path,
+        asked: Switch,
+        device: torch.device,
+        step: TrainStep,
+        notice: Callable[[str], None],
+        patience: float = 0.0,
     ) -> None:
-        """`folder` is that of the checkpoints."""
+        """`folder` is that of the checkpoints, `patience` how many seconds a save may wait for space on a full disk."""
+        self.patience = patience
         self.folder, self.asked, self.device, self.step, self.notice = folder, asked, device, step, notice
         self.block: SharedBlock | None = None
         self.writer: Writer | None = None
@@ -132,10 +140,23 @@ class Saver:
                 self.writer = None  # the next save starts another
             why = error.strerror if isinstance(error, OSError) else str(error)
             notice = f"the process that writes checkpoints failed at step {plan.step}: {why}; this process wrote it"
-            with disk_errors(f"checkpoint {target}"):
-                size = save_plan(block.memory, plan)
+            size = self._save_here(block, plan, target)
         seconds = time.perf_counter() - began
         return Saved(path=target, bytes=size, background_seconds=seconds, notice=notice)
+
+    def _save_here(self, block: SharedBlock, plan: Plan, target: Path) -> int:
+        """Saves in this process, and waits for room on a full disk while training goes on."""
+
+        def save() -> int:
+            with disk_errors(f"checkpoint {target}"):
+                return save_plan(block.memory, plan)
+
+        saving = when_there_is_room(save, plan.step, self.patience)
+        while True:
+            try:
+                self.notice(next(saving).message)
+            except StopIteration as done:
+                return done.value
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

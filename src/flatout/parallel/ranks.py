@@ -14,6 +14,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -22,11 +23,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store, rendezvous  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore, rendezvous  # pyright: ignore[reportPrivateImportUsage]
 
 import flatout
 from flatout.errors import UsageError, UserError
-from flatout.launch import Launch, OtherProcessError
+from flatout.launch import Launch, LostRankError, OtherProcessError
+from flatout.pulse import Pulse, State, pulse
 from flatout.world import World
 
 _POLL = datetime.timedelta(seconds=5)
@@ -43,12 +45,14 @@ class Ranks(World):
 
     def sum(self, value: Tensor) -> Tensor:
         total = value.detach().clone()
-        dist.all_reduce(total)
+        with self.pulse.waiting():
+            dist.all_reduce(total)
         return total
 
     def totals(self, numbers: Sequence[int]) -> list[int]:
         total = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(total)
+        with self.pulse.waiting():
+            dist.all_reduce(total)
         return total.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -59,7 +63,8 @@ class Ranks(World):
         own = torch.zeros(max(sizes), dtype=torch.uint8)
         own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(rows, own)
+        with self.pulse.waiting():
+            dist.all_gather(rows, own)
         return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     @contextlib.contextmanager
@@ -76,8 +81,11 @@ class Ranks(World):
         # A process of which another failed leaves with its code. Where one of those is the cause, it speaks.
         causes = [rank for rank in where if codes[rank][0] != OtherProcessError.__name__] or where
         if failed is None or self.rank != causes[0]:
+            self.pulse.tell(State.LOST)
             raise OtherProcessError(codes[causes[0]][2]) from failed
-        alike = all(code == codes[0] for code in codes)
+        # Where it was the first one's turn, the others have not tried.
+        tried = [code for code in codes if code is None or code[0] != OtherProcessError.__name__]
+        alike = all(code == tried[0] for code in tried) and (tried == codes or len(set(self.hosts)) == 1)
         raise self.named(failed) if isinstance(failed, UserError) and not alike else failed
 
     def named(self, error: UserError) -> UserError:
@@ -101,12 +109,13 @@ class Ranks(World):
 
     def _wait_for(self, key: str) -> None:
         """Waits as long as it takes: the first process may have data to prepare for hours."""
-        while True:
-            try:
-                self.store.wait([key], _POLL)
-                break
-            except dist.DistStoreError:
-                continue  # not yet
+        with self.pulse.waiting():
+            while True:
+                try:
+                    self.store.wait([key], _POLL)
+                    break
+                except dist.DistStoreError:
+                    continue  # not yet
         if self.store.get(key) != b"passed":
             raise OtherProcessError
 
@@ -127,63 +136,133 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
     store = _meet(found, join)
     hosts = _check_alike(found, store, join)
     backend = _backend(found, asked_device)
-    dist.init_process_group(
-        backend,
-        store=PrefixStore("group", store),
-        rank=found.rank,
-        world_size=found.size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    told = pulse()
     try:
-        yield Ranks(found.rank, found.size, found.local, store=store, hosts=hosts)
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", store),
+            rank=found.rank,
+            world_size=found.size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        told.tell(State.WORKING)
+        yield Ranks(found.rank, found.size, found.local, told, store=store, hosts=hosts)
+        told.tell(State.ENDED)
+    except RuntimeError as error:
+        if not _is_about_others(error, told):
+            raise
+        late = re.search(r"time(d )?out|timed out", str(error), re.IGNORECASE) is not None
+        told.tell(State.TIMED_OUT if late else State.LOST)
+        if found.attempt is not None:  # the agent sees which rank it was, and says so
+            raise OtherProcessError(1) from error
+        raise _lost(found.rank, error) from error
     finally:
-        with contextlib.suppress(RuntimeError):  # others may be gone already
-            dist.destroy_process_group()
+        if dist.is_initialized():
+            with contextlib.suppress(RuntimeError):  # others may be gone already
+                dist.destroy_process_group()
+
+
+def _is_about_others(error: RuntimeError, told: Pulse) -> bool:
+    """Whether an error says that other ranks do not answer: gloo has no class for it, but it comes while we wait."""
+    return isinstance(error, dist.DistError) or told.state is State.WAITING or "NCCL" in str(error)
+
+
+def _lost(rank: int, error: RuntimeError) -> LostRankError:
+    reason = str(error).partition("\n")[0].rpartition("] ")[2] or str(error)
+    return LostRankError(
+        f"rank {rank} on {socket.gethostname()} gets no answer from another rank: {reason}",
+        "see what the others say; the same command with --resume auto goes on from the last checkpoint, and "
+        "`flatout train --gpus N` does that by itself",
+    )
 
 
 def _meet(found: Launch, join: float) -> Store:
     """The store that all processes see."""
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    wait, attempt = datetime.timedelta(seconds=join), found.attempt
     try:
-        wait = datetime.timedelta(seconds=join)
-        store, _, _ = next(rendezvous("env://", found.rank, found.size, timeout=wait))
+        if attempt is not None and attempt.listen is not None and found.rank == 0:
+            more = {"is_master": True, "wait_for_workers": False, "master_listen_fd": attempt.listen}
+            store = TCPStore(host, int(port), found.size, timeout=wait, **more)
+        else:
+            store, _, _ = next(rendezvous("env://", found.rank, found.size, timeout=wait))
     except (dist.DistError, OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+        reason, where = str(error).partition("\n")[0], f"{host}:{port}"
         if found.rank and "EADDRINUSE" not in reason:
-            hint = f"check that rank 0 runs on {os.environ['MASTER_ADDR']} and that no firewall closes the port"
+            hint = f"check that rank 0 runs on {host} and that no firewall closes the port"
             raise UsageError(f"rank {found.rank} cannot reach rank 0 at {where}: {reason}", hint) from error
         hint = "set MASTER_PORT (torchrun: --master-port) to a free one"
         raise UsageError(f"rank 0 cannot open {where}: {reason}", hint) from error
-    return PrefixStore("flatout", store)
+    return PrefixStore("flatout" if attempt is None else f"flatout/{attempt.name}", store)
 
 
-def _check_alike(found: Launch, store: Store, join: float) -> tuple[str, ...]:
+def refuse(found: Launch, error: UserError, join: float = 25.0) -> UserError:
+    """What a process raises for an error that it has before it meets the others, such as one in its config.
+
+    All processes see the errors of all, and one of them tells: the first that has one.
+    """
+    try:
+        store = _meet(found, join)
+        _check_alike(found, store, join, error)
+    except UserError as told:
+        return told
+    return error
+
+
+def _check_alike(found: Launch, store: Store, join: float, error: UserError | None = None) -> tuple[str, ...]:
     """Waits for all processes and compares what they run; returns their hosts."""
-    own = {"host": socket.gethostname(), "flatout": flatout.__version__, "torch": torch.__version__}
+    own: dict[str, Any] = {"host": socket.gethostname(), "flatout": flatout.__version__, "torch": torch.__version__}
+    if error is not None:
+        own["error"] = [error.message, error.hint, error.exit_code]
     store.set(f"here/{found.rank}", json.dumps(own))
     until = time.monotonic() + join
     everybody = []
     for rank in range(found.size):
         try:
             store.wait([f"here/{rank}"], datetime.timedelta(seconds=max(0.01, until - time.monotonic())))
-        except dist.DistStoreError as error:
+        except dist.DistStoreError as late:
+            if error is not None:
+                raise error from late
             missing = [str(other) for other in range(rank, found.size) if not store.check([f"here/{other}"])]
             came = f"{found.size - len(missing)} of {found.size} processes came within {join:g} s"
             hint = "look at what the missing ones say; parallel.join gives them more time"
             told = UsageError(f"{came}: rank {', '.join(missing)} did not", hint)
-            raise told if found.rank == 0 or "0" in missing else OtherProcessError() from error
+            raise told if found.rank == 0 or "0" in missing else OtherProcessError() from late
         everybody.append(json.loads(store.get(f"here/{rank}")))
+    told = _refusal(everybody)
+    if told is not None:
+        _leave_together(found, store)
+        raise told[1] if found.rank == told[0] else OtherProcessError(told[1].exit_code)
+    return tuple(facts["host"] for facts in everybody)
+
+
+def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:
+    """The first rank that has an error, or versions that differ, and what it has to tell."""
+    errors = [(rank, facts["error"]) for rank, facts in enumerate(everybody) if "error" in facts]
+    if errors:
+        rank, (message, hint, code) = errors[0]
+        alike = len(errors) == len(everybody) and all(error == errors[0][1] for _, error in errors)
+        told = UserError(message if alike else f"rank {rank} on {everybody[rank]['host']}: {message}", hint)
+        told.exit_code = code
+        return rank, told
     for name in ("flatout", "torch"):
         other = next((rank for rank, facts in enumerate(everybody) if facts[name] != everybody[0][name]), None)
         if other is not None:
             theirs = everybody[other]
-            told = UsageError(
+            return 0, UsageError(
                 f"rank 0 on {everybody[0]['host']} has {name} {everybody[0][name]}, rank {other} on {theirs['host']} "
                 f"has {theirs[name]}",
                 "install the same versions on all hosts",
             )
-            raise told if found.rank == 0 else OtherProcessError()
-    return tuple(facts["host"] for facts in everybody)
+    return None
+
+
+def _leave_together(found: Launch, store: Store) -> None:
+    """Rank 0 serves the store, and leaves when all have read from it, or after a while."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"read/{found.rank}", "1")
+        if found.rank == 0:
+            store.wait([f"read/{rank}" for rank in range(found.size)], _POLL)
 
 
 def _backend(found: Launch, asked_device: str) -> str:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatout.parallel.ranks import Ranks
+from flatout.pulse import Pulse
 from flatout.world import World
 
 ALIGNED = 64  # elements: where a gradient begins, as kernels like it
@@ -43,8 +44,15 @@ class BucketReducer:
     in_place = True
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, bf16: bool, replayed: bool, placed: Iterable[nn.Parameter] = ()
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        bf16: bool,
+        replayed: bool,
+        placed: Iterable[nn.Parameter] = (),
+        pulse: Pulse | None = None,
     ) -> None:
+        self._pulse = pulse or Pulse()
         self._buckets: list[_Bucket] = []
         self._nodes: list[Any] = []  # autograd keeps them only as long as somebody does
         self._next = 0
@@ -96,21 +104,23 @@ class BucketReducer:
     def _send(self, bucket: _Bucket) -> None:
         if bucket.narrow is not None:
             bucket.narrow.copy_(bucket.values)
-        bucket.work = dist.all_reduce(bucket.values if bucket.narrow is None else bucket.narrow, async_op=True)
+        with self._pulse.waiting():  # not for long, but a rank that is gone is noticed here, too
+            bucket.work = dist.all_reduce(bucket.values if bucket.narrow is None else bucket.narrow, async_op=True)
 
     def finish(self) -> None:
         self._sending = False
         for bucket in self._buckets[self._next :]:  # those of parameters that the pass did not come by
             self._send(bucket)
         self._next = 0
-        for parameter in self._placed:
-            if parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-        for bucket in self._buckets:
-            bucket.work.wait()
-            bucket.work = None
-            if bucket.narrow is not None:
-                bucket.values.copy_(bucket.narrow)
+        with self._pulse.waiting():
+            for parameter in self._placed:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+            for bucket in self._buckets:
+                bucket.work.wait()
+                bucket.work = None
+                if bucket.narrow is not None:
+                    bucket.values.copy_(bucket.narrow)
 
     def clear(self) -> None:
         torch._foreach_zero_([bucket.values for bucket in self._buckets])  # pyright: ignore[reportPrivateImportUsage]
@@ -123,8 +133,8 @@ def reducer_of(
     if not isinstance(world, Ranks):
         return None
     if in_place:
-        return BucketReducer([], bf16=bf16, replayed=replayed, placed=parameters)
-    return BucketReducer(parameters, bf16=bf16, replayed=replayed)
+        return BucketReducer([], bf16=bf16, replayed=replayed, placed=parameters, pulse=world.pulse)
+    return BucketReducer(parameters, bf16=bf16, replayed=replayed, pulse=world.pulse)
 
 
 def _grouped(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -19,6 +19,7 @@ from flatout.errors import UsageError, UserError
 from flatout.launch import launch
 from flatout.streams import output_that_may_go_away
 from flatout.tuning.signals import handled
+from flatout.verbs.launching import add_launching, start_workers, starts_workers, told_by_one
 from flatout.words import Parser, add_config, load, one_line, quoted
 
 if TYPE_CHECKING:
@@ -47,24 +48,38 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     )
     parser.flag("--json", "print records as JSON lines and nothing else")
     parser.flag("--view", "a panel with curve, speed, card and warnings")
+    add_launching(parser)
     parsed = parser.parse_words(words)
+    starts = starts_workers(parsed)
     if parsed.view and parsed.json:
         raise UsageError("--view and --json exclude each other", "leave one of them out")
     resume: str | None = parsed.resume
     if resume == "":
         raise UsageError("--resume needs auto or a folder", "for example --resume auto")
     stored = None if resume in (None, "auto") or parsed.config_given else Path(resume)
+
+    def checked() -> "LoadedConfig | None":
+        return _loaded(parser.verb, parsed, resume, stored)
+
+    if starts:
+        return start_workers(parser.verb, words, parsed, checked)
+    loaded = told_by_one(checked)
+    with output_that_may_go_away():  # the terminal is not the run
+        return _follow_training(parsed, loaded, resume, stored)
+
+
+def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: Path | None) -> "LoadedConfig | None":
+    """The config of the command; None where that of the run in `stored` serves."""
     if stored is not None and not stored.is_dir():
         raise UsageError(
             f"--resume {quoted(str(stored))} is not a folder", "name a run folder, a checkpoint folder, or auto"
         )
     loaded = None if stored is not None else load(parsed, tell=False)
-    if loaded is not None and parser.verb == "finetune" and loaded.config.chat.source is None:
+    if loaded is not None and verb == "finetune" and loaded.config.chat.source is None:
         raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
-    if loaded is not None and parser.verb == "finetune":
+    if loaded is not None and verb == "finetune":
         _check_rows_named(loaded, resume)
-    with output_that_may_go_away():  # the terminal is not the run
-        return _follow_training(parsed, loaded, resume, stored)
+    return loaded
 
 
 def _follow_training(
@@ -80,9 +95,11 @@ def _follow_training(
     terminal = ViewReader if parsed.view else TerminalReader
     reader = JsonReader() if parsed.json else terminal(loaded.config.output.log_every)
     preparing = PrepareBar()
-    stop = StopOnSignal(at_once=reader.leave_at_once if isinstance(reader, ViewReader) else lambda: None)
     found = launch()
     speaks = found is None or found.rank == 0
+    stop = StopOnSignal(
+        at_once=reader.leave_at_once if isinstance(reader, ViewReader) else lambda: None, stays=found is not None
+    )
     folder = checkpoint = None
     interrupted = nothing_left = False
     with stop:
@@ -99,16 +116,18 @@ def _follow_training(
         finally:
             preparing.close()
             reader.close()
-    if nothing_left or not speaks:
+    if not speaks:
+        return 128 + stop.number if interrupted and stop.number is not None else 0
+    if nothing_left:
         return 0
     if folder is not None and loaded.config.output.plots:
         _draw(Path(folder))
-    if interrupted and stop.number is not None:
+    if interrupted and (stop.number is not None or found is not None):
         if checkpoint is not None:
             verb = "finetune" if loaded.config.chat.source is not None else "train"
             way = f"{_program()} {verb} --resume {shlex.quote(str(folder))}"
             print(f"saved {checkpoint}; resume with: {way}", file=sys.stderr)
-        return 128 + stop.number
+        return 0 if stop.number is None else 128 + stop.number  # else the rank that got the signal has it in its code
     if not parsed.json:
         verb = "chat" if loaded.config.chat.source is not None else "generate"
         print(f"try it: {_program()} {verb} {shlex.quote(str(folder))}")
@@ -158,9 +177,11 @@ class StopOnSignal:
     shell's `trap ''`) stays ignored.
     """
 
-    def __init__(self, at_once: Callable[[], None] = lambda: None) -> None:
-        """`at_once` is the last thing done before the process quits without a word to anybody else."""
+    def __init__(self, at_once: Callable[[], None] = lambda: None, *, stays: bool = False) -> None:
+        """`at_once` is the last thing done before the process quits without a word to anybody else. Where it `stays`,
+        signals are heard to the end of the process: one of several ranks may get its own after all have saved."""
         self.at_once = at_once
+        self.stays = stays
         self.number: int | None = None
         self.training = False
         self.asked_to_save = False
@@ -181,6 +202,8 @@ class StopOnSignal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self.stays:
+            return
         for number, handler in self.before.items():
             signal.signal(number, handler)
 

@@ -1,0 +1,176 @@
+"""The agent of a host: starts its workers, watches them, and starts all of them again after a failure.
+
+Idea: it does what `torchrun` does, and judges. torch's agent restarts whatever has failed, sends SIGTERM to all ranks
+as soon as one leaves (also while rank 0 still writes its error) and kills a save that takes longer than 30 s. This one
+knows our exit codes: what the user has to mend is never tried again, a save is waited for, and what each rank has left
+in its `pulse` says which of them was the cause. Workers see torchrun's variables: nothing below knows the difference.
+
+Contract: one line for every restart, on standard error: which rank, why, how many steps are repeated, how many restarts
+are left. Out of memory does not count as a restart: it ends by itself, since the micro-batch is halved each time. When
+the agent ends, none of its workers runs; when it is killed, the kernel ends them.
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import final
+
+from flatout.agent.cause import Cause, cause_of, first_of
+from flatout.agent.hosts import Hosts, Left
+from flatout.agent.workers import Workers
+from flatout.engine.run_files import list_checkpoints
+from flatout.errors import UserError
+from flatout.launch import OtherProcessError
+from flatout.pulse import State, read_json
+
+_POLL = 0.05  # seconds
+# Seconds in which ranks leave by themselves after one has failed; fewer where they had `parallel.timeout` already.
+_GRACE, _SHORT_GRACE = 5.0, 1.0
+
+
+class FailedError(UserError):
+    """A run that failed more often than it may be started again."""
+
+
+@final
+class Agent:
+    """`command` is the verb and its words, `timeout` the seconds after which a stopped rank is given up."""
+
+    def __init__(self, command: Sequence[str], hosts: Hosts, *, restarts: int, timeout: float) -> None:
+        self.command, self.hosts = command, hosts
+        self.restarts, self.timeout = restarts, timeout
+        self.attempts = 0
+        self.left = Left()  # by the attempts so far
+        self.signal: int | None = None  # that ends the run
+        self.at_once = False
+        self.workers: Workers | None = None
+
+    def run(self) -> int:
+        with self._signals():
+            while True:
+                cause = self._attempt()
+                if self.signal is not None:
+                    return 128 + self.signal
+                if cause.ends:
+                    if cause.text:
+                        print(f"{cause.text}, which is not tried again", file=sys.stderr)
+                    return cause.code
+                self._start_again(cause)
+
+    def _attempt(self) -> Cause:
+        if self.signal is not None:
+            return Cause("stopped", 0, 128 + self.signal)
+        with tempfile.TemporaryDirectory(prefix="flatout-agent-", ignore_cleanup_errors=True) as name:
+            try:
+                with self.hosts.meet(self.left, lambda: self.signal is not None) as (place, left, attempt, listen):
+                    self.left = left
+                    self.workers = Workers(self.command, place, attempt, self.attempts, Path(name), listen)
+                    try:
+                        own = self._watch(self.workers)
+                    finally:
+                        self.workers.end()
+                        self._keep(Path(name))
+                    return first_of([own, *self.hosts.others(own)])
+            finally:
+                self.attempts += 1
+                self.workers = None
+
+    def _watch(self, workers: Workers) -> Cause:
+        """Waits until all workers have left, or until those that have not must be ended."""
+        until: float | None = None
+        while True:
+            time.sleep(_POLL)
+            workers.look()
+            if not workers.running or self.at_once:
+                break
+            now = time.monotonic()
+            if until is None and (self._is_broken(workers) or self.hosts.failed()):
+                late = any(workers.state(worker) is State.TIMED_OUT for worker in workers.all)
+                until = now + (_SHORT_GRACE if late else _GRACE)
+            if until is not None and now > until:
+                break
+        return cause_of(workers, waited=self.hosts.failed())
+
+    def _is_broken(self, workers: Workers) -> bool:
+        gone = [worker for worker in workers.all if worker.code is not None]
+        if any(worker.code and workers.state(worker) is not State.ENDED for worker in gone):
+            return True
+        limit = time.monotonic() - self.timeout
+        return any(worker.stopped_since is not None and worker.stopped_since < limit for worker in workers.all)
+
+    def _keep(self, folder: Path) -> None:
+        """What this attempt leaves for the next."""
+        told = read_json(folder / "run.json")
+        if told is not None:
+            accepted = self.left.accepted or told["accepted"]
+            self.left = dataclasses.replace(self.left, folder=told["folder"], accepted=accepted)
+
+    # --- again ------------------------------------------------------------------------------------------------------
+
+    def _start_again(self, cause: Cause) -> None:
+        """Says why, and prepares the next attempt; raises where there is none."""
+        for frame in cause.stack:
+            print(f"rank {cause.rank}: {frame}", file=sys.stderr)
+        saved = self._saved_step()
+        point = f"step {saved}" if saved else "the beginning"
+        repeated = max(0, cause.steps - 1 - saved)
+        again = f"starting all ranks again from {point}, {repeated} steps are repeated"
+        if cause.kind == "memory" and cause.micro_batch:
+            self.left = dataclasses.replace(self.left, micro_batch=cause.micro_batch)
+            print(f"{cause.text}: {again}, with micro-batches of {cause.micro_batch} on all", file=sys.stderr)
+            return
+        if self.left.restarts >= self.restarts:
+            way = "the same command with --resume auto goes on from there" if saved else "nothing was saved yet"
+            many = "no restarts were asked for" if not self.restarts else f"all {self.restarts} restarts are used up"
+            error = FailedError(f"{cause.text}, and {many}", f"the run has reached {point}: {way}")
+            error.exit_code = cause.code
+            raise error if self.hosts.speaks else OtherProcessError(cause.code)
+        self.left = dataclasses.replace(self.left, restarts=self.left.restarts + 1)
+        left = self.restarts - self.left.restarts
+        print(f"{cause.text}: {again} ({left} of {self.restarts} restarts left)", file=sys.stderr, flush=True)
+
+    def _saved_step(self) -> int:
+        if self.left.folder is None or not self.left.accepted:
+            return 0
+        found = list_checkpoints(Path(self.left.folder) / "checkpoints")
+        return max((step for step, _ in found), default=0)
+
+    # --- signals ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first SIGINT, SIGTERM or SIGHUP saves and ends the run, a second SIGINT ends it at once. SIGUSR1 saves.
+
+        A signal that the agent was started to ignore stays ignored, in its workers too.
+        """
+        before = {}
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: object) -> None:
+        if number == getattr(signal, "SIGUSR1", None):
+            if self.workers is not None:
+                self.workers.pass_on(number)
+            return
+        if self.signal is not None:
+            self.at_once = self.at_once or number == signal.SIGINT
+            if self.at_once:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nquitting at once; the last finished checkpoint is intact\n")
+            return
+        self.signal = number
+        if self.workers is not None:
+            self.workers.pass_on(number)

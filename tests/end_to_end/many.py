@@ -1,0 +1,132 @@
+"""Runs of several ranks under the agent of `flatout train --gpus N`, watched and disturbed from outside."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
+from flatout.observe.sinks import read_metrics
+from tests.conftest import TINY
+
+ROOT = Path(__file__).parents[2]
+FAULTS = Path(__file__).parent / "faults"
+
+
+def words(corpus: Path, folder: str, steps: int, every: int = 10, timeout: float = 4) -> list[str]:
+    kept = [word for word in TINY if not word.startswith("checkpoint.every")]
+    extra = [f"train.steps={steps}", f"checkpoint.every={every}", f"parallel.timeout={timeout}", "eval.tokens=64"]
+    return [
+        *kept,
+        *extra,
+        "eval.sample_tokens=0",
+        "model.dropout=0.1",
+        f"data.source={corpus}",
+        f"output.folder={folder}",
+    ]
+
+
+class Command:
+    """A `flatout train` with its workers."""
+
+    def __init__(self, arguments: list[str], fault: str = "", prefix: tuple[str, ...] = (), log: str = "told") -> None:
+        path = os.pathsep.join([str(FAULTS), str(ROOT / "src"), str(ROOT)])
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FAULT": fault}
+        self.log = Path(log)
+        with self.log.open("a") as told:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-m", "flatout", "train", *arguments],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=told,
+            )
+        self.seen: set[int] = set()
+
+    @property
+    def told(self) -> str:
+        return self.log.read_text()
+
+    def ranks(self) -> dict[int, int]:
+        """Process ids by rank, of the workers that run now."""
+        found = {}
+        for pid in children_of(self.process.pid):
+            variables = _read(f"/proc/{pid}/environ").split("\0")
+            rank = next((word for word in variables if word.startswith("RANK=")), None)
+            if rank is not None:
+                found[int(rank.removeprefix("RANK="))] = pid
+        self.seen |= set(found.values())
+        return found
+
+    def wait_until(self, happened: Callable[[], bool], seconds: float = 90) -> None:
+        until = time.monotonic() + seconds
+        while not happened():
+            assert self.process.poll() is None, f"it ended with {self.process.returncode}: {self.told}"
+            assert time.monotonic() < until, f"nothing happened for {seconds} s: {self.told}"
+            time.sleep(0.02)
+
+    def wait(self, seconds: float = 120) -> int:
+        return self.process.wait(seconds)
+
+    def left_behind(self) -> set[int]:
+        """Workers that still run a little after the command has ended."""
+        until = time.monotonic() + 5
+        while (left := {pid for pid in self.seen if _runs(pid)}) and time.monotonic() < until:
+            time.sleep(0.05)
+        return left
+
+    def end(self) -> None:
+        for pid in (self.process.pid, *self.seen):
+            if _runs(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def children_of(parent: int) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        fields = _read(f"{place}/stat").rpartition(")")[2].split()
+        if len(fields) > 1 and int(fields[1]) == parent:
+            found.append(int(place.name))
+    return found
+
+
+def _runs(pid: int) -> bool:
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def last_step(folder: str) -> int:
+    path = Path(folder) / "metrics.jsonl"
+    return max((row["step"] for row in read_metrics(path) if row["type"] == "step"), default=0) if path.exists() else 0
+
+
+def saved_steps(folder: str) -> list[int]:
+    return [step for step, _ in list_checkpoints(Path(folder) / "checkpoints")]
+
+
+def logged(folder: str) -> list[tuple]:
+    """Every step and evaluation with its loss, and every checkpoint."""
+    kinds = ("step", "eval", "checkpoint")
+    rows = read_metrics(Path(folder) / "metrics.jsonl")
+    return [(row["type"], row["step"], row.get("loss")) for row in rows if row["type"] in kinds]
+
+
+def assert_same_end(folder: str, reference: str, steps: int) -> None:
+    """The last checkpoints are the same, bit for bit."""
+    final = f"checkpoints/step-{steps:08d}"
+    mine, theirs = read_checkpoint(Path(folder) / final), read_checkpoint(Path(reference) / final)
+    for name in ("model", "optimizer", "run"):
+        ours, expected = getattr(mine, name), getattr(theirs, name)
+        assert ours.keys() == expected.keys()
+        assert all(torch.equal(ours[key], expected[key]) for key in expected), name

@@ -1,0 +1,240 @@
+"""Several ranks that are killed, stopped, hung, signalled and started wrongly: the run goes on, or says why not."""
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flatout import cli
+from tests.end_to_end.many import Command, assert_same_end, last_step, logged, saved_steps, words
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes where Linux lists them")
+TWO = ["--gpus", "2"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def started() -> Iterator[list[Command]]:
+    """Commands of a test, none of which outlives it."""
+    commands: list[Command] = []
+    yield commands
+    for command in commands:
+        command.end()
+
+
+def told_lines(command: Command) -> list[str]:
+    return [line for line in command.told.splitlines() if line]
+
+
+def test_a_killed_and_a_hung_rank_change_nothing_but_time(corpus: Path, started: list[Command]):
+    reference = Command([*words(corpus, "reference", 40), *TWO])
+    started.append(reference)
+    assert reference.wait() == 0, reference.told
+    assert not reference.told, "the agent says nothing of its own"
+    command = Command([*words(corpus, "run", 40, timeout=3), *TWO, "--restarts", "2"], "slow", log="disturbed")
+    started.append(command)
+    command.wait_until(lambda: last_step("run") >= 12)
+    os.kill(command.ranks()[1], signal.SIGKILL)
+    command.wait_until(lambda: last_step("run") >= 22)
+    command.ranks()
+    Path("hang-0").touch()
+    assert command.wait() == 0, command.told
+    first, *stack, second = told_lines(command)
+    again = r"in step \d+: starting all ranks again from step (\d+), \d+ steps are repeated \(%d of 2 restarts left\)"
+    assert re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL " + again % 1, first)
+    assert re.fullmatch(r"rank 0 \(pid \d+\) hangs " + again % 0, second)
+    assert any("_hang" in line and line.startswith("rank 0: File") for line in stack), stack
+    assert_same_end("run", "reference", 40)
+    assert logged("run") == logged("reference"), "every step, evaluation and checkpoint once"
+    assert not command.left_behind()
+
+
+def test_out_of_memory_a_stopped_rank_and_signals(corpus: Path, started: list[Command]):
+    command = Command([*words(corpus, "run", 5000, 1000, timeout=3), *TWO, "--restarts", "1"], "slow memory")
+    started.append(command)
+    command.wait_until(lambda: last_step("run") >= 3)
+    (line,) = told_lines(command)
+    assert re.match(
+        r"rank 1 \(pid \d+\) ran out of memory in step 1: starting all ranks again from the beginning", line
+    )
+    assert line.endswith("with micro-batches of 1 on all")
+    notices = (Path("run") / "metrics.jsonl").read_text()
+    assert "an earlier attempt ran out of memory: continuing with micro-batches of 1 instead of 2" in notices
+    command.process.send_signal(signal.SIGUSR1)
+    command.wait_until(lambda: len(saved_steps("run")) == 1)
+    reached = last_step("run")
+    command.wait_until(lambda: last_step("run") > reached + 2)
+    os.kill(command.ranks()[1], signal.SIGSTOP)
+    reached = last_step("run")
+    command.wait_until(lambda: last_step("run") > reached + 2)
+    assert re.match(r"rank 1 \(pid \d+\) was stopped \(SIGSTOP\) in step \d+: starting", told_lines(command)[-1])
+    os.kill(command.ranks()[1], signal.SIGTERM)
+    assert command.wait() == 128 + signal.SIGTERM
+    assert saved_steps("run")[-1] == last_step("run")
+    assert "resume with: flatout train --resume run" in command.told
+    assert not command.left_behind()
+
+
+def test_a_rank_whose_weights_drift_is_named(corpus: Path, started: list[Command]):
+    command = Command([*words(corpus, "run", 50), *TWO, "parallel.check_every=4"], "drift")
+    started.append(command)
+    assert command.wait() == 4, command.told
+    error, hint = told_lines(command)
+    assert error == "error: after step 8 the weights of rank 1 are not those of the others; 4 steps ago they were"
+    assert hint.startswith("hint: memory or a GPU may be faulty")
+
+
+WRONG = {
+    "no such setting": ([*TWO, "model.layrs=2"], 2, "model.layrs is not a known key"),
+    "hosts without a place to meet": ([*TWO, "--nodes", "2", "--node-rank", "0"], 2, "--meet is missing"),
+    "a place without a port": ([*TWO, "--nodes", "2", "--node-rank", "0", "--meet", "here"], 2, "is not HOST:PORT"),
+    "hosts without a number": ([*TWO, "--nodes", "2", "--meet", "here:1"], 2, "--node-rank is missing"),
+    "a number too high": ([*TWO, "--nodes", "2", "--node-rank", "2", "--meet", "here:1"], 2, "not below --nodes 2"),
+    "hosts without processes": (["--nodes", "2"], 2, "--nodes goes with --gpus"),
+    "no processes": (["--gpus", "0"], 2, "'0' is not a whole number from 1 to"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_start_is_refused_at_once(case: str, capfd: pytest.CaptureFixture[str]):
+    arguments, code, message = WRONG[case]
+    assert cli.main(["train", *arguments]) == code
+    error, hint = capfd.readouterr().err.splitlines()
+    assert error.startswith("error: ")
+    assert message in error
+    assert hint.startswith("hint: ")
+    assert not list(Path().iterdir())
+
+
+def test_under_a_launcher_that_has_started_processes_gpus_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["train", *TWO]) == 2
+    assert "a launcher has started 2 already" in capfd.readouterr().err
+
+
+def test_more_gpus_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert cli.main(["train", "--gpus", "3"]) == 2
+    assert "error: --gpus 3, and this host has 2\nhint: use --gpus 2, or" in capfd.readouterr().err
+
+
+def test_an_error_of_all_ranks_is_told_by_one(started: list[Command]):
+    command = Command([*words(Path("nowhere.txt"), "run", 3), *TWO])
+    started.append(command)
+    assert command.wait() == 3
+    error, hint = told_lines(command)
+    assert error == "error: there is no source nowhere.txt"
+    assert hint.startswith("hint: ")
+    assert not Path("run").exists()
+
+
+# --- campaigns --------------------------------------------------------------------------------------------------------
+
+KINDS = ("kill 0", "kill 1", "stop 0", "stop 1", "hang 0", "hang 1", "stuck 1", "kill agent", "stop agent")
+
+
+def disturb(command: Command, kind: str) -> None:
+    what, whom = kind.split()
+    if what in ("hang", "stuck"):
+        Path(f"{what}-{whom}").touch()
+        return
+    ranks = command.ranks()
+    pid = command.process.pid if whom == "agent" else ranks[int(whom)]
+    os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
+    if what == "stop" and whom == "agent":  # somebody's Ctrl-Z: the ranks go on, and so does the agent later
+        time.sleep(1)
+        os.kill(pid, signal.SIGCONT)
+
+
+def campaign(corpus: Path, started: list[Command], faults: list[str], gap: int, seed: int) -> list[float]:
+    """Disturbs one run once for each fault, at least `gap` steps apart; seconds until the run was on again."""
+    choose, steps = random.Random(seed), (len(faults) + 2) * 2 * gap
+    arguments = [*words(corpus, "run", steps, gap, timeout=4), *TWO, "--restarts", "1000", "--resume", "auto"]
+    command, reached, lost = Command(arguments, "slow", log="told"), 0, list[float]()
+    started.append(command)
+    for kind in faults:
+        aim = last_step("run") + choose.randint(gap, 2 * gap)
+        command.wait_until(lambda aim=aim: last_step("run") >= min(aim, steps - gap))
+        command.ranks()
+        reached, began = last_step("run"), time.monotonic()
+        disturb(command, kind)
+        if kind == "kill agent":
+            command.process.wait()
+            assert not command.left_behind(), kind
+            command = Command(arguments, "slow", log="told")
+            started.append(command)
+        command.wait_until(lambda reached=reached: last_step("run") > reached + 1, 60)
+        lost.append(time.monotonic() - began)
+    assert command.wait(600) == 0, command.told
+    assert not command.left_behind()
+    reference = Command([*words(corpus, "reference", steps, gap), *TWO], log="reference-told")
+    started.append(reference)
+    assert reference.wait(600) == 0, reference.told
+    assert_same_end("run", "reference", steps)
+    assert not list(Path("run").glob("**/*.tmp-*"))
+    return lost
+
+
+@pytest.mark.slow
+def test_a_hundred_kills_stops_and_hangs(corpus: Path, started: list[Command]):
+    count = int(os.environ.get("FLATOUT_TEST_FAULTS", "100"))
+    choose = random.Random(7)
+    faults = [KINDS[number % len(KINDS)] if number < len(KINDS) else choose.choice(KINDS) for number in range(count)]
+    lost = campaign(corpus, started, faults, gap=20, seed=7)
+    print(f"{count} faults {dict(Counter(faults))}: {sum(lost) / len(lost):.1f} s each, {max(lost):.1f} s at most")
+
+
+@pytest.mark.slow
+def test_soak(corpus: Path, started: list[Command]):
+    """A fault every 90 s for half an hour, or for as many minutes as FLATOUT_TEST_SOAK says, a tenth as far apart."""
+    minutes = float(os.environ.get("FLATOUT_TEST_SOAK", "30"))
+    pause = 3.0 * minutes
+    choose, until, lost, kinds = random.Random(11), time.monotonic() + 60 * minutes, list[float](), Counter[str]()
+    arguments = [*words(corpus, "run", 10**6, 50), *TWO, "--restarts", "1000", "--resume", "auto"]
+    command, sizes = Command(arguments, "slow"), list[int]()
+    started.append(command)
+    while time.monotonic() < until:
+        time.sleep(min(pause, max(0.0, until - time.monotonic())))
+        reached = last_step("run")
+        command.wait_until(lambda reached=reached: last_step("run") > reached + 20)  # not while ranks are starting
+        sizes.append(resident(command.process.pid) + max(map(resident, command.ranks().values())))
+        kind = choose.choice([kind for kind in KINDS if "agent" not in kind])
+        reached, began = last_step("run"), time.monotonic()
+        disturb(command, kind)
+        command.wait_until(lambda reached=reached: last_step("run") > reached + 1, 60)
+        lost.append(time.monotonic() - began)
+        kinds[kind] += 1
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait() == 143
+    end = saved_steps("run")[-1]
+    reference = Command([*words(corpus, "reference", 10**6, 50), *TWO], log="reference-told")
+    started.append(reference)
+    reference.wait_until(lambda: last_step("reference") >= end, 3600)
+    reference.process.send_signal(signal.SIGTERM)
+    reference.wait()
+    # The reference ends a little later, so losses are compared: they come from the weights before each step.
+    ours = [row for row in logged("run") if row[0] == "step"]
+    theirs = [row for row in logged("reference") if row[0] == "step"]
+    assert ours == theirs[: len(ours)]
+    print(
+        f"{minutes:g} minutes, {dict(kinds)}: {max(lost):.1f} s at most; {(sizes[-1] - sizes[0]) / 2**20:.1f} MiB more"
+    )
+    assert sizes[-1] - sizes[0] < 50 * 2**20
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

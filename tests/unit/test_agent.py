@@ -1,0 +1,146 @@
+"""What the agent of a host makes of its workers: which of them was the cause, and what is done about it."""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flatout.agent.cause import Cause, cause_of, first_of
+from flatout.agent.hosts import Left, OneHost
+from flatout.agent.many_hosts import ManyHosts
+from flatout.errors import UsageError
+from flatout.launch import Attempt, launch
+from flatout.pulse import Pulse, Slots, State, pulse, stack_of
+from flatout.verbs import launching
+
+
+class Fakes:
+    """Workers that left with these codes and states; None is one that still runs."""
+
+    def __init__(self, *ranks: tuple[int | None, State], stopped: int | None = None) -> None:
+        self.all = [argparse.Namespace(rank=n, code=code, stopped=n == stopped) for n, (code, _) in enumerate(ranks)]
+        for worker in self.all:
+            worker.process = argparse.Namespace(pid=100 + worker.rank)
+        self._states = [state for _, state in ranks]
+
+    def state(self, worker: Any) -> State:
+        return self._states[worker.rank]
+
+    def step(self, worker: Any) -> int:
+        return 0 if self._states[worker.rank] is State.STARTING else 7
+
+    def micro_batch(self, worker: Any) -> int:
+        return 4
+
+    def stack(self, worker: Any) -> list[str]:
+        return ["File x"]
+
+
+ENDED, LOST, LATE, WORKS, WAITS = State.ENDED, State.LOST, State.TIMED_OUT, State.WORKING, State.WAITING
+CASES: dict[str, tuple[Fakes, str, int, int, str]] = {
+    "all is well": (Fakes((0, ENDED), (0, ENDED)), "done", 0, 0, ""),
+    "killed": (Fakes((1, LOST), (-9, WORKS)), "killed", 1, 137, "was killed by SIGKILL in step 7"),
+    "killed at the start": (Fakes((-11, State.STARTING), (1, LOST)), "killed", 0, 139, "SIGSEGV before its first step"),
+    "refused": (Fakes((2, LOST), (2, WORKS)), "refused", 1, 2, ""),
+    "one is slow to leave": (Fakes((None, LOST), (-9, WORKS)), "killed", 1, 137, "SIGKILL"),
+    "signalled": (Fakes((0, ENDED), (143, ENDED)), "stopped", 1, 143, ""),
+    "signalled before training": (Fakes((-15, State.STARTING), (1, LOST)), "stopped", 0, 143, ""),
+    "stopped": (Fakes((1, LATE), (None, WORKS), stopped=1), "frozen", 1, 1, "was stopped (SIGSTOP) in step 7"),
+    "busy": (Fakes((1, LOST), (None, WORKS), (-9, WORKS)), "killed", 2, 137, "SIGKILL"),
+    "hung": (Fakes((1, LATE), (None, WORKS)), "stuck", 1, 1, "hangs in step 7"),
+    "out of memory": (Fakes((5, State.OUT_OF_MEMORY), (1, LOST)), "memory", 0, 5, "ran out of memory"),
+    "our bug": (Fakes((1, LOST), (1, WORKS)), "failed", 1, 1, "failed in step 7"),
+    "nobody answers": (Fakes((1, LOST), (None, WAITS)), "lost", 0, 1, "got no answer"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_cause_is_found(case: str):
+    workers, kind, rank, code, text = CASES[case]
+    cause = cause_of(workers)  # pyright: ignore[reportArgumentType]
+    assert (cause.kind, cause.rank, cause.code) == (kind, rank, code)
+    assert text in cause.text
+    assert bool(cause.text) == bool(text), "what the rank itself has told is not told again"
+    assert bool(cause.stack) == (kind == "stuck")
+
+
+def test_what_is_tried_again():
+    ends = {kind for kind in ("done", "stopped", "refused", "killed", "frozen", "stuck", "memory", "lost", "host")
+            if Cause(kind, 0, 1, steps=3).ends}  # fmt: skip
+    assert ends == {"done", "stopped", "refused"}
+    assert Cause("failed", 0, 1, steps=0).ends, "an exception before the first step comes again"
+    assert not Cause("failed", 0, 1, steps=1).ends
+
+
+def test_a_cause_of_another_host_explains_ours():
+    ours, theirs = Cause("lost", 0, 1, "got no answer", steps=9), Cause("killed", 1, 137, "was killed", steps=8)
+    assert first_of([ours, theirs]) == Cause("killed", 1, 137, "was killed", steps=9)
+
+
+def test_a_pulse_is_felt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    slots = Slots(tmp_path, 2, create=True)
+    code = (
+        "import time; from flatout.pulse import *; from pathlib import Path; p = pulse(); p.tell(State.WORKING);"
+        "p.at_step(41); p.note_run(Path('runs/x'), accepted=True)\n"
+        "def stuck_here():\n    time.sleep(60)\nstuck_here()"
+    )
+    told = {"FLATOUT_PULSE": str(tmp_path), "FLATOUT_AGENT": str(os.getpid()), "LOCAL_RANK": "1"}
+    child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **told})
+    try:
+        while slots.row(1)["step"] != 41:
+            assert child.poll() is None
+            time.sleep(0.01)
+        assert (slots.state(0), slots.state(1)) == (State.STARTING, State.WORKING)
+        assert not (tmp_path / "run.json").exists(), "the first worker of a host says where the run is"
+        child.send_signal(signal.SIGQUIT)
+        until = time.monotonic() + 10
+        while "stuck_here" not in "".join(stack_of(tmp_path / "stack-1")[:1]):  # it is written bit by bit
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        child.kill()
+        child.wait()
+    monkeypatch.delenv("FLATOUT_PULSE", raising=False)
+    assert pulse().folder is None
+    with pytest.raises(RuntimeError), (alone := Pulse()).waiting():
+        raise RuntimeError
+    assert alone.state is State.WAITING, "whoever gets no answer was waiting"
+
+
+def test_workers_learn_what_earlier_attempts_left(monkeypatch: pytest.MonkeyPatch):
+    with OneHost(2).meet(Left("runs/x", True, 4, 1), lambda: False) as (place, _, attempt, _listen):
+        assert (place.first, place.count, place.size) == (0, 2, 2)
+    variables = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    for name, value in {**variables, "FLATOUT_ATTEMPT": attempt.as_json()}.items():
+        monkeypatch.setenv(name, value)
+    found = launch()
+    assert found is not None
+    assert found.attempt == attempt == Attempt("1", attempt.listen, "runs/x", True, 4)
+    assert (found.folder, found.resumes) == (Path("runs/x"), True)
+
+
+def options(**given: Any) -> argparse.Namespace:
+    return argparse.Namespace(**{"gpus": 8, "nodes": None, "node_rank": None, "meet": None, **given})
+
+
+def test_srun_says_which_hosts_there_are(monkeypatch: pytest.MonkeyPatch):
+    told = {"STEP_NUM_TASKS": "2", "STEP_NUM_NODES": "2", "PROCID": "1", "STEP_NODELIST": "gpu[03-04]", "JOB_ID": "77"}
+    for name, value in told.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    hosts = launching._hosts(options())(25.0, 600.0)
+    assert isinstance(hosts, ManyHosts)
+    assert (hosts._nodes, hosts._rank, hosts._meet) == (2, 1, ("gpu03", 20077))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "16")
+    with pytest.raises(UsageError, match="16 tasks on 2 hosts"):
+        launching._hosts(options())
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)

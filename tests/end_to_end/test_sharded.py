@@ -118,6 +118,8 @@ def test_slices_are_saved_read_anywhere_and_gone_on_from(tmp_path: Path, words: 
     assert last[1].losses == pytest.approx(whole[0].losses[5:], abs=2e-5)
     # a model is loaded as from any checkpoint, and the plain form has the bytes of one process
     assert api.load_model(tmp_path / "whole", device="cpu").step == 6
+    begun = together(2, tmp_path, (preset, [*run, "output.folder=begun", "model.init_from=whole", "train.steps=1"]))
+    assert begun[0].losses[0] < whole[0].losses[0]
     plain = api.consolidate(folder, tmp_path / "plain")
     check_equal(read_checkpoint(plain), read_checkpoint(folder))
     with safe_open(plain / "model.safetensors", framework="pt") as file:

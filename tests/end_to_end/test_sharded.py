@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from flatout import api
 from flatout.device import Device
-from flatout.engine import setup
+from flatout.engine import form as form_module
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint
 from flatout.errors import CheckpointError
 from flatout.model.count import MemoryEstimate
@@ -149,7 +149,7 @@ def _short_of_memory(folder: Path, preset: str, words: list[str]) -> tuple[Told,
         calls.append(memory.total)
         return len(calls) > 1 or os.environ["RANK"] == "0"
 
-    with mock.patch.object(setup, "fits_well", fits):
+    with mock.patch.object(form_module, "fits_well", fits):
         return learn(folder, preset, words), len(calls)
 
 

@@ -108,7 +108,8 @@ def main() -> None:
     parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.child:
-        print(json.dumps(steps_of(*parsed.child, parsed.steps)))
+        settings, folder = parsed.child
+        print(json.dumps(steps_of(settings, folder, parsed.steps)))
     else:
         measured([*(SMALL if parsed.small else LARGE), *parsed.words], parsed.turns, parsed.steps)
 

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from flatout import api
 from flatout.device import Device
-from flatout.engine import setup
+from flatout.engine import form as form_module
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint
 from flatout.errors import CheckpointError
 from flatout.model.count import MemoryEstimate
@@ -118,6 +118,8 @@ def test_slices_are_saved_read_anywhere_and_gone_on_from(tmp_path: Path, words: 
     assert last[1].losses == pytest.approx(whole[0].losses[5:], abs=2e-5)
     # a model is loaded as from any checkpoint, and the plain form has the bytes of one process
     assert api.load_model(tmp_path / "whole", device="cpu").step == 6
+    begun = together(2, tmp_path, (preset, [*run, "output.folder=begun", "model.init_from=whole", "train.steps=1"]))
+    assert begun[0].losses[0] < whole[0].losses[0]
     plain = api.consolidate(folder, tmp_path / "plain")
     check_equal(read_checkpoint(plain), read_checkpoint(folder))
     with safe_open(plain / "model.safetensors", framework="pt") as file:
@@ -147,7 +149,7 @@ def _short_of_memory(folder: Path, preset: str, words: list[str]) -> tuple[Told,
         calls.append(memory.total)
         return len(calls) > 1 or os.environ["RANK"] == "0"
 
-    with mock.patch.object(setup, "fits_well", fits):
+    with mock.patch.object(form_module, "fits_well", fits):
         return learn(folder, preset, words), len(calls)
 
 

@@ -5,12 +5,39 @@ hosts, whose links are slow, only gradients go if a host can hold the model in s
 """
 
 import collections
+import dataclasses
+from collections.abc import Callable
 
 from flatout.config.schema import RunConfig
-from flatout.engine.case import Dealing
+from flatout.config.source import Source
+from flatout.device import Device
+from flatout.engine.case import Dealing, Speed
+from flatout.engine.features import resolve_speed
+from flatout.engine.fit_check import fits_well, memory_on, why_not
+from flatout.engine.opening import Opened, vocabulary_of
 from flatout.errors import ConfigError
+from flatout.model.count import MemoryEstimate
 from flatout.parallel.ranks import Ranks
 from flatout.world import World
+
+
+def resolve_form(
+    opened: Opened, source_of: Callable[[str], Source], device: Device, world: World
+) -> tuple[Speed, MemoryEstimate]:
+    """The switches and what a step needs with them, in the first form that fits in all processes, or in the last."""
+    config, facts = opened.config, opened.data.facts
+    with world.together():
+        waiting, vocab = dealings(config, world), vocabulary_of(opened)
+    while True:
+        dealing, *waiting = waiting
+        with world.together():
+            shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "ranks": world.size, "dealing": dealing}
+            speed = resolve_speed(config, device, facts.corpus_bytes, source_of, **shape)
+            memory = memory_on(opened.data, config, vocab, speed)
+        if not waiting or not world.any(not fits_well(memory, device)):
+            return speed, memory
+        why = f"with {dealing.form} {world.told(why_not(memory, device))}"
+        waiting = [dataclasses.replace(one, why=why) for one in waiting]
 
 
 def dealings(config: RunConfig, world: World) -> list[Dealing]:

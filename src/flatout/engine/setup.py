@@ -18,23 +18,15 @@ from flatout.config.source import Source
 from flatout.config.unused import check_used, cut_pattern, wide_window
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
-from flatout.device import Device, detect_device, limit_memory, use_expandable_segments
+from flatout.device import detect_device, limit_memory, use_expandable_segments
 from flatout.engine.adapter_folder import adapter_at, stored_base, stored_quantize
 from flatout.engine.base_model import Start, base_fingerprint, build_base, open_start
 from flatout.engine.case import product_type
 from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
-from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import (
-    check_fits,
-    check_samples_fit,
-    fits_well,
-    memory_on,
-    out_of_memory,
-    ways,
-    why_not,
-)
-from flatout.engine.form import dealings
+from flatout.engine.features import Speed
+from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, out_of_memory, ways
+from flatout.engine.form import resolve_form
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
 from flatout.engine.opening import (
@@ -96,31 +88,12 @@ def setup_run(
     with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
         opened = open_data(config, sources, progress, resumed=resumed, arrays=arrays)
     check_shares(opened.data, world)
-    speed, memory = _resolved(opened, sources_of(sources), device, world)
+    speed, memory = resolve_form(opened, sources_of(sources), device, world)
     with world.together():
         prepared = _prepared(loaded, opened, speed, memory, fresh=resumed is None)
     sharding = None if not speed.sharded else _sharded(prepared.model, speed, world)
     with world.together():
         return _assembled(loaded, opened, sources, prepared, resumed, world, sharding)
-
-
-def _resolved(
-    opened: Opened, source_of: Callable[[str], Source], device: Device, world: World
-) -> tuple[Speed, MemoryEstimate]:
-    """The switches and what a step needs with them, in the first form that fits in all processes, or in the last."""
-    config, facts = opened.config, opened.data.facts
-    with world.together():
-        waiting, vocab = dealings(config, world), vocabulary_of(opened)
-    while True:
-        dealing, *waiting = waiting
-        with world.together():
-            shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "ranks": world.size, "dealing": dealing}
-            speed = resolve_speed(config, device, facts.corpus_bytes, source_of, **shape)
-            memory = memory_on(opened.data, config, vocab, speed)
-        if not waiting or not world.any(not fits_well(memory, device)):
-            return speed, memory
-        why = f"with {dealing.form} {world.told(why_not(memory, device))}"
-        waiting = [dataclasses.replace(one, why=why) for one in waiting]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -166,7 +166,17 @@ def _banner(info: RunInfo) -> list[str]:
 
 
 # Always on the speed line, or only with a value other than these; and what is told when it is not what was asked for.
-_SHOWN = ("precision", "kernels", "attention", "loss", "compile", "fused_optimizer", "loader", "checkpointing")
+_SHOWN = (
+    "parallel",
+    "precision",
+    "kernels",
+    "attention",
+    "loss",
+    "compile",
+    "fused_optimizer",
+    "loader",
+    "checkpointing",
+)
 _QUIET = {
     "products": ("torch",),
     "residual": ("fp32",),

@@ -46,7 +46,7 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
 def card(monkeypatch: pytest.MonkeyPatch, memory: float) -> None:
     """This machine with another amount of memory."""
     found = Device(torch_device=torch.device("cpu"), name="a small card", memory_bytes=int(memory), capability=None)
-    monkeypatch.setattr(setup, "detect_device", lambda asked: found)
+    monkeypatch.setattr(setup, "detect_device", lambda asked, local: found)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_what_would(words, monkeypatch):

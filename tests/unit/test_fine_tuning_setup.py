@@ -16,7 +16,7 @@ from flatout.config.unused import check_used
 from flatout.data.sample_loader import SampleOrder, SampleRows
 from flatout.data.samples import Samples
 from flatout.device import Device
-from flatout.engine import setup
+from flatout.engine import form, setup
 from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
 from flatout.engine.opening import adapter_plan
@@ -148,12 +148,12 @@ def test_bf16_that_was_asked_for_is_refused_where_the_card_has_none(words):
 def test_beside_fp16_weights_adapters_are_fp32_and_the_loss_is_scaled(words, monkeypatch):
     """As on such a card, on the CPU: frozen weights in half precision, everything that is trained in fp32."""
     loaded = load_config("lora", words("train.steps=2", "train.epochs=null"))
-    resolve = setup.resolve_speed
+    resolve = form.resolve_speed
 
     def as_fp16(*arguments, **settings):
         return dataclasses.replace(resolve(*arguments, **settings), precision="fp16")
 
-    monkeypatch.setattr(setup, "resolve_speed", as_fp16)
+    monkeypatch.setattr(form, "resolve_speed", as_fp16)
     run = setup_run(loaded)
     assert run.adapters is not None
     assert {parameter.dtype for parameter in run.trained.saved.values()} == {torch.float32}

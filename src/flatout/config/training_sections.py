@@ -118,9 +118,7 @@ class CheckpointConfig(Section):
 
 class ParallelConfig(Section):
     form: Literal["auto", "data", "fsdp", "hybrid"] = "auto"
-    """How several processes share a model. data: each holds all of it, and gradients are added up. fsdp: each holds a
-    slice of every weight, of its gradient and of the optimizer's state (FSDP2). hybrid: slices inside a host, copies
-    between hosts. auto: data wherever a step fits, else what fits of the others. One process has all of it anyway."""
+    """How processes share a model: data (each has a copy), fsdp (slices of it), hybrid (slices inside a host)."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients of all processes are added up; bf16 sends half the bytes and rounds."""
     join: Annotated[float, Field(gt=0.0, le=3600.0)] = 25.0

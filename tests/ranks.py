@@ -4,6 +4,8 @@ Each is told by a line of JSON what to run and where the others are, and answers
 back as the records' own JSON.
 """
 
+import contextlib
+import io
 import json
 import os
 import socket
@@ -43,11 +45,19 @@ class Workers:
 
     def train(self, ranks: int, folder: Path, words: Sequence[str], **more: Any) -> list[list[dict[str, Any]]]:
         """The records of every rank, or what it raised as `{"error": ...}`. `more` is for `work` below."""
+        return self._asked(ranks, folder, words, **more)
+
+    def call(self, ranks: int, folder: Path, words: Sequence[str], **environment: str) -> list[dict[str, Any]]:
+        """A command line in every rank: its exit code, and what it prints, as `code`, `out` and `err`."""
+        return [answer[0] for answer in self._asked(ranks, folder, words, called=True, variables=environment)]
+
+    def _asked(self, ranks: int, folder: Path, words: Sequence[str], **more: Any) -> list[list[dict[str, Any]]]:
         port = str(free_port())
         chosen = self.processes[:ranks]
         for rank, process in enumerate(chosen):
             launched = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
             launched |= {"LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            launched |= more.get("variables", {})
             asked = {"environment": launched, "folder": str(folder), "words": list(words), "rank": rank, **more}
             assert process.stdin is not None
             process.stdin.write(json.dumps(asked) + "\n")
@@ -73,6 +83,15 @@ def counting() -> Iterator[npt.NDArray[np.int64]]:
         yield (int(rng.integers(0, 32)) + np.arange(int(rng.integers(1, 60)))) % 32
 
 
+def call(words: Sequence[str]) -> dict[str, Any]:
+    from flatout.cli import main as command_line
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = command_line(words)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
 def work(asked: dict[str, Any]) -> list[dict[str, Any]]:
     """One run in this process, as the rank that it was told to be."""
     import torch
@@ -94,6 +113,8 @@ def work(asked: dict[str, Any]) -> list[dict[str, Any]]:
     setup._build = doubled if asked.get("double") else build
     os.environ.update(asked["environment"])
     try:
+        if asked.get("called"):
+            return [call(asked["words"])]
         config = load_config(asked.get("preset"), asked["words"])
         records = flatout.train(config, resume=asked.get("resume"), **data)
         return [json.loads(record_to_json(record)) for record in records]

@@ -1,0 +1,62 @@
+"""The doctor and the profile in two ranks: both take part, and the first one speaks."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import TINY
+from tests.ranks import Workers
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Workers]:
+    started = Workers(2)
+    yield started
+    started.close()
+
+
+def found_in(answer: dict[str, Any]) -> dict[str, Any]:
+    rows = [json.loads(line) for line in answer["out"].splitlines()]
+    return {row["name"]: row for row in rows if row["type"] == "finding" and row["area"] in ("ranks", "data")}
+
+
+def test_the_doctor_asks_all_ranks_and_the_first_one_tells(workers: Workers, corpus: Path, tmp_path: Path):
+    words = [*TINY, f"data.source={corpus}", "train.steps=2", "output.folder=run"]
+    workers.train(2, tmp_path, words)  # so that there is data
+    before = sorted(path.name for path in tmp_path.iterdir())
+    words[-1] = "output.folder=other/run"
+    first, second = workers.call(2, tmp_path, ["doctor", "--quick", "--json", *words], NCCL_P2P_DISABLE="1")
+    assert (second["code"], second["out"], second["err"]) == (0, "", "")
+    assert (first["code"], first["err"]) == (0, "")
+    found = found_in(first)
+    assert found["ranks"]["found"].startswith("2 on one host met at 127.0.0.1:")
+    assert found["batch"]["found"] == "2 of 4 windows of 16 tokens a rank and step"
+    assert "25 MiB in " in found["all-reduce"]["found"]
+    assert found["run folder"]["found"].endswith("and 2 ranks see it")
+    assert found["on all ranks"]["status"] == found["versions"]["status"] == "ok"
+    assert found["NCCL_P2P_DISABLE"]["status"] == "warn"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before, "nothing is left behind"
+
+
+def test_the_doctor_tells_of_ranks_that_do_not_come(workers: Workers, tmp_path: Path):
+    words = ["doctor", "--quick", "--json", *TINY, "parallel.join=1"]
+    (alone,) = workers.call(1, tmp_path, words, WORLD_SIZE="2")
+    found = found_in(alone)
+    assert alone["code"] == 2
+    assert found["meeting"]["status"] == "bad"
+    assert re.search("1(/| of )2", found["meeting"]["found"])
+    assert "source" in found, "the rest is checked all the same"
+
+
+def test_a_number_of_gpus_that_is_not_the_launchers(workers: Workers, tmp_path: Path):
+    first, second = workers.call(2, tmp_path, ["doctor", "--gpus", "3"])
+    assert (first["code"], second["code"]) == (2, 2)
+    assert first["err"].splitlines()[0] == "error: --gpus 3, but 2 processes were started"
+    assert second["err"] == ""

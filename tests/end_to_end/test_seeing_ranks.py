@@ -55,6 +55,28 @@ def test_the_doctor_tells_of_ranks_that_do_not_come(workers: Workers, tmp_path: 
     assert "source" in found, "the rest is checked all the same"
 
 
+def test_all_ranks_are_profiled_and_the_first_one_writes(workers: Workers, corpus: Path, tmp_path: Path):
+    words = ["profile", *TINY, f"data.source={corpus}", "--steps", "1"]
+    first, second = workers.call(2, tmp_path, words)
+    assert (first["code"], second["code"]) == (0, 0), first["err"]
+    assert (second["out"], second["err"]) == ("", "")
+    assert "\nRanks\n" in first["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["shakespeare-char"]
+    report = json.loads((tmp_path / "profile" / "shakespeare-char" / "profile.json").read_text("utf-8"))
+    ranks = report["ranks"]
+    assert len(ranks["step_seconds"]) == len(ranks["busy_seconds"]) == len(ranks["reduction_seconds"]) == 2
+    assert all(seconds > 0 for seconds in ranks["busy_seconds"])
+    assert report["reduction_seconds"] == ranks["reduction_seconds"][0] > 0
+    gradients = next(part["measured"] for part in report["memory"] if part["name"] == "gradients")
+    assert gradients <= ranks["reduced_bytes"] == ranks["sent_bytes"] < 1.5 * gradients
+    assert {"optimizer", "reduction"} <= {part["name"] for part in report["ranges"]}
+    assert report["seconds_by_kind"]["communication"] > 0
+    refused, other = workers.call(2, tmp_path, [*words, "--out", "profile"])
+    assert (refused["code"], other["code"], other["err"]) == (2, 2, "")
+    assert "is there already" in refused["err"]
+
+
 def test_a_number_of_gpus_that_is_not_the_launchers(workers: Workers, tmp_path: Path):
     first, second = workers.call(2, tmp_path, ["doctor", "--gpus", "3"])
     assert (first["code"], second["code"]) == (2, 2)

@@ -19,7 +19,8 @@ import torch
 
 from flatout.device import Device
 from flatout.diagnose import profile as profiling
-from flatout.diagnose.profile import can_have, fitted, named_ranges, profile_run, quiet_profiler
+from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
+from flatout.diagnose.profile import can_have, fitted, profile_run
 from flatout.engine.run import Run
 from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError

@@ -547,7 +547,7 @@ def test_a_small_bar_is_none_and_a_share_above_one_is_a_full_one():
 
 
 def test_names_are_taken_off_a_step_even_after_an_error():
-    from flatout.diagnose.profile import named_ranges
+    from flatout.diagnose.named_ranges import named_ranges
 
     def fail(*_values: object) -> None:
         raise RuntimeError("out of luck")

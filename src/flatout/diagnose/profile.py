@@ -16,7 +16,6 @@ Trap: a replayed graph runs none of our Python, so forward and backward are one 
 Trap: the wait for the first batch and the first steps (compiling, recording, tuning) are in no figure but peak memory.
 """
 
-import contextlib
 import csv
 import dataclasses
 import functools
@@ -27,8 +26,7 @@ import math
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +39,7 @@ from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import DataConfig
 from flatout.config.source import DEFAULT, IN_PYTHON
 from flatout.device import Device
+from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
 from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
 from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
@@ -49,11 +48,9 @@ from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import memory_of, out_of_memory
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, SpanTotals
-from flatout.engine.step import TrainStep
 from flatout.errors import HardwareError, UserError
 from flatout.files import disk_errors, write_whole
 from flatout.model.count import parameter_count
-from flatout.world import Reducer
 
 WARMUP = 4  # steps, as in `flatout bench`
 LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0
@@ -276,94 +273,6 @@ def _profiled(run: Run, batches: Iterator[Any], steps: int, folder: Path) -> tup
         write_whole(folder / TRACE, gzip.compress(content, 6, mtime=0))
     # A kernel's name may hold anything; a trace that only a strict reader refuses is still worth reading.
     return json.loads(content.decode("utf-8", errors="replace"), strict=False)["traceEvents"], seconds
-
-
-@contextlib.contextmanager
-def quiet_profiler(activities: Sequence[ProfilerActivity]) -> Iterator[torch.profiler.profile]:
-    """torch's profiler without the reminder, at every first start in torch 2.11, that a second cycle forgets the first.
-
-    There is one cycle here. `acc_events`, which the reminder names, would silence it too, but makes a Python object of
-    every event when the profiler stops: seconds of work that nobody asked for.
-    """
-    with contextlib.ExitStack() as stack:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
-            profiler = stack.enter_context(torch.profiler.profile(activities=activities))
-        yield profiler
-
-
-@contextlib.contextmanager
-def named_ranges(step: TrainStep) -> Iterator[None]:
-    """Names the parts of a step in a trace: micro-batch, in it forward and backward; optimizer, in it reduction."""
-    # A step without a recording tells it by these two being one.
-    plain = ("forward_backward",) if step.run_micro_batch == step.forward_backward else ()
-    reducer = None if step.reducer is None else _NamedReducer(step.reducer)
-    names = ("run_micro_batch", "_update", "model", *plain, *(() if reducer is None else ("reducer",)))
-    before = {name: vars(step)[name] for name in names if name in vars(step)}
-    micro_batch, update = step.run_micro_batch, step._update
-    model = _NamedModel(step.model)
-
-    def named_micro_batch(tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor) -> Tensor:
-        with record_function("micro-batch"), model.backward_until_the_end():
-            return micro_batch(tokens_BT, targets_BT, labelled)
-
-    def named_update(loss: Tensor) -> Tensor:
-        with record_function("optimizer"):
-            return update(loss)
-
-    named = {"run_micro_batch": named_micro_batch, "_update": named_update, "model": model}
-    vars(step).update(named, **dict.fromkeys(plain, named_micro_batch), **({"reducer": reducer} if reducer else {}))
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(step).pop(name)
-        vars(step).update(before)
-
-
-class _NamedReducer:
-    """A reducer whose wait for other ranks is named reduction."""
-
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
-
-    def finish(self) -> None:
-        with record_function("reduction"):
-            self._reducer.finish()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-
-class _NamedModel:
-    """A model whose call is named forward; what follows in the same micro-batch is backward."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._backward: record_function | None = None
-
-    def __call__(self, *values: Any) -> Any:
-        self._close()
-        with record_function("forward"):
-            result = self._model(*values)
-        self._backward = record_function("backward")
-        self._backward.__enter__()
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    @contextlib.contextmanager
-    def backward_until_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self._backward is not None:
-            self._backward.__exit__(None, None, None)
-            self._backward = None
 
 
 def _wait(device: Device) -> None:

@@ -112,7 +112,7 @@ def _dispatch(words: list[str]) -> int:
         near = [f"config {verb}"] if verb in config.CONFIG_ACTIONS else near
         hint = f"did you mean `flatout {near[0]}`?" if near else "see `flatout --help` for the verbs"
         raise UsageError(f"unknown verb {quoted(verb)}", hint)
-    if verb in ("bench", "tune", "estimate", "profile"):
+    if verb in ("bench", "tune", "estimate"):
         check_one_process(verb)
     try:
         return VERBS[verb][0](rest)

@@ -19,7 +19,8 @@ import torch
 
 from flatout.device import Device
 from flatout.diagnose import profile as profiling
-from flatout.diagnose.profile import can_have, fitted, named_ranges, profile_run, quiet_profiler
+from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
+from flatout.diagnose.profile import can_have, fitted, profile_run
 from flatout.engine.run import Run
 from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
@@ -325,7 +326,7 @@ def on_an_h200(run: Run, monkeypatch, *, step_seconds: float, events: list[dict[
     trace = [{"action": "alloc", "addr": 1, "size": 512, "stream": 0, "frames": [frame]}]
     snapshot = {"segments": [], "device_traces": [trace], "external_annotations": [], "allocator_settings": {}}
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda _device: snapshot)
-    monkeypatch.setattr(profiling, "_timed", lambda *_: (step_seconds, 1e-5, 4))
+    monkeypatch.setattr(profiling, "_timed", lambda *_: (step_seconds, 1e-5, 4, None))
     monkeypatch.setattr(profiling, "_profiled", lambda *_: (events, 2 * step_seconds))
     fields = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
     return Elsewhere(**{**fields, "speed": dataclasses.replace(run.speed, device=H200)})

@@ -70,6 +70,8 @@ def test_the_kind_of_a_kernel(name: str, kind: str):
         ("autograd::engine::evaluate_function: AddmmBackward0", "bookkeeping"),
         ("AddmmBackward0", "bookkeeping"),
         ("CompiledFunction", "compiled code"),
+        ("c10d::allreduce_", "communication"),
+        ("record_param_comms", "communication"),
         ("mine::operator", "unknown"),
     ],
 )
@@ -138,6 +140,21 @@ def test_a_trace_of_a_device_is_added_up_by_kernel_kind_and_range():
     halved = read_trace(events, 2, device=True)
     assert halved.busy_seconds == pytest.approx(255e-6)
     assert halved.kernels[0].calls == 0.5
+
+
+def test_communication_behind_other_kernels_is_hidden():
+    events = [
+        event("user_annotation", "step", 0, 100),
+        event("user_annotation", "optimizer", 50, 50),
+        event("user_annotation", "reduction", 50, 10),
+        event("kernel", "nvjet_product", 100, 50, thread=7),
+        event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 120, 60, thread=8),
+    ]
+    facts = read_trace(events, 1, device=True)
+    assert facts.by_kind()["communication"] == pytest.approx(60e-6)
+    assert facts.exposed_seconds == pytest.approx(30e-6)
+    assert {one.name: one.depth for one in facts.ranges} == {"optimizer": 0, "reduction": 1}
+    assert read_trace(events, 1, device=False).exposed_seconds is None
 
 
 def test_a_replayed_graph_is_one_launch_of_many_kernels():
@@ -254,6 +271,18 @@ def test_a_tiny_micro_batch_is_launch_bound():
     assert words_of(verdict) == ["speed.cuda_graphs=on", "speed.micro_batch=8", "speed.kernels=triton"]
     assert "5.6 µs" in verdict.sentence
     assert "64%" in verdict.sentence
+
+
+def test_waiting_for_gradients_is_communication_bound():
+    verdict = judge(changed(reduction_seconds=0.3 * HEALTHY.step_seconds, reduces_in="fp32", slowest="rank 3"))
+    assert verdict.bottleneck == "communication-bound"
+    assert "(30%)" in verdict.sentence
+    assert verdict.advice[0].why.startswith("look at rank 3")
+    assert words_of(verdict)[1] == "parallel.reduce=bf16"
+    narrow = judge(changed(reduction_seconds=0.3 * HEALTHY.step_seconds, reduces_in="bf16"))
+    assert "parallel.reduce=bf16" not in words_of(narrow)
+    little = judge(changed(reduction_seconds=0.1 * HEALTHY.step_seconds, reduces_in="fp32"))
+    assert little.bottleneck == "compute-bound"
 
 
 def test_what_the_profiler_adds_to_the_step_makes_nothing_launch_bound():
@@ -468,6 +497,25 @@ def test_the_page_says_the_answer_first_and_then_its_figures(capsys: pytest.Capt
     assert not [line for line in shown.splitlines() if line != line.rstrip()]
 
 
+def test_the_page_of_several_ranks_names_the_slowest():
+    assert "Ranks" not in as_markdown(page_of(report()))
+    ranks = {
+        "step_seconds": [0.1] * 20,
+        "busy_seconds": [0.09] * 19 + [0.099],
+        "reduction_seconds": [0.01] * 19 + [0.001],
+        "reduced_bytes": 500 * 2**20,
+        "sent_bytes": 950 * 2**20,
+        "exposed_seconds": 0.02,
+    }
+    kinds = {**HEALTHY.seconds_by_kind, "communication": 0.03}
+    text = as_markdown(page_of(report(ranks=ranks, seconds_by_kind=kinds)))
+    for words in ("a step in each of 20 ranks", "slowest rank 19, 10.0% above the median", "each rank sends 950.0 MiB"):
+        assert words in text, words
+    assert "20.0 of 30.0 ms (under the profiler)" in text
+    assert "the 16 slowest of 20 ranks" in text
+    assert "| 19 | 100.0 | 99.0 | 1.0 | 1.0% |" in text
+
+
 def test_hostile_names_stay_inert(capsys: pytest.CaptureFixture):
     evil = "void `k|ernel`<script>alert(1)</script>\x1b[2J\n| a | b |"
     kernel = {"name": evil, "kind": "unknown", "seconds": 0.01, "calls": 1.0}
@@ -499,12 +547,12 @@ def test_a_small_bar_is_none_and_a_share_above_one_is_a_full_one():
 
 
 def test_names_are_taken_off_a_step_even_after_an_error():
-    from flatout.diagnose.profile import named_ranges
+    from flatout.diagnose.named_ranges import named_ranges
 
     def fail(*_values: object) -> None:
         raise RuntimeError("out of luck")
 
-    step = SimpleNamespace(run_micro_batch=fail, forward_backward=fail, _update=fail, model=fail)
+    step = SimpleNamespace(run_micro_batch=fail, forward_backward=fail, _update=fail, model=fail, reducer=fail)
     before = dict(vars(step))
 
     def named_step() -> None:

@@ -76,6 +76,9 @@ def test_tags_and_values():
     assert values_of(machine(3)).scalars["machine/power_watts"] == 650.0
     spans = SpanRecord(step=8, steps=4, seconds={"data": 2.0, "../x y": 1.0}, calls={})
     assert values_of(spans).scalars == {"spans/data_seconds_per_step": 0.5, "spans/.._x_y_seconds_per_step": 0.25}
+    ranks = SpanRecord(step=8, steps=4, seconds={"reduction": 1.0}, calls={}, rank_seconds=(3.0, 3.0, 3.6))
+    found = {tag: value for tag, value in values_of(ranks).scalars.items() if tag.startswith("ranks/")}
+    assert found == pytest.approx({"ranks/slowest_over_median": 1.2, "ranks/waiting_share": 0.25})
     assert values_of(end(9)).texts == {"notices": "finished at step 9 after 9s"}
 
 

@@ -20,7 +20,16 @@ from flatout.observe.live.console import TerminalReader
 from flatout.observe.live.panel import panel, spark
 from flatout.observe.live.state import QUIET_SECONDS, Curve, ViewState
 from flatout.observe.live.view import ViewReader
-from flatout.records import CheckpointRecord, EvalRecord, Feature, NoticeRecord, Record, SampleRecord, StepRecord
+from flatout.records import (
+    CheckpointRecord,
+    EvalRecord,
+    Feature,
+    NoticeRecord,
+    Record,
+    SampleRecord,
+    SpanRecord,
+    StepRecord,
+)
 from tests.unit.seen import end, info, machine, step
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07 \u202egnp.exe \u2028 [bold red]no markup[/] 你好世界 \t tab"
@@ -112,6 +121,18 @@ def test_a_run_on_a_cpu_shows_no_empty_fields():
     shown = text_of(state_of([info(), *(step(number) for number in range(1, 20))]))
     for words in ("MFU", "GPU", "power", "clock", "data wait", "reserved", "None"):
         assert words not in shown
+
+
+def test_several_ranks_are_shown_and_one_is_not():
+    def shown(*seconds: float) -> str:
+        spans = SpanRecord(step=19, steps=10, seconds={"reduction": 1.0}, calls={}, rank_seconds=seconds)
+        return text_of(state_of([info(), *(step(number) for number in range(1, 20)), spans]))
+
+    assert "4, 2 is +30.0%" in shown(3.0, 3.0, 3.9, 3.0)
+    assert "25.0%" in shown(3.0, 3.0, 3.9, 3.0)
+    assert "2, even" in shown(3.0, 3.0)
+    assert "ranks" not in shown()
+    assert "grad wait" not in shown()
 
 
 def test_speed_forgets_the_first_steps_and_time_left_counts_evaluation():

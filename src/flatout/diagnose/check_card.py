@@ -88,7 +88,9 @@ def check_cards(machine: Machine, config: RunConfig | None, index: int = 0) -> I
         return
     card = machine.cards[min(index, len(machine.cards) - 1)]
     size = "memory of unknown size" if card.memory_bytes is None else in_gib(card.memory_bytes)
-    more = f"; {len(machine.cards)} cards, a run uses one" if len(machine.cards) > 1 else ""
+    more = (
+        f"; {len(machine.cards)} cards, of which a run uses one, or N with --gpus N" if len(machine.cards) > 1 else ""
+    )
     hidden = f"; {machine.hidden_cards} more are hidden from torch" if machine.hidden_cards else ""
     yield _check("card").ok(f"{card.name}, {size}{more}{hidden} (told by {machine.told_by})")
     yield from _generation(card, machine)

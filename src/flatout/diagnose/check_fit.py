@@ -114,9 +114,9 @@ def _probes(machine: Machine, trials: Trials) -> "Probes":
 
 
 def fit(
-    loaded: LoadedConfig, machine: Machine, trials: Trials, data: DataFacts, kind: str, index: int
+    loaded: LoadedConfig, machine: Machine, trials: Trials, data: DataFacts, kind: str, index: int, ranks: int = 1
 ) -> tuple[Fit, list[Finding]]:
-    """What the config becomes on this machine, and the switches it cannot have."""
+    """What the config becomes in one of `ranks` processes of this machine, and the switches it cannot have."""
     from flatout.engine.features import resolve_speed
     from flatout.model.count import flops_per_token, parameter_count
 
@@ -127,7 +127,7 @@ def fit(
     probes = _probes(machine, trials)
 
     def resolve(source: Callable[[str], Source]) -> "Speed":
-        return resolve_speed(config, device, corpus, source, vocab=vocab, probes=probes)
+        return resolve_speed(config, device, corpus, source, vocab=vocab, probes=probes, ranks=ranks)
 
     try:
         speed = resolve(loaded.sources.__getitem__)
@@ -144,7 +144,7 @@ def fit(
         probes=probes,
         need_bytes=_needed(config, vocab, speed, corpus),
         have_bytes=_available(machine, kind, index, device),
-        step_seconds=None if rate is None else flops / rate,
+        step_seconds=None if rate is None else flops / rate / ranks,
         rate_of=rate_of,
     )
     return fitted, findings

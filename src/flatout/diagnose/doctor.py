@@ -25,6 +25,7 @@ AREAS: Mapping[str, int] = {
     "data": 3,
     "config": 2,
     "memory": 5,
+    "ranks": 2,
 }
 GIB = 2**30
 
@@ -177,6 +178,74 @@ class DataFacts:
     document_tokens: float | None = None  # the median document's; None where there is one document only
     token_bytes: int = 2
     to_prepare_bytes: int | None = None  # of shards that are still to be written
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """How two GPUs of this host reach each other; None for what nobody tells."""
+
+    pair: tuple[int, int]
+    nvlink: bool | None = None
+    peer: bool | None = None  # whether they read each other's memory without the host
+    way: str = ""  # what lies between them on PCIe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """What one rank says of itself. `data` is the fingerprint of its prepared data, `unseen` what it cannot read."""
+
+    rank: int
+    host: str
+    device: str = ""
+    python: str = ""
+    nccl: str | None = None
+    shared_memory_bytes: int | None = None
+    data: str | None = None
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    error: str = ""  # why it has no device
+    unseen: str = ""
+    reduce_seconds: float | None = None  # the median all-reduce
+    reduce_error: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """What came of ranks that a launcher started. `refused` is why they could not work together."""
+
+    place: str  # address and port of the first one
+    backend: str = ""  # of the device's tensors: nccl or gloo
+    ranks: tuple[RankFacts, ...] = ()
+    folder: str = ""  # where the first rank wrote a file for the others to read
+    reduced_bytes: int = 0
+    refused: Finding | None = None
+
+    @property
+    def hosts(self) -> int:
+        return len({one.host for one in self.ranks})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Several:
+    """What matters to `size` ranks, which somebody `asked` for, or which are only possible; None for what is unknown.
+
+    `meeting` is None where no launcher started them. `mounts` has path and file system of each folder, by its name.
+    """
+
+    size: int
+    asked: bool
+    distributed: bool | None = None  # whether torch was built with torch.distributed
+    nccl: str | None = None
+    links: tuple[Link, ...] = ()
+    shared_memory_bytes: int | None = None
+    port: int | None = None  # that torchrun would take
+    port_free: bool | None = None
+    mounts: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    interfaces: tuple[str, ...] = ()
+    meeting: Meeting | None = None
+
+    @property
+    def hosts(self) -> int:
+        return 1 if self.meeting is None else self.meeting.hosts
 
 
 def finding_of(error: UserError, area: str, name: str) -> Finding:

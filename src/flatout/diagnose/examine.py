@@ -3,14 +3,18 @@
 The contract: `examine` never raises for what it finds; a config that cannot be read is a finding, and what does not
 depend on it is checked all the same. Facts that are handed over are taken as they are: with a `machine` of somebody
 else nothing is run on this one, unless `trials` is None and its torch is the one here.
+Under a launcher the first rank examines, and the others `attend`: what concerns all of them is asked of all.
 """
 
 import contextlib
+import dataclasses
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from flatout.config.catalogue import hardware_for
 from flatout.config.load import LoadedConfig, load_config
-from flatout.diagnose import check_fit
+from flatout.diagnose import check_fit, links
 from flatout.diagnose.check_card import check_cards
 from flatout.diagnose.check_config import check_config
 from flatout.diagnose.check_data import look_at_data
@@ -20,11 +24,25 @@ from flatout.diagnose.check_folder import RUNS, check_folder, folder_of
 from flatout.diagnose.check_kernels import check_kernels
 from flatout.diagnose.check_machine import check_machine, usable
 from flatout.diagnose.check_memory import check_memory
+from flatout.diagnose.check_nccl import check_nccl
+from flatout.diagnose.check_ranks import check_rank_data, check_ranks
 from flatout.diagnose.check_tokens import check_tokens, steps_of
-from flatout.diagnose.doctor import Check, DataFacts, Disk, Finding, Machine, Trials, finding_of, guarded
-from flatout.diagnose.machine import gather_machine
+from flatout.diagnose.doctor import (
+    Check,
+    DataFacts,
+    Disk,
+    Finding,
+    Machine,
+    Meeting,
+    Several,
+    Trials,
+    finding_of,
+    guarded,
+)
+from flatout.diagnose.machine import gather_machine, look_at_torch
 from flatout.diagnose.trials import run_trials
 from flatout.errors import UserError
+from flatout.launch import Launch
 
 Progress = Callable[[str], None]
 
@@ -38,10 +56,18 @@ def examine(
     machine: Machine | None = None,
     trials: Trials | None = None,
     disk: Disk | None = None,
+    several: Several | None = None,
+    gpus: int | None = None,
+    launched: Launch | None = None,
     progress: Progress = lambda _: None,
 ) -> Iterator[Finding]:
-    """Checks a machine and a config. `hardware` may be auto; `quick` leaves out compiling and slow trials."""
+    """Checks a machine and a config. `hardware` may be auto; `quick` leaves out compiling and slow trials.
+
+    `gpus` is how many ranks the config is meant for, and `launched` this process as the first of those that a launcher
+    started. Several GPUs are looked at without being asked where this machine has them.
+    """
     visit = _Visit(target, overrides, hardware, quick=quick, machine=machine, progress=progress)
+    visit.meet(several, gpus, launched)
     yield from visit.check_machine(trials)
     progress("looking at disk and data")
     yield from visit.check_disk(disk)
@@ -56,6 +82,16 @@ def examine(
     else:
         yield from visit.check_data_and_config(visit.loaded)
         yield from visit.check_memory_and_time(visit.loaded)
+    yield from visit.check_ranks()
+
+
+def attend(launched: Launch, target: str | None, overrides: Sequence[str]) -> None:
+    """Takes part as a rank that is not the first: it answers, and says nothing itself."""
+    loaded, _ = _load(target, overrides, None)
+    if usable(look_at_torch()):
+        from flatout.diagnose.meeting import meet
+
+        meet(launched, None if loaded is None else loaded.config)
 
 
 class _Visit:
@@ -94,6 +130,62 @@ class _Visit:
         self.fitted: check_fit.Fit | None = None
         self.switches: list[Finding] = []
         self.disk: Disk | None = None
+        self.several: Several | None = None
+
+    def meet(self, several: Several | None, gpus: int | None, launched: Launch | None) -> None:
+        """Looks at what several ranks need. First of all, as other ranks are waiting, and to time nothing beside it."""
+        cards = len(self.machine.cards) if self.kind == "cuda" else 1
+        if several is not None or not (launched or (gpus or cards) > 1):
+            self.several = several
+            return
+        config = self.chat.config if self.chat is not None else self.config
+        size = launched.size if launched is not None else gpus or cards
+        self.several = Several(size=size, asked=launched is not None or gpus is not None)
+        if not (self.here and self.works):
+            if launched is not None:
+                found = "the ranks were not checked, as torch does not work"
+                untold = Finding(area="ranks", name="meeting", status="note", found=found, unchecked=True)
+                self.several = dataclasses.replace(self.several, meeting=Meeting(place="", refused=untold))
+            return
+        self.progress("looking at links between GPUs and ranks")
+        meeting = None
+        if launched is not None:
+            from flatout.diagnose.meeting import meet
+
+            meeting = meet(launched, config)
+        port = os.environ.get("MASTER_PORT", "")
+        port = int(port) if port.isdecimal() and int(port) < 2**16 else links.TORCHRUN_PORT
+        folders: dict[str, str | Path] = {"run folder": RUNS if config is None else folder_of(config)}
+        if config is not None and config.data.folder is not None:
+            folders["data folder"] = config.data.folder
+        self.several = dataclasses.replace(
+            self.several,
+            distributed=links.has_distributed(),
+            nccl=links.nccl_version(),
+            links=links.read_links(self.machine.cards[:size]) if self.kind == "cuda" else (),
+            shared_memory_bytes=links.shared_memory_bytes(),
+            port=port,
+            port_free=links.port_is_free(port),
+            mounts=links.file_systems(folders),
+            interfaces=links.network_interfaces(),
+            meeting=meeting,
+        )
+
+    @property
+    def ranks(self) -> int:
+        """How many share a step, as far as somebody asked for several."""
+        return self.several.size if self.several is not None and self.several.asked else 1
+
+    def check_ranks(self) -> Iterator[Finding]:
+        several = self.several
+        if several is None:
+            return
+        config = self.chat.config if self.chat is not None else self.config
+        facts = {"parameters": self.parameters, "step_seconds": self.fitted and self.fitted.step_seconds}
+        yield from guarded(
+            "ranks", "several GPUs", lambda: check_ranks(several, self.machine, config, self.kind, **facts)
+        )
+        yield from guarded("ranks", "variables", lambda: check_nccl(several, self.machine.environment))
 
     def check_machine(self, trials: Trials | None) -> Iterator[Finding]:
         machine, config, kind, index = self.machine, self.config, self.kind, self.index
@@ -125,7 +217,7 @@ class _Visit:
 
             def fit() -> Iterator[Finding]:
                 place = self.kind, self.index
-                self.fitted, refused = check_fit.fit(loaded, machine, self.trials, self.data, *place)
+                self.fitted, refused = check_fit.fit(loaded, machine, self.trials, self.data, *place, self.ranks)
                 yield from refused
 
             self.about_data = list(guarded("data", "source", look))
@@ -146,6 +238,9 @@ class _Visit:
             guarded("data", "tokens", lambda: check_tokens(config, data, parameters, "train.epochs" in wrote))
         )
         yield from (finding for finding in tokens if finding.area == "data")
+        meeting = None if self.several is None else self.several.meeting
+        if meeting is not None:
+            yield from guarded("data", "on all ranks", lambda: check_rank_data(meeting, config))
         yield from self.complaints
         for notice in loaded.notices:
             yield Check("config", "hardware").note(notice)

@@ -34,7 +34,7 @@ OPTIONAL = {name: name for name in _SAME_NAME} | {
 }
 # Variables that change what torch, CUDA or a math library do. The rest may hold secrets and is nobody's business.
 _TELLING = re.compile(
-    r"^(PYTORCH_|TORCH|CUDA_|CUBLAS_|CUDNN_|NVIDIA_TF32|TRITON_|OMP_|MKL_|OPENBLAS_|GOMP_|KMP_|NCCL_|HF_(HUB|DATASETS)_OFFLINE$|LD_LIBRARY_PATH$"
+    r"^(PYTORCH_|TORCH|CUDA_|CUBLAS_|CUDNN_|NVIDIA_TF32|TRITON_|OMP_|MKL_|OPENBLAS_|GOMP_|KMP_|NCCL_|GLOO_|HF_(HUB|DATASETS)_OFFLINE$|LD_LIBRARY_PATH$"
     r"|LD_PRELOAD$|PYTHON(OPTIMIZE|MALLOC|FAULTHANDLER|DEVMODE)$|TMPDIR$|TF32_)"
 )
 

@@ -10,23 +10,23 @@ therefore timed without it first, in the same process; the profiler then says wh
 
 Contract: the run's own code is not touched. Ranges are put around parts of its `TrainStep` for the profiled steps and
 taken off again, also after an error; no switch of torch stays changed. Nothing but the folder is written.
+Several ranks take the same steps: all but the first `attend`, and each says how long it worked and waited.
 Trap: a step trains. A run that was profiled has moved its weights; it is built for the occasion and thrown away.
 Trap: a replayed graph runs none of our Python, so forward and backward are one piece there: `micro-batch`.
 Trap: the wait for the first batch and the first steps (compiling, recording, tuning) are in no figure but peak memory.
 """
 
-import contextlib
 import csv
 import dataclasses
 import functools
 import gzip
 import io
 import json
+import math
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import DataConfig
 from flatout.config.source import DEFAULT, IN_PYTHON
 from flatout.device import Device
+from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
 from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
 from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
@@ -46,8 +47,7 @@ from flatout.engine.case import Probes
 from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import memory_of, out_of_memory
 from flatout.engine.run import Run
-from flatout.engine.spans import PendingReports
-from flatout.engine.step import TrainStep
+from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.errors import HardwareError, UserError
 from flatout.files import disk_errors, write_whole
 from flatout.model.count import parameter_count
@@ -57,6 +57,28 @@ LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0
 MICRO_BATCHES = 32  # most in the profiled steps, unless told otherwise: a trace that can still be opened
 TRACE, SNAPSHOT, KERNELS, REPORT = "trace.json.gz", "memory_snapshot.json.gz", "kernels.csv", "profile.json"
 _UPDATE_BYTES = 32  # per weight: AdamW reads weight, gradient and two moments, writes three; the norm reads gradients
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Seconds of one step by rank, without the profiler, and the bytes of gradients that a step adds up.
+
+    `exposed_seconds` is the time in which the first rank's device did nothing but communicate, under the profiler.
+    """
+
+    step_seconds: tuple[float, ...]
+    busy_seconds: tuple[float, ...]
+    reduction_seconds: tuple[float, ...]
+    reduced_bytes: int | None
+    sent_bytes: int | None  # by each rank, in a ring
+    exposed_seconds: float | None = None
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that takes 2% longer than the median, or more."""
+        median = statistics.median(self.busy_seconds)
+        slowest = max(range(len(self.busy_seconds)), key=lambda rank: self.busy_seconds[rank])
+        return slowest if self.busy_seconds[slowest] > 1.02 * median else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,6 +102,7 @@ class ProfileReport(Measurements):
     verdict: Verdict
     files: tuple[str, ...]
     notices: tuple[str, ...]
+    ranks: RankTimes | None = None  # where there are several
 
     def to_json(self) -> dict[str, Any]:
         """The fields, and what follows from them."""
@@ -110,15 +133,13 @@ def profile_run(
 ) -> ProfileReport:
     """Profiles `steps` steps of a fresh run, by default up to four, and writes the files into an existing folder."""
     device = run.speed.device
-    steps = steps or max(1, min(4, MICRO_BATCHES // run.speed.accumulation))
+    steps = _profiled_steps(run, steps)
     with out_of_memory(), run.batches(0) as loader:
         batches = iter(loader)
         progress(f"{WARMUP} steps to warm up")
-        for _ in range(WARMUP):
-            _one_step(run, batches)
-        _wait(device)
+        most = _warmed_up(run, batches)
         progress("timing steps without the profiler")
-        step_seconds, waiting, timed = _timed(run, batches)
+        step_seconds, waiting, timed, ranks = _timed(run, batches, most)
         progress(f"{steps} {'step' if steps == 1 else 'steps'} under the profiler")
         events, profiled_seconds = _profiled(run, batches, steps, folder)
         progress("memory")
@@ -128,7 +149,7 @@ def profile_run(
             notices = write_snapshot(device.torch_device, one_step, folder / SNAPSHOT)
     progress("reading the trace")
     facts = _facts(events, steps, step_seconds / profiled_seconds, cuda=device.kind == "cuda")
-    measured = _measurements(run, facts, step_seconds, waiting, profiled_seconds)
+    measured = _measurements(run, facts, step_seconds, waiting, profiled_seconds, ranks)
     with disk_errors(KERNELS, safe=""):
         _write_kernels(facts, folder / KERNELS)
     report = ProfileReport(
@@ -150,10 +171,25 @@ def profile_run(
         verdict=judge(measured, lambda words: can_have(run, words)),
         files=(*(name for name in (TRACE, KERNELS, SNAPSHOT) if (folder / name).exists()), REPORT),
         notices=(*run.new_notices.take(), *notices),
+        ranks=ranks and dataclasses.replace(ranks, exposed_seconds=facts.exposed_seconds),
     )
     with disk_errors(REPORT, safe=""):
         write_whole(folder / REPORT, json.dumps(report.to_json(), indent=1, ensure_ascii=False).encode("utf-8"))
     return report
+
+
+def attend(run: Run, *, steps: int | None = None) -> None:
+    """The steps of `profile_run` in a rank that is not the first."""
+    with out_of_memory(), run.batches(0) as loader:
+        batches = iter(loader)
+        _timed(run, batches, _warmed_up(run, batches))
+        for _ in range(_profiled_steps(run, steps) + (run.speed.device.kind == "cuda")):  # one for the snapshot
+            _one_step(run, batches)
+        _wait(run.speed.device)
+
+
+def _profiled_steps(run: Run, asked: int | None) -> int:
+    return asked or max(1, min(4, MICRO_BATCHES // run.speed.accumulation))
 
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -173,19 +209,48 @@ def _one_step(run: Run, batches: Iterator[Any]) -> tuple[Tensor, float]:
     return report, waited
 
 
-def _timed(run: Run, batches: Iterator[Any]) -> tuple[float, float, int]:
-    """(median seconds of a step, median seconds of waiting for its batch, how many steps), without the profiler."""
-    pending = PendingReports(run.speed.device.torch_device)
-    reports, waits = [], []
-    for number in range(MOST_TIMED):
+def _warmed_up(run: Run, batches: Iterator[Any]) -> int:
+    """Takes the first steps; returns how many to time at most. Several ranks have to know it beforehand."""
+    for _ in range(WARMUP - 1):
+        _one_step(run, batches)
+    _wait(run.speed.device)
+    began = time.perf_counter()
+    _one_step(run, batches)
+    _wait(run.speed.device)
+    if run.world.size == 1:
+        return MOST_TIMED
+    enough = math.ceil(TIMED_SECONDS / (time.perf_counter() - began))
+    return run.world.told(max(LEAST_TIMED, min(MOST_TIMED, enough)))
+
+
+def _timed(run: Run, batches: Iterator[Any], most: int) -> tuple[float, float, int, RankTimes | None]:
+    """(median seconds of a step and of waiting for its batch, how many steps, times by rank), without the profiler."""
+    pending, alone = PendingReports(run.speed.device.torch_device), run.world.size == 1
+    reports, waits, totals = [], [], SpanTotals()
+    for number in range(most):
         report, waited = _one_step(run, batches)
-        pending.push(number, report)
+        pending.push(number, report, marks=run.step.clock.take())
         waits.append(waited)
         reports += pending.ready()
-        if len(waits) >= LEAST_TIMED and sum(report.seconds for report in reports) > TIMED_SECONDS:
+        if alone and len(waits) >= LEAST_TIMED and sum(report.seconds for report in reports) > TIMED_SECONDS:
             break
     reports += pending.drain()
-    return statistics.median(report.seconds for report in reports), statistics.median(waits), len(reports)
+    for report in reports:
+        totals.add_step(report.spans)
+    seconds = statistics.median(report.seconds for report in reports)
+    ranks = None if alone else _rank_times(run, seconds, totals)
+    return seconds, statistics.median(waits), len(reports), ranks
+
+
+def _rank_times(run: Run, step_seconds: float, totals: SpanTotals) -> RankTimes:
+    """All ranks must ask for it together."""
+    own = [step_seconds, totals.busy / totals.steps, totals.seconds["reduction"] / totals.steps]
+    steps, busy, waits = zip(*run.world.gather(own), strict=True)
+    size, reduced = run.world.size, getattr(run.step.reducer, "reduced_bytes", None)
+    sent = None if reduced is None else round(2 * (size - 1) / size * reduced)
+    return RankTimes(
+        step_seconds=steps, busy_seconds=busy, reduction_seconds=waits, reduced_bytes=reduced, sent_bytes=sent
+    )
 
 
 def _profiled(run: Run, batches: Iterator[Any], steps: int, folder: Path) -> tuple[list[dict[str, Any]], float]:
@@ -208,79 +273,6 @@ def _profiled(run: Run, batches: Iterator[Any], steps: int, folder: Path) -> tup
         write_whole(folder / TRACE, gzip.compress(content, 6, mtime=0))
     # A kernel's name may hold anything; a trace that only a strict reader refuses is still worth reading.
     return json.loads(content.decode("utf-8", errors="replace"), strict=False)["traceEvents"], seconds
-
-
-@contextlib.contextmanager
-def quiet_profiler(activities: Sequence[ProfilerActivity]) -> Iterator[torch.profiler.profile]:
-    """torch's profiler without the reminder, at every first start in torch 2.11, that a second cycle forgets the first.
-
-    There is one cycle here. `acc_events`, which the reminder names, would silence it too, but makes a Python object of
-    every event when the profiler stops: seconds of work that nobody asked for.
-    """
-    with contextlib.ExitStack() as stack:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Warning: Profiler clears events", category=UserWarning)
-            profiler = stack.enter_context(torch.profiler.profile(activities=activities))
-        yield profiler
-
-
-@contextlib.contextmanager
-def named_ranges(step: TrainStep) -> Iterator[None]:
-    """Names the parts of a step in a trace: micro-batch, in it forward and backward, and optimizer."""
-    # A step without a recording tells it by these two being one.
-    plain = ("forward_backward",) if step.run_micro_batch == step.forward_backward else ()
-    names = ("run_micro_batch", "_update", "model", *plain)
-    before = {name: vars(step)[name] for name in names if name in vars(step)}
-    micro_batch, update = step.run_micro_batch, step._update
-    model = _NamedModel(step.model)
-
-    def named_micro_batch(tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor) -> Tensor:
-        with record_function("micro-batch"), model.backward_until_the_end():
-            return micro_batch(tokens_BT, targets_BT, labelled)
-
-    def named_update(loss: Tensor) -> Tensor:
-        with record_function("optimizer"):
-            return update(loss)
-
-    named = {"run_micro_batch": named_micro_batch, "_update": named_update, "model": model}
-    vars(step).update(named, **dict.fromkeys(plain, named_micro_batch))
-    try:
-        yield
-    finally:
-        for name in names:
-            vars(step).pop(name)
-        vars(step).update(before)
-
-
-class _NamedModel:
-    """A model whose call is named forward; what follows in the same micro-batch is backward."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._backward: record_function | None = None
-
-    def __call__(self, *values: Any) -> Any:
-        self._close()
-        with record_function("forward"):
-            result = self._model(*values)
-        self._backward = record_function("backward")
-        self._backward.__enter__()
-        return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-    @contextlib.contextmanager
-    def backward_until_the_end(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._close()
-
-    def _close(self) -> None:
-        if self._backward is not None:
-            self._backward.__exit__(None, None, None)
-            self._backward = None
 
 
 def _wait(device: Device) -> None:
@@ -309,9 +301,14 @@ def _facts(events: list[dict[str, Any]], steps: int, factor: float, *, cuda: boo
 
 
 def _measurements(
-    run: Run, facts: TraceFacts, step_seconds: float, waiting: float, profiled_seconds: float
+    run: Run,
+    facts: TraceFacts,
+    step_seconds: float,
+    waiting: float,
+    profiled_seconds: float,
+    ranks: RankTimes | None = None,
 ) -> Measurements:
-    tokens = run.config.train.batch_tokens
+    tokens, slowest = run.config.train.batch_tokens, None if ranks is None else ranks.slowest
     return Measurements(
         device_kind=run.speed.device.kind,
         step_seconds=step_seconds,
@@ -321,13 +318,16 @@ def _measurements(
         seconds_by_kind=facts.by_kind(),
         kernels_per_step=sum(kernel.calls for kernel in facts.kernels),
         batch_tokens=tokens,
-        flops=run.flops_per_token * tokens,
+        flops=run.flops_per_token * tokens / run.world.size,
         peak_flops_per_second=run.speed.device.peak_flops,
         micro_batch=run.step.micro_batch,
         accumulation=run.speed.accumulation,
         context=run.config.model.context,
         streaming=run.config.data.streaming,
         used={feature.name: feature.used for feature in run.speed.features},
+        reduction_seconds=0.0 if ranks is None else ranks.reduction_seconds[run.world.rank],
+        reduces_in="" if ranks is None else run.config.parallel.reduce,
+        slowest="" if slowest is None else f"rank {slowest}",
     )
 
 
@@ -344,7 +344,13 @@ def can_have(run: Run, words: str) -> bool:
     try:
         config = load_stored(run.config.model_dump(), settings, where="profile").config
         speed = resolve_speed(
-            config, device, corpus_bytes, lambda path: sources.get(path, DEFAULT), vocab=vocab, probes=answers
+            config,
+            device,
+            corpus_bytes,
+            lambda path: sources.get(path, DEFAULT),
+            vocab=vocab,
+            probes=answers,
+            ranks=run.world.size,
         )
     except UserError:
         return False

@@ -44,6 +44,9 @@ class Measurements:
     context: int
     streaming: bool
     used: Mapping[str, str]  # the switches of `speed` as they really ran
+    reduction_seconds: float = 0.0  # how long this rank waited for the gradients of others
+    reduces_in: str = ""  # the type in which several ranks add them up
+    slowest: str = ""  # the rank that is slower than the others, in words; empty if none is
 
     @property
     def idle_seconds(self) -> float:
@@ -105,7 +108,7 @@ class Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`bottleneck` is compute-bound, memory-bound, launch-bound or data-bound."""
+    """`bottleneck` is compute-bound, memory-bound, launch-bound, data-bound or communication-bound."""
 
     bottleneck: str
     sentence: str
@@ -117,6 +120,7 @@ def judge(measured: Measurements, possible: Callable[[str], bool] = lambda words
     """The bottleneck of a step; `possible` says whether this machine and model can have a setting."""
     bottleneck = _bottleneck(measured)
     sentence, evidence, rows = {
+        "communication-bound": _communication_bound,
         "data-bound": _data_bound,
         "launch-bound": _launch_bound,
         "memory-bound": _memory_bound,
@@ -129,6 +133,8 @@ def judge(measured: Measurements, possible: Callable[[str], bool] = lambda words
 
 
 def _bottleneck(measured: Measurements) -> str:
+    if measured.reduction_seconds >= IDLE_SHARE * measured.step_seconds:
+        return "communication-bound"
     if measured.device_kind != "cuda":  # operators run one after the other on the host: it is either them or the data
         return "data-bound" if measured.data_wait_seconds >= IDLE_SHARE * measured.step_seconds else "compute-bound"
     if measured.idle_seconds >= IDLE_SHARE * measured.step_seconds:
@@ -138,6 +144,24 @@ def _bottleneck(measured: Measurements) -> str:
 
 # The sentence, the evidence, and what to try, the best first: when it applies, the words for it, and why.
 _Part = tuple[str, list[str], list[tuple[bool, str, str]]]
+
+
+def _communication_bound(measured: Measurements) -> _Part:
+    wait, step = measured.reduction_seconds, measured.step_seconds
+    sentence = f"The step waits for gradients of other ranks: {_ms(wait)} of {_ms(step)} ({wait / step:.0%})."
+    evidence = [f"gradients are added up in {measured.reduces_in}", "the rank that takes longest: " + measured.slowest]
+    slow = bool(measured.slowest)
+    rows = [
+        (slow, "", f"look at {measured.slowest}: the others wait for it, however fast the links are"),
+        (measured.reduces_in == "fp32", "parallel.reduce=bf16", "sends half the bytes, and rounds their sum"),
+        (True, "", "`flatout doctor` in the same ranks measures the links and names what slows them down"),
+        (
+            True,
+            "",
+            "a larger train.batch_tokens gives more to compute for the same gradients, but changes what is learned",
+        ),
+    ]
+    return sentence, evidence if slow else evidence[:1], rows
 
 
 def _data_bound(measured: Measurements) -> _Part:

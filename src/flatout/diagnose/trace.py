@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 # The named ranges of a step, and how deep each one lies.
-RANGES = {"data": 0, "micro-batch": 0, "forward": 1, "backward": 1, "optimizer": 0}
+RANGES = {"data": 0, "micro-batch": 0, "forward": 1, "backward": 1, "optimizer": 0, "reduction": 1}
 STEP = "step"
 
 PRODUCTS, ATTENTION, OURS, COMPILED = "matrix products", "attention", "our kernels", "compiled code"
@@ -44,7 +44,7 @@ _NO_WORK = (  # views, and memory that nobody has written to yet
     r"empty\w*|detach\w*|resolve_\w+|result_type"
 )
 _OPERATOR_KINDS = (
-    (COMMUNICATION, r"^c10d::|nccl|gloo"),
+    (COMMUNICATION, r"^c10d::|^record_param_comms|nccl|gloo"),
     (ATTENTION, r"scaled_dot_product|flash_attention"),
     (OPTIMIZER, r"_fused_adam|^aten::_foreach|^aten::linalg_vector_norm"),
     (PRODUCTS, r"^aten::(addmm|mm|bmm|baddbmm|matmul|linear|dot|mv|addmv|_addmm_activation)$|mkldnn|mkl"),
@@ -78,11 +78,15 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class TraceFacts:
-    """What a trace says of one step. `busy_seconds` is the time in which at least one kernel or operator ran."""
+    """What a trace says of one step. `busy_seconds` is the time in which at least one kernel or operator ran.
+
+    `exposed_seconds` is the part of it in which only communication ran; None without a device of its own.
+    """
 
     busy_seconds: float
     kernels: tuple[Kernel, ...]
     ranges: tuple[Range, ...]
+    exposed_seconds: float | None = None
 
     def by_kind(self) -> dict[str, float]:
         """Seconds of each kind, the longest first."""
@@ -130,10 +134,13 @@ def read_trace(events: Iterable[Mapping[str, Any]], steps: int, *, device: bool)
         for name, depth in RANGES.items()
         if named[name]
     ]
+    busy = _covered([_interval(event) for event in found])
+    at_work = _covered([_interval(event) for event in found if kind(str(event["name"])) != COMMUNICATION])
     return TraceFacts(
-        busy_seconds=1e-6 * _covered([_interval(event) for event in found]) / steps,
+        busy_seconds=1e-6 * busy / steps,
         kernels=tuple(sorted(kernels, key=lambda kernel: -kernel.seconds)),
         ranges=tuple(ranges),
+        exposed_seconds=1e-6 * (busy - at_work) / steps if device else None,
     )
 
 

@@ -4,11 +4,17 @@ import statistics
 from collections.abc import Sequence
 
 
-def slowest_rank(seconds: Sequence[float]) -> str:
-    """Which rank takes longest, against the median of all."""
+def slowest_over_median(seconds: Sequence[float]) -> tuple[int, float]:
+    """The rank that takes longest, and how many times as long as the median of all."""
     median = statistics.median(seconds)
     slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
-    above = seconds[slowest] / median - 1 if median > 0 else 0.0
+    return slowest, seconds[slowest] / median if median > 0 else 1.0
+
+
+def slowest_rank(seconds: Sequence[float]) -> str:
+    """Which rank takes longest, against the median of all."""
+    slowest, times = slowest_over_median(seconds)
+    above = times - 1
     return f"rank {slowest}, {above:.1%} above the median" if above >= 0.005 else "none: all within 0.5%"
 
 

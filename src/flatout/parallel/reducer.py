@@ -69,6 +69,13 @@ class BucketReducer:
                 self._nodes.append(node)
             self._buckets.append(bucket)
 
+    @property
+    def reduced_bytes(self) -> int:
+        """What a step adds up over all processes."""
+        sent = [bucket.values if bucket.narrow is None else bucket.narrow for bucket in self._buckets]
+        sent += [parameter.grad for parameter in self._in_place if parameter.grad is not None]
+        return sum(values.nbytes for values in sent)
+
     def _filled(self, parameters: Sequence[nn.Parameter]) -> _Bucket:
         sizes = [-(-parameter.numel() // ALIGNED) * ALIGNED for parameter in parameters]
         values = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)

@@ -37,6 +37,7 @@ from flatout.engine.run import Run
 from flatout.engine.setup import setup_run
 from flatout.engine.spans import PendingReports, StepReport
 from flatout.ops.quantized import QuantizedWeight
+from flatout.world import World
 
 WARMUP = 4  # steps: compile, autotuning's last surprises, 8-bit scales, recording of graphs
 
@@ -135,7 +136,7 @@ def _reset_peak(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def borrowed_run(loaded: LoadedConfig | RunConfig) -> Iterator[Run]:
+def borrowed_run(loaded: LoadedConfig | RunConfig, world: World | None = None) -> Iterator[Run]:
     """A run with fresh weights for the length of a block; afterwards its memory and its compiled code are gone.
 
     The tensors go even while somebody still holds the run, so one rung cannot weigh on the next.
@@ -144,7 +145,7 @@ def borrowed_run(loaded: LoadedConfig | RunConfig) -> Iterator[Run]:
     run: Run | None = None
     try:
         with out_of_memory():
-            run = setup_run(loaded)
+            run = setup_run(loaded, world=world)
         yield run
     finally:
         if run is not None:

@@ -14,6 +14,8 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from flatout.errors import UsageError
+from flatout.launch import OtherProcessError, launch
 from flatout.verbs.measuring import Line, ended_by_signals
 from flatout.words import Parser, add_config
 
@@ -31,6 +33,7 @@ _TITLES = {
     "data": "Data",
     "config": "Config",
     "memory": "Memory and speed",
+    "ranks": "Several GPUs",
 }
 _NAME_WIDTH = 20
 _ARROW = "        -> "
@@ -42,15 +45,24 @@ def doctor(words: list[str]) -> int:
         "Check machine, data and config before training: what was found, whether it is fine, and what to do about it.",
     )
     add_config(parser)
+    parser.number("--gpus", 1, 4096, help="check for so many ranks; under torchrun, its own number")
     parser.flag("--quick", "leave out what takes seconds, such as compiling")
     parser.flag("--json", "print findings as JSON lines")
     parsed = parser.parse_words(words)
+    launched = launch()
+    if launched is not None and parsed.gpus not in (None, launched.size):
+        error = UsageError(f"--gpus {parsed.gpus}, but {launched.size} processes were started", "leave --gpus out")
+        raise error if launched.rank == 0 else OtherProcessError(error.exit_code)
     from flatout.diagnose.doctor import exit_code
-    from flatout.diagnose.examine import examine
+    from flatout.diagnose.examine import attend, examine
 
+    if launched is not None and launched.rank:
+        attend(launched, parsed.config, parsed.overrides)
+        return 0
     printer = _Printer(as_json=parsed.json)
     findings: list[Finding] = []
     how = {"hardware": parsed.hardware, "quick": parsed.quick, "progress": printer.progress}
+    how |= {"gpus": parsed.gpus, "launched": launched}
     with ended_by_signals(printer.stopped):
         for finding in examine(parsed.config, parsed.overrides, **how):
             findings.append(finding)

@@ -1,6 +1,7 @@
 """The verb profile: words in, a few steps under torch's profiler, a page and a folder of files out.
 
 Contract: as in `flatout.cli`. Mistakes in the words and a folder that cannot be written answer before all else.
+In the ranks of a launcher all take the steps, and the first one writes and speaks.
 The folder appears under its name only when everything in it is there; Ctrl-C and SIGTERM leave none. Files that are
 there already are never written over. No run is written, and no data is prepared where the config asks for it.
 """
@@ -15,11 +16,14 @@ from typing import TYPE_CHECKING, Any
 from flatout.errors import UsageError
 from flatout.files import disk_errors, write_whole
 from flatout.folders import whole_folder
+from flatout.launch import Launch, launch
 from flatout.verbs.measuring import ended_by_signals, free_folder
 from flatout.words import Parser, add_config, load_pretraining, quoted
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
+    from flatout.engine.run import Run
+    from flatout.world import World
 
 PAGE = "reading.md"
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
@@ -40,12 +44,19 @@ def profile(words: list[str]) -> int:
     parser.flag("--json", "print the figures as one JSON object instead of the page")
     parsed = parser.parse_words(words)
     loaded = load_pretraining(parsed, "profile")
-    if parsed.out is None:
-        folder = free_folder(Path("profile") / loaded.config.output.name, os.path.lexists)
-    else:
-        folder = _named_folder(parsed.out)
-    with ended_by_signals(lambda: "nothing was written"), _quiet_profiler(), _folder_for(folder) as unfinished:
-        report = profile_into(loaded, unfinished, folder, steps=parsed.steps, progress=_say)
+    found = launch()
+    folder = _folder(parsed.out, loaded) if found is None else None
+    with ended_by_signals(lambda: "nothing was written"), _quiet_profiler(), contextlib.ExitStack() as held:
+        world = None if found is None else held.enter_context(_met(found, loaded))
+        unfinished = None
+        with contextlib.nullcontext() if world is None else world.together():
+            if world is None or world.first:
+                folder = folder or _folder(parsed.out, loaded)
+                unfinished = held.enter_context(_folder_for(folder))
+        if folder is None or unfinished is None:
+            take_part(loaded, world, steps=parsed.steps)
+            return 0
+        report = profile_into(loaded, unfinished, folder, world=world, steps=parsed.steps, progress=_say)
     if parsed.json:
         import json
 
@@ -57,17 +68,57 @@ def profile(words: list[str]) -> int:
     return 0
 
 
+def _folder(out: str | None, loaded: "LoadedConfig") -> Path:
+    if out is not None:
+        return _named_folder(out)
+    return free_folder(Path("profile") / loaded.config.output.name, os.path.lexists)
+
+
+def _met(found: Launch, loaded: "LoadedConfig") -> "contextlib.AbstractContextManager[World]":
+    from flatout.parallel.ranks import joined
+
+    waits = loaded.config.parallel
+    return joined(found, loaded.config.speed.device, join=waits.join, timeout=waits.timeout)
+
+
+def take_part(loaded: "LoadedConfig", world: "World | None", *, steps: int | None) -> None:
+    """The steps of a profile in a rank that is not the first."""
+    from flatout.diagnose.profile import attend
+
+    with _practice_run(loaded, steps, world) as (run, _):
+        attend(run, steps=steps)
+
+
 def profile_into(
     loaded: "LoadedConfig",
     unfinished: Path,
     folder: Path,
     *,
+    world: "World | None" = None,
     steps: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Profiles a config; writes all files into `unfinished`, which will be called `folder`; returns profile.json."""
-    from flatout.diagnose.profile import fitted, profile_run
+    from flatout.diagnose.profile import profile_run
     from flatout.observe.measured.profile_page import as_markdown, page_of
+
+    with _practice_run(loaded, steps, world, progress) as (run, described):
+        found = profile_run(run, unfinished, steps=steps, data=described, progress=progress)
+    report = found.to_json()
+    with disk_errors(str(folder / PAGE), safe=""):
+        write_whole(unfinished / PAGE, as_markdown(page_of(report, str(folder))).encode("utf-8"))
+    return report
+
+
+@contextlib.contextmanager
+def _practice_run(
+    loaded: "LoadedConfig",
+    steps: int | None,
+    world: "World | None",
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[tuple["Run", str]]:
+    """A run of the config on data to measure on, and in words what data that is."""
+    from flatout.diagnose.profile import fitted
     from flatout.tuning.measure import borrowed_run
     from flatout.tuning.practice_data import practice_data, scratch_folder
 
@@ -76,12 +127,8 @@ def profile_into(
         if not data.streaming:  # of a stream its reading and tokenizing is what there is to see
             data, described = practice_data(loaded.config, scratch)
         progress("building the model")
-        with borrowed_run(fitted(loaded, data, steps)) as run:
-            found = profile_run(run, unfinished, steps=steps, data=described, progress=progress)
-    report = found.to_json()
-    with disk_errors(str(folder / PAGE), safe=""):
-        write_whole(unfinished / PAGE, as_markdown(page_of(report, str(folder))).encode("utf-8"))
-    return report
+        with borrowed_run(fitted(loaded, data, steps), world) as run:
+            yield run, described
 
 
 def _say(text: str) -> None:

@@ -15,8 +15,10 @@ from flatout.observe.eigenstates import record_sentence
 from flatout.observe.human import human_bytes, human_count, human_seconds, many, printable
 from flatout.observe.live.alerts import STALL_SHARE
 from flatout.observe.live.state import ViewState, mean_of
+from flatout.observe.ranks import exposed_share, slowest_over_median
 from flatout.records import MachineRecord, SampleRecord
 
+SLOW_RANK, LONG_WAIT = 0.02, 0.10  # above the median; of the first rank's time: the aims of the report
 ZOOM = 100  # steps of the second chart
 ENDINGS = {"finished": "finished", "early_stop": "stopped early", "interrupted": "interrupted"}
 _BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -149,6 +151,7 @@ def _figures(state: ViewState) -> list[tuple[str, str, str]]:
         ("peak memory", None if step.memory_bytes is None else human_bytes(step.memory_bytes), ""),
         ("learn rate", f"{step.learning_rate:.2e}", ""),
         ("data wait", None if share is None else f"{share:.1%}", _WARN if (share or 0.0) > STALL_SHARE else ""),
+        *_ranks(state),
         ("grad norm", f"{step.grad_norm:.3g}", ""),
         ("GPU use", None if machine is None or machine.utilisation is None else f"{machine.utilisation:.0%}", ""),
         ("skipped", many(state.skipped, "update") if state.skipped else None, _WARN),
@@ -161,6 +164,21 @@ def _figures(state: ViewState) -> list[tuple[str, str, str]]:
         ("epoch", None if step.epoch is None else f"{step.epoch:.2f}", ""),
     ]
     return [(name, value, style) for name, value, style in found if value is not None]
+
+
+def _ranks(state: ViewState) -> list[tuple[str, str | None, str]]:
+    """Several ranks: the slowest, and the share of time that the first one waits for gradients."""
+    seconds = () if state.spans is None else state.spans.rank_seconds
+    if state.spans is None or len(seconds) < 2:
+        return []
+    slowest, times = slowest_over_median(seconds)
+    slow = times >= 1.005
+    waits = exposed_share(state.spans.seconds.get("reduction", 0.0), seconds[0])
+    word = f", {slowest} is +{times - 1:.1%}" if slow else ", even"
+    return [
+        ("ranks", f"{len(seconds)}{word}", _WARN if times > 1 + SLOW_RANK else ""),
+        ("grad wait", f"{waits:.1%}", _WARN if waits > LONG_WAIT else ""),
+    ]
 
 
 def _power(machine: MachineRecord) -> str | None:

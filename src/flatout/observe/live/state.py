@@ -20,6 +20,7 @@ _KEPT = {
     records.MachineRecord: "machine",
     records.EigenstateRecord: "eigenstates",
     records.SampleRecord: "sample",
+    records.SpanRecord: "spans",
     records.CheckpointRecord: "saved",
     records.NoticeRecord: "notice",
     records.EndRecord: "end",
@@ -79,6 +80,7 @@ class ViewState:
         self.machine: records.MachineRecord | None = None
         self.eigenstates: records.EigenstateRecord | None = None
         self.sample: records.SampleRecord | None = None
+        self.spans: records.SpanRecord | None = None
         self.saved: records.CheckpointRecord | None = None
         self.end: records.EndRecord | None = None
         self.losses = Curve()

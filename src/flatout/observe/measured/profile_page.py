@@ -17,9 +17,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from flatout.observe.human import human_bytes, human_count, printable
+from flatout.observe.ranks import exposed_share, slowest_rank
 from flatout.observe.terminal import Terminal, say
 
 TOP = 10  # kernels on the page; kernels.csv has all
+MOST_RANKS = 16  # on the page
 _BAR = 20  # characters for the whole step
 _WIDTH_OF_FILES = 100_000  # columns where nobody watches: a file has no right margin
 _INDENT = (0, 0, 0, 2)
@@ -67,7 +69,7 @@ Block = Paragraph | Heading | Bullets | Table
 
 def page_of(report: Mapping[str, Any], folder: str | None = None) -> list[Block]:
     """The page of a profile's report, which is `profile.json` as Python values."""
-    parts = (_answer, _step, _rates, _memory, _kernels)
+    parts = (_answer, _step, _ranks, _rates, _memory, _kernels)
     return [block for part in parts for block in part(report)] + list(_end(report, folder))
 
 
@@ -75,6 +77,7 @@ def _answer(report: Mapping[str, Any]) -> Iterator[Block]:
     verdict, used = report["verdict"], report["used"]
     size = f"{human_count(report['parameters'])} parameters"
     shape = f"{report['micro_batch']} x {report['context']:,} tokens x {report['accumulation']}"
+    where = f" in each of {len(report['ranks']['step_seconds'])} ranks" if report.get("ranks") else ""
     yield Heading(f"{report['config']}: {verdict['bottleneck']}", 1)
     yield Paragraph(verdict["sentence"], "bold")
     yield Bullets(tuple(("", line) for line in verdict["evidence"]))
@@ -83,7 +86,7 @@ def _answer(report: Mapping[str, Any]) -> Iterator[Block]:
     yield Heading("What was profiled")
     switches = ", ".join(f"{name} {used[name]}" for name in _SHOWN if name in used)
     lines = [
-        f"{size}, {shape} a step, on {report['device']} (torch {report['torch']}, flatout {report['flatout']})",
+        f"{size}, {shape} a step{where}, on {report['device']} (torch {report['torch']}, flatout {report['flatout']})",
         f"speed: {switches}",
         *([f"data: {report['data']}"] if report["data"] else []),
         *report["notices"],
@@ -129,12 +132,49 @@ def _step(report: Mapping[str, Any]) -> Iterator[Block]:
     yield Table(("part", *(["> ms on the device"] if cuda else []), f"> {clock}", "> times a step"), tuple(rows))
 
 
+def _ranks(report: Mapping[str, Any]) -> Iterator[Block]:
+    """How several ranks share the work; nothing for one."""
+    ranks = report.get("ranks")
+    if not ranks:
+        return
+    work, waits = ranks["busy_seconds"], ranks["reduction_seconds"]
+    count = len(work)
+    shown = sorted(sorted(range(count), key=lambda rank: -work[rank])[:MOST_RANKS])
+    rows = [
+        (
+            f"{rank}",
+            _ms(ranks["step_seconds"][rank], report),
+            _ms(work[rank], report),
+            _ms(waits[rank], report),
+            f"{exposed_share(waits[rank], work[rank]):.1%}",
+        )
+        for rank in shown
+    ]
+    yield Heading("Ranks")
+    lines = [f"slowest {slowest_rank(work)}"]
+    if ranks["sent_bytes"] is not None:
+        sent, reduced = human_bytes(ranks["sent_bytes"]), human_bytes(ranks["reduced_bytes"])
+        lines.append(f"gradients of {reduced} a step; each rank sends {sent} of them in a ring")
+    if ranks["exposed_seconds"] is not None:
+        communication = report["seconds_by_kind"].get("communication", 0.0)
+        alone = f"{_ms(ranks['exposed_seconds'], report)} of {_ms(communication, report)} ms"
+        lines.append(f"communication with nothing else on rank 0's device: {alone} (under the profiler)")
+    if count > MOST_RANKS:
+        lines.append(f"the {MOST_RANKS} slowest of {count} ranks; profile.json has all")
+    yield Bullets(tuple(("", line) for line in lines))
+    yield Table(("rank", "> ms a step", "> at work", "> waiting for gradients", "> share waiting"), tuple(rows))
+    yield Paragraph(
+        "Means over the steps without the profiler, the whole step as a median. A rank waits for the last "
+        "gradients of others after its own backward pass; what was sent before that is hidden."
+    )
+
+
 def _rates(report: Mapping[str, Any]) -> Iterator[Block]:
     peak, mfu, products = report["peak_flops_per_second"], report["mfu"], report["product_flops_per_second"]
     rows = [
         ("tokens per second", f"{report['tokens_per_second']:,.0f}", ""),
         (
-            "FLOP/s of the whole step",
+            "FLOP/s of the whole step" + (", of one rank" if report.get("ranks") else ""),
             _flops(report["flops_per_second"]),
             "peak not known" if mfu is None else f"MFU {mfu:.1%} of {_flops(peak)}",
         ),

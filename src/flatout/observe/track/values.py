@@ -12,6 +12,7 @@ from typing import Any
 
 from flatout import records
 from flatout.observe.human import human_parameters, human_seconds, printable
+from flatout.observe.ranks import exposed_share, slowest_over_median
 from flatout.records import EndRecord, Record, RunInfo
 
 GIB = 2**30
@@ -98,7 +99,8 @@ def _numbers(record: Record) -> dict[str, float | None]:
             return {"loss/epoch_mean": record.mean_loss}
         case records.SpanRecord():
             steps = max(record.steps, 1)
-            return {f"spans/{_tag(name)}_seconds_per_step": value / steps for name, value in record.seconds.items()}
+            spans = {f"spans/{_tag(name)}_seconds_per_step": value / steps for name, value in record.seconds.items()}
+            return spans | _of_ranks(record)
         case records.MachineRecord():
             return {
                 "machine/utilisation": record.utilisation,
@@ -120,6 +122,16 @@ def _numbers(record: Record) -> dict[str, float | None]:
             return {"loss/best_validation": record.best_loss}
         case _:
             return {}
+
+
+def _of_ranks(record: records.SpanRecord) -> dict[str, float | None]:
+    seconds = record.rank_seconds
+    if len(seconds) < 2:
+        return {}
+    return {
+        "ranks/slowest_over_median": slowest_over_median(seconds)[1],
+        "ranks/waiting_share": exposed_share(record.seconds.get("reduction", 0.0), seconds[0]),
+    }
 
 
 def _texts(record: Record) -> dict[str, str]:

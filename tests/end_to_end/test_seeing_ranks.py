@@ -1,0 +1,96 @@
+"""The doctor and the profile in two ranks: both take part, and the first one speaks."""
+
+import contextlib
+import io
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatout.cli import main
+from tests.conftest import TINY
+from tests.ranks import WORKERS
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+
+
+def call_here(folder: str, words: list[str], variables: dict[str, str]) -> dict[str, Any]:
+    """A command line as the rank that this process is."""
+    os.chdir(folder)
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        code = main(words)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def call(ranks: int, folder: Path, words: list[str], **variables: str) -> list[dict[str, Any]]:
+    """Exit code and what was printed, of a command line in every rank."""
+    return WORKERS.run(ranks, call_here, str(folder), words, variables)
+
+
+def found_in(answer: dict[str, Any]) -> dict[str, Any]:
+    rows = [json.loads(line) for line in answer["out"].splitlines()]
+    return {row["name"]: row for row in rows if row["type"] == "finding" and row["area"] in ("ranks", "data")}
+
+
+def test_the_doctor_asks_all_ranks_and_the_first_one_tells(corpus: Path, tmp_path: Path):
+    words = [*TINY, f"data.source={corpus}", "train.steps=2", "output.folder=run"]
+    assert call(2, tmp_path, ["train", *words])[0]["code"] == 0  # so that there is data
+    before = sorted(path.name for path in tmp_path.iterdir())
+    words[-1] = "output.folder=other/run"
+    first, second = call(2, tmp_path, ["doctor", "--quick", "--json", *words], NCCL_P2P_DISABLE="1")
+    assert (second["code"], second["out"], second["err"]) == (0, "", "")
+    assert (first["code"], first["err"]) == (0, "")
+    found = found_in(first)
+    assert found["ranks"]["found"].startswith("2 on one host met at 127.0.0.1:")
+    assert found["batch"]["found"] == "2 of 4 windows of 16 tokens a rank and step"
+    assert "25 MiB in " in found["all-reduce"]["found"]
+    assert found["run folder"]["found"].endswith("and 2 ranks see it")
+    assert found["on all ranks"]["status"] == found["versions"]["status"] == "ok"
+    assert found["NCCL_P2P_DISABLE"]["status"] == "warn"
+    assert sorted(path.name for path in tmp_path.iterdir()) == before, "nothing is left behind"
+
+
+def test_the_doctor_tells_of_ranks_that_do_not_come(tmp_path: Path):
+    words = ["doctor", "--quick", "--json", *TINY, "parallel.join=1"]
+    (alone,) = call(1, tmp_path, words, WORLD_SIZE="2")
+    found = found_in(alone)
+    assert alone["code"] == 2
+    assert found["meeting"]["status"] == "bad"
+    assert re.search("1(/| of )2", found["meeting"]["found"])
+    assert "source" in found, "the rest is checked all the same"
+
+
+def test_all_ranks_are_profiled_and_the_first_one_writes(corpus: Path, tmp_path: Path):
+    words = ["profile", *TINY, f"data.source={corpus}", "--steps", "1"]
+    first, second = call(2, tmp_path, words)
+    assert (first["code"], second["code"]) == (0, 0), first["err"]
+    assert (second["out"], second["err"]) == ("", "")
+    assert "\nRanks\n" in first["out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["profile"]
+    assert [path.name for path in (tmp_path / "profile").iterdir()] == ["shakespeare-char"]
+    report = json.loads((tmp_path / "profile" / "shakespeare-char" / "profile.json").read_text("utf-8"))
+    ranks = report["ranks"]
+    assert len(ranks["step_seconds"]) == len(ranks["busy_seconds"]) == len(ranks["reduction_seconds"]) == 2
+    assert all(seconds > 0 for seconds in ranks["busy_seconds"])
+    assert report["reduction_seconds"] == ranks["reduction_seconds"][0] > 0
+    gradients = next(part["measured"] for part in report["memory"] if part["name"] == "gradients")
+    assert gradients <= ranks["reduced_bytes"] == ranks["sent_bytes"] < 1.5 * gradients
+    assert {"optimizer", "reduction"} <= {part["name"] for part in report["ranges"]}
+    assert report["seconds_by_kind"]["communication"] > 0
+    refused, other = call(2, tmp_path, [*words, "--out", "profile"])
+    assert (refused["code"], other["code"], other["err"]) == (2, 2, "")
+    assert "is there already" in refused["err"]
+
+
+def test_a_number_of_gpus_that_is_not_the_launchers(tmp_path: Path):
+    first, second = call(2, tmp_path, ["doctor", "--gpus", "3"])
+    assert (first["code"], second["code"]) == (2, 2)
+    assert first["err"].splitlines()[0] == "error: --gpus 3, but 2 processes were started"
+    assert second["err"] == ""

@@ -73,7 +73,7 @@ class BucketReducer:
     def reduced_bytes(self) -> int:
         """What a step adds up over all processes."""
         sent = [bucket.values if bucket.narrow is None else bucket.narrow for bucket in self._buckets]
-        sent += [parameter.grad for parameter in self._in_place if parameter.grad is not None]
+        sent += [parameter.grad for parameter in self._placed if parameter.grad is not None]
         return sum(values.nbytes for values in sent)
 
     def _filled(self, parameters: Sequence[nn.Parameter]) -> _Bucket:

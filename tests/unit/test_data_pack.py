@@ -377,6 +377,23 @@ def test_exact_duplicates_keep_the_first(
     assert (read_report(tmp_path / "data") or {})["dropped"] == {"exact_duplicate": 16}
 
 
+def test_long_documents_beside_short_ones_are_compared_to_their_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "PIECE", 128)
+    monkeypatch.setattr(readers, "PIECE", 128)
+    head = "".join(f"word {number} of a long text\n" for number in range(10))
+    texts = ["short", head + "one end", head + "another end", head + "one end", "the last"]
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
+    clean = CleanConfig(exact_duplicates=True)
+    pack(str(tmp_path / "texts"), tmp_path / "data", clean=clean, more={"val_source": str(tmp_path / "val.txt")})
+    assert texts_of(tmp_path / "data")[0] == [*texts[:3], "the last"]
+    assert (read_report(tmp_path / "data") or {})["dropped"] == {"exact_duplicate": 1}
+
+
 def test_near_duplicates_and_rules_are_counted(tmp_path: Path) -> None:
     prose = [" ".join(f"word{number}x{place}" for place in range(60)) for number in range(12)]
     texts = [*prose, prose[3] + " and a few more words", "short", ""]

@@ -1,5 +1,6 @@
 """A streamed source: the tokens that preparing would write, in batches that do not depend on when the reading began."""
 
+import dataclasses
 import gzip
 import itertools
 import json
@@ -18,7 +19,7 @@ import torch
 from flatout.config.data_sections import SourceConfig
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import sources
-from flatout.corpus.document import Document, Problem
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.data import plan, stream, stream_loader, stream_parts, workers
 from flatout.data.batch import Delivery, Span
 from flatout.data.pack import pack_corpus
@@ -29,7 +30,7 @@ from flatout.data.sampler import WindowOrder
 from flatout.data.shards import open_dataset
 from flatout.data.stream import StreamDataset, TokenStream, open_stream
 from flatout.data.stream_loader import StreamLoader
-from flatout.data.stream_parts import Position
+from flatout.data.stream_parts import Position, parts_of_lap
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.data.workers import ProcessEngine
 from flatout.errors import ConfigError, DataError, ResourceError
@@ -301,6 +302,33 @@ class FakeHub:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._row = state["row"]
+
+
+@pytest.mark.parametrize("limits", [(600, 10**6), (10**6, 7)], ids=["characters", "documents"])
+def test_parts_of_a_hub_dataset_hold_every_row_once_from_any_part_on(monkeypatch: pytest.MonkeyPatch, limits):
+    from flatout.corpus import tables
+
+    monkeypatch.setattr(tables, "HubStream", FakeHub)
+    characters, documents = limits
+    monkeypatch.setattr(stream_parts, "_HUB_CHARACTERS", characters)
+    monkeypatch.setattr(stream_parts, "_HUB_DOCUMENTS", documents)
+    files = tuple(InputFile(f"hf:made/{name}", f"made/{name}", "hub", "none", 0) for name in ("up", "too"))
+    parts = list(parts_of_lap(files, (ReadOptions(),), Position()))
+    half = len(parts) // 2
+    assert [(place.file, place.part) for place, _ in parts] == [divmod(number, half) for number in range(2 * half)]
+    rows = [document for _, part in parts for document in part.documents]
+    assert [row.place for row in rows] == 2 * [f"row {row}" for row in range(1, 121)]
+    assert [part.file for _, part in parts] == ["made/up"] * half + ["made/too"] * half
+    assert [part.files for _, part in parts] == ([0] * (half - 1) + [1]) * 2, "a file counts with its last part"
+    for _, part in parts[: half - 1]:
+        sizes = [len(document.text) for document in part.documents if isinstance(document, Document)]
+        assert len(sizes) == documents or sum(sizes) >= characters > sum(sizes[:-1]), "full, and no more than that"
+    for number, (place, _) in enumerate(parts):
+        for start in (place, dataclasses.replace(place, hub=None)):  # without its state, the rows before are skipped
+            found = parts_of_lap(files, (ReadOptions(),), start)
+            assert [(at.file, at.part, part.documents) for at, part in found] == [
+                (at.file, at.part, part.documents) for at, part in parts[number:]
+            ]
 
 
 def test_a_hub_dataset_goes_on_from_its_own_state(monkeypatch: pytest.MonkeyPatch):

@@ -544,6 +544,7 @@ def test_a_compressed_file_is_cut_by_what_is_in_it_and_goes_on_from_any_part(
     assert [part.number for part in parts] == list(range(2 * half))
     assert [Path(part.file).name for part in parts] == ["a.jsonl.gz"] * half + ["b.jsonl.gz"] * half
     assert sum(part.bytes for part in parts) == inputs.bytes
+    assert [part.files for part in parts] == ([0] * (half - 1) + [1]) * 2, "a file counts with its last part"
     assert all(part.bytes >= 0 for part in parts)
     texts = [[item.text for item in part.documents if isinstance(item, Document)] for part in parts]
     assert [text for part in texts for text in part] == TEXTS + TEXTS

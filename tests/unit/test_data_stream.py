@@ -136,8 +136,12 @@ def test_validation_is_as_much_as_asked_for(source: Path, tmp_path: Path):
     assert np.array_equal(opened.val.read(0, 101), val[:101])
     assert opened.val.tokens == 101  # a hundred targets
     assert opened.val.text_bytes == pytest.approx(101, abs=3)
-    assert told
-    assert told[-1].tokens >= 101
+    assert [step.tokens >= 101 for step in told] == [False] * (len(told) - 1) + [True], "no more is read than is used"
+    assert told[-1].bytes < told[-1].total_bytes or told[-1].files < told[-1].total_files
+    everything: list[Any] = []
+    open_stream(settings(source), progress=everything.append)
+    assert (everything[-1].files, everything[-1].tokens) == (6, len(val))
+    assert everything[-1].documents == np.count_nonzero(val == END)
     with pytest.raises(IndexError):
         opened.val.read(100, 2)
 
@@ -380,6 +384,10 @@ def test_a_long_document_is_chosen_piece_by_piece(source: Path):
     middle = result_of([([4], 0, 0.9, None), ([5], 0, 0.1, None), ([6], 0, 0.9, None)])
     ids, joins, _ = tokens.train_ids(going_on, middle)
     assert (ids.tolist(), joins) == ([4, END, 6], True)
+    first = ([1, 1, END], BEGINS | ENDS, 0.1, None)
+    after = result_of([first, ([4], BEGINS, 0.9, None), ([5], 0, 0.1, None), ([6, END], ENDS, 0.9, None)])
+    ids, joins, _ = tokens.train_ids(Position(), after)
+    assert (ids.tolist(), joins) == ([4, END, 6, END], False)
     ids, joins, _ = tokens.train_ids(going_on, result_of([]))
     assert (ids.tolist(), joins) == ([], True)
 

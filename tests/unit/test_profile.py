@@ -263,10 +263,9 @@ def test_the_figures_of_a_step():
 
 def every_advice(measured: Measurements) -> list[str]:
     """The words of all that is proposed, also beyond the first few."""
-    found: list[str] = []
-    while new := [words for words in words_of(judge(measured, lambda words: words not in found)) if words]:
-        found += new
-    return found
+    asked: list[str] = []
+    judge(measured, lambda words: not asked.append(words))
+    return asked
 
 
 IDLE = {"step_seconds": 0.3, "accumulation": 2}

@@ -590,6 +590,79 @@ def test_tokens_of_text_that_is_not_ascii_are_reckoned_by_its_bytes(here: Path):
     assert found.startswith(f"about {window_count(3 * (here / 'a.txt').stat().st_size // 4, 64, 64):,} windows")
 
 
+TOKENS = DataFacts(exact=True, train_tokens=64_001, val_tokens=20_001, vocab=1000, document_tokens=100.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "changes", "status", "told"),
+    [
+        ("vocabulary", "model.vocab=999", {}, "bad", "but the tokenizer has 1,000 ids"),
+        ("vocabulary", "model.vocab=999 data.tokenizer=char", {"exact": False}, "bad", "has at least 1,000 ids"),
+        ("vocabulary", "model.vocab=1000", {}, "ok", "1,000 for a tokenizer of 1,000 ids"),
+        ("vocabulary", "model.vocab=2524", {}, "ok", "2,524 for"),
+        ("vocabulary", "model.vocab=2525", {}, "note", "cost memory and time"),
+        ("vocabulary", "model.vocab=2525 data.tokenizer=char", {}, "note", "cost memory and time"),
+        ("vocabulary", "model.vocab=2525 data.tokenizer=char", {"exact": False}, "ok", "2,525 for"),
+        ("windows", "", {}, "ok", "1,000 windows of 64 tokens, 16 in a step"),
+        ("windows", "data.packing=best_fit", {"train_tokens": 64_999}, "ok", "999 windows of 64"),
+        ("windows", "", {"exact": False}, "ok", "about 1,000 windows"),
+        ("windows", "", {"train_tokens": 64}, "bad", "64 tokens to train on are not one window"),
+        ("windows", "", {"train_tokens": 16 * 64 + 1}, "ok", "16 windows"),
+        ("windows", "", {"train_tokens": 15 * 64 + 1}, "warn", "train.batch_tokens to 64 or less"),
+        ("windows", "train.batch_tokens=65600", {}, "warn", "train.batch_tokens to 6,400 or less"),
+        ("windows", "model.context=512", {"train_tokens": 400}, "bad", "set model.context to 25 or less"),
+        ("epochs", "train.steps=262", {}, "ok", "262 steps are 268,288 tokens: 4.2 passes over the text"),
+        ("epochs", "train.steps=263", {}, "note", "4.2 passes"),
+        ("epochs", "train.steps=625", {}, "note", "10.0 passes"),
+        ("epochs", "train.steps=626", {}, "warn", "set train.steps=262"),
+        ("epochs", "train.steps=626", {"train_tokens": 4_801}, "warn", "134 passes over the text"),
+        ("tokens per parameter", "train.steps=48", {}, "note", "4.9 tokens for each of 10,000 parameters"),
+        ("tokens per parameter", "train.steps=49", {}, "ok", "5.0 tokens for each of 10,000 parameters; about 20"),
+        ("tokens per parameter", "train.steps=1953", {}, "ok", "200 tokens for each of 10,000 parameters; about 20"),
+        ("tokens per parameter", "train.steps=1954", {}, "ok", "a larger one would learn more"),
+        ("validation", "", {}, "ok", "20,000 validation tokens; the loss they give is sure to about ±0.014"),
+        ("validation", "eval.tokens=10000", {}, "ok", "10,000 validation tokens"),
+        ("validation", "eval.tokens=9999", {}, "note", "drown in that. Raise eval.tokens."),
+        ("validation", "", {"val_tokens": 10_000}, "note", "Raise data.val_fraction (now 0.1)"),
+        ("validation", "eval.tokens=9999", {"val_tokens": 10_000}, "note", "Raise data.val_fraction (now 0.1)"),
+        ("validation", "", {"val_tokens": 1001}, "note", "1,000 validation tokens"),
+        ("validation", "", {"val_tokens": 1000}, "warn", "999 validation tokens"),
+        ("validation", "model.context=1024 train.batch_tokens=1024", {"val_tokens": 2048}, "warn", "too few"),
+        ("validation", "", {"val_tokens": 2}, "warn", "1 validation tokens"),
+        ("validation", "", {"val_tokens": 1}, "bad", "nothing to evaluate on"),
+        ("documents", "", {"document_tokens": 32.0}, "ok", "at most 32 tokens, and a window has 64"),
+        ("documents", "", {"document_tokens": 31.0}, "note", "Several documents share a window"),
+        ("documents", "data.packing=best_fit", {"document_tokens": 31.0}, "ok", "at most 31 tokens"),
+        ("documents", "", {"document_tokens": 4.0}, "note", "Several documents"),
+        ("documents", "", {"document_tokens": 3.0}, "warn", "model.context=16, or"),
+        (
+            "documents",
+            "model.context=1024 train.batch_tokens=1024",
+            {"document_tokens": 33.0},
+            "warn",
+            "context=128, or",
+        ),
+        ("documents", "data.packing=best_fit", {"document_tokens": 3.0}, "ok", "at most 3 tokens"),
+    ],
+)
+def test_tokens_against_the_config(name: str, words: str, changes: dict, status: str, told: str):
+    config = load_config(
+        None, ["model.context=64", "train.batch_tokens=1024", "train.steps=100", *words.split()]
+    ).config
+    facts = dataclasses.replace(TOKENS, **changes)
+    found = [one for one in check_tokens.check_tokens(config, facts, 10_000, False) if one and one.name == name]
+    assert [one.status for one in found] == [status]
+    assert told in f"{found[0].found} {found[0].advice}"
+    if name == "epochs" and status == "warn":
+        [asked] = [one for one in check_tokens.check_tokens(config, facts, None, True) if one and one.name == name]
+        assert asked.status == "note", "who writes how many epochs knows it"
+
+
+def test_what_nobody_has_counted_is_not_judged():
+    config = load_config(None, ["train.steps=null", "train.epochs=2"]).config
+    assert [one for one in check_tokens.check_tokens(config, DataFacts(), 10_000, True) if one] == []
+
+
 @pytest.mark.parametrize("tokens", [4095, 4096, 4097])
 def test_the_doctor_counts_the_steps_that_a_run_takes(tokens: int):
     words = ["model.context=64", "train.batch_tokens=1024", "train.steps=null", f"train.tokens={tokens}"]

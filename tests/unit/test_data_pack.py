@@ -18,14 +18,14 @@ import pytest
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import readers, sources
 from flatout.corpus.clean import CleanRules
-from flatout.corpus.document import Document, ReadOptions, Slice
+from flatout.corpus.document import Document, Problem, ReadOptions, Slice
 from flatout.data import pack as pack_module
 from flatout.data import plan
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.journal import Journal
 from flatout.data.manifest import Manifest, read_manifest
 from flatout.data.pack import pack_corpus
-from flatout.data.part import Part, Recipe
+from flatout.data.part import PIECE, Part, PartHead, PartResult, Recipe
 from flatout.data.plan import request_of
 from flatout.data.prepare import prepare_data
 from flatout.data.shard_data import notices_on_folder
@@ -620,6 +620,61 @@ def test_parts_of_another_plan_are_not_used(tmp_path: Path, small_parts: None) -
     pack(source, tmp_path / "data", "bytes", "document", 0.3)
     train, val = texts_of(tmp_path / "data")
     assert sorted([*train, *val]) == sorted(texts)
+
+
+def stored_part() -> PartResult:
+    problem = Problem("a.txt", "line 3", "json", "no JSON", records=2)
+    head = PartHead(1, 10, 1, 3, 1, 4, 2, {"empty": 1}, (problem,), {0: "too_long"})
+    return PartResult(head, b"tokens", np.array([(3, 9, 9, 1, 2, 3)], dtype=PIECE), b"signature")
+
+
+def test_a_journal_keeps_what_belongs_to_its_plan_and_nothing_else(tmp_path: Path) -> None:
+    result = stored_part()
+    journal = Journal(tmp_path, {"plan": 1})
+    journal.write(7, result)
+    journal.note(0, 3)
+    journal.note(4, 1)
+    again = Journal(tmp_path, {"plan": 1})
+    assert [again.has(number) for number in (6, 7, 8)] == [False, True, False]
+    assert [again.parts_of(file) for file in (0, 1, 4)] == [3, None, 1]
+    assert again.head(7) == result.head
+    read = again.read(7)
+    assert (read.tokens, read.pieces.tobytes(), read.signatures) == (
+        result.tokens, result.pieces.tobytes(), result.signatures,
+    )  # fmt: skip
+    index = again.read(7, tokens=False, signatures=False)
+    assert (index.tokens, index.pieces.tobytes(), index.signatures) == (b"", result.pieces.tobytes(), b"")
+    (tmp_path / "parts" / "mine.txt").touch()
+    other = Journal(tmp_path, {"plan": 2})
+    assert not other.has(7)
+    assert other.parts_of(0) is None
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["mine.txt"], "what is not ours stays"
+    assert not Journal(tmp_path, {"plan": 1}).has(7), "what was of the first plan is gone for good"
+
+
+def test_a_journal_believes_nothing_that_was_changed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {"plan": 1})
+    journal.write(7, stored_part())
+    journal.note(0, 3)
+    path = tmp_path / "parts" / "00000007.part"
+    whole = path.read_bytes()
+    (tmp_path / "parts" / "00000008.part").write_bytes(whole)
+    assert not journal.has(8), "another part's"
+    for damaged in (whole[:-1], whole + b"x", whole[:20], b"", whole[:-1] + b"x", whole[:50] + b"x" + whole[51:]):
+        path.write_bytes(damaged)
+        assert not Journal(tmp_path, {"plan": 1}).has(7)
+        with pytest.raises(DataError, match="was damaged meanwhile"):
+            journal.read(7, tokens=False)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(DataError, match="its size is not what was written"):
+        journal.head(7)
+    [notes] = [path for path in tmp_path.iterdir() if b'"parts"' in (path.read_bytes() if path.is_file() else b"")]
+    sealed = json.loads(notes.read_bytes())
+    for wrong in ({"parts": {"0": 2}}, {"plan": "another"}, {"sha256": "0" * 64}, {"parts": 3}):
+        notes.write_text(json.dumps({**sealed, **wrong}), encoding="utf-8")
+        assert Journal(tmp_path, {"plan": 1}).parts_of(0) is None
+    notes.write_text(json.dumps(sealed), encoding="utf-8")
+    assert Journal(tmp_path, {"plan": 1}).parts_of(0) == 3
 
 
 def test_a_failure_keeps_the_old_dataset(tmp_path: Path) -> None:

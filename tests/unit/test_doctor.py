@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import gzip
 import json
+import os
 import re
 import statistics
 import types
@@ -20,7 +21,7 @@ from flatout.config.load import LoadedConfig, load_config
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
 from flatout.data.training_data import DataFacts as RunFacts
-from flatout.diagnose import check_disk, check_fit, check_memory, check_tokens, trials
+from flatout.diagnose import check_disk, check_fit, check_machine, check_memory, check_tokens, trials
 from flatout.diagnose import machine as machine_module
 from flatout.diagnose.cards import held_by, report_of_nvml, report_of_program, xids_in
 from flatout.diagnose.check_card import generation_of
@@ -759,6 +760,61 @@ def test_no_way_to_fit_is_said(here: Path):
     assert any("No switch makes it fit" in one.advice for one in told(findings, "bad"))
 
 
+def with_torch(base: Machine = MACHINE, **changes) -> dict:
+    return {"torch": dataclasses.replace(base.torch, **changes)}
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "changes", "status", "words"),
+    [
+        ("python", MACHINE, {"python": (3, 10, 9)}, "bad", "Python 3.10.9"),
+        ("python", MACHINE, {"python": (3, 11, 0)}, "ok", "Python 3.11.0 on Linux"),
+        ("torch", MACHINE, {}, "ok", "torch 2.11.0+cu130, built for CUDA 13.0, 16 threads"),
+        ("torch", LAPTOP, {}, "ok", "torch 2.13.0+cpu, built for CPUs only, 4 threads"),
+        ("torch", MACHINE, with_torch(version="2.10.3"), "bad", "torch 2.10.3"),
+        ("torch", MACHINE, with_torch(version="3.0.0"), "note", "torch 3.0.0"),
+        ("torch", MACHINE, with_torch(status="broken", version="", reason="no"), "bad", "torch is installed, but"),
+        ("driver", MACHINE, with_torch(status="broken"), "ok", "driver 580.95.05, which knows CUDA up to 13.0"),
+        ("driver", MACHINE, {}, "ok", "which knows CUDA up to 13.0; torch is built for CUDA 13.0"),
+        ("driver", MACHINE, with_torch(cuda="13.1"), "note", "torch is built for CUDA 13.1"),
+        ("driver", MACHINE, with_torch(cuda="12.9"), "ok", "torch is built for CUDA 12.9"),
+        ("driver", MACHINE, with_torch(cuda="14.0"), "bad", "torch is built for CUDA 14.0"),
+        ("driver", MACHINE, {"driver_cuda": None}, "ok", "driver 580.95.05; torch"),
+        (
+            "triton",
+            MACHINE,
+            {"triton": Library(status="broken", version="3.6.0", reason="no")},
+            "warn",
+            "cannot be imp",
+        ),
+        ("triton", MACHINE, {"triton": Library(status="missing")}, "warn", "triton is not installed"),
+        ("triton", LAPTOP, {"triton": Library(status="missing")}, "ok", "not needed without a GPU"),
+        ("processor", MACHINE, {"usable_cores": 2.5}, "ok", "2.5 of 16 cores may be used"),
+        ("processor", MACHINE, {}, "ok", "16 cores"),
+        ("memory", MACHINE, {"memory_bytes": None}, "note", "is not known"),
+        ("memory", MACHINE, {"available_bytes": None}, "ok", "128 GiB of host memory"),
+        ("memory", MACHINE, {"available_bytes": 3 * GIB // 2}, "ok", "1.5 GiB of 128 GiB of host memory are free"),
+        ("memory", MACHINE, {"available_bytes": 3 * GIB // 2 - 1}, "warn", "1.5 GiB of 128 GiB"),
+        ("clock", MACHINE, {"now": 1_735_689_599.0}, "warn", "2024-12-31 23:59 UTC"),
+        ("clock", MACHINE, {"now": 1_735_689_600.0}, "ok", "2025-01-01 00:00 UTC"),
+    ],
+)
+def test_what_every_run_stands_on(name: str, base: Machine, changes: dict, status: str, words: str):
+    [found] = [one for one in check_machine.check_machine(machine(base, **changes), None) if one and one.name == name]
+    assert found.status == status
+    assert words in found.found
+
+
+@pytest.mark.parametrize(
+    ("workers", "usable", "proposed"), [(4, 4.0, None), (5, 4.0, 4), (16, 9.0, 4), (2, 1.5, 1), (1, 0.5, None)]
+)
+def test_no_more_workers_than_cores(workers: int, usable: float, proposed: int | None):
+    config = load_config(None, [f"speed.workers={workers}"]).config
+    found = {one.name: one for one in check_machine.check_machine(machine(usable_cores=usable), config) if one}
+    assert found["workers"].status == ("ok" if proposed is None else "warn")
+    assert proposed is None or f"Set speed.workers={proposed}:" in found["workers"].advice
+
+
 def fitted_to(words: str, base: Machine = MACHINE, kind: str = "cuda", **changes) -> tuple[LoadedConfig, check_fit.Fit]:
     loaded = load_config("gpt2-124m", words.split())
     fitted, _ = check_fit.fit(loaded, base, TRIALS, DataFacts(vocab=50257), kind, 0)
@@ -913,6 +969,7 @@ def test_disk_is_measured_and_nothing_is_left(tmp_path: Path):
     assert disk.nearest == str(tmp_path)
     assert disk.free_bytes
     assert disk.write_rate
+    assert disk.read_rate or not hasattr(os, "posix_fadvise")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -72,6 +72,8 @@ def test_every_form_is_read(read):
         ("model.layers: {range: [1.5, 3]}", "whole numbers only", ""),
         ("optim.warmup_steps: {steps: [0, 100]}", "takes 3 numbers", ""),
         ("optim.warmup_steps: {steps: [0, 100, 200]}", "does not fit between", "smaller"),
+        ("optim.warmup_steps: {steps: [0, 100, 0]}", "does not fit between", "smaller"),
+        ("optim.warmup_steps: {steps: [0, 100, -5]}", "does not fit between", "smaller"),
         ("speed.micro_batch: {range: [1, 8]}", "cannot be searched over: it does not change what is learned", ""),
         ("data.tokenizer: {choices: [char, bytes]}", "could not be compared", ""),
         ("train.steps: {range: [10, 100]}", "the longest run would win", ""),

@@ -1,5 +1,6 @@
 """A streamed source: the tokens that preparing would write, in batches that do not depend on when the reading began."""
 
+import contextlib
 import dataclasses
 import gzip
 import itertools
@@ -238,6 +239,17 @@ def row_of_epoch(opened: StreamDataset) -> np.ndarray:
     with opened.train.open_workers() as pool:
         chunks = opened.train.chunks(Position(), pool)
         return np.concatenate([chunk.ids for chunk in itertools.takewhile(lambda c: not c.position.epoch, chunks)])
+
+
+def test_a_small_source_comes_whole_again_after_a_resume_in_its_first_file(source: Path):
+    opened = open_stream(settings(source))
+    whole = row_of_epoch(opened)
+    with opened.train.open_workers() as pool, contextlib.closing(opened.train.chunks(Position(), pool)) as chunks:
+        _, second = next(chunks), next(chunks)
+    place = second.position
+    assert (place.lap, place.file, place.part) == (0, 0, 1)
+    expected = np.concatenate([whole[place.tokens :], whole, whole])
+    assert np.array_equal(row(opened, len(expected), place), expected)
 
 
 def test_a_mixture_can_be_gone_on_with(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

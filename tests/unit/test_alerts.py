@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pytest
 
 from flatout.config.facts import field_facts
-from flatout.observe.live.alerts import QUIET_STEPS, Alert, Alerts
+from flatout.observe.live.alerts import BLOCK_STEPS, QUIET_STEPS, Alert, Alerts
 from flatout.records import EvalRecord, NoticeRecord, Record, StepRecord
 from tests.unit.seen import info, machine, step
 
@@ -163,6 +163,13 @@ def test_the_compilers_own_words_are_understood():
 def test_skipped_updates():
     bad = {"applied": False, "loss": math.nan, "grad_norm": math.nan}
     assert kinds(steps_with({200: bad})) == [(200, "skipped update")]
+    [first] = alerts_of(steps_with({200: bad}))
+    assert "more like it" not in first.message
+    scaled = {"applied": False, "grad_norm": math.inf}
+    assert kinds(steps_with({200: {**scaled, "loss_scale": 1.0}})) == [(200, "skipped update")], (
+        "no scale left to lower"
+    )
+    assert kinds(steps_with({200: {**scaled, "loss_scale": 2.0}})) == []
     overflow = {"applied": False, "loss_scale": 1024.0, "grad_norm": math.inf}
     assert kinds(steps_with(dict.fromkeys(range(1, 9), overflow))) == []  # fp16 looks for its scale
     assert kinds(steps_with(dict.fromkeys(range(1, 400, 50), overflow))) == []
@@ -178,6 +185,7 @@ def test_speed_that_fell_for_long_is_told_once():
     assert [alert.kind for alert in found] == ["slow"]
     assert "1,500 tokens/s, 25% below the 2,000" in found[0].message
     assert alerts_of(run([2000.0] * 200 + [1500.0] * 40 + [2000.0] * 500)) == []  # another process, for a moment
+    assert alerts_of(run([2000.0] * 4 * BLOCK_STEPS + [1500.0] * BLOCK_STEPS + [2000.0] * 500)) == []  # one block
     assert alerts_of(run([100.0] * 3 + [2000.0] * 500)) == []  # a slow start
     assert alerts_of(run([2000.0 if number % 20 else 50.0 for number in range(1000)])) == []  # single slow steps
     fast = [step(number, tokens_per_second=2e6 * (1 if number < 2000 else 0.5), seconds=5e-4) for number in range(4000)]

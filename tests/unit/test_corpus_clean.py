@@ -138,7 +138,7 @@ INSIDE_AND_OUTSIDE = {
     ),
     "quality_letters": (
         " ".join(["the", "and", *fresh(78), *map(str, range(100, 120)), "| - –"]) + ".",
-        " ".join(["the", "and", *fresh(77), *map(str, range(100, 121))]) + ".",
+        " ".join(["the", "and", *fresh(77), *map(str, range(100, 121)), "| - –"]) + ".",
     ),
     "quality_stop_words": (" ".join(prose(start=("The", "WITH"))) + ".", " ".join(prose(start=("the", "the"))) + "."),
 }
@@ -237,6 +237,13 @@ def test_a_repetition_rule_keeps_what_is_at_its_threshold_and_drops_what_is_beyo
 
 def test_every_repetition_rule_is_tried() -> None:
     assert list(REPEATING) == [rule for rule in RULES if rule.startswith("repetition_")]
+
+
+@pytest.mark.parametrize("turn", [1, -1])
+def test_of_n_grams_that_come_equally_often_the_longest_is_asked(turn: int) -> None:
+    pairs = [("y" * 20, "z" * 20), ("a", "b")][::turn]
+    words = [word for pair, salt in zip(pairs, "uv", strict=True) for word in (*pair, *fresh(20, salt=salt), *pair)]
+    assert rejection(REPETITION, " ".join(words), None) == "repetition_top_2_gram"
 
 
 def plain_repeated_grams(words: list[str]) -> str | None:

@@ -123,6 +123,7 @@ def test_what_cannot_be_used_is_told_and_the_rest_is_found(tmp_path: Path) -> No
     (folder / "inside").symlink_to(folder / "deep")
     (folder / "again.txt").symlink_to("good.txt")
     (folder / "blob.txt").symlink_to(".cache/blob")
+    (folder / "blob_again.txt").symlink_to(".cache/blob")
     (folder / "out.py").symlink_to(outside / "far.txt")
     os.mkfifo(folder / "pipe.txt")
     found = find_files(str(folder))

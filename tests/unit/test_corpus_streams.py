@@ -5,6 +5,7 @@ import codecs
 import gzip
 import itertools
 import lzma
+import random
 import re
 import sys
 import tracemalloc
@@ -156,6 +157,16 @@ def test_a_bomb_is_stopped(tmp_path: Path, method: str) -> None:
     small, stream = read_all(stored(tmp_path, COMPRESS[method](bytes(2**23)), method))
     assert len(small) == 2**23
     assert stream.problem is None
+
+
+def test_a_large_text_is_no_bomb_up_to_a_thousand_times_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_BOMB_BYTES", 2**16)
+    data = COMPRESS["gz"](random.Random(0).randbytes(500) * 1000)
+    assert 100 * len(data) < 500_000 < 900 * len(data)
+    text, stream = read_all(stored(tmp_path, data, "gz"))
+    assert (len(text), stream.problem) == (500_000, None)
 
 
 def test_a_zstd_frame_that_wants_too_much_memory_is_refused(tmp_path: Path) -> None:

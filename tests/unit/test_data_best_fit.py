@@ -124,3 +124,12 @@ def test_nothing_to_pack_and_nothing_to_pack_it_into() -> None:
     for lengths, capacity in (([3], 0), ([-1], 4), ([3], 2**31)):
         with pytest.raises(ValueError, match="no windows"):
             best_fit(np.array(lengths), capacity)
+
+
+def test_empty_documents_are_in_no_window_and_padding_is_a_share_of_all_places() -> None:
+    packing = best_fit(np.array([0, 9, 1, 0, 4]), 8)
+    assert (packing.windows, packing.pairs, packing.remainder) == (2, 11, 1)
+    assert packing.starts.tolist() == [0, 10]
+    assert packing.padding == pytest.approx(5 / 16)
+    with pytest.raises(ValueError, match="no windows of 8 tokens"):
+        best_fit(np.array([3, -1]), 8)

@@ -1,6 +1,7 @@
 """The summary of a dataset against plain counting, its report and problems, and what it says of damage."""
 
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from flatout.data import inspect
 from flatout.data.inspect import read_problems, read_report, shown, summarize
 from flatout.data.manifest import VERSION, FileInfo, Manifest, SplitInfo
+from flatout.data.shards import open_dataset
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer, token_dtype
 from flatout.errors import DataError
 from flatout.records import DataSummary, record_to_json
@@ -170,6 +172,32 @@ def test_edges_hold_every_length_and_rise(first: int, second: int) -> None:
     assert list(edges) == sorted(set(edges))
     assert len(edges) <= 49
     assert all(inspect._length_of(int(inspect._fine_bin(np.array([edge]))[0])) == edge for edge in edges[1:-1])
+
+
+@pytest.mark.parametrize(("least", "most"), [(1, 3), (10, 5000), (100, 10**6), (500, 500)])
+def test_edges_are_about_a_constant_ratio_apart(least: int, most: int) -> None:
+    edges = inspect._edges(least, most)
+    assert (edges[0], edges[-1]) == (least, most + 1)
+    ratios = [after / before for before, after in itertools.pairwise(edges)]
+    assert max(ratios) <= 2.0
+    if least >= 10 and most > least:
+        assert len(edges) > 10
+        assert max(ratios) / min(ratios) < 1.2
+
+
+def test_documents_of_a_context_and_more_are_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "_CHUNK", 2)  # documents that are looked at at once
+    documents = [[1] * length for length in (3, 8, 7, 20, 8)]
+    folder = write_ids(tmp_path, ByteTokenizer(), {"train": documents, "val": [[1, 2]]})
+    train = open_dataset(folder).train
+    assert inspect.tokens_in_long_documents(train, 8) == {"documents": 3, "tokens": 36}
+    assert inspect.tokens_in_long_documents(train, 21) == {"documents": 0, "tokens": 0}
+
+
+def test_a_report_of_nothing_wrong_is_one(tmp_path: Path) -> None:
+    report = {**REPORT, "dropped": {}, "damaged": 0, "problem_count": 0, "replaced_characters": 0, "records": 70}
+    folder = write_ids(tmp_path, ByteTokenizer(), {"train": [[1, 2]], "val": [[1, 2]]}, report=report)
+    assert read_report(folder) == report
 
 
 def test_long_documents_are_counted_in_the_right_bin(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Packing: exact splits, documents and offsets, the same bytes every time, and nothing half-made left behind."""
 
 import errno
+import gzip
 import io
 import json
 import os
@@ -17,14 +18,14 @@ import pytest
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import readers, sources
 from flatout.corpus.clean import CleanRules
-from flatout.corpus.document import ReadOptions, Slice
+from flatout.corpus.document import Document, Problem, ReadOptions, Slice
 from flatout.data import pack as pack_module
 from flatout.data import plan
 from flatout.data.inspect import read_problems, read_report
 from flatout.data.journal import Journal
 from flatout.data.manifest import Manifest, read_manifest
 from flatout.data.pack import pack_corpus
-from flatout.data.part import Part, Recipe
+from flatout.data.part import PIECE, Part, PartHead, PartResult, Recipe
 from flatout.data.plan import request_of
 from flatout.data.prepare import prepare_data
 from flatout.data.shard_data import notices_on_folder
@@ -337,6 +338,21 @@ def test_copies_of_a_source_are_cut_where_it_is_cut_itself(tmp_path: Path, small
     assert np.array_equal(val_twice, val)
 
 
+def test_a_long_document_is_cut_at_the_border_and_ends_once(
+    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "PIECE", 128)
+    monkeypatch.setattr(readers, "PIECE", 128)
+    text = "".join(f"word {number} of a long text\n" for number in range(40))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    pack(str(tmp_path / "text.txt"), tmp_path / "data", "bytes", "contiguous", 0.6)
+    border = int(len(text) * 0.4)
+    assert split_tokens(tmp_path / "data") == ([*text[:border].encode()], [*text[border:].encode(), 256])
+    dataset = open_dataset(tmp_path / "data")
+    assert [split.document_starts().tolist() for split in (dataset.train, dataset.val)] == [[0], [0]]
+    assert (read_report(tmp_path / "data") or {})["kept"] == {"train": 1, "val": 0}
+
+
 def test_what_is_dropped_does_not_move_the_cut(tmp_path: Path, small_parts: None) -> None:
     kept, again = tmp_path / "kept", tmp_path / "again"
     for folder, texts in ((kept, TEXTS), (again, [*TEXTS, *TEXTS[:30]])):
@@ -377,7 +393,51 @@ def test_exact_duplicates_keep_the_first(
     assert (read_report(tmp_path / "data") or {})["dropped"] == {"exact_duplicate": 16}
 
 
-def test_near_duplicates_and_rules_are_counted(tmp_path: Path) -> None:
+def test_long_documents_beside_short_ones_are_compared_to_their_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "PIECE", 128)
+    monkeypatch.setattr(readers, "PIECE", 128)
+    head = "".join(f"word {number} of a long text\n" for number in range(10))
+    texts = ["short", head + "one end", head + "another end", head + "one end", "the last"]
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
+    clean = CleanConfig(exact_duplicates=True)
+    pack(str(tmp_path / "texts"), tmp_path / "data", clean=clean, more={"val_source": str(tmp_path / "val.txt")})
+    assert texts_of(tmp_path / "data")[0] == [*texts[:3], "the last"]
+    assert (read_report(tmp_path / "data") or {})["dropped"] == {"exact_duplicate": 1}
+
+
+def test_a_long_document_of_which_one_piece_is_rejected_is_dropped_whole(
+    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "PIECE", 128)
+    monkeypatch.setattr(readers, "PIECE", 128)
+    (tmp_path / "letters.txt").write_text("abcdefghijklmnopqrstuvwxyz\n " * 2, encoding="utf-8")
+    pack(str(tmp_path / "letters.txt"), tmp_path / "letters", "char")
+    tokenizer = str(tmp_path / "letters" / "tokenizer.json")
+    long = "words of a long text\n" * 20
+    texts = ["short", long + "to its end", "between", long[:200] + "é" + long, "the last"]
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "texts" / f"{number}.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "val.txt").write_text("for validation", encoding="utf-8")
+    more = {"val_source": str(tmp_path / "val.txt")}
+    for limit, kept, dropped in (
+        (None, [*texts[:3], "the last"], {"tokenizer": 1}),
+        (1000, ["short", "between", "the last"], {"too_long": 2}),
+    ):
+        clean = CleanConfig(max_characters=limit)
+        pack(str(tmp_path / "texts"), tmp_path / "data", tokenizer, clean=clean, more=more, overwrite=True)
+        dataset = open_dataset(tmp_path / "data")
+        assert dataset.tokenizer.decode(dataset.train.read(0, dataset.train.tokens)) == "".join(kept)
+        report = read_report(tmp_path / "data") or {}
+        assert (report["dropped"], report["kept"]) == (dropped, {"train": len(kept), "val": 1})
+
+
+def test_near_duplicates_and_rules_are_counted(tmp_path: Path, small_parts: None) -> None:
     prose = [" ".join(f"word{number}x{place}" for place in range(60)) for number in range(12)]
     texts = [*prose, prose[3] + " and a few more words", "short", ""]
     clean = CleanConfig(near_duplicates=0.7, min_characters=20)
@@ -422,6 +482,81 @@ def test_standard_input_is_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     train, val = texts_of(tmp_path / "data")
     assert "".join([*train, *val]).startswith("piped text ")
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_nothing_piped_in_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Mock(wraps=io.TextIOWrapper(io.BytesIO(b"typed")))
+    terminal.isatty.return_value = True
+    for stdin in (terminal, None):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(DataError, match="nothing is piped into it"):
+            pack("-", tmp_path / "data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_source_may_be_read_in_its_own_way(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "a body", "text": "no"}\n', encoding="utf-8")
+    (tmp_path / "b.txt").write_text("# one\ntext\n# two\n", encoding="utf-8")
+    (tmp_path / "c.txt").write_text("= three\n= four\n", encoding="utf-8")
+    (tmp_path / "val.jsonl").write_text('{"text": "for validation"}\n', encoding="utf-8")
+    names = [str(tmp_path / name) for name in ("a.jsonl", "b.txt", "c.txt", "val.jsonl")]
+    sources = [{"path": names[0], "field": "body"}, {"path": names[1], "document_start": "# "}, names[2]]
+    pack(sources, tmp_path / "data", more={"val_source": names[3], "document_start": "= "})
+    expected = ["a body", "# one\ntext\n", "# two\n", "= three\n", "= four\n"]
+    assert texts_of(tmp_path / "data") == (expected, ["for validation"])
+
+
+@pytest.mark.parametrize("limits", [(256, 10**6), (10**6, 7)], ids=["characters", "documents"])
+def test_a_compressed_file_is_cut_by_what_is_in_it_and_goes_on_from_any_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]
+) -> None:
+    characters, documents = limits
+    monkeypatch.setattr(plan, "PART_BYTES", characters)
+    monkeypatch.setattr(plan, "_MOST_DOCUMENTS", documents)
+    monkeypatch.setattr(sources, "_WHOLE_BYTES", 0)
+    source = Path(rows(tmp_path)).read_bytes()
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.jsonl.gz").write_bytes(gzip.compress(source))
+    (tmp_path / "texts" / "b.jsonl.gz").write_bytes(gzip.compress(source))
+    request = request_of(DataConfig(source=str(tmp_path / "texts")))
+    inputs = plan.find_inputs(request, tmp_path)
+
+    class Before(plan.Done):
+        """A prepare that had finished some parts, and read the first file to its end."""
+
+        def __init__(self, parts: int, first: int | None) -> None:
+            self.parts, self.first = parts, first
+            self.noted: dict[int, int] = {}
+
+        def has(self, number: int) -> bool:
+            return number < self.parts
+
+        def parts_of(self, file: int) -> int | None:
+            return None if file else self.first
+
+        def note(self, file: int, parts: int) -> None:
+            self.noted[file] = parts
+
+    done = Before(0, None)
+    parts = [part for part in plan.parts_of(inputs, request.options, done) if isinstance(part, Part)]
+    half = len(parts) // 2
+    assert done.noted == {0: half, 1: half}
+    assert [part.number for part in parts] == list(range(2 * half))
+    assert [Path(part.file).name for part in parts] == ["a.jsonl.gz"] * half + ["b.jsonl.gz"] * half
+    assert sum(part.bytes for part in parts) == inputs.bytes
+    assert [part.files for part in parts] == ([0] * (half - 1) + [1]) * 2, "a file counts with its last part"
+    assert all(part.bytes >= 0 for part in parts)
+    texts = [[item.text for item in part.documents if isinstance(item, Document)] for part in parts]
+    assert [text for part in texts for text in part] == TEXTS + TEXTS
+    for part in texts[: half - 1]:
+        assert len(part) == documents or len("".join(part)) >= characters > len("".join(part[:-1]))
+    for count in (3, half, half + 2):
+        again = list(plan.parts_of(inputs, request.options, Before(count, None)))
+        assert again == [*range(count), *parts[count:]]
+    read: list[str] = []
+    monkeypatch.setattr(plan, "read_slice", lambda each, *_, **__: read.append(each.file.name) or iter(()))
+    list(plan.parts_of(inputs, request.options, Before(half, half)))
+    assert [Path(name).name for name in read] == ["b.jsonl.gz"], "what is known to be done is not read again"
 
 
 def test_the_cut_of_a_contiguous_split_is_by_characters_for_any_tokenizer(tmp_path: Path, small_parts: None) -> None:
@@ -485,6 +620,61 @@ def test_parts_of_another_plan_are_not_used(tmp_path: Path, small_parts: None) -
     pack(source, tmp_path / "data", "bytes", "document", 0.3)
     train, val = texts_of(tmp_path / "data")
     assert sorted([*train, *val]) == sorted(texts)
+
+
+def stored_part() -> PartResult:
+    problem = Problem("a.txt", "line 3", "json", "no JSON", records=2)
+    head = PartHead(1, 10, 1, 3, 1, 4, 2, {"empty": 1}, (problem,), {0: "too_long"})
+    return PartResult(head, b"tokens", np.array([(3, 9, 9, 1, 2, 3)], dtype=PIECE), b"signature")
+
+
+def test_a_journal_keeps_what_belongs_to_its_plan_and_nothing_else(tmp_path: Path) -> None:
+    result = stored_part()
+    journal = Journal(tmp_path, {"plan": 1})
+    journal.write(7, result)
+    journal.note(0, 3)
+    journal.note(4, 1)
+    again = Journal(tmp_path, {"plan": 1})
+    assert [again.has(number) for number in (6, 7, 8)] == [False, True, False]
+    assert [again.parts_of(file) for file in (0, 1, 4)] == [3, None, 1]
+    assert again.head(7) == result.head
+    read = again.read(7)
+    assert (read.tokens, read.pieces.tobytes(), read.signatures) == (
+        result.tokens, result.pieces.tobytes(), result.signatures,
+    )  # fmt: skip
+    index = again.read(7, tokens=False, signatures=False)
+    assert (index.tokens, index.pieces.tobytes(), index.signatures) == (b"", result.pieces.tobytes(), b"")
+    (tmp_path / "parts" / "mine.txt").touch()
+    other = Journal(tmp_path, {"plan": 2})
+    assert not other.has(7)
+    assert other.parts_of(0) is None
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == ["mine.txt"], "what is not ours stays"
+    assert not Journal(tmp_path, {"plan": 1}).has(7), "what was of the first plan is gone for good"
+
+
+def test_a_journal_believes_nothing_that_was_changed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {"plan": 1})
+    journal.write(7, stored_part())
+    journal.note(0, 3)
+    path = tmp_path / "parts" / "00000007.part"
+    whole = path.read_bytes()
+    (tmp_path / "parts" / "00000008.part").write_bytes(whole)
+    assert not journal.has(8), "another part's"
+    for damaged in (whole[:-1], whole + b"x", whole[:20], b"", whole[:-1] + b"x", whole[:50] + b"x" + whole[51:]):
+        path.write_bytes(damaged)
+        assert not Journal(tmp_path, {"plan": 1}).has(7)
+        with pytest.raises(DataError, match="was damaged meanwhile"):
+            journal.read(7, tokens=False)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(DataError, match="its size is not what was written"):
+        journal.head(7)
+    [notes] = [path for path in tmp_path.iterdir() if b'"parts"' in (path.read_bytes() if path.is_file() else b"")]
+    sealed = json.loads(notes.read_bytes())
+    for wrong in ({"parts": {"0": 2}}, {"plan": "another"}, {"sha256": "0" * 64}, {"parts": 3}):
+        notes.write_text(json.dumps({**sealed, **wrong}), encoding="utf-8")
+        assert Journal(tmp_path, {"plan": 1}).parts_of(0) is None
+    notes.write_text(json.dumps(sealed), encoding="utf-8")
+    assert Journal(tmp_path, {"plan": 1}).parts_of(0) == 3
 
 
 def test_a_failure_keeps_the_old_dataset(tmp_path: Path) -> None:

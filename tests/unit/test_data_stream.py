@@ -1,5 +1,7 @@
 """A streamed source: the tokens that preparing would write, in batches that do not depend on when the reading began."""
 
+import contextlib
+import dataclasses
 import gzip
 import itertools
 import json
@@ -18,7 +20,7 @@ import torch
 from flatout.config.data_sections import SourceConfig
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus import sources
-from flatout.corpus.document import Document, Problem
+from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
 from flatout.data import plan, stream, stream_loader, stream_parts, workers
 from flatout.data.batch import Delivery, Span
 from flatout.data.pack import pack_corpus
@@ -29,7 +31,7 @@ from flatout.data.sampler import WindowOrder
 from flatout.data.shards import open_dataset
 from flatout.data.stream import StreamDataset, TokenStream, open_stream
 from flatout.data.stream_loader import StreamLoader
-from flatout.data.stream_parts import Position
+from flatout.data.stream_parts import Position, parts_of_lap
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.data.workers import ProcessEngine
 from flatout.errors import ConfigError, DataError, ResourceError
@@ -135,8 +137,12 @@ def test_validation_is_as_much_as_asked_for(source: Path, tmp_path: Path):
     assert np.array_equal(opened.val.read(0, 101), val[:101])
     assert opened.val.tokens == 101  # a hundred targets
     assert opened.val.text_bytes == pytest.approx(101, abs=3)
-    assert told
-    assert told[-1].tokens >= 101
+    assert [step.tokens >= 101 for step in told] == [False] * (len(told) - 1) + [True], "no more is read than is used"
+    assert told[-1].bytes < told[-1].total_bytes or told[-1].files < told[-1].total_files
+    everything: list[Any] = []
+    open_stream(settings(source), progress=everything.append)
+    assert (everything[-1].files, everything[-1].tokens) == (6, len(val))
+    assert everything[-1].documents == np.count_nonzero(val == END)
     with pytest.raises(IndexError):
         opened.val.read(100, 2)
 
@@ -235,6 +241,17 @@ def row_of_epoch(opened: StreamDataset) -> np.ndarray:
         return np.concatenate([chunk.ids for chunk in itertools.takewhile(lambda c: not c.position.epoch, chunks)])
 
 
+def test_a_small_source_comes_whole_again_after_a_resume_in_its_first_file(source: Path):
+    opened = open_stream(settings(source))
+    whole = row_of_epoch(opened)
+    with opened.train.open_workers() as pool, contextlib.closing(opened.train.chunks(Position(), pool)) as chunks:
+        _, second = next(chunks), next(chunks)
+    place = second.position
+    assert (place.lap, place.file, place.part) == (0, 0, 1)
+    expected = np.concatenate([whole[place.tokens :], whole, whole])
+    assert np.array_equal(row(opened, len(expected), place), expected)
+
+
 def test_a_mixture_can_be_gone_on_with(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
     write_rows(tmp_path / "more.jsonl", range(500, 520))
@@ -303,6 +320,33 @@ class FakeHub:
         self._row = state["row"]
 
 
+@pytest.mark.parametrize("limits", [(600, 10**6), (10**6, 7)], ids=["characters", "documents"])
+def test_parts_of_a_hub_dataset_hold_every_row_once_from_any_part_on(monkeypatch: pytest.MonkeyPatch, limits):
+    from flatout.corpus import tables
+
+    monkeypatch.setattr(tables, "HubStream", FakeHub)
+    characters, documents = limits
+    monkeypatch.setattr(stream_parts, "_HUB_CHARACTERS", characters)
+    monkeypatch.setattr(stream_parts, "_HUB_DOCUMENTS", documents)
+    files = tuple(InputFile(f"hf:made/{name}", f"made/{name}", "hub", "none", 0) for name in ("up", "too"))
+    parts = list(parts_of_lap(files, (ReadOptions(),), Position()))
+    half = len(parts) // 2
+    assert [(place.file, place.part) for place, _ in parts] == [divmod(number, half) for number in range(2 * half)]
+    rows = [document for _, part in parts for document in part.documents]
+    assert [row.place for row in rows] == 2 * [f"row {row}" for row in range(1, 121)]
+    assert [part.file for _, part in parts] == ["made/up"] * half + ["made/too"] * half
+    assert [part.files for _, part in parts] == ([0] * (half - 1) + [1]) * 2, "a file counts with its last part"
+    for _, part in parts[: half - 1]:
+        sizes = [len(document.text) for document in part.documents if isinstance(document, Document)]
+        assert len(sizes) == documents or sum(sizes) >= characters > sum(sizes[:-1]), "full, and no more than that"
+    for number, (place, _) in enumerate(parts):
+        for start in (place, dataclasses.replace(place, hub=None)):  # without its state, the rows before are skipped
+            found = parts_of_lap(files, (ReadOptions(),), start)
+            assert [(at.file, at.part, part.documents) for at, part in found] == [
+                (at.file, at.part, part.documents) for at, part in parts[number:]
+            ]
+
+
 def test_a_hub_dataset_goes_on_from_its_own_state(monkeypatch: pytest.MonkeyPatch):
     from flatout.corpus import tables
 
@@ -352,6 +396,10 @@ def test_a_long_document_is_chosen_piece_by_piece(source: Path):
     middle = result_of([([4], 0, 0.9, None), ([5], 0, 0.1, None), ([6], 0, 0.9, None)])
     ids, joins, _ = tokens.train_ids(going_on, middle)
     assert (ids.tolist(), joins) == ([4, END, 6], True)
+    first = ([1, 1, END], BEGINS | ENDS, 0.1, None)
+    after = result_of([first, ([4], BEGINS, 0.9, None), ([5], 0, 0.1, None), ([6, END], ENDS, 0.9, None)])
+    ids, joins, _ = tokens.train_ids(Position(), after)
+    assert (ids.tolist(), joins) == ([4, END, 6, END], False)
     ids, joins, _ = tokens.train_ids(going_on, result_of([]))
     assert (ids.tolist(), joins) == ([], True)
 

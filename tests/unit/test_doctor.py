@@ -7,24 +7,26 @@ import contextlib
 import dataclasses
 import gzip
 import json
+import os
 import re
 import statistics
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from flatout.config.load import load_config
+from flatout.config.load import LoadedConfig, load_config
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
 from flatout.data.training_data import DataFacts as RunFacts
-from flatout.diagnose import check_disk, check_fit, check_tokens, trials
+from flatout.diagnose import check_disk, check_fit, check_machine, check_memory, check_tokens, trials
 from flatout.diagnose import machine as machine_module
 from flatout.diagnose.cards import held_by, report_of_nvml, report_of_program, xids_in
 from flatout.diagnose.check_card import generation_of
 from flatout.diagnose.check_config import usual_rate
+from flatout.diagnose.check_data import look_at_data
 from flatout.diagnose.doctor import (
     AREAS,
     Card,
@@ -43,7 +45,9 @@ from flatout.diagnose.examine import examine
 from flatout.diagnose.machine import merged
 from flatout.engine import opening
 from flatout.engine.run_files import CHECKPOINT_FILES
+from flatout.engine.trained import checkpoint_size
 from flatout.model.count import flops_per_token
+from flatout.records import Feature
 
 GIB = 2**30
 H200 = Card(
@@ -593,6 +597,143 @@ def test_tokens_of_text_that_is_not_ascii_are_reckoned_by_its_bytes(here: Path):
     assert found.startswith(f"about {window_count(3 * (here / 'a.txt').stat().st_size // 4, 64, 64):,} windows")
 
 
+def looked_at(*words: str) -> tuple[DataFacts, dict[str, Finding]]:
+    """What is known of the tokens, and what is told of them."""
+    facts: list[DataFacts] = []
+
+    def collected() -> Iterator[Finding]:
+        facts.append((yield from look_at_data(load_config(None, words).config, MACHINE, None)))
+
+    findings = {one.name: one for one in collected()}
+    return facts[0], findings
+
+
+def test_what_text_will_become_is_reckoned_from_its_beginning(here: Path):
+    (here / "texts").mkdir()
+    for number in range(3):
+        rows = [json.dumps({"text": "x" * 90 + "yz"}) for _ in range(100)]
+        (here / "texts" / f"{number}.jsonl").write_text("\n".join(rows) + "\n", encoding="utf-8")
+    words = ["data.source=texts", "data.tokenizer=bytes", "data.val_fraction=0.25"]
+    facts, found = looked_at(*words)
+    assert not facts.exact
+    assert (facts.train_tokens, facts.val_tokens) == (round(0.75 * 27_600), round(0.25 * 27_600))
+    assert (facts.vocab, facts.document_tokens, facts.token_bytes) == (257, 92, 2)
+    assert facts.to_prepare_bytes == 2 * 27_600
+    assert found["source"].found.startswith("texts: 3 files, 31.5 kB, jsonl; prepared when training starts")
+    assert (found["content"].status, set(found)) == ("ok", {"source", "content"})
+    streamed, found = looked_at(*words, "data.streaming=true")
+    assert (streamed.train_tokens, streamed.to_prepare_bytes) == (facts.train_tokens, None)
+    assert found["source"].found.endswith("read while training")
+    letters, _ = looked_at(*words[:1], "data.tokenizer=char", "data.val_source=texts/0.jsonl")
+    assert (letters.vocab, letters.train_tokens, letters.val_tokens) == (3, 4 * 9_200, None)
+    (here / "texts" / "other.txt").write_text("another kind", encoding="utf-8")
+    mixed, found = looked_at(*words)
+    assert (mixed.train_tokens, mixed.val_tokens, mixed.to_prepare_bytes, mixed.vocab) == (None, None, None, 257)
+    assert "4 files" in found["source"].found
+
+
+def test_problems_at_the_beginning_of_a_text_are_told(here: Path):
+    (here / "a.jsonl").write_text('{"text": "fine"}\n{broken\n', encoding="utf-8")
+    _, found = looked_at("data.source=a.jsonl", "data.tokenizer=bytes")
+    assert "a.jsonl: 1 file, 0.0 kB" in found["source"].found
+    assert found["content"].status == "warn"
+    assert found["content"].found.startswith("a problem at the beginning of a.jsonl: ")
+    (here / "a.jsonl").write_text('{"text": "fine"}\n{broken\n{broken\n', encoding="utf-8")
+    assert looked_at("data.source=a.jsonl")[1]["content"].found.startswith("2 problems, the first at the beginning")
+    (here / "a.jsonl").write_text('{"body": "fine"}\n', encoding="utf-8")
+    _, found = looked_at("data.source=a.jsonl")
+    assert found["content"].status == "bad"
+    assert "Set data.field" in found["content"].advice
+    (here / "a.jsonl").write_text('{"text": " "}\n', encoding="utf-8")
+    _, found = looked_at("data.source=a.jsonl")
+    assert (found["content"].status, "holds no text" in found["content"].found) == ("bad", True)
+    (here / "a.txt").write_text("x" * 100_000, encoding="utf-8")
+    assert "a.txt: 1 file, 0.1 MB, text" in looked_at("data.source=a.txt")[1]["source"].found
+
+
+def test_the_length_of_documents_needs_two_that_are_whole(here: Path):
+    for count, length in ((2, None), (3, 5.0)):
+        texts = "".join(json.dumps({"text": "xxxx"}) + "\n" for _ in range(count))
+        (here / "a.jsonl").write_text(texts, encoding="utf-8")
+        (here / "val.txt").write_text("for validation", encoding="utf-8")
+        words = ["data.source=a.jsonl", "data.tokenizer=bytes", "data.val_source=val.txt", f"data.folder=data{count}"]
+        prepare_data(load_config(None, words).config.data)
+        assert looked_at(*words)[0].document_tokens == length
+
+
+TOKENS = DataFacts(exact=True, train_tokens=64_001, val_tokens=20_001, vocab=1000, document_tokens=100.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "changes", "status", "told"),
+    [
+        ("vocabulary", "model.vocab=999", {}, "bad", "but the tokenizer has 1,000 ids"),
+        ("vocabulary", "model.vocab=999 data.tokenizer=char", {"exact": False}, "bad", "has at least 1,000 ids"),
+        ("vocabulary", "model.vocab=1000", {}, "ok", "1,000 for a tokenizer of 1,000 ids"),
+        ("vocabulary", "model.vocab=2524", {}, "ok", "2,524 for"),
+        ("vocabulary", "model.vocab=2525", {}, "note", "cost memory and time"),
+        ("vocabulary", "model.vocab=2525 data.tokenizer=char", {}, "note", "cost memory and time"),
+        ("vocabulary", "model.vocab=2525 data.tokenizer=char", {"exact": False}, "ok", "2,525 for"),
+        ("windows", "", {}, "ok", "1,000 windows of 64 tokens, 16 in a step"),
+        ("windows", "data.packing=best_fit", {"train_tokens": 64_999}, "ok", "999 windows of 64"),
+        ("windows", "", {"exact": False}, "ok", "about 1,000 windows"),
+        ("windows", "", {"train_tokens": 64}, "bad", "64 tokens to train on are not one window"),
+        ("windows", "", {"train_tokens": 16 * 64 + 1}, "ok", "16 windows"),
+        ("windows", "", {"train_tokens": 15 * 64 + 1}, "warn", "train.batch_tokens to 64 or less"),
+        ("windows", "train.batch_tokens=65600", {}, "warn", "train.batch_tokens to 6,400 or less"),
+        ("windows", "model.context=512", {"train_tokens": 400}, "bad", "set model.context to 25 or less"),
+        ("epochs", "train.steps=262", {}, "ok", "262 steps are 268,288 tokens: 4.2 passes over the text"),
+        ("epochs", "train.steps=263", {}, "note", "4.2 passes"),
+        ("epochs", "train.steps=625", {}, "note", "10.0 passes"),
+        ("epochs", "train.steps=626", {}, "warn", "set train.steps=262"),
+        ("epochs", "train.steps=626", {"train_tokens": 4_801}, "warn", "134 passes over the text"),
+        ("tokens per parameter", "train.steps=48", {}, "note", "4.9 tokens for each of 10,000 parameters"),
+        ("tokens per parameter", "train.steps=49", {}, "ok", "5.0 tokens for each of 10,000 parameters; about 20"),
+        ("tokens per parameter", "train.steps=1953", {}, "ok", "200 tokens for each of 10,000 parameters; about 20"),
+        ("tokens per parameter", "train.steps=1954", {}, "ok", "a larger one would learn more"),
+        ("validation", "", {}, "ok", "20,000 validation tokens; the loss they give is sure to about ±0.014"),
+        ("validation", "eval.tokens=10000", {}, "ok", "10,000 validation tokens"),
+        ("validation", "eval.tokens=9999", {}, "note", "drown in that. Raise eval.tokens."),
+        ("validation", "", {"val_tokens": 10_000}, "note", "Raise data.val_fraction (now 0.1)"),
+        ("validation", "eval.tokens=9999", {"val_tokens": 10_000}, "note", "Raise data.val_fraction (now 0.1)"),
+        ("validation", "", {"val_tokens": 1001}, "note", "1,000 validation tokens"),
+        ("validation", "", {"val_tokens": 1000}, "warn", "999 validation tokens"),
+        ("validation", "model.context=1024 train.batch_tokens=1024", {"val_tokens": 2048}, "warn", "too few"),
+        ("validation", "", {"val_tokens": 2}, "warn", "1 validation tokens"),
+        ("validation", "", {"val_tokens": 1}, "bad", "nothing to evaluate on"),
+        ("documents", "", {"document_tokens": 32.0}, "ok", "at most 32 tokens, and a window has 64"),
+        ("documents", "", {"document_tokens": 31.0}, "note", "Several documents share a window"),
+        ("documents", "data.packing=best_fit", {"document_tokens": 31.0}, "ok", "at most 31 tokens"),
+        ("documents", "", {"document_tokens": 4.0}, "note", "Several documents"),
+        ("documents", "", {"document_tokens": 3.0}, "warn", "model.context=16, or"),
+        (
+            "documents",
+            "model.context=1024 train.batch_tokens=1024",
+            {"document_tokens": 33.0},
+            "warn",
+            "context=128, or",
+        ),
+        ("documents", "data.packing=best_fit", {"document_tokens": 3.0}, "ok", "at most 3 tokens"),
+    ],
+)
+def test_tokens_against_the_config(name: str, words: str, changes: dict, status: str, told: str):
+    config = load_config(
+        None, ["model.context=64", "train.batch_tokens=1024", "train.steps=100", *words.split()]
+    ).config
+    facts = dataclasses.replace(TOKENS, **changes)
+    found = [one for one in check_tokens.check_tokens(config, facts, 10_000, False) if one and one.name == name]
+    assert [one.status for one in found] == [status]
+    assert told in f"{found[0].found} {found[0].advice}"
+    if name == "epochs" and status == "warn":
+        [asked] = [one for one in check_tokens.check_tokens(config, facts, None, True) if one and one.name == name]
+        assert asked.status == "note", "who writes how many epochs knows it"
+
+
+def test_what_nobody_has_counted_is_not_judged():
+    config = load_config(None, ["train.steps=null", "train.epochs=2"]).config
+    assert [one for one in check_tokens.check_tokens(config, DataFacts(), 10_000, True) if one] == []
+
+
 @pytest.mark.parametrize("tokens", [4095, 4096, 4097])
 def test_the_doctor_counts_the_steps_that_a_run_takes(tokens: int):
     words = ["model.context=64", "train.batch_tokens=1024", "train.steps=null", f"train.tokens={tokens}"]
@@ -620,6 +761,163 @@ def test_no_way_to_fit_is_said(here: Path):
     words = ("model.layers=96", "model.width=12288", "model.heads=96", "model.context=2048", "train.batch_tokens=2048")
     findings = visit(*words, machine=machine(cards=(SMALL,)))
     assert any("No switch makes it fit" in one.advice for one in told(findings, "bad"))
+
+
+def with_torch(base: Machine = MACHINE, **changes) -> dict:
+    return {"torch": dataclasses.replace(base.torch, **changes)}
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "changes", "status", "words"),
+    [
+        ("python", MACHINE, {"python": (3, 10, 9)}, "bad", "Python 3.10.9"),
+        ("python", MACHINE, {"python": (3, 11, 0)}, "ok", "Python 3.11.0 on Linux"),
+        ("torch", MACHINE, {}, "ok", "torch 2.11.0+cu130, built for CUDA 13.0, 16 threads"),
+        ("torch", LAPTOP, {}, "ok", "torch 2.13.0+cpu, built for CPUs only, 4 threads"),
+        ("torch", MACHINE, with_torch(version="2.10.3"), "bad", "torch 2.10.3"),
+        ("torch", MACHINE, with_torch(version="3.0.0"), "note", "torch 3.0.0"),
+        ("torch", MACHINE, with_torch(status="broken", version="", reason="no"), "bad", "torch is installed, but"),
+        ("driver", MACHINE, with_torch(status="broken"), "ok", "driver 580.95.05, which knows CUDA up to 13.0"),
+        ("driver", MACHINE, {}, "ok", "which knows CUDA up to 13.0; torch is built for CUDA 13.0"),
+        ("driver", MACHINE, with_torch(cuda="13.1"), "note", "torch is built for CUDA 13.1"),
+        ("driver", MACHINE, with_torch(cuda="12.9"), "ok", "torch is built for CUDA 12.9"),
+        ("driver", MACHINE, with_torch(cuda="14.0"), "bad", "torch is built for CUDA 14.0"),
+        ("driver", MACHINE, {"driver_cuda": None}, "ok", "driver 580.95.05; torch"),
+        (
+            "triton",
+            MACHINE,
+            {"triton": Library(status="broken", version="3.6.0", reason="no")},
+            "warn",
+            "cannot be imp",
+        ),
+        ("triton", MACHINE, {"triton": Library(status="missing")}, "warn", "triton is not installed"),
+        ("triton", LAPTOP, {"triton": Library(status="missing")}, "ok", "not needed without a GPU"),
+        ("processor", MACHINE, {"usable_cores": 2.5}, "ok", "2.5 of 16 cores may be used"),
+        ("processor", MACHINE, {}, "ok", "16 cores"),
+        ("memory", MACHINE, {"memory_bytes": None}, "note", "is not known"),
+        ("memory", MACHINE, {"available_bytes": None}, "ok", "128 GiB of host memory"),
+        ("memory", MACHINE, {"available_bytes": 3 * GIB // 2}, "ok", "1.5 GiB of 128 GiB of host memory are free"),
+        ("memory", MACHINE, {"available_bytes": 3 * GIB // 2 - 1}, "warn", "1.5 GiB of 128 GiB"),
+        ("clock", MACHINE, {"now": 1_735_689_599.0}, "warn", "2024-12-31 23:59 UTC"),
+        ("clock", MACHINE, {"now": 1_735_689_600.0}, "ok", "2025-01-01 00:00 UTC"),
+    ],
+)
+def test_what_every_run_stands_on(name: str, base: Machine, changes: dict, status: str, words: str):
+    [found] = [one for one in check_machine.check_machine(machine(base, **changes), None) if one and one.name == name]
+    assert found.status == status
+    assert words in found.found
+
+
+@pytest.mark.parametrize(
+    ("workers", "usable", "proposed"), [(4, 4.0, None), (5, 4.0, 4), (16, 9.0, 4), (2, 1.5, 1), (1, 0.5, None)]
+)
+def test_no_more_workers_than_cores(workers: int, usable: float, proposed: int | None):
+    config = load_config(None, [f"speed.workers={workers}"]).config
+    found = {one.name: one for one in check_machine.check_machine(machine(usable_cores=usable), config) if one}
+    assert found["workers"].status == ("ok" if proposed is None else "warn")
+    assert proposed is None or f"Set speed.workers={proposed}:" in found["workers"].advice
+
+
+def fitted_to(words: str, base: Machine = MACHINE, kind: str = "cuda", **changes) -> tuple[LoadedConfig, check_fit.Fit]:
+    loaded = load_config("gpt2-124m", words.split())
+    fitted, _ = check_fit.fit(loaded, base, TRIALS, DataFacts(vocab=50257), kind, 0)
+    return loaded, dataclasses.replace(fitted, **changes)
+
+
+def memory_findings(words: str, host: int | None = None, **changes) -> dict[str, Finding]:
+    found = check_memory.check_memory(*fitted_to(words, **changes), host, lambda _: None)
+    return {one.name: one for one in found if one is not None}
+
+
+def test_free_memory_is_what_the_device_has_and_others_do_not_use():
+    assert fitted_to("")[1].have_bytes == 140 * GIB
+    assert fitted_to("", with_card(used_bytes=30 * GIB))[1].have_bytes == 110 * GIB
+    assert fitted_to("", with_card(used_bytes=None))[1].have_bytes == 140 * GIB
+    assert fitted_to("speed.memory_limit=20")[1].have_bytes == 20 * GIB
+    assert fitted_to("speed.memory_limit=20", with_card(used_bytes=130 * GIB))[1].have_bytes == 10 * GIB
+    assert fitted_to("", LAPTOP, "cpu")[1].have_bytes == 120 * GIB
+    assert fitted_to("", machine(LAPTOP, available_bytes=None), "cpu")[1].have_bytes == 128 * GIB
+
+
+def test_a_step_fits_well_or_barely_or_not():
+    need = {"need_bytes": 92 * GIB}
+    step = {have: memory_findings("", have_bytes=have * GIB, **need)["a step"] for have in (91, 92, 99, 100)}
+    assert [one.status for one in step.values()] == ["bad", "warn", "warn", "ok"]
+    assert "92.0 GiB; 100 GiB of NVIDIA H200 are free" in step[100].found
+    assert "would leave room" in step[99].advice
+    limited = memory_findings("speed.memory_limit=100", **need)["a step"]
+    assert "speed.memory_limit is 100 GiB" in limited.found
+    tiny = memory_findings("speed.micro_batch=1 train.batch_tokens=1024", need_bytes=92, have_bytes=95)["a step"]
+    assert "would leave room" not in tiny.advice, "there is no smaller one"
+
+
+def test_what_the_host_keeps_has_to_fit_there():
+    loaded, fitted = fitted_to("speed.optimizer_offload=true")
+    need = 16 * fitted.parameters  # weights, gradients and two moments
+
+    def status(have: int | None) -> str | None:
+        found = {one.name: one for one in check_memory.check_memory(loaded, fitted, have, lambda _: None) if one}
+        return found["on the host"].status if "on the host" in found else None
+
+    assert [status(have) for have in (need - 1, need, int(1.24 * need), int(1.26 * need), None)] == [
+        "bad", "warn", "warn", None, None,
+    ]  # fmt: skip
+    assert "on the host" not in memory_findings("", host=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "proposed"),
+    [
+        ("speed.micro_batch=1 train.batch_tokens=32768", 8),  # 8 × 1024 tokens are enough
+        ("speed.micro_batch=4 train.batch_tokens=32768", 8),
+        ("speed.micro_batch=4 train.batch_tokens=28672", None),  # 7 of them are not many
+        ("speed.micro_batch=8 train.batch_tokens=65536", None),
+        ("speed.micro_batch=1 train.batch_tokens=13312", 13),
+    ],
+)
+def test_larger_micro_batches_are_proposed_where_many_small_ones_wait(words: str, proposed: int | None):
+    found = memory_findings(words).get("micro-batch")
+    assert (found is None) == (proposed is None)
+    if found is not None:
+        assert f"Set speed.micro_batch={proposed}," in found.advice
+        assert found.status == "warn"
+
+
+def test_switches_that_came_out_otherwise_are_told():
+    _, fitted = fitted_to("")
+    speed = fitted.speed
+
+    def feature(name: str, asked: str, used: str, why: str) -> Feature:
+        return Feature(name=name, asked=asked, used=used, why=why)
+
+    def told_of(*features: Feature) -> Finding:
+        return check_fit.check_switches(
+            dataclasses.replace(fitted, speed=dataclasses.replace(speed, features=features))
+        )
+
+    fine = feature("precision", "bf16", "bf16", "it is what was asked for")
+    auto = feature("kernels", "auto", "torch", "no triton")
+    harmless = feature("workers", "4", "2", "two cores")
+    lost = feature("compile", "default", "off", "there is no compiler")
+    assert (told_of(fine, auto, harmless).status, told_of(fine, auto, harmless).found) == (
+        "ok", "precision bf16, kernels torch",
+    )  # fmt: skip
+    assert told_of(fine, auto, harmless, lost).status == "note"
+    assert told_of(fine, lost).found == "speed.compile default becomes off: there is no compiler"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(119, "119 seconds"), (120, "2 minutes"), (7199, "120 minutes"), (7200, "2 hours"), (172_799, "48 hours"),
+     (172_800, "2 days")],
+)  # fmt: skip
+def test_the_least_time_is_told_in_fitting_units_and_days_on_a_cpu_are_a_warning(seconds: int, words: str):
+    for base, kind in ((MACHINE, "cuda"), (LAPTOP, "cpu")):
+        loaded, fitted = fitted_to("train.batch_tokens=8192", base, kind, step_seconds=1.0)
+        found = check_fit.check_time(loaded.config, fitted, seconds)
+        assert found is not None
+        assert f"at least {words}, at most 8.19k tokens/s" in found.found
+        assert found.status == ("warn" if kind == "cpu" and seconds >= 172_800 else "ok")
 
 
 def least_time(*words: str, trials: Trials = TRIALS, base: Machine = MACHINE) -> list[Finding]:
@@ -674,6 +972,7 @@ def test_disk_is_measured_and_nothing_is_left(tmp_path: Path):
     assert disk.nearest == str(tmp_path)
     assert disk.free_bytes
     assert disk.write_rate
+    assert disk.read_rate or not hasattr(os, "posix_fadvise")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -695,6 +994,48 @@ def test_as_many_checkpoints_as_are_proposed_fit_and_no_more():
     assert proposed is not None
     keep = int(proposed.group(1))
     assert (space(keep).status, space(keep + 1).status) == ("warn", "bad")
+
+
+def test_space_is_for_checkpoints_and_for_shards_that_are_still_to_be_written():
+    config = load_config(overrides=["checkpoint.keep=2"]).config
+    one = checkpoint_size(100_000_000, config.optim, config.speed)
+
+    def space(free: int, shards: int | None = None) -> Finding:
+        disk, data = dataclasses.replace(DISK, free_bytes=free), DataFacts(to_prepare_bytes=shards)
+        return next(one for one in check_disk.check_disk(disk, config, 100_000_000, data) if one.name == "space")
+
+    assert [space(4 * one - 1).status, space(4 * one).status] == ["bad", "warn"], "two, the best, and one in the making"
+    assert [space(8 * one - 1).status, space(8 * one).status] == ["warn", "ok"]
+    assert [space(8 * one, shards=one).status, space(10 * one, shards=one).status] == ["warn", "ok"]
+    assert space(4 * one, shards=1).status == "bad"
+    assert "With checkpoint.keep=1 it would fit." in space(4 * one - 1).advice
+    assert "checkpoint.keep" not in space(3 * one - 1).advice
+    assert "shards" not in space(10 * one, shards=2**28).found
+    assert "and the shards of the text about" in space(10 * one, shards=one).found
+    assert f"up to 4 checkpoints need {4 * one / GIB:.1f} GiB" in space(8 * one).found
+
+
+def test_without_a_model_a_gibibyte_is_asked_for_and_the_speed_is_told():
+    def found(**changes) -> list[tuple[str, str, str]]:
+        disk = dataclasses.replace(DISK, **changes)
+        return [(one.name, one.status, one.found) for one in check_disk.check_disk(disk, None, None, DataFacts())]
+
+    slow = found(free_bytes=GIB - 1, write_rate=49e6, read_rate=None)
+    assert [(name, status) for name, status, _ in slow] == [("space", "warn"), ("speed", "warn")]
+    assert slow[1][2] == "writes 49 MB/s"
+    fine = found(free_bytes=GIB, write_rate=50e6, read_rate=200e6)
+    assert [(name, status) for name, status, _ in fine] == [("space", "ok"), ("speed", "ok")]
+    assert fine[1][2] == "writes 50 MB/s, reads 200 MB/s"
+    assert found(free_bytes=None, write_rate=None) == []
+    [(name, status, words)] = found(free_bytes=None, write_rate=None, error="read-only")
+    assert (name, status) == ("writable", "bad")
+    assert "read-only" in words
+
+
+def test_a_file_in_place_of_the_folder_is_told(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        assert "is a file, not a folder" in check_disk.measure_disk(folder, quick=True).error
 
 
 class FakeNvml:

@@ -14,8 +14,9 @@ from flatout.engine.setup import setup_run
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.measured.estimate_table import expected, print_estimate
 from flatout.records import RunInfo, StepRecord
-from flatout.tuning.estimate import Visits, _windows, visits_of
-from flatout.tuning.estimate_probe import EnergyMeter
+from flatout.tuning import estimate as estimate_module
+from flatout.tuning.estimate import Visits, _windows, estimate, visits_of
+from flatout.tuning.estimate_probe import EnergyMeter, Figure, Timed
 
 
 def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
@@ -62,6 +63,75 @@ def test_windows_are_those_of_the_run(tiny, words: list[str]):
     run = setup_run(loaded)
     assert isinstance(run.data, ShardData)
     assert _windows(run.config, run.data.train) == run.data.facts.windows
+
+
+TIMED = Timed(
+    steps=40,
+    setup=2.0,
+    first=3.0,
+    step=0.5,
+    note="10 steps",
+    tokens_per_second=128.0,
+    spread=0.01,
+    mfu=None,
+    watts=360.0,
+    evaluation=Figure(4.0, "measured"),
+    evaluation_once=1.0,
+    sample=Figure(None, "not told", "it broke"),
+    checkpoint=Figure(0.25, "measured"),
+    checkpoint_bytes=1000,
+    peak_bytes=2**40,
+)
+
+
+def test_an_estimate_adds_up_what_was_timed(tiny, monkeypatch: pytest.MonkeyPatch):
+    loaded = tiny(
+        "eval.every=10", "eval.sample_every=20", "checkpoint.every=20", "checkpoint.keep=2", "eval.patience=3"
+    )
+    monkeypatch.setattr(estimate_module, "time_run", lambda *_, **__: TIMED)
+    found = estimate(loaded, price=3.6, imported=5.0)
+    parts = {part.name: (part.times, part.seconds.value) for part in found.parts}
+    assert parts == {
+        "start-up": (1, 10.0),
+        "training": (40, 20.0),
+        "evaluations": (4, 17.0),
+        "samples": (2, None),
+        "checkpoints": (4, 1.0),
+    }
+    assert found.parts[0].each.note.startswith("imports, ")
+    assert (found.seconds.value, found.seconds.note) == (48.0, "without samples, which could not be told")
+    assert found.cost.value == pytest.approx(3.6 * 48 / 3600)
+    assert (found.watts.value, found.kilowatt_hours.value) == (360.0, pytest.approx(0.0048))
+    assert (found.tokens_per_second.value, found.step_seconds.value, found.mfu.value) == (128.0, 0.5, None)
+    assert (found.steps.value, found.tokens.value, found.peak_measured.value) == (40, 40 * 64, 2**40)
+    assert found.tokens_per_parameter.value == pytest.approx(2560 / (found.parameters.value or 0))
+    assert (found.checkpoint_bytes.value, found.disk_bytes.value) == (1000, 4000), "two, the best, one in the making"
+    own = {(cell.context, cell.micro_batch): cell for cell in found.table}
+    context, size = found.context, found.micro_batch
+    assert sorted({place[0] for place in own}) == [16, 32, 64]
+    assert sorted({place[1] for place in own}) == sorted({max(1, size * 2**power // 4) for power in range(5)})
+    assert [place for place, cell in own.items() if cell.own] == [(context, size)]
+    assert [place for place, cell in own.items() if cell.tokens_per_second is not None] == [(context, size)]
+    assert own[context, size].bytes == 2**40, "on a CPU, what was measured beyond the formula counts"
+    assert not own[context, size].fits
+    assert own[context, 2 * size].bytes > own[context, size].bytes < own[2 * context, size].bytes
+    told = "\n".join(found.notes)
+    assert ("eval.patience" in told, "checkpoint.best" in told, "streamed" in told) == (True, True, False)
+
+
+def test_an_estimate_without_a_probe_tells_no_time(tiny):
+    found = estimate(tiny("checkpoint.best=false", "checkpoint.every=40", "checkpoint.keep=3"), probe=False, price=1.0)
+    assert (found.parts, found.seconds.value, found.cost.value, found.spread) == ((), None, None, None)
+    for figure in (found.seconds, found.cost, found.watts, found.kilowatt_hours, found.tokens_per_second, found.mfu):
+        assert (figure.how, figure.value) == ("not told", None)
+        assert figure.note
+    assert found.disk_bytes.value == found.checkpoint_bytes.value, "one checkpoint, at the end"
+    assert found.checkpoint_bytes.how == "estimated"
+    assert found.problem == ""
+    assert all(cell.fits and cell.tokens_per_second is None for cell in found.table)
+    assert found.notes == ()
+    free = estimate(tiny(), probe=False)
+    assert "--price" in free.cost.note
 
 
 def test_power_is_not_told_without_a_card():

@@ -203,6 +203,10 @@ def test_the_figures_of_steps_of_different_lengths(tiny: Tiny):
     found = summary_of(run, [untimed], timed)
     assert (found.milliseconds, found.mean_milliseconds) == pytest.approx((300, 380))
     assert found.spread == pytest.approx((0.4 - 0.2) / 0.3), "from quartile to quartile"
+    assert (found.compile_seconds, found.steps) == (0.0, 5)
+    compiled = dataclasses.replace(run, speed=dataclasses.replace(run.speed, compile="default"))
+    assert summary_of(compiled, [untimed], timed).compile_seconds == pytest.approx(2.7)
+    assert summary_of(compiled, timed[1:2], timed).compile_seconds == 0.0
 
 
 def test_stepping_goes_on_where_it_stopped(tiny: Tiny):

@@ -253,6 +253,105 @@ def test_a_healthy_step_is_compute_bound_and_nothing_cheap_is_left():
     assert any("MFU" in line for line in verdict.evidence)
 
 
+def test_the_figures_of_a_step():
+    measured = changed(
+        step_seconds=0.2,
+        busy_seconds=0.15,
+        kernels_per_step=300,
+        seconds_by_kind={"matrix products": 0.1, "attention": 0.02, "elementwise": 0.03},
+        flops=24e12,
+        peak_flops_per_second=480e12,
+    )
+    assert measured.busy_share == pytest.approx(0.75)
+    assert measured.kernels_per_second == pytest.approx(1500)
+    assert measured.mean_kernel_seconds == pytest.approx(0.0005)
+    assert measured.tokens_per_second == pytest.approx(327_680)
+    assert measured.mfu == pytest.approx(0.25)
+    assert measured.product_flops_per_second == pytest.approx(200e12)
+    assert measured.share_of("attention", "elementwise", "copies") == pytest.approx(1 / 3)
+    assert "120.0 TFLOP/s over the whole step, MFU 25.0% of 480.0 TFLOP/s" in judge(changed(
+        step_seconds=0.2, busy_seconds=0.19, flops=24e12, peak_flops_per_second=480e12,
+    )).evidence  # fmt: skip
+    assert changed(busy_seconds=0.2).busy_share == 1.0, "streams side by side are busy at the same time"
+    unknown = changed(peak_flops_per_second=None, seconds_by_kind={}, flops=1e9)
+    assert (unknown.mfu, unknown.product_flops_per_second, unknown.share_of("attention")) == (None, None, 0.0)
+    assert "9.4 GFLOP/s over the whole step; the peak of this device is not known" in judge(unknown).evidence
+
+
+def every_advice(measured: Measurements) -> list[str]:
+    """The words of all that is proposed, also beyond the first few."""
+    asked: list[str] = []
+    judge(measured, lambda words: not asked.append(words))
+    return asked
+
+
+IDLE = {"step_seconds": 0.3, "accumulation": 2}
+BYTES = {"seconds_by_kind": {"elementwise": 0.06, "matrix products": 0.04}}
+WAITING = {"step_seconds": 0.3, "data_wait_seconds": 0.2}
+HOST = {"loader": "host", "workers": "3"}
+
+
+@pytest.mark.parametrize(
+    ("values", "used", "expected"),
+    [
+        (WAITING, HOST, ["speed.loader=device", "speed.workers=6"]),
+        (WAITING, {**HOST, "workers": "0"}, ["speed.loader=device", "speed.workers=2"]),
+        (WAITING, {**HOST, "workers": ""}, ["speed.loader=device", "speed.workers=2"]),
+        ({**WAITING, "device_kind": "cpu"}, HOST, ["speed.workers=6"]),
+        ({**WAITING, "streaming": True}, HOST, []),
+        ({**WAITING, "streaming": True}, {}, []),
+        (IDLE, {}, ["speed.cuda_graphs=on", "speed.micro_batch=128"]),
+        ({**IDLE, "accumulation": 1}, {}, ["speed.cuda_graphs=on"]),
+        ({**IDLE, "accumulation": 16}, {"cuda_graphs": "on"}, ["speed.micro_batch=512"]),
+        (
+            {**IDLE, "accumulation": 1},
+            {"cuda_graphs": "on", "kernels": "torch"},
+            ["speed.kernels=triton", "speed.compile=reduce-overhead"],
+        ),
+        (
+            {**IDLE, "accumulation": 1},
+            {"cuda_graphs": "on", "kernels": "torch", "compile": "default", "fused_optimizer": "off"},
+            ["speed.kernels=triton", "speed.fused_optimizer=on"],
+        ),
+        (BYTES, {}, []),
+        (BYTES, {"residual": "fp32", "loss": "chunked"}, ["speed.loss=fused", "speed.residual=bf16"]),
+        (BYTES, {"precision": "tf32", "fused_optimizer": "off"}, ["speed.precision=bf16"]),
+        (BYTES, {"kernels": "torch", "residual": "fp32"}, ["speed.kernels=triton", "speed.compile=default"]),
+        (BYTES, {"kernels": "torch", "compile": "default"}, ["speed.kernels=triton"]),
+        (
+            {"seconds_by_kind": {"optimizer": 0.03, "elementwise": 0.03, "matrix products": 0.04}},
+            {"fused_optimizer": "off"},
+            ["speed.fused_optimizer=on"],
+        ),
+        ({}, {"fp8": "[head]"}, []),
+        ({}, {"fp8": "[head]", "products": "torch"}, ["speed.products=tuned"]),
+        ({}, {"fp8": "[head]", "products": "torch", "kernels": "torch"}, []),
+        ({}, {"precision": "fp16"}, []),
+        ({}, {"precision": "tf32"}, ["speed.precision=bf16"]),
+        ({}, {"fp8": "[head]", "attention": "reference"}, ["speed.attention=auto"]),
+        ({}, {"fp8": "[head]", "checkpointing": "full"}, ["speed.checkpointing=none"]),
+        ({"accumulation": 4}, {"fp8": "[head]"}, []),
+        ({"accumulation": 4, "flops": 40e12}, {"fp8": "[head]"}, ["speed.micro_batch=128"]),
+        ({"flops": 40e12}, {"fp8": "[head]"}, []),
+        ({"device_kind": "cpu"}, {}, ["speed.compile=default"]),
+        ({"device_kind": "cpu", "accumulation": 4}, {"compile": "default"}, []),
+        (
+            {"device_kind": "cpu", "accumulation": 4, "busy_seconds": 0.09},
+            {"compile": "default"},
+            ["speed.micro_batch=256"],
+        ),
+    ],
+)
+def test_what_is_proposed_is_what_is_not_in_use_yet(values: dict, used: dict[str, str], expected: list[str]):
+    measured = changed(used=used, **values)
+    assert every_advice(measured) == expected
+    told = " ".join(advice.why for advice in judge(measured, lambda words: False).advice)
+    assert ("a GPU: " in told) == (measured.device_kind != "cuda" and judge(measured).bottleneck == "compute-bound")
+    high = measured.mfu is not None and measured.mfu > 0.4 and measured.used["precision"] in ("bf16", "fp16")
+    compute = judge(measured).bottleneck == "compute-bound" and measured.device_kind == "cuda"
+    assert ("nothing cheap is left" in told) == (compute and high)
+
+
 def test_a_tiny_micro_batch_is_launch_bound():
     measured = changed(
         step_seconds=0.140,
@@ -299,7 +398,9 @@ def test_torchs_own_operations_are_memory_bound():
     verdict = judge(measured)
     assert verdict.bottleneck == "memory-bound"
     assert words_of(verdict) == ["speed.kernels=triton", "speed.compile=default", "speed.loss=fused"]
-    assert "elementwise 33%" in " ".join(verdict.evidence)
+    assert "of its time: elementwise 33%, copies 12%" in verdict.evidence
+    rare = {"matrix products": 60.0, "attention": 0.5, "copies": 20.0, "elementwise": 19.0, "optimizer": 0.5}
+    assert "of its time: copies 20%, elementwise 19%" in judge(changed(seconds_by_kind=rare)).evidence
 
 
 def test_a_slow_loader_is_data_bound():
@@ -308,6 +409,8 @@ def test_a_slow_loader_is_data_bound():
     assert verdict.bottleneck == "data-bound"
     assert words_of(verdict)[:2] == ["speed.loader=device", "speed.workers=2"]
     assert "50%" in verdict.sentence
+    assert "the device is busy 50% of the time, idle for data 50%" in verdict.evidence
+    assert "now 1" in verdict.advice[1].why
     streamed = judge(dataclasses.replace(measured, streaming=True))
     assert streamed.bottleneck == "data-bound"
     assert "flatout prepare" in streamed.advice[0].why

@@ -286,6 +286,22 @@ def test_the_fullest_steps_are_among_those_looked_at(lengths: list[int], size: i
         assert most == max(by(one)[0] for _, one in one_by_one.micro_batches(order, found, size))
 
 
+def test_what_a_micro_batch_holds_is_counted_from_what_the_loader_makes():
+    samples = made([60, 200, 30, 256, 129, 64, 90, 12], share=0.3)
+    order = SampleOrder(len(samples), 4, seed=3)
+    rows = SampleRows(samples, batch_samples=4, row_tokens=256, packing=True)
+    held = [one for _, one in rows.micro_batches(order, range(2), 1)]
+    made_by_loader = batches(samples, 4, 0, 2)
+    assert sum(one.labels for one in held) == sum(int((tensors(one)[1] != IGNORED).sum()) for one in made_by_loader)
+    assert all(one.rows == 1 and 0 < one.labels < one.row_tokens for one in held)
+    assert rows.largest(order, 1) == max(held, key=lambda one: (one.rows * one.row_tokens, one.labels))
+    wide, narrow = LargestRows(2, 64, 100), LargestRows(1, 192, 90)
+    assert max(wide, narrow, key=LargestRows.by_tokens) == narrow
+    assert max(wide, narrow, key=LargestRows.by_labels) == wide
+    even = LargestRows(1, 64, 100)
+    assert max(even, wide, key=LargestRows.by_labels) == wide, "of as many labels, the one with more tokens"
+
+
 def test_a_run_shorter_than_an_epoch_is_looked_at_as_far_as_it_goes():
     samples = made([5] * 30 + [50])
     order = SampleOrder(31, 1, seed=3)

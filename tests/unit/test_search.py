@@ -174,6 +174,12 @@ def test_the_choice_is_the_smallest_of_the_equally_fast():
     unknown = choose([trial(4, 1000.0, None), trial(2, 999.0, None)])
     assert unknown is not None
     assert unknown.candidate.micro_batch == 4, "without a figure for memory, speed decides"
+    equal = choose([trial(64, 990.0, 20), trial(32, 1000.0, 20), trial(16, 989.0, 10)])
+    assert equal is not None
+    assert equal.candidate.micro_batch == 32, "of the same memory, the faster; a hundredth slower is too slow"
+    border = choose([trial(64, 1000.0, 40), trial(32, 990.0, 20)])
+    assert border is not None
+    assert border.candidate.micro_batch == 32
     assert choose([]) is None
     assert (
         choose([trial(4, 1.0, 1, "over"), Trial(candidate=SPACE.candidate(1, "none", "plain"), status="absent")])
@@ -194,6 +200,46 @@ def test_memory_is_a_line_once_two_sizes_are_known():
     memory.learn(device.trial(SPACE.candidate(4, "none", "plain")))
     memory.learn(device.trial(SPACE.candidate(8, "none", "plain")))
     assert memory.predicted(big)[0] == pytest.approx(device.peak(big), rel=1e-6)
+
+
+def test_a_prediction_is_as_sure_as_what_it_rests_on():
+    def size(micro_batch: int) -> Candidate:
+        return SPACE.candidate(micro_batch, "none", "fused")
+
+    def measured(micro_batch: int, peak: int, status: str = "fits") -> Trial:
+        return Trial(candidate=size(micro_batch), status=status, peak_bytes=peak)
+
+    memory = Memory(lambda candidate: 1000 + 100 * candidate.micro_batch, 4000)
+    assert memory.usable == 3680
+    assert memory.predicted(size(8)) == (1800, 0.10)
+    memory.learn(measured(4, 1450))
+    assert memory.predicted(size(8)) == (1850, 0.05), "one size gives an offset"
+    assert memory.predicted(SPACE.candidate(8, "full", "fused")) == (1800, 0.10), "of its own way of working only"
+    memory.learn(measured(2, 1250))
+    assert memory.predicted(size(8)) == (1450 + 400, 0.02)
+    memory.learn(measured(8, 1450 + 4000))
+    assert memory.predicted(size(16)) == (pytest.approx(5450 + 1.33 * 800), 0.02), "a slope that noise cannot turn"
+    memory.learn(measured(8, 1450))
+    assert memory.predicted(size(16)) == (1450 + 0.75 * 800, 0.02)
+    memory.learn(measured(16, 3700, "over"))
+    memory.learn(measured(32, 3900, "over"))
+    assert [memory.may_fit(size(micro_batch)) for micro_batch in (8, 15, 16, 32)] == [True, True, False, False]
+
+
+def test_what_may_just_fit_is_tried_with_the_smallest_chunk():
+    def memory(need: int, *, less: int) -> Memory:
+        return Memory(lambda candidate: need - (less if candidate.loss_chunk == 2048 else 0), 1000)
+
+    def chunk(memory: Memory, micro_batch: int = 64, loss: str = "fused") -> int | None:
+        found = memory.fitting(SPACE, micro_batch, "none", loss)
+        return None if found is None else found.loss_chunk
+
+    assert chunk(memory(920, less=100)) == 8192, "all that stays below the margin"
+    assert chunk(memory(921, less=1)) == 2048
+    assert chunk(memory(1032, less=10)) == 2048, "an estimate that may be a tenth too high"
+    assert chunk(memory(1033, less=10)) is None
+    assert chunk(memory(1032, less=10), loss="plain") is None, "which has no chunks"
+    assert chunk(memory(1032, less=10), micro_batch=2) is None, "whose tokens are one chunk"
 
 
 def test_around_starts_at_the_best_of_another_path_and_climbs():

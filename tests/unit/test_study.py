@@ -52,6 +52,7 @@ def test_every_form_is_read(read):
     ("text", "message", "hint"),
     [
         ("", "names no field", "optim.learning_rate"),
+        ("\n".join(f"field{n}: {{range: [0, 1]}}" for n in range(100)), "names 100 fields, at most", "fewer"),
         ("\n\noptim.clp: {range: [0.5, 2]}", "space.yaml:3: optim.clp is not a known key", "optim.clip"),
         ("lr: {log: [1e-4, 1e-2]}", "space.yaml:1: lr is not a known key", "optim.learning_rate"),
         ("optim:\n  learning_rate: {log: [1e-4, 1e-2]}", "space.yaml:1: optim is a section", "optim.learning_rate"),
@@ -72,6 +73,8 @@ def test_every_form_is_read(read):
         ("model.layers: {range: [1.5, 3]}", "whole numbers only", ""),
         ("optim.warmup_steps: {steps: [0, 100]}", "takes 3 numbers", ""),
         ("optim.warmup_steps: {steps: [0, 100, 200]}", "does not fit between", "smaller"),
+        ("optim.warmup_steps: {steps: [0, 100, 0]}", "does not fit between", "smaller"),
+        ("optim.warmup_steps: {steps: [0, 100, -5]}", "does not fit between", "smaller"),
         ("speed.micro_batch: {range: [1, 8]}", "cannot be searched over: it does not change what is learned", ""),
         ("data.tokenizer: {choices: [char, bytes]}", "could not be compared", ""),
         ("train.steps: {range: [10, 100]}", "the longest run would win", ""),

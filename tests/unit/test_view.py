@@ -144,6 +144,11 @@ def test_speed_forgets_the_first_steps_and_time_left_counts_evaluation():
     trained = 60 + 99 * 0.5
     state.add(evaluation(100, seconds=trained))  # as long as all training until now: so it will be
     assert state.seconds_left == pytest.approx(900 * 0.5 * 2)
+    state.add(step(1000))
+    assert state.seconds_left == 0
+    assert state.skipped == 0
+    state.add(step(1001, applied=False))
+    assert state.skipped == 1
 
 
 def test_the_best_and_the_last_validation_loss():

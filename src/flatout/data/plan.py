@@ -222,14 +222,15 @@ def _read_here(file: InputFile, index: int, options: ReadOptions, first: int, do
         yield from range(first, first + known)
         return
     number = first
-    for documents, share in _batches(file, options):
-        part = Part(number, file.source, documents=documents, file=file.name, bytes=share)
+    for documents, share, files in _batches(file, options):
+        part = Part(number, file.source, documents=documents, file=file.name, bytes=share, files=files)
         yield _unless_done(part, done)
         number += 1
     done.note(index, number - first)
 
 
-def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Document | Problem, ...], int]]:
+def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Document | Problem, ...], int, int]]:
+    """Documents for a part, the bytes that they come from, and 1 where the file ends with them."""
     batch: list[Document | Problem] = []
     characters = 0
     position = told = 0
@@ -242,9 +243,9 @@ def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Docu
         batch.append(item)
         characters += len(item.text) if isinstance(item, Document) else 0
         if characters >= PART_BYTES or len(batch) >= _MOST_DOCUMENTS:
-            yield tuple(batch), position - told
+            yield tuple(batch), position - told, 0
             told, batch, characters = position, [], 0
-    yield tuple(batch), max(file.bytes - told, 0)
+    yield tuple(batch), max(file.bytes - told, 0), 1
 
 
 def find_part(inputs: Inputs, options: tuple[ReadOptions, ...], number: int) -> Part:

@@ -7,6 +7,7 @@ read from a disk or a network.
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from typing import Any, final
 from flatout.errors import UserError
 
 _FRAMES = 4  # of a stack that is told
+_LEAVE = 10.0  # seconds
 
 
 class StuckError(UserError):
@@ -40,15 +42,19 @@ class Threads:
         return future
 
     def close(self, *, wait: bool) -> None:
-        """Ends the threads once they have made what they are making; jobs that have not begun are cancelled."""
+        """Ends the threads once they have made what they are making; jobs that have not begun are cancelled.
+
+        One that hangs is not waited for longer than a few seconds.
+        """
         while not self._jobs.empty():
             job = self._jobs.get()
             if job is not None:
                 job[0].cancel()
         for _ in self._threads:
             self._jobs.put(None)
+        until = time.monotonic() + _LEAVE
         for thread in self._threads if wait else ():
-            thread.join()
+            thread.join(max(0.0, until - time.monotonic()))
 
     def stack(self) -> str:
         """Where the threads are that do not wait for a job: the innermost frames, in one line."""

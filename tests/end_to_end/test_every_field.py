@@ -212,6 +212,7 @@ ELSEWHERE = {
     "output.plots",
     "output.trackers",
     "parallel.check_every",
+    "parallel.form",
     "parallel.join",
     "parallel.reduce",
     "parallel.timeout",

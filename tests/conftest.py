@@ -56,6 +56,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", default="1/1", help="K/N: every Nth test from the Kth on, to share work among processes")
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may not be there
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: some tests wait for processes and clocks."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all tests are collected
     if find_spec("flash_attn"):  # where FlashAttention-4 is, it and its compiler warn about each other

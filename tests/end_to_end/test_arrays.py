@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import flatout
+from flatout.api import training
 from flatout.config.load import load_config
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
@@ -116,3 +117,16 @@ def test_a_start_that_fails_before_its_first_step_leaves_the_disk_as_it_was(tmp_
             list(flatout.train(config("output.folder=run"), data=broken, val=[np.arange(3000) % 32]))
         assert sorted(tmp_path.rglob("*")) == before
     assert list(flatout.train(config("output.folder=run"), data=arrays))
+
+
+def test_a_start_that_cannot_take_its_files_back_tells_what_went_wrong_first(monkeypatch):
+    def broken():
+        yield np.arange(40) % 32
+        monkeypatch.setattr(training, "read_metrics", unreadable)
+        raise ValueError("the source is gone")
+
+    def unreadable(_path):
+        raise OSError("the disk is gone")
+
+    with pytest.raises(ValueError, match="the source is gone"):
+        list(flatout.train(config("output.folder=run"), data=broken, val=[np.arange(3000) % 32]))

@@ -184,10 +184,11 @@ def _undone_before_the_first_step(lock: RunLock, origin: Origin) -> Iterator[Non
     try:
         yield
     except Exception:
-        if origin.checkpoint is None and not any(row["type"] == "step" for row in read_metrics(origin.metrics)):
-            for path in made:
-                path.unlink(missing_ok=True)
-            lock.accepted = False  # leaving it then removes it, too
+        with contextlib.suppress(OSError):  # a disk that fails here must not hide what went wrong first
+            if origin.checkpoint is None and not any(row["type"] == "step" for row in read_metrics(origin.metrics)):
+                for path in made:
+                    path.unlink(missing_ok=True)
+                lock.accepted = False  # leaving it then removes it, too
         raise
 
 

@@ -3,6 +3,7 @@
 All weights are numbers of bf16, so gathering them rounds nothing, and what is left is the order of sums.
 """
 
+import contextlib
 import functools
 import warnings
 
@@ -18,7 +19,7 @@ from flatout.model.execution import Execution
 from flatout.model.gpt import GPT, build_model
 from flatout.ops.reference import IGNORED
 from flatout.parallel.ranks import Ranks, joined
-from tests.bf16_products import sum_in_fp32
+from tests.bf16_products import summed_in_fp32
 from tests.interpreter import replace_once
 from tests.ranks import WORKERS
 
@@ -56,10 +57,13 @@ def backward(model: GPT, tokens: Tensor, targets: Tensor) -> float:
     return float(loss.detach())
 
 
+_FOR_GOOD = contextlib.ExitStack()
+
+
 @functools.cache
 def as_in_tests() -> None:
     """What conftest.py does for the process of the tests, once in one of the workers."""
-    sum_in_fp32()
+    _FOR_GOOD.enter_context(summed_in_fp32())
     replace_once()
     warnings.simplefilter("ignore")
 

@@ -265,6 +265,8 @@ def _digest(ids: Ids) -> str:
 class ArrayLoader(BatchLoader):
     """Batches of arrays, read ahead by one thread where there may be threads."""
 
+    read_once = True
+
     def __init__(self, source: ArraySource, delivery: Delivery, span: Span) -> None:
         super().__init__(delivery, span, workers=min(delivery.workers, 1))
         self._source, position = source, span.position

@@ -6,7 +6,7 @@ as the `Raw` ids of one. Both are put on the device when the loop asks for them,
 Contract: a loader is a one-pass iterator over the batches of its steps, in their order, and a context manager. Nothing
 is made for a step before the first or after the last one. After `close`, which never waits for more than what is being
 made, none of its threads runs. What a worker raises is raised in the loop, with one exception: the first time that a
-worker hangs or cannot read, a notice names its stack, and others make the batch again.
+worker hangs or cannot read, a notice names its stack, and others make the batch again, if it can be made again.
 
 Trap: torch has few operations on unsigned types, so ids travel as int16 or int32 bits and are masked on arrival. Ids of
 32768 and above are negative until then.
@@ -147,6 +147,8 @@ def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class BatchLoader(abc.ABC):
     """Batches in the order of steps. Data that is found by the step number alone has no position and no notices."""
 
+    read_once = False  # what a step needs cannot be made again
+
     def __init__(self, delivery: Delivery, span: Span, *, workers: int) -> None:
         if workers < 0:
             raise ValueError(f"workers is 0 or more, not {workers}")
@@ -155,7 +157,7 @@ class BatchLoader(abc.ABC):
         self._last_step = span.last_step
         self._waiting: deque[Future[Batch | Raw]] = deque()
         self._prefetch = max(PREFETCH, workers)
-        self._workers, self._replaced = workers, False
+        self._workers, self._replaceable = workers, not self.read_once
         self._pool = self._new_pool() if workers else None
         self._notices: list[str] = []
 
@@ -203,13 +205,13 @@ class BatchLoader(abc.ABC):
             else:
                 what, where = f"has made no batch for {self.delivery.patience:g} s", pool.stack()
             message = f"the loader {what} in step {self._next_step + 1}, at {where}"
-            if self._replaced:
+            if not self._replaceable:
                 pool.close(wait=waiting.done())
                 self._pool = None  # its threads hang, and nobody waits for them
                 if waiting.done():
                     raise
                 raise StuckError(message, "check the disk or network that the data is on") from error
-            self._replaced = True
+            self._replaceable = False
             self._notices.append(f"{message}; it was replaced")
             pool.close(wait=waiting.done())
             pool = self._pool = self._new_pool()

@@ -260,6 +260,6 @@ def test_one_rank_over_nccl_learns_what_a_plain_run_learns(tmp_path: Path, words
     one = learn(tmp_path, preset, [*run, "output.folder=one"])
     many = together(1, tmp_path, (preset, [*run, "output.folder=many"]), form)
     assert many[0].form == form
-    assert many[0].losses == pytest.approx(one.losses, rel=5e-3)  # FSDP2 rounds norms and biases to bf16
+    assert many[0].losses == pytest.approx(one.losses, rel=5e-3)  # bf16, in another order
     check = read_checkpoint(tmp_path / "many" / "checkpoints" / "step-00000010")
     assert all(torch.isfinite(tensor).all() for tensor in check.model.values())

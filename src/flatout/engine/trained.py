@@ -35,9 +35,7 @@ class Trained:
     @property
     def count(self) -> int:
         """The values of the whole model, or of all adapters."""
-        if self.sharding is not None:
-            return sum(math.prod(one.shape) for one in self.sharding.slices.values())
-        return sum(parameter.numel() for parameter in self.saved.values())
+        return sum(math.prod(shape) for shape in self._shapes().values())
 
     def tensors(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self.saved.items()}
@@ -48,10 +46,15 @@ class Trained:
 
     def assign(self, tensors: Mapping[str, Tensor], origin: str) -> None:
         """Puts a checkpoint's values back: all of them, or none."""
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.saved.items()}
-        shapes |= {} if self.sharding is None else {name: one.shape for name, one in self.sharding.slices.items()}
-        check_tensors(shapes, tensors, origin, "model and lora sections")
+        check_tensors(self._shapes(), tensors, origin, "model and lora sections")
         assign_tensors(self.saved, self.own(tensors), origin, "model and lora sections")
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Those of whole tensors."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.saved.items()}
+        return shapes | (
+            {} if self.sharding is None else {name: one.shape for name, one in self.sharding.slices.items()}
+        )
 
 
 def all_weights(model: nn.Module, sharding: "Sharding | None" = None) -> Trained:

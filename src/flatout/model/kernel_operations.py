@@ -97,14 +97,8 @@ class KernelOperations(Operations):
         return Branch(y_BTW, down.bias, gradient_slot(narrow.down))
 
     def hand_on(self, stream: Stream) -> Stream:
-        """As it is: the norm after it adds the branch in the same pass over memory.
-
-        Of a sharded model the block's own bias and scale are gone by then, so copies of them go along.
-        """
-        if not self.execution.sharded:
-            return stream
-        own = {"bias_W": stream.bias_W, "scale_W": stream.scale_W}
-        return stream._replace(**{name: x.to(torch.float32, copy=True) for name, x in own.items() if x is not None})
+        """As it is: the norm after it adds the branch in the same pass over memory."""
+        return stream
 
 
 def by_place(turn: Turn | None) -> tuple[Tensor, Tensor] | tuple[None, None]:

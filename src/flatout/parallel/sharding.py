@@ -1,15 +1,18 @@
-"""A model in shards, by torch's own FSDP2 (`fully_shard`): every process holds a slice of every weight.
+"""A model in shards, by torch's own FSDP2 (`fully_shard`): every process holds a slice of every matrix.
 
-Each group (a block, the embedding, the head) has its weights gathered before it runs and given back afterwards; its
-gradients are added up and dealt out again as soon as its backward pass is over. What belongs to no group (the final
-norm, positions, a tied embedding) stays gathered from the beginning of a pass to the end of its backward pass.
+Each group (a block, the embedding, the head) has its matrices gathered before it runs and given back afterwards; their
+gradients are added up and dealt out again as soon as its backward pass is over. What belongs to no group (positions, a
+tied embedding) stays gathered from the beginning of a pass to the end of its backward pass. Vectors, the weights of
+norms and biases, are whole everywhere: they are a thousandth of a model, and most of what would have to be gathered one
+by one. Their gradients leave in one bucket.
 
 Contract:
 - Gradients are sums over all processes, in fp32 at least, once per step: while a step has micro-batches to come, each
   process adds up its own.
-- Weights are gathered in `gathered`, the type of products, where our kernels run. Gradients of matrices leave in fp32
-  all the same (`Tensor.grad_dtype`); those of biases and positions are rounded once. Otherwise nothing is rounded.
-- Optimizers see plain tensors: `parameters` are this process's slices, which share their memory with torch's DTensors.
+- Matrices are gathered in `gathered`, the type of products, where our kernels run. Their gradients leave in fp32 all
+  the same (`Tensor.grad_dtype`); those of positions are rounded once. Otherwise nothing is rounded.
+- Optimizers see plain tensors: `parameters` are this process's slices, which share their memory with torch's DTensors,
+  and the vectors.
   So every optimizer whose rule works element by element runs as it does in one process.
 - Slices are of rows: the first axis, in as many pieces as `torch.chunk` makes, of which the last ones may be empty.
 Trap: all processes must take the same number of passes, also in evaluation: a group is gathered by all together.
@@ -34,6 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from flatout.errors import CheckpointError
 from flatout.parallel.ranks import Ranks
+from flatout.parallel.reducer import BucketReducer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +74,23 @@ class Sharding:
         self.writes = not hybrid or mesh.get_local_rank("replicate") == 0  # others hold the same
         wide = None if gathered is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=wide, cast_forward_inputs=False)
+        vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+        how = {"mesh": mesh, "mp_policy": policy, "ignored_params": set(vectors)}
         self._modules: list[FSDPModule] = []
         for group in groups:  # one after the other, so that no device ever holds more whole weights than those of one
             group.to(device)
-            self._modules.append(fully_shard(group, mesh=mesh, mp_policy=policy))
+            self._modules.append(fully_shard(group, **how))
         for left in (*model.parameters(), *model.buffers()):
             if not isinstance(left, DTensor):
                 left.data = left.data.to(device)
-        self._modules.append(fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
+        self._modules.append(fully_shard(model, reshard_after_forward=False, **how))
         for entry in entries:
             register_fsdp_forward_method(model, entry)
         # Blocks hand on views, and nobody writes into them.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         self._prepare(wide)
         self._set_up(model)
+        self._vectors = BucketReducer(vectors, bf16=False, replayed=True, pulse=world.pulse)
 
     def _prepare(self, wide: torch.dtype | None) -> None:
         """Gathers everything once: made in torch's inference mode, whole weights could not be trained afterwards."""
@@ -95,26 +102,28 @@ class Sharding:
             module.unshard()
             assert isinstance(module, nn.Module)
             for parameter in module.parameters():
-                if wide is not None and not isinstance(parameter, DTensor):
+                if wide is not None and not isinstance(parameter, DTensor) and parameter.ndim > 1:
                     parameter.grad_dtype = wide
             module.reshard()
 
     def _set_up(self, model: nn.Module) -> None:
-        self._whole: dict[str, DTensor] = {}
+        self._sharded: dict[str, DTensor] = {}
         self.parameters: dict[str, nn.Parameter] = {}
         self.slices: dict[str, Slice] = {}
         for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor), f"{name} was left out"
+            if not isinstance(parameter, DTensor):
+                self.parameters[name] = parameter
+                continue
             local = parameter.to_local()
-            self._whole[name] = parameter
+            self._sharded[name] = parameter
             self.parameters[name] = nn.Parameter(local.detach(), requires_grad=parameter.requires_grad)
             most = -(-parameter.shape[0] // self.count)
             start = min(self.number * most, parameter.shape[0])
             self.slices[name] = Slice(tuple(parameter.shape), start, local.shape[0])
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The norm of tensors of which every process has its slices."""
-        total = torch.nn.utils.get_total_norm(tensors).square()
+        """The norm of tensors of which every process has its slices, and one counts the vectors."""
+        total = torch.nn.utils.get_total_norm([one for one in tensors if one.ndim > 1 or self.number == 0]).square()
         dist.all_reduce(total, group=self._group)
         return total.sqrt()
 
@@ -153,14 +162,16 @@ class Sharding:
         self._synchronise(True)
 
     def finish(self) -> None:
+        self._vectors.finish()
         self._synchronise(False)
-        for name, parameter in self._whole.items():
+        for name, parameter in self._sharded.items():
             gradient: Any = parameter.grad
             self.parameters[name].grad = None if gradient is None else gradient.to_local()
 
     def clear(self) -> None:
-        for name, parameter in self._whole.items():
+        for name, parameter in self._sharded.items():
             parameter.grad = self.parameters[name].grad = None
+        self._vectors.clear()
 
     def _synchronise(self, wanted: bool) -> None:
         for module in self._modules:

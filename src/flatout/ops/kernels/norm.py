@@ -246,9 +246,9 @@ class _AddNorm(torch.autograd.Function):
             dx,
             None if ctx.branch_dtype is None else dbranch,
             totals[2] if ctx.branch_bias else None,
-            totals[0],
+            totals[0].to(weight.dtype),
             totals[1] if ctx.has_bias else None,
-            None if scale is None else totals[3],
+            None if scale is None else totals[3].to(scale.dtype),
             *([None] * 7),
         )
 

@@ -76,7 +76,7 @@ def sharded(model: dict, how: dict) -> tuple[list[float], dict[str, Tensor]]:
     with joined(launch(), "cpu", join=60, timeout=60) as world:
         assert isinstance(world, Ranks)
         made = built(model, {**how, "sharded": True})
-        groups = [*made.blocks, *([] if made.config.tied else [made.embedding, made.head])]
+        groups = [[*made.blocks], *([] if made.config.tied else [[made.embedding], [made.head]])]
         given = {"hybrid": False, "device": torch.device("cpu"), "gathered": torch.bfloat16, "entries": ("logits",)}
         sharding = Sharding(made, groups, world, **given)
         with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):  # sampling first spoils nothing

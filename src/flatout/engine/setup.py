@@ -47,7 +47,7 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
-from flatout.model.count import MemoryEstimate, flops_per_token
+from flatout.model.count import MemoryEstimate, blocks_gathered, flops_per_token
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
@@ -126,12 +126,14 @@ def _sharded(model: GPT, speed: Speed, world: World) -> "Sharding":
     from flatout.parallel.sharding import Sharding  # it takes a second to import
 
     assert isinstance(world, Ranks), "one process has no shards"
-    ends = [] if model.config.tied else [model.embedding, model.head]
+    at_once, blocks = blocks_gathered(model.config), list(model.blocks)
+    groups = [blocks[first : first + at_once] for first in range(0, len(blocks), at_once)]
+    ends = [] if model.config.tied else [[model.embedding], [model.head]]
     kernels = speed.kernels == "triton"  # which take weights in the type of products; torch's own cast for themselves
     with out_of_memory():
         return Sharding(
             model,
-            [*model.blocks, *ends],
+            [*groups, *ends],
             world,
             hybrid=speed.parallel == "hybrid",
             device=speed.device.torch_device,

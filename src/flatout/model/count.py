@@ -25,6 +25,7 @@ from flatout.model.layers import mlp_width_of
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
 
+GATHERED = 32 * 10**6  # weights that are worth a gathering: each costs the host about a millisecond
 GRAPH_BYTES = 220 * 2**20  # measured on an H200 with GPT-2 124M, 1 to 16 sequences
 
 
@@ -37,6 +38,12 @@ def parameter_count(config: ModelConfig, vocab: int) -> int:
 def block_count(config: ModelConfig, kind: str) -> int:
     """Trained values of one block, of a kind that `model.pattern` names."""
     return sum(_matrices(config, kind).values()) + sum(feature.values(config, kind) for feature in FEATURES)
+
+
+def blocks_gathered(config: ModelConfig) -> int:
+    """How many blocks of a sharded model are gathered at once: small ones in groups, but never more than a quarter."""
+    largest = max(block_count(config, kind) for kind in config.kinds)
+    return max(1, min(GATHERED // largest, config.layers // 4))
 
 
 def linear_count(config: ModelConfig) -> int:
@@ -178,13 +185,10 @@ def _sharded_memory(
     Of two groups weights are whole at a time, and of two gradients: of the one that is at work, and of the one that
     comes or leaves. While micro-batches are added up, all gradients are.
     """
-    blocks = [
-        sum(_matrices(config, kind).values()) + sum(feature.values(config, kind) for feature in FEATURES)
-        for kind in set(config.kinds)
-    ]
+    blocks = blocks_gathered(config) * max(block_count(config, kind) for kind in config.kinds)
     parameters, table = parameter_count(config, vocab), vocab * config.width
     slices, stays = -(-parameters // shards), table if config.tied else 0
-    largest = max(blocks if config.tied else [*blocks, table])
+    largest = blocks if config.tied else max(blocks, table)
     cell = form.cell if form.triton else 4 + (2 if form.half else 0)
     gradients = 2 * largest + stays if alone else parameters
     return MemoryEstimate(

@@ -1,10 +1,10 @@
 """A model in shards, by torch's own FSDP2 (`fully_shard`): every process holds a slice of every matrix.
 
-Each group (a block, the embedding, the head) has its matrices gathered before it runs and given back afterwards; their
-gradients are added up and dealt out again as soon as its backward pass is over. What belongs to no group (positions, a
-tied embedding) stays gathered from the beginning of a pass to the end of its backward pass. Vectors, the weights of
-norms and biases, are whole everywhere: they are a thousandth of a model, and most of what would have to be gathered one
-by one. Their gradients leave in one bucket.
+Each group (one block or more, the embedding, the head) has its matrices gathered before it runs and given back
+afterwards; their gradients are added up and dealt out again as soon as its backward pass is over. What belongs to no
+group (positions, a tied embedding) stays gathered from the beginning of a pass to the end of its backward pass.
+Vectors, the weights of norms and biases, are whole everywhere: they are a thousandth of a model, and most of the
+tensors. Their gradients leave in one bucket.
 
 Contract:
 - Gradients are sums over all processes, in fp32 at least, once per step: while a step has micro-batches to come, each
@@ -58,7 +58,7 @@ class Sharding:
     def __init__(
         self,
         model: nn.Module,
-        groups: Sequence[nn.Module],
+        groups: Sequence[Sequence[nn.Module]],
         world: Ranks,
         *,
         hybrid: bool,
@@ -78,8 +78,9 @@ class Sharding:
         how = {"mesh": mesh, "mp_policy": policy, "ignored_params": set(vectors)}
         self._modules: list[FSDPModule] = []
         for group in groups:  # one after the other, so that no device ever holds more whole weights than those of one
-            group.to(device)
-            self._modules.append(fully_shard(group, **how))
+            for module in group:
+                module.to(device)
+            self._modules.append(fully_shard(list(group), **how)[0])  # torch keeps one state for all of them
         for left in (*model.parameters(), *model.buffers()):
             if not isinstance(left, DTensor):
                 left.data = left.data.to(device)
@@ -88,20 +89,19 @@ class Sharding:
             register_fsdp_forward_method(model, entry)
         # Blocks hand on views, and nobody writes into them.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        self._prepare(wide)
+        self._prepare([*groups, [model]], wide)
         self._set_up(model)
         self._vectors = BucketReducer(vectors, bf16=False, replayed=True, pulse=world.pulse)
 
-    def _prepare(self, wide: torch.dtype | None) -> None:
+    def _prepare(self, groups: Sequence[Sequence[nn.Module]], wide: torch.dtype | None) -> None:
         """Gathers everything once: made in torch's inference mode, whole weights could not be trained afterwards."""
-        for module in self._modules:
+        for module, group in zip(self._modules, groups, strict=True):
             if self.count > 1:  # alone, torch would divide all the same
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             module.set_requires_gradient_sync(False, recurse=False)
             module.unshard()
-            assert isinstance(module, nn.Module)
-            for parameter in module.parameters():
+            for parameter in (parameter for one in group for parameter in one.parameters()):
                 if wide is not None and not isinstance(parameter, DTensor) and parameter.ndim > 1:
                     parameter.grad_dtype = wide
             module.reshard()

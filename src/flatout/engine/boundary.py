@@ -230,7 +230,8 @@ class Boundary:
         run, settings, began = self.run, self.run.config.eval, time.perf_counter()
         tokenizer = run.data.tokenizer
         prompt = run.data.prompt(settings.sample_prompt)[-run.config.model.context :]
-        with run.scope(), out_of_memory():
+        sharding = run.trained.sharding
+        with run.scope(), out_of_memory(), contextlib.nullcontext() if sharding is None else sharding.gathered():
             ids = list(
                 generate_tokens(
                     run.model,

@@ -18,9 +18,11 @@ Contract:
 Trap: all processes must take the same number of passes, also in evaluation: a group is gathered by all together.
 """
 
+import contextlib
 import dataclasses
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,7 +72,7 @@ class Sharding:
         mesh = _mesh(world, device, hybrid=hybrid)
         self._group = mesh.get_group("shard")
         self.number, self.count = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._world = world
+        self._world, self._device, self._gathered = world, device, gathered
         self.writes = not hybrid or mesh.get_local_rank("replicate") == 0  # others hold the same
         wide = None if gathered is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=wide, cast_forward_inputs=False)
@@ -108,6 +110,7 @@ class Sharding:
 
     def _set_up(self, model: nn.Module) -> None:
         self._sharded: dict[str, DTensor] = {}
+        self._whole_bytes = 0
         self.parameters: dict[str, nn.Parameter] = {}
         self.slices: dict[str, Slice] = {}
         for name, parameter in model.named_parameters():
@@ -116,10 +119,33 @@ class Sharding:
                 continue
             local = parameter.to_local()
             self._sharded[name] = parameter
+            self._whole_bytes += parameter.numel() * (self._gathered or parameter.dtype).itemsize
             self.parameters[name] = nn.Parameter(local.detach(), requires_grad=parameter.requires_grad)
             most = -(-parameter.shape[0] // self.count)
             start = min(self.number * most, parameter.shape[0])
             self.slices[name] = Slice(tuple(parameter.shape), start, local.shape[0])
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Weights stay whole from one pass to the next, if all processes have the room: for passes of single tokens."""
+        if self._world.any(self._room() < self._whole_bytes):
+            yield
+            return
+        *groups, _ = self._modules  # the last one is the model itself, whose own weights stay anyway
+        try:
+            for module in groups:
+                module.set_reshard_after_forward(False, recurse=False)
+            yield
+        finally:
+            for module in groups:
+                module.set_reshard_after_forward(True, recurse=False)
+                module.reshard()
+
+    def _room(self) -> float:
+        if self._device.type != "cuda":
+            return math.inf
+        held = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return 0.8 * (torch.cuda.mem_get_info(self._device)[0] + held)
 
     def norm(self, tensors: Sequence[Tensor]) -> Tensor:
         """The norm of tensors of which every process has its slices, and one counts the vectors."""

@@ -151,7 +151,8 @@ def _recorded(
     notices: Sequence[str], records: Generator[Record], run: Run, origin: Origin, lock: RunLock
 ) -> Generator[Record]:
     """Passes records on, with the files of a run written."""
-    with _undone_before_the_first_step(lock, origin):
+    # A loop that nobody reads from any more may have a save to wait for, and the folder is locked only until then.
+    with _undone_before_the_first_step(lock, origin), contextlib.closing(records):
         with disk_errors(f"{origin.folder / 'config.yaml'}"):
             write_whole(origin.folder / "config.yaml", show(run.config).encode("utf-8"))
         again = recorded_again(origin.checkpoint)

@@ -190,12 +190,19 @@ def _writer_lives(folder: Path) -> bool:
 
 
 def process_lives(pid: int) -> bool:
-    """Whether a process of this host lives, as far as it tells. Not for Windows, where asking would end it."""
+    """Whether a process of this host lives, as far as it tells. Not for Windows, where asking would end it.
+
+    One that has ended keeps its number until its parent asks for its exit code, which some never do. Linux says so.
+    """
     try:
         os.kill(pid, 0)  # sends nothing, only asks
     except (OSError, OverflowError) as error:
         return not isinstance(error, ProcessLookupError)
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:1]
+    except OSError:
+        return True
+    return state != [b"Z"]
 
 
 def _rename_marked(folder: Path) -> Path:

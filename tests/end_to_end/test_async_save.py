@@ -17,7 +17,7 @@ from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_ve
 from flatout.engine.writer import Plan, Writer
 from flatout.errors import DivergedError, ResourceError
 from flatout.folders import process_lives
-from flatout.observe.sinks import read_metrics
+from flatout.observe.sinks import MetricsFile, read_metrics
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, Record, StepRecord
 from tests.end_to_end.test_nothing_lost import assert_same_end, poison
 from tests.end_to_end.test_resume import stop_after
@@ -121,8 +121,9 @@ def test_a_disk_that_stays_full_is_the_error_it_was(tiny, monkeypatch, writers):
     list(flatout.train(tiny("train.steps=3", "output.folder=run", ON)))
     monkeypatch.setattr(Writer, "save", full)
     monkeypatch.setattr(saving, "save_plan", full)
+    words = ["train.steps=9", "checkpoint.every=3", "output.folder=run", ON, "checkpoint.full_disk_wait=0"]
     with pytest.raises(ResourceError, match=r"could not write checkpoint run/checkpoints/step-00000006: No space left"):
-        list(flatout.train(tiny("train.steps=9", "checkpoint.every=3", "output.folder=run", ON), resume="auto"))
+        list(flatout.train(tiny(*words), resume="auto"))
     assert [step for step, _ in list_checkpoints(Path("run/checkpoints"))] == [3]
     assert all(not process_lives(writer.pid or 0) for writer in writers)
 
@@ -157,6 +158,24 @@ def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, writers, 
     kinds = ("step", "eval", "sample", "checkpoint")
     assert told("run", *kinds) == told("reference", *kinds), "the record of step 3 comes with the resume"
     assert_same_end("run", "reference", 9)
+
+
+def test_a_run_that_cannot_write_its_records_ends_before_its_folder_is_free(tiny, monkeypatch, writers):
+    """Also while somebody keeps the error, and with it all frames."""
+    at_the_latest(monkeypatch)
+    write = MetricsFile.write
+
+    def full(self: MetricsFile, record: Record) -> None:
+        if isinstance(record, StepRecord) and record.step == 4:
+            raise ResourceError("planted", "none")
+        write(self, record)
+
+    monkeypatch.setattr(MetricsFile, "write", full)
+    with pytest.raises(ResourceError, match="planted") as kept:
+        list(flatout.train(tiny("train.steps=9", "checkpoint.every=3", "output.folder=run", ON)))
+    assert not process_lives(writers[0].pid or 0)
+    assert read_verdict(Path("run/checkpoints/step-00000003")) is not None
+    del kept
 
 
 def test_an_interrupt_saves_and_waits(tiny, writers):

@@ -1,5 +1,6 @@
 """A user's own files survive us, and so does the last good checkpoint."""
 
+import errno
 import gc
 import itertools
 import math
@@ -8,6 +9,7 @@ import random
 import shlex
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +17,11 @@ import torch
 import flatout
 from flatout import cli
 from flatout.api import training
-from flatout.engine import boundary, diverged, recovery, run_folder
+from flatout.engine import boundary, diverged, full_disk, recovery, run_folder
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
 from flatout.model.gpt import GPT
+from flatout.observe import sinks
 from flatout.observe.sinks import read_metrics
 from flatout.records import CheckpointRecord, EndRecord, EvalRecord, NoticeRecord
 from tests.conftest import TINY
@@ -392,6 +395,27 @@ def test_a_divergence_is_told_also_where_its_start_cannot_be_saved(tiny, monkeyp
     assert error is not None
     assert "non-finite" in error.message
     assert "optim.learning_rate=0.001" in error.hint
+
+
+def test_records_wait_for_space_on_a_full_disk(tiny, monkeypatch):
+    """Three tries of the records after the twelfth fail, the first of them in the middle of a line."""
+    real, calls = os.write, itertools.count(1)
+
+    def write(handle: int, content: bytes) -> int:
+        call = next(calls)
+        if 14 <= call < 17:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(handle, content[:20] if call == 13 else content)
+
+    monkeypatch.setattr(full_disk, "PAUSE", 0.01)
+    monkeypatch.setattr(sinks, "os", SimpleNamespace(write=write))
+    records = list(flatout.train(tiny("train.steps=20", "output.folder=run")))
+    notices = [record.message for record in records if isinstance(record, NoticeRecord)]
+    assert "could not write run/metrics.jsonl: No space left on device: training pauses" in notices[0]
+    assert "the disk has room again" in notices[1]
+    rows = read_metrics(Path("run/metrics.jsonl"))
+    assert [row["step"] for row in rows if row["type"] == "step"] == list(range(1, 21))
+    assert len(rows) == len(records), "each of them once"
 
 
 def test_saving_on_demand_goes_on_with_the_same_run(tiny):

@@ -1,6 +1,7 @@
 """Loaders: the same batches from host and device, any workers, any shards, any rank; and prompt, clean endings."""
 
 import itertools
+import queue
 import threading
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from flatout.data.loader import IGNORED, DeviceLoader, HostLoader, Windows, eval
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import TokenShards
-from flatout.data.threads import StuckError
+from flatout.data.threads import StuckError, Threads
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
 from flatout.errors import DataError, ResourceError
 from flatout.ops.documents import PackedRows
@@ -332,6 +333,23 @@ def test_threads_that_hang_are_named_and_replaced_once(train: TokenShards, monke
             list(batches)
     finally:
         over.set()
+
+
+def test_closing_does_not_wait_for_a_job_that_a_thread_takes_first() -> None:
+    class Late(queue.SimpleQueue[Any]):
+        """What `empty` says is no longer true when the caller reads it."""
+
+        def empty(self) -> bool:
+            return False
+
+    threads = Threads(0, "test", lambda: None)
+    threads._jobs = Late()
+    left = threads.submit(lambda step: step, 1)
+    closing = threading.Thread(target=threads.close, kwargs={"wait": True}, daemon=True)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert left.cancelled()
 
 
 def test_a_split_shorter_than_a_window_is_refused(tmp_path: Path) -> None:

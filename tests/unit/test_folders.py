@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from flatout import folders
 from flatout.errors import DataError
 from flatout.files import write_new, write_whole
-from flatout.folders import MARK, _create, make_folders, remove_empty, retire, sweep, whole_folder
+from flatout.folders import MARK, _create, make_folders, process_lives, remove_empty, retire, sweep, whole_folder
 
 
 def fill(target: Path, text: str = "new", **options) -> None:
@@ -161,3 +163,15 @@ def test_a_full_disk_leaves_no_folder_without_a_mark(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         fill(tmp_path / "target")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="needs a way to wait for a process and leave it as it is")
+def test_a_process_that_has_ended_does_not_live_though_nobody_asked_for_its_code():
+    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    assert process_lives(child.pid)
+    assert child.stdin is not None
+    child.stdin.close()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not process_lives(child.pid) or sys.platform != "linux"
+    child.wait()
+    assert not process_lives(child.pid)

@@ -28,6 +28,7 @@ from tests.unit.test_tensor_file import some_tensors
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a stopped process stays until it goes on")
 
 
 class Beside:
@@ -181,19 +182,23 @@ def test_no_process_is_left_when_saving_ends(tmp_path: Path):
     assert not process_lives(pid)
 
 
-def test_the_writer_ends_with_its_trainer(tmp_path: Path):
+@pytest.mark.parametrize("stop", [False, pytest.param(True, marks=LINUX)])
+def test_the_writer_ends_with_its_trainer(stop: bool):
     """Killed, the trainer cleans nothing up."""
     code = (
         "import os, sys, time\n"
         "from flatout.engine.writer import Writer\n"
         "memory = os.memfd_create('x'); os.ftruncate(memory, 4096)\n"
-        "print(Writer(memory).pid, flush=True); time.sleep(60)\n"
+        "writer = Writer(memory); print(writer.pid, flush=True); time.sleep(600)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
     assert trainer.stdout is not None
     pid = int(trainer.stdout.readline())
+    time.sleep(0.1)
     assert process_lives(pid)
+    if stop:
+        os.kill(pid, signal.SIGSTOP)
     trainer.kill()
     trainer.communicate()
     deadline = time.monotonic() + 60

@@ -18,6 +18,7 @@ from flatout.device import free_memory
 from flatout.engine.checkpoint import mark_as_base, read_checkpoint
 from flatout.engine.diverged import with_way_back
 from flatout.engine.fit_check import check_disk
+from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.loop import train_loop
 from flatout.engine.recovery import use_at_most
 from flatout.engine.run import Run
@@ -151,7 +152,8 @@ def _recorded(
     notices: Sequence[str], records: Generator[Record], run: Run, origin: Origin, lock: RunLock
 ) -> Generator[Record]:
     """Passes records on, with the files of a run written."""
-    with _undone_before_the_first_step(lock, origin):
+    # A loop that nobody reads from any more may have a save to wait for, and the folder is locked only until then.
+    with _undone_before_the_first_step(lock, origin), contextlib.closing(records):
         with disk_errors(f"{origin.folder / 'config.yaml'}"):
             write_whole(origin.folder / "config.yaml", show(run.config).encode("utf-8"))
         again = recorded_again(origin.checkpoint)
@@ -246,23 +248,29 @@ def _written(
     """Passes notices and records on, after they were written to metrics.jsonl and to the trackers."""
     trackers: Trackers | None = None
     try:
-        yield from _written_notices(notices, metrics, step)
+        yield from _written_notices(notices, run, metrics, step)
         for record in records:
-            metrics.write(record)
+            step = record.start_step if isinstance(record, RunInfo) else record.step
+            yield from _put(record, run, metrics, step)
             if isinstance(record, RunInfo):
                 trackers = open_trackers(run.config.output.trackers, Path(record.folder), record)
-                step = record.start_step
-            else:
-                step = record.step
             yield record
-            yield from _written_notices(() if trackers is None else trackers.write(record), metrics, step)
+            yield from _written_notices(() if trackers is None else trackers.write(record), run, metrics, step)
     finally:
         for notice in () if trackers is None else trackers.close():
             metrics.write(NoticeRecord(step=step, message=notice))
 
 
-def _written_notices(notices: Iterable[str], metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:
+def _written_notices(notices: Iterable[str], run: Run, metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:
     for notice in notices:
         record = NoticeRecord(step=step, message=notice)
-        metrics.write(record)
+        yield from _put(record, run, metrics, step)
         yield record
+
+
+def _put(record: Record, run: Run, metrics: MetricsFile, step: int) -> Generator[NoticeRecord]:
+    """Writes a record, after a pause if the disk is full; passes on what there is to tell of that."""
+    metrics.add(record)
+    for notice in when_there_is_room(metrics.flush, step, run.full_disk_wait):
+        metrics.add(notice)
+        yield notice

@@ -4,6 +4,7 @@ They are daemons, unlike those of `concurrent.futures`: the end of the process d
 read from a disk or a network.
 """
 
+import contextlib
 import queue
 import sys
 import threading
@@ -46,10 +47,11 @@ class Threads:
 
         One that hangs is not waited for longer than a few seconds.
         """
-        while not self._jobs.empty():
-            job = self._jobs.get()
-            if job is not None:
-                job[0].cancel()
+        with contextlib.suppress(queue.Empty):
+            while True:  # without waiting: a thread may take the last job first
+                job = self._jobs.get_nowait()
+                if job is not None:
+                    job[0].cancel()
         for _ in self._threads:
             self._jobs.put(None)
         until = time.monotonic() + _LEAVE

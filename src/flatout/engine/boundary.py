@@ -81,10 +81,7 @@ class Boundary:
     def __post_init__(self) -> None:
         run, asked = self.run, self.run.config.checkpoint.asynchronous
         device, notice = run.speed.device.torch_device, run.new_notices.add
-        patience = run.config.checkpoint.full_disk_wait
-        if run.world.size > 1:  # the others wait for this one, and not forever
-            patience = min(patience, run.config.parallel.timeout / 2)
-        self.saver = Saver(checkpoints_of(self.folder), asked, device, run.step, notice, patience)
+        self.saver = Saver(checkpoints_of(self.folder), asked, device, run.step, notice, run.full_disk_wait)
         self.saved_at = time.monotonic()  # the clock of the wall may jump
 
     def pass_through(

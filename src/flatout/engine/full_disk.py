@@ -1,4 +1,4 @@
-"""A save that finds the disk full: the run pauses and tries again, since somebody may make room."""
+"""A save or a record that finds the disk full: the run pauses and tries again, since somebody may make room."""
 
 import time
 from collections.abc import Callable, Generator

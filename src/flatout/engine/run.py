@@ -53,6 +53,12 @@ class Run:
     def world(self) -> World:
         return self.step.world
 
+    @property
+    def full_disk_wait(self) -> float:
+        """How many seconds a save or a record may wait for space. Other ranks wait meanwhile, and not forever."""
+        wait = self.config.checkpoint.full_disk_wait
+        return wait if self.world.size == 1 else min(wait, self.config.parallel.timeout / 2)
+
     @functools.cached_property
     def files_beside(self) -> dict[str, bytes]:
         """What goes beside adapters in PEFT's folder. Read once: a tokenizer may be large, and the base may change."""

@@ -5,8 +5,9 @@ The writer saves them by `save_files`, as the trainer itself would, and answers 
 It imports no torch and starts in about a tenth of a second.
 
 Contract: the writer ends with the pipe that it reads from. A trainer that is killed takes it along, in the middle of a
-file if need be; the work folder has our mark and is swept away by the next start. A writer that was stopped meanwhile
-publishes nothing: just before a folder gets its name, the writer looks whether its trainer is still there.
+file if need be; the work folder has our mark and is swept away by the next start. On Linux the kernel ends the writer,
+even a stopped one. Elsewhere a stopped writer publishes nothing when it goes on: just before a folder gets its name,
+the writer looks whether its trainer is still there.
 While it writes it sends a sign of life every second, so a writer that hangs can be told from a slow disk.
 """
 
@@ -28,12 +29,12 @@ from typing import Any, final
 from flatout.confined import pythons, root_of
 from flatout.engine.checkpoint_files import save_files
 from flatout.files import PIECE
+from flatout.pulse import die_with_parent
 
 PATIENCE = 60.0  # seconds without a sign of life
 _BEAT = 1.0
 _START = (
-    "import sys; sys.path += sys.argv[3:]; from flatout.engine.writer import serve; "
-    "serve(int(sys.argv[1]), int(sys.argv[2]))"
+    "import sys; sys.path += sys.argv[4:]; from flatout.engine.writer import serve; serve(*map(int, sys.argv[1:4]))"
 )
 # Of the parent's group, the terminal, or a batch system that signals every process: the parent decides what they mean.
 _PARENTS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -67,7 +68,10 @@ def _pieces(whole: memoryview) -> Iterator[memoryview]:
 
 @final
 class Writer:
-    """The trainer's side of a writer that reads the memory behind a file descriptor."""
+    """The trainer's side of a writer that reads the memory behind a file descriptor.
+
+    Trap: Linux ends the writer with the thread that started it, so that thread must stay until `close`.
+    """
 
     _pipe: Connection
     _process: subprocess.Popen[bytes] | None
@@ -86,9 +90,9 @@ class Writer:
         self._pipe, self._process = Connection(ours.detach()), None
         with theirs:
             handles = theirs.fileno(), memory
-            null = subprocess.DEVNULL
+            numbers, null = map(str, (*handles, os.getpid())), subprocess.DEVNULL
             self._process = subprocess.Popen(
-                [program, "-I", "-S", "-c", _START, *map(str, handles), root_of("flatout")],
+                [program, "-I", "-S", "-c", _START, *numbers, root_of("flatout")],
                 pass_fds=handles, stdin=null, stdout=null, stderr=null, start_new_session=True,
             )  # fmt: skip
 
@@ -130,12 +134,13 @@ class Writer:
 # --- the writer's side ------------------------------------------------------------------------------------------------
 
 
-def serve(pipe_handle: int, memory_handle: int) -> None:
+def serve(pipe_handle: int, memory_handle: int, parent: int) -> None:
     """Saves what it is told to until the pipe ends."""
+    die_with_parent(parent)
     for name in _PARENTS:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    parent, pipe, lock = os.getppid(), Connection(pipe_handle), threading.Lock()
+    pipe, lock = Connection(pipe_handle), threading.Lock()
     memory = memoryview(mmap.mmap(memory_handle, 0, access=mmap.ACCESS_READ))
 
     def tell(value: dict[str, Any] | None) -> None:

@@ -1,12 +1,13 @@
 """Records to files. `metrics.jsonl` is the truth of a run: one line per record, whole lines only, no step twice."""
 
 import contextlib
-import io
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from flatout.errors import ResourceError
 from flatout.files import disk_errors, open_to_append, write_whole
 from flatout.records import Record, record_to_json
 
@@ -15,30 +16,38 @@ class MetricsFile:
     """Appends records to metrics.jsonl, each flushed at once: a killed run loses at most the line being written.
 
     On opening, lines after `keep_to_step` are dropped (a resumed run will say them again) and so is a torn last line.
-    So are the types of records in `again` at that step itself.
+    So are the types of records in `again` at that step itself. What a full disk does not take is kept for the next try.
     """
 
     def __init__(self, path: Path, *, keep_to_step: int, again: Collection[str] = ()) -> None:
         self.path = path
+        self.waiting = b""  # what is not in the file yet
         with disk_errors(str(path)):
-            self.file = io.TextIOWrapper(open_to_append(path), encoding="utf-8")
+            self.file = open_to_append(path)
             if path.stat().st_size:
                 self.file.close()  # Windows does not replace a file that is open
                 _cut_back(path, keep_to_step, again)
-                self.file = io.TextIOWrapper(open_to_append(path), encoding="utf-8")
+                self.file = open_to_append(path)
 
     def write(self, record: Record) -> None:
+        self.add(record)
+        self.flush()
+
+    def add(self, record: Record) -> None:
+        """Takes a record for the next `flush`."""
+        self.waiting += record_to_json(record).encode("utf-8") + b"\n"
+
+    def flush(self) -> None:
         with disk_errors(str(self.path)):
-            self.file.write(record_to_json(record) + "\n")
-            self.file.flush()
+            while self.waiting:
+                self.waiting = self.waiting[os.write(self.file.fileno(), self.waiting) :]
 
     def __enter__(self) -> "MetricsFile":
         return self
 
     def __exit__(self, *error: object) -> None:
-        # On a full disk closing tries once more to write what could not be written; that has been told already.
-        with contextlib.suppress(OSError):
-            self.file.close()
+        with contextlib.suppress(OSError, ResourceError), self.file:  # a full disk has been told of already
+            self.flush()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -137,8 +137,8 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
         yield World()
         return
     store = _meet(found, join)
-    hosts = _check_alike(found, store, join)
     backend = _backend(found, asked_device)
+    hosts = _check_alike(found, store, join, backend=backend)
     told = pulse()
     try:
         dist.init_process_group(
@@ -207,15 +207,18 @@ def refuse(found: Launch, error: UserError, join: float = 25.0) -> UserError:
     """
     try:
         store = _meet(found, join)
-        _check_alike(found, store, join, error)
+        _check_alike(found, store, join, error=error)
     except UserError as told:
         return told
     return error
 
 
-def _check_alike(found: Launch, store: Store, join: float, error: UserError | None = None) -> tuple[str, ...]:
+def _check_alike(
+    found: Launch, store: Store, join: float, *, backend: str = "", error: UserError | None = None
+) -> tuple[str, ...]:
     """Waits for all processes and compares what they run; returns their hosts."""
     own: dict[str, Any] = {"host": socket.gethostname(), "flatout": flatout.__version__, "torch": torch.__version__}
+    own["backend"] = backend
     if error is not None:
         own["error"] = [error.message, error.hint, error.exit_code]
     store.set(f"here/{found.rank}", json.dumps(own))
@@ -241,7 +244,7 @@ def _check_alike(found: Launch, store: Store, join: float, error: UserError | No
 
 
 def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:
-    """The first rank that has an error, or versions that differ, and what it has to tell."""
+    """The first rank that has an error, or versions or devices that differ, and what it has to tell."""
     errors = [(rank, facts["error"]) for rank, facts in enumerate(everybody) if "error" in facts]
     if errors:
         rank, (message, hint, code) = errors[0]
@@ -258,6 +261,11 @@ def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | Non
                 f"has {theirs[name]}",
                 "install the same versions on all hosts",
             )
+    without = [rank for rank, facts in enumerate(everybody) if "cuda" not in facts["backend"]]
+    if without and len(without) < len(everybody):
+        ranks = ", ".join(f"{rank} on {everybody[rank]['host']}" for rank in without)
+        hint = "see `flatout doctor` on that host, or set speed.device=cpu for all"
+        return 0, UsageError(f"rank {ranks} sees no GPU, and others do", hint)
     return None
 
 

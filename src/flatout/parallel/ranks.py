@@ -31,7 +31,7 @@ from flatout.launch import Launch, LostRankError, OtherProcessError
 from flatout.pulse import Pulse, State, pulse
 from flatout.world import World
 
-_POLL = datetime.timedelta(seconds=5)
+_LEAVE = datetime.timedelta(seconds=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,14 +111,15 @@ class Ranks(World):
             self._wait_for(f"turn/{turn}/{first}")
 
     def _wait_for(self, key: str) -> None:
-        """Waits as long as it takes: the first process may have data to prepare for hours."""
+        """Waits as long as it takes: the first process may have data to prepare for hours.
+
+        By asking, because torch prints a warning whenever a wait of its own runs out.
+        """
+        pause = 0.01
         with self.pulse.waiting():
-            while True:
-                try:
-                    self.store.wait([key], _POLL)
-                    break
-                except dist.DistStoreError:
-                    continue  # not yet
+            while not self.store.check([key]):
+                time.sleep(pause)
+                pause = min(1.0, 1.2 * pause)
         if self.store.get(key) != b"passed":
             raise OtherProcessError
 
@@ -274,7 +275,7 @@ def _leave_together(found: Launch, store: Store) -> None:
     with contextlib.suppress(RuntimeError):
         store.set(f"read/{found.rank}", "1")
         if found.rank == 0:
-            store.wait([f"read/{rank}" for rank in range(found.size)], _POLL)
+            store.wait([f"read/{rank}" for rank in range(found.size)], _LEAVE)
 
 
 def _backend(found: Launch, asked_device: str) -> str:

@@ -31,7 +31,7 @@ from flatout.launch import Launch, LostRankError, OtherProcessError
 from flatout.pulse import Pulse, State, pulse
 from flatout.world import World
 
-_POLL = datetime.timedelta(seconds=5)
+_LEAVE = datetime.timedelta(seconds=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Ranks(World):
 
     @contextlib.contextmanager
     def in_turns(self) -> Iterator[None]:
-        turn, first_here = next(self._turns), self.hosts.index(self.hosts[self.rank])
+        turn, firsts = next(self._turns), sorted({self.hosts.index(host) for host in self.hosts})
+        first_here = self.hosts.index(self.hosts[self.rank])
         for before in {0, first_here} if self.rank != first_here else {0} - {self.rank}:
             self._wait_for(f"turn/{turn}/{before}")
         word = "failed"
@@ -106,16 +107,19 @@ class Ranks(World):
         finally:
             if self.rank == first_here:
                 self.store.set(f"turn/{turn}/{self.rank}", word)
+        for first in firsts:  # another host may take hours, too, longer than a collective waits
+            self._wait_for(f"turn/{turn}/{first}")
 
     def _wait_for(self, key: str) -> None:
-        """Waits as long as it takes: the first process may have data to prepare for hours."""
+        """Waits as long as it takes: the first process may have data to prepare for hours.
+
+        By asking, because torch prints a warning whenever a wait of its own runs out.
+        """
+        pause = 0.01
         with self.pulse.waiting():
-            while True:
-                try:
-                    self.store.wait([key], _POLL)
-                    break
-                except dist.DistStoreError:
-                    continue  # not yet
+            while not self.store.check([key]):
+                time.sleep(pause)
+                pause = min(1.0, 1.2 * pause)
         if self.store.get(key) != b"passed":
             raise OtherProcessError
 
@@ -134,8 +138,8 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
         yield World()
         return
     store = _meet(found, join)
-    hosts = _check_alike(found, store, join)
     backend = _backend(found, asked_device)
+    hosts = _check_alike(found, store, join, backend=backend)
     told = pulse()
     try:
         dist.init_process_group(
@@ -163,12 +167,13 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
 
 
 def _is_about_others(error: RuntimeError, told: Pulse) -> bool:
-    """Whether an error says that other ranks do not answer: gloo has no class for it, but it comes while we wait."""
-    return isinstance(error, dist.DistError) or told.state is State.WAITING or "NCCL" in str(error)
+    """Whether an error says that other ranks do not answer: gloo has no class for it, but names its own source."""
+    named = "NCCL" in str(error) or "/gloo/" in str(error)  # in torch's FSDP nobody notes that we wait
+    return isinstance(error, dist.DistError) or told.state is State.WAITING or named
 
 
 def _lost(rank: int, error: RuntimeError) -> LostRankError:
-    reason = str(error).partition("\n")[0].rpartition("] ")[2] or str(error)
+    reason = str(error).partition("\n")[0].rpartition("] ")[2].partition(". ")[0] or str(error)
     return LostRankError(
         f"rank {rank} on {socket.gethostname()} gets no answer from another rank: {reason}",
         "see what the others say; the same command with --resume auto goes on from the last checkpoint, and "
@@ -203,15 +208,18 @@ def refuse(found: Launch, error: UserError, join: float = 25.0) -> UserError:
     """
     try:
         store = _meet(found, join)
-        _check_alike(found, store, join, error)
+        _check_alike(found, store, join, error=error)
     except UserError as told:
         return told
     return error
 
 
-def _check_alike(found: Launch, store: Store, join: float, error: UserError | None = None) -> tuple[str, ...]:
+def _check_alike(
+    found: Launch, store: Store, join: float, *, backend: str = "", error: UserError | None = None
+) -> tuple[str, ...]:
     """Waits for all processes and compares what they run; returns their hosts."""
     own: dict[str, Any] = {"host": socket.gethostname(), "flatout": flatout.__version__, "torch": torch.__version__}
+    own["backend"] = backend
     if error is not None:
         own["error"] = [error.message, error.hint, error.exit_code]
     store.set(f"here/{found.rank}", json.dumps(own))
@@ -237,7 +245,7 @@ def _check_alike(found: Launch, store: Store, join: float, error: UserError | No
 
 
 def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:
-    """The first rank that has an error, or versions that differ, and what it has to tell."""
+    """The first rank that has an error, or versions or devices that differ, and what it has to tell."""
     errors = [(rank, facts["error"]) for rank, facts in enumerate(everybody) if "error" in facts]
     if errors:
         rank, (message, hint, code) = errors[0]
@@ -254,6 +262,11 @@ def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | Non
                 f"has {theirs[name]}",
                 "install the same versions on all hosts",
             )
+    without = [rank for rank, facts in enumerate(everybody) if "cuda" not in facts["backend"]]
+    if without and len(without) < len(everybody):
+        ranks = ", ".join(f"{rank} on {everybody[rank]['host']}" for rank in without)
+        hint = "see `flatout doctor` on that host, or set speed.device=cpu for all"
+        return 0, UsageError(f"rank {ranks} sees no GPU, and others do", hint)
     return None
 
 
@@ -262,7 +275,7 @@ def _leave_together(found: Launch, store: Store) -> None:
     with contextlib.suppress(RuntimeError):
         store.set(f"read/{found.rank}", "1")
         if found.rank == 0:
-            store.wait([f"read/{rank}" for rank in range(found.size)], _POLL)
+            store.wait([f"read/{rank}" for rank in range(found.size)], _LEAVE)
 
 
 def _backend(found: Launch, asked_device: str) -> str:

@@ -164,7 +164,7 @@ class Sharding:
                     "in 8 bits are not sharded",
                     "resume with parallel.form=data",
                 )
-            held[name] = tensor if one is None else one.of(tensor)
+            held[name] = tensor if one is None else one.of(tensor).clone()  # a view would keep the whole one
         return held
 
     def slice_of(self, name: str, tensor: Tensor) -> Slice | None:
@@ -206,8 +206,6 @@ class Sharding:
 
 def _mesh(world: Ranks, device: torch.device, *, hybrid: bool) -> DeviceMesh:
     """All processes in one row; `hybrid`: those of each host in a row."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # torch's FSDP takes the current one
     if not hybrid:
         return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     hosts = len(set(world.hosts))

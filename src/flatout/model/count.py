@@ -178,10 +178,7 @@ def _sharded_memory(
     Of two groups weights are whole at a time, and of two gradients: of the one that is at work, and of the one that
     comes or leaves. While micro-batches are added up, all gradients are.
     """
-    blocks = [
-        sum(_matrices(config, kind).values()) + sum(feature.values(config, kind) for feature in FEATURES)
-        for kind in set(config.kinds)
-    ]
+    blocks = [block_count(config, kind) for kind in set(config.kinds)]
     parameters, table = parameter_count(config, vocab), vocab * config.width
     slices, stays = -(-parameters // shards), table if config.tied else 0
     largest = max(blocks if config.tied else [*blocks, table])

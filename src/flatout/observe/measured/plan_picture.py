@@ -29,7 +29,7 @@ from flatout.observe.picture import (
 
 _PARTS = (("compute", BLUE), ("update", GREY), ("exposed", ORANGE))
 _NAMES = {"compute": "compute", "update": "optimizer update", "exposed": "exposed communication"}
-_LINES = {"dp": BLUE, "fsdp": TEAL, "hybrid": PURPLE}
+_LINES = {"data": BLUE, "fsdp": TEAL, "hybrid": PURPLE}
 _WIDTH = 0.26  # of a bar, where numbers of GPUs are 1 apart
 
 

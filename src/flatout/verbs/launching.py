@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flatout.errors import HardwareError, UsageError, UserError
 from flatout.launch import ATTEMPT, launch, place_of_slurm
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
 
 _MOST = 1024
+Found = TypeVar("Found")
 
 
 def add_launching(parser: Parser) -> None:
@@ -69,8 +70,8 @@ def start_workers(
     return Agent([verb, *words], hosts, restarts=parsed.restarts, timeout=parallel.timeout).run()
 
 
-def told_by_one(checked: Callable[[], "LoadedConfig | None"]) -> "LoadedConfig | None":
-    """Loads the config. In one of several processes, one of them tells what is wrong with it."""
+def told_by_one(checked: Callable[[], Found]) -> Found:
+    """Understands a command. In one of several processes, one of them tells what is wrong with it."""
     try:
         return checked()
     except UserError as error:

@@ -24,7 +24,7 @@ from tests.conftest import TINY
 from tests.parallel_runs import Told, attempt, learn, saved_again
 from tests.ranks import WORKERS
 
-QUIET = ["optim.learning_rate=3e-3", "checkpoint.keep=9"]
+QUIET = ["optim.learning_rate=3e-3", "checkpoint.keep=9", "parallel.check_every=2"]
 Make = Callable[..., tuple[str, list[str]]]
 
 

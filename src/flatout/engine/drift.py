@@ -1,10 +1,11 @@
-"""Ranks that train one model have the same weights, bit for bit. Now and then they compare.
+"""Ranks that hold the same weights hold them bit for bit. Now and then they compare.
 
-What makes them differ is a fault of memory, of a device or of ours; nothing in the loss tells it for a long time.
+Those are all ranks, or of a sharded model the ranks with the same slices: none under FSDP2, one of every host under
+hybrid. What makes them differ is a fault of memory, of a device or of ours; nothing in the loss tells it for a long time.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,22 +25,30 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> int:
 
 
 def check_alike(run: Run, step: int) -> None:
-    """Compares the weights of all ranks where that is due; an error names the ranks that differ from most others."""
-    every, world = run.config.parallel.check_every, run.world
-    if world.size == 1 or not every or step % every:
+    """Compares the weights of ranks where that is due; an error names the ranks that differ from most others."""
+    every, world, sharding = run.config.parallel.check_every, run.world, run.trained.sharding
+    copies = world.size if sharding is None else world.size // sharding.count
+    if copies == 1 or not every or step % every:
         return
-    tensors = [one.parameter.detach() for one in run.trained.updated]
-    found = world.gather(sum_of_bits(tensor for tensor in tensors if not hasattr(tensor, "placements")))  # not sharded
-    most, count = Counter(found).most_common(1)[0]
-    if count == world.size:
+    place = 0 if sharding is None else sharding.number
+    everywhere = world.gather([place, sum_of_bits(one.parameter.detach() for one in run.trained.updated)])
+    wrong = sorted(rank for held in {place for place, _ in everywhere} for rank in _odd_ones(everywhere, held))
+    if not wrong:
         return
     if not world.first:
         raise OtherProcessError(DriftError.exit_code)
-    # Of two that differ nobody can say which is right; rank 0, which writes the checkpoints, is named as the other.
-    usual = most if count > 1 else found[0]
-    ranks = ", ".join(str(rank) for rank, value in enumerate(found) if value != usual)
+    ranks = ", ".join(map(str, wrong))
     raise DriftError(
         f"after step {step:,} the weights of rank {ranks} are not those of the others; {every:,} steps ago they were",
         "memory or a GPU may be faulty, see `flatout doctor` there; resume from a checkpoint of before: --resume "
         "RUN/checkpoints/step-N",
     )
+
+
+def _odd_ones(everywhere: Sequence[tuple[int, int]], held: int) -> list[int]:
+    """The ranks that differ from most others that hold the slices of number `held`."""
+    found = {rank: bits for rank, (place, bits) in enumerate(everywhere) if place == held}
+    most, count = Counter(found.values()).most_common(1)[0]
+    # Of two that differ nobody can say which is right; the first, which writes the checkpoints, is not the one named.
+    usual = most if count > 1 else next(iter(found.values()))
+    return [rank for rank, bits in found.items() if bits != usual]

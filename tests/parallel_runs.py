@@ -23,7 +23,7 @@ from flatout.engine.step import TrainStep
 from flatout.errors import UserError
 from flatout.launch import launch
 from flatout.parallel.ranks import joined
-from flatout.records import EvalRecord, RunInfo, SampleRecord, StepRecord
+from flatout.records import EvalRecord, NoticeRecord, RunInfo, SampleRecord, StepRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Told:
     windows: list[list[str]]  # of every step, each as a hash
     evaluations: list[float]
     samples: list[str]
+    notices: list[str]
     norms: list[float]  # of gradients and, where it was asked for, of parameters
     form: str
 
@@ -78,6 +79,7 @@ def learn(
         windows=windows,
         evaluations=[record.loss for record in records if isinstance(record, EvalRecord)],
         samples=[record.text for record in records if isinstance(record, SampleRecord)],
+        notices=[record.message for record in records if isinstance(record, NoticeRecord)],
         norms=[norm for record in steps for norm in (record.grad_norm, record.parameter_norm) if norm is not None],
         form=next((feature.used for feature in info.features if feature.name == "parallel"), "none"),
     )

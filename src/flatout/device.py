@@ -99,6 +99,15 @@ def detect_device(asked: str = "auto", local: int = 0) -> Device:
     return Device(torch_device=torch.device(asked), name=asked, memory_bytes=memory, capability=None)
 
 
+def use_device(device: torch.device) -> None:
+    """Makes this the calling thread's current device, by which kernels, events, streams and pinned memory go.
+
+    It is the first GPU in every thread until then, also in a process whose tensors are on another.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def limit_memory(device: Device, gibibytes: float | None) -> Device:
     """The device as a run with a memory limit sees it: with that much memory. Only CUDA's allocator has limits."""
     if gibibytes is None or device.kind != "cuda" or device.memory_bytes is None:

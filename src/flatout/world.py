@@ -88,5 +88,8 @@ class World:
 
     @contextlib.contextmanager
     def in_turns(self) -> Iterator[None]:
-        """The first process passes this block before the others enter it; so does the first of every other host."""
+        """The first process passes this block before the others enter it; so does the first of every other host.
+
+        However long these take, all come out of it together.
+        """
         yield

@@ -6,9 +6,11 @@ Pairs of two processes here; 1, 2, 3 and 4 of them, over 30 steps, are `slow`.
 import functools
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +22,8 @@ from flatout.config.load import load_config
 from flatout.engine import setup
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint
 from flatout.errors import UserError
+from flatout.launch import launch
+from flatout.parallel.ranks import joined
 from flatout.records import record_to_json
 from tests.chat_models import write_chat_model
 from tests.conftest import TINY
@@ -177,6 +181,28 @@ def test_a_refusal_is_that_of_one_process(corpus: Path, tmp_path: Path):
     assert [answer[0]["error"] for answer in answers] == ["ConfigError", "OtherProcessError"]
     assert "13 windows of 16 tokens, which 2 processes cannot share" in answers[0][0]["message"]
     assert not (tmp_path / "here" / "run").exists()
+
+
+def test_a_checkpoint_that_does_not_fit_is_told_of_by_one_process(corpus: Path, tmp_path: Path):
+    words = [*words_of("shards", corpus, tmp_path / "here", 2), "speed.optimizer_state=8bit"]
+    train(2, tmp_path / "here", words, preset="shakespeare-char")
+    for wrong in (["model.width=16"], ["speed.optimizer_state=fp32", "parallel.form=fsdp"]):
+        how = {"preset": "shakespeare-char", "resume": "auto"}
+        answers = train(2, tmp_path / "here", [*words, "train.steps=4", *wrong], **how)
+        assert [answer[-1]["error"] for answer in answers] == ["CheckpointError", "OtherProcessError"]
+
+
+def _prepare_slowly(timeout: float, seconds: float) -> bool:
+    """Two hosts, of which the second has to prepare its data itself."""
+    rank = int(os.environ["RANK"])
+    with mock.patch("socket.gethostname", return_value=f"host-{rank}"):
+        with joined(launch(), "cpu", join=60, timeout=timeout) as world, world.together(), world.in_turns():
+            time.sleep(rank * seconds)
+        return world.first
+
+
+def test_a_host_may_prepare_data_for_longer_than_others_wait_in_a_step():
+    assert WORKERS.run(2, _prepare_slowly, 3.0, 4.5) == [True, False]
 
 
 def test_a_rate_that_diverges_ends_all_processes(corpus: Path, tmp_path: Path):

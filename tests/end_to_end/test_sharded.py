@@ -1,5 +1,6 @@
 """FSDP2: the losses of one process, and checkpoints in slices that any number of processes goes on from."""
 
+import errno
 import itertools
 import json
 import os
@@ -7,6 +8,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from safetensors import safe_open
 from flatout import api
 from flatout.device import Device
 from flatout.engine import form as form_module
+from flatout.engine import full_disk, sharded_saving
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint
 from flatout.errors import CheckpointError
 from flatout.model.count import MemoryEstimate
@@ -163,6 +166,29 @@ def test_where_a_step_does_not_fit_one_device_all_processes_take_slices(tmp_path
     shown = next(feature for feature in features if feature["name"] == "parallel")
     assert (shown["asked"], shown["used"]) == ("auto", "fsdp")
     assert "with data a step needs about" in shown["why"]
+
+
+def _disk_full_once(folder: Path, preset: str, words: list[str]) -> list[str]:
+    """The second process finds the disk full in its first save; the notices of both."""
+    real, tried = sharded_saving.write_files, itertools.count()
+
+    def write(*values: Any) -> Any:
+        if os.environ["RANK"] == "1" and next(tried) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*values)
+
+    with mock.patch.object(sharded_saving, "write_files", write), mock.patch.object(full_disk, "PAUSE", 0.1):
+        return learn(folder, preset, words).notices
+
+
+def test_a_disk_that_is_full_for_one_process_makes_all_wait(tmp_path: Path, words: Make):
+    preset, run = words("text", "train.steps=2", "model.layers=1", "parallel.form=fsdp", "output.folder=run")
+    for *_, paused, ended in WORKERS.run(2, _disk_full_once, tmp_path, preset, run):
+        assert "rank 1 on" in paused
+        assert "No space left on device: training pauses" in paused
+        assert "the disk has room again" in ended
+    verify_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002")
+    assert not list((tmp_path / "run" / "checkpoints").glob("*tmp*"))
 
 
 REFUSED = {

@@ -134,6 +134,14 @@ def test_the_last_step_of_an_epoch_takes_what_is_left():
     assert [len(SampleOrder(3, 8, 0).indices(step)) for step in range(2)] == [3, 3]
 
 
+def test_a_process_without_a_sample_takes_the_step_and_counts_nothing():
+    rows = SampleRows(made([3, 50, 200]), batch_samples=4, row_tokens=256, packing=True)
+    shares = [rows.shared(np.arange(3)[World(rank, 4).share(3)]) for rank in range(4)]
+    assert [share.tokens for share in shares] == [0, 2, 49, 199]
+    assert shares[0].tokens_BT.size
+    assert (shares[0].targets_BT == IGNORED).all()
+
+
 def test_row_lengths_are_few_multiples_of_64():
     assert row_lengths(1) == [64]
     assert row_lengths(256) == [64, 128, 192, 256]

@@ -204,7 +204,8 @@ def _set_up(config: Config, origin: Origin, progress: Progress | None, arrays: A
     if resumed is None:
         return setup_run(config, progress, arrays=arrays, world=world)
     if plain(config).chat.source is None:  # else the shape is the base's, read later
-        check_shape(plain(config), resumed, origin.resumable)
+        with world.together():
+            check_shape(plain(config), resumed, origin.resumable)
     try:
         return setup_run(config, progress, resumed=resumed, arrays=arrays, world=world)
     except DataError as error:

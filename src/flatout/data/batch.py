@@ -26,6 +26,7 @@ import torch
 from flatout.data.positions import Reading, Schedule
 from flatout.data.threads import StuckError, Threads, told
 from flatout.data.tokenizer import Ids
+from flatout.device import use_device
 from flatout.ops.documents import PackedRows
 from flatout.ops.reference import IGNORED
 from flatout.world import World
@@ -187,7 +188,7 @@ class BatchLoader(abc.ABC):
         return made.on(self.device)
 
     def _new_pool(self) -> Threads:
-        return Threads(self._workers, "flatout-loader", lambda: _use_device(self.device))
+        return Threads(self._workers, "flatout-loader", lambda: use_device(self.device))
 
     def _ask(self, pool: Threads) -> None:
         while self._asked < self._last_step and len(self._waiting) < self._prefetch:
@@ -254,9 +255,3 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _use_device(device: torch.device) -> None:
-    # The current CUDA device belongs to a thread; without this, pinning would wake up the first device on every rank.
-    if device.type == "cuda":
-        torch.cuda.set_device(device)

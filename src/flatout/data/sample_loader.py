@@ -166,7 +166,8 @@ class SampleRows:
         if len(numbers):
             return self.packed(numbers)
         packed = self.packed(np.zeros(1, dtype=np.int64))
-        return PackedRows(packed.tokens_BT, packed.documents_BT, np.full_like(packed.targets_BT, IGNORED), self._room)
+        unlabelled = np.full_like(packed.targets_BT, IGNORED)
+        return PackedRows(packed.tokens_BT, packed.documents_BT, unlabelled, self._room, stands_in=True)
 
     def in_order(self, device: torch.device, world: World | None = None) -> Iterator[Batch]:
         """Every sample once, in order, every process its share of the batches: for evaluation."""

@@ -14,6 +14,7 @@ all of it and yields the record. The next save, the end of the run and an error 
 
 import contextlib
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Generator, Iterator, Mapping
@@ -160,7 +161,9 @@ class Boundary:
         began, checkpoint = time.perf_counter(), capture(self.run, self.progress, position, due)
         folder, sharding = checkpoints_of(self.folder), self.run.trained.sharding
         if sharding is not None:
-            path, size = write_sharded(folder, checkpoint, sharding, self.run.world)
+            world, patience = self.run.world, self.saver.patience
+            write = functools.partial(write_sharded, folder, checkpoint, sharding, world)
+            path, size = yield from when_there_is_room(write, checkpoint.step, patience, world)
             self.there = Saved(path=path, bytes=size)
         elif self.run.world.first:  # of several ranks one writes, since all have the same
             yield from when_there_is_room(lambda: self.saver.begin(checkpoint), checkpoint.step, self.saver.patience)

@@ -1,7 +1,8 @@
 """Ranks that hold the same weights hold them bit for bit. Now and then they compare.
 
 Those are all ranks, or of a sharded model the ranks with the same slices: none under FSDP2, one of every host under
-hybrid. What makes them differ is a fault of memory, of a device or of ours; nothing in the loss tells it for a long time.
+hybrid. What makes them differ is a fault of memory, of a device or of ours; nothing in the loss tells it for a long
+time.
 """
 
 from collections import Counter

@@ -6,6 +6,7 @@ hosts, whose links are slow, only gradients go if a host can hold the model in s
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 from flatout.config.schema import RunConfig
@@ -19,6 +20,8 @@ from flatout.errors import ConfigError
 from flatout.model.count import MemoryEstimate
 from flatout.parallel.ranks import Ranks
 from flatout.world import World
+
+_ALIKE = ("precision", "kernels", "compile", "fp8", "optimizer_state", "optimizer_offload", "fused_optimizer")
 
 
 def resolve_form(
@@ -34,10 +37,15 @@ def resolve_form(
             shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "ranks": world.size, "dealing": dealing}
             speed = resolve_speed(config, device, facts.corpus_bytes, source_of, **shape)
             memory = memory_on(opened.data, config, vocab, speed)
-        if not waiting or not world.any(not fits_well(memory, device)):
-            return speed, memory
-        why = f"with {dealing.form} {world.told(why_not(memory, device))}"
+        if not waiting:
+            break
+        short = world.gather(None if fits_well(memory, device) else why_not(memory, device))
+        if not any(short):
+            break
+        why = f"with {dealing.form} {next(filter(None, short))}"
         waiting = [dataclasses.replace(one, why=why) for one in waiting]
+    check_switches(speed, world)
+    return speed, memory
 
 
 def dealings(config: RunConfig, world: World) -> list[Dealing]:
@@ -57,16 +65,32 @@ def dealings(config: RunConfig, world: World) -> list[Dealing]:
                 f"{counts}",
                 "set parallel.form=fsdp",
             )
-    forms = {
-        "data": Dealing("data"),
-        "hybrid": Dealing("hybrid", here or 1),
-        "fsdp": Dealing("fsdp", world.size),
-    }
-    if asked != "auto":
-        return [forms[asked]]
-    if refused is not None or world.size == 1:
-        return [forms["data"]]
-    return [forms["data"], *([] if here is None else [forms["hybrid"]]), forms["fsdp"]]
+    if asked == "auto":
+        return by_preference(world.size, here)[: None if refused is None else 1]
+    return [Dealing(asked, {"data": 1, "hybrid": here or 1, "fsdp": world.size}[asked])]
+
+
+def by_preference(size: int, each: int | None) -> list[Dealing]:
+    """What `auto` takes on `size` processes: the first of these that fits.
+
+    `each` is how many processes each of several hosts has; None where there is one host, or where they differ.
+    """
+    inside = [] if each is None or each == 1 else [Dealing("hybrid", each)]
+    return [Dealing("data"), *([] if size == 1 else [*inside, Dealing("fsdp", size)])]
+
+
+def check_switches(speed: Speed, world: World) -> None:
+    """Refuses processes whose switches have come out differently in a way that would change what they learn."""
+    everywhere = world.gather({name: getattr(speed, name) for name in _ALIKE})
+    with world.together():
+        for rank, name in itertools.product(range(world.size), _ALIKE):
+            here, there = everywhere[0][name], everywhere[rank][name]
+            if here != there:
+                raise ConfigError(
+                    f"speed.{name} came out as {here} on rank 0 and as {there} on rank {rank}, which cannot train "
+                    "together",
+                    f"set speed.{name} to what all hosts have; `flatout doctor` says what a host lacks",
+                )
 
 
 def _not_in_slices(config: RunConfig) -> str | None:

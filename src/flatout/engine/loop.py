@@ -47,7 +47,7 @@ def train_loop(
     already has the CheckpointRecord of the checkpoint that is resumed from; a kill can come after the save and before
     the record.
     """
-    progress = Progress() if resumed is None else restore(run, resumed)
+    progress, unjudged = _start(run, resumed)
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
     # A run taken back to an older checkpoint forgets a later best.
@@ -63,7 +63,7 @@ def train_loop(
     totals = SpanTotals()
     boundary = Boundary(run, progress, folder, totals, run.step.micro_batch, resumed_from, progress.step, saves)
     with boundary.closing():
-        if origin is not None and resumed is not None and lacks_verdict(resumed):
+        if origin is not None and resumed is not None and unjudged:
             yield from boundary.judge(due_of(resumed), origin)
         elif origin is not None and not recorded:
             size, best = checkpoint_bytes(origin), progress.best_step == progress.step
@@ -88,6 +88,19 @@ def train_loop(
         best_step=progress.best_step,
         checkpoint=boundary.checkpoint,
     )
+
+
+def _start(run: Run, resumed: Checkpoint | None) -> tuple[Progress, bool]:
+    """The books as they are in the checkpoint, and whether that lacks its verdict.
+
+    Both as the first process reads them: other hosts may see a file in a shared folder later, and all must act alike.
+    """
+    if resumed is None:
+        return Progress(), False
+    with run.world.together():
+        progress = restore(run, resumed)
+    books, unjudged = run.world.told([dataclasses.asdict(progress), lacks_verdict(resumed)])
+    return Progress(**books), unjudged
 
 
 @dataclasses.dataclass

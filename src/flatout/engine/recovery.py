@@ -40,7 +40,7 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
             raise
         rows = min(run.step.micro_batch, _windows_in(batch))  # packed samples may have fewer than a micro-batch
         recording = _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
-        if run.world.size > 1:
+        if _needs_a_restart(run):
             raise _for_all_ranks(run, batch, error) from error
         # Nothing left to halve or to give up, or the weights may have moved.
         if (rows == 1 and not recording) or run.step.updating:
@@ -86,6 +86,11 @@ def _smaller(run: Run, batch: Batch) -> int:
     sequences = _windows_in(batch)
     before = min(run.step.micro_batch, sequences)
     return next((size for size in range(before // 2, 0, -1) if _rows_vary(run) or sequences % size == 0), 0)
+
+
+def _needs_a_restart(run: Run) -> bool:
+    """Whether a failed pass cannot be taken again: by several ranks, or where torch's FSDP holds half of its work."""
+    return run.world.size > 1 or run.speed.sharded
 
 
 def _for_all_ranks(run: Run, batch: Batch | None, error: RuntimeError) -> UserError:
@@ -144,7 +149,7 @@ def _attempt_evaluation(run: Run, batch_size: int, batches: int | None) -> tuple
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        if run.world.size > 1:
+        if _needs_a_restart(run):
             raise _for_all_ranks(run, None, error) from error
         if batch_size == 1:
             raise memory_error(error) from error

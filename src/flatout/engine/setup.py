@@ -18,7 +18,7 @@ from flatout.config.source import Source
 from flatout.config.unused import check_used, cut_pattern, wide_window
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
-from flatout.device import detect_device, limit_memory, use_expandable_segments
+from flatout.device import detect_device, limit_memory, use_device, use_expandable_segments
 from flatout.engine.adapter_folder import adapter_at, stored_base, stored_quantize
 from flatout.engine.base_model import Start, base_fingerprint, build_base, open_start
 from flatout.engine.case import product_type
@@ -85,6 +85,7 @@ def setup_run(
         if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = limit_memory(detect_device(config.speed.device, world.local), config.speed.memory_limit)
+        use_device(device.torch_device)
     with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
         opened = open_data(config, sources, progress, resumed=resumed, arrays=arrays)
     check_shares(opened.data, world)

@@ -3,6 +3,7 @@
 Order: the first process makes the temporary folder; all write their files there, hashed and durable; their entries are
 gathered; the first process writes the rest, the manifest last, and renames the folder. A process that fails on the way
 fails them all, and the folder goes: a checkpoint is whole or absent, as in the plain form (engine/checkpoint.py).
+They may try again then, together (engine/full_disk.py).
 """
 
 import contextlib

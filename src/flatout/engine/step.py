@@ -145,7 +145,8 @@ class TrainStep:
     ) -> Iterator[tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Layout]]:
         rows = tokens_BT.shape[0]
         cuts = [slice(at, at + size) for at in range(0, rows, size)] if packed is None else list(packed.cuts(size))
-        passes = len(cuts) if self.reducer is None else self.reducer.passes(len(cuts))
+        # Windows are shared evenly, so that nobody has to ask.
+        passes = len(cuts) if self.reducer is None or packed is None else self.reducer.passes(len(cuts))
         part = None
         for cut in cuts:
             part = (tokens_BT[cut], targets_BT[cut]) if packed is None else packed.part(cut, tokens_BT.device)

@@ -90,12 +90,13 @@ class PackedRows:
     documents_BT: npt.NDArray[np.int32]  # -1 is padding
     targets_BT: npt.NDArray[np.int64]
     room: Room | None = None
+    stands_in: bool = False  # for a process that has nothing in this step: its tokens count for nothing
     _parts: dict[tuple[int, int], Part] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def tokens(self) -> int:
         """Tokens that are no padding."""
-        return int(np.count_nonzero(self.documents_BT >= 0))
+        return 0 if self.stands_in else int(np.count_nonzero(self.documents_BT >= 0))
 
     def cuts(self, micro_batch: int) -> list[slice]:
         """The rows of each micro-batch, of which all have about the same number and none more than `micro_batch`."""

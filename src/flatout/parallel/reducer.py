@@ -130,6 +130,7 @@ class BucketReducer:
                     bucket.values.copy_(bucket.narrow)
 
     def clear(self) -> None:
+        self._sending = False  # a step that failed may have been
         torch._foreach_zero_([bucket.values for bucket in self._buckets])  # pyright: ignore[reportPrivateImportUsage]
 
 

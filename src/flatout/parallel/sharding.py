@@ -169,8 +169,6 @@ class Sharding:
 
 def _mesh(world: Ranks, device: torch.device, *, hybrid: bool) -> DeviceMesh:
     """All processes in one row; `hybrid`: those of each host in a row."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # torch's FSDP takes the current one
     if not hybrid:
         return init_device_mesh(device.type, (world.size,), mesh_dim_names=("shard",))
     hosts = len(set(world.hosts))

@@ -1,0 +1,51 @@
+"""What one of several processes does by itself: which errors are about others, and which device is its own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flatout.config.load import load_config
+from flatout.device import Device
+from flatout.engine import setup
+from flatout.parallel import ranks
+from flatout.pulse import Pulse, State
+
+
+@pytest.mark.parametrize(
+    ("message", "others"),
+    [
+        ("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10402.", True),
+        ("NCCL communicator was aborted on rank 1.", True),
+        ("shape '[2, 3]' is invalid for input of size 5", False),
+    ],
+)
+def test_errors_of_torchs_own_collectives_are_about_other_ranks(message: str, others: bool):
+    pulse = Pulse()
+    pulse.tell(State.WORKING)
+    assert ranks._is_about_others(RuntimeError(message), pulse) == others
+
+
+def test_a_lost_rank_is_told_of_in_one_sentence():
+    said = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:10402. Check the logs of it."
+    assert ranks._lost(1, RuntimeError(said)).message.endswith("Connection closed by peer [127.0.0.1]:10402")
+
+
+class Chosen(Exception):
+    pass
+
+
+def test_a_process_works_on_its_own_gpu_from_the_beginning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Kernels and events go by torch's current device, which would be the first GPU for all of them."""
+    card: dict[str, Any] = {"name": "card", "memory_bytes": 2**33, "capability": (9, 0)}
+
+    def choose(device: torch.device) -> None:
+        raise Chosen(device)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setup, "detect_device", lambda *_: Device(torch_device=torch.device("cuda", 1), **card))
+    monkeypatch.setattr(torch.cuda, "set_device", choose)
+    with pytest.raises(Chosen, match="cuda:1"):
+        setup.setup_run(load_config("shakespeare-char"))
+    assert not list(tmp_path.iterdir())

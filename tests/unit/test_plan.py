@@ -160,8 +160,8 @@ def test_forms_that_are_no_others():
     assert [one.form for one in layouts(HOSTS, 8)] == ["data", "fsdp"]
     assert layouts(HOSTS, 32) == [
         Layout(form="data", local=1, hosts=1, replicas=32),
-        Layout(form="fsdp", local=8, hosts=4, replicas=1),
         Layout(form="hybrid", local=8, hosts=1, replicas=4),
+        Layout(form="fsdp", local=8, hosts=4, replicas=1),
     ]
 
 
@@ -364,7 +364,7 @@ def test_llama_3_had_an_interruption_every_three_hours():
 def test_a_save_is_that_of_its_form():
     """One rank copies a whole one; all ranks of one copy write slices, while training stands still."""
     rates = {"to_host": 50 * GB, "disk": 2 * GB, "restart": 300, "failure_hours": 50_000}
-    whole, slices, hybrid = (plan_saves(10**11, layout, **rates) for layout in layouts(HOSTS, 32))
+    whole, hybrid, slices = (plan_saves(10**11, layout, **rates) for layout in layouts(HOSTS, 32))
     assert (whole.pause_seconds, whole.write_seconds) == (2.0, 50.0)
     assert slices.pause_seconds == slices.write_seconds == 50 / 4
     assert hybrid.pause_seconds == hybrid.write_seconds == 50

@@ -53,7 +53,7 @@ def dealings(config: RunConfig, world: World) -> list[Dealing]:
     if not isinstance(world, Ranks):
         return [Dealing()]
     asked, here = config.parallel.form, _equal_hosts(world)
-    refused = _not_in_slices(config)
+    refused = not_in_slices(config)
     if asked in ("fsdp", "hybrid"):
         if refused is not None:
             raise ConfigError(f"parallel.form is {asked}, but {refused}", "set parallel.form=data")
@@ -93,7 +93,7 @@ def check_switches(speed: Speed, world: World) -> None:
                 )
 
 
-def _not_in_slices(config: RunConfig) -> str | None:
+def not_in_slices(config: RunConfig) -> str | None:
     """What of this config cannot be sharded, or None."""
     if config.lora.rank:
         return "adapters (lora.rank) are not sharded"

@@ -7,8 +7,10 @@ save waits for that. Slices are written by all ranks of one copy of the model wh
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
-from flatout.tuning.spread import Layout
+if TYPE_CHECKING:
+    from flatout.tuning.spread import Layout
 
 # Llama 3 405B: 419 unexpected interruptions in 54 days on 16,384 H100 (arXiv 2407.21783, section 3.3.4).
 FAILURE_HOURS = 54 * 24 * 16_384 / 419
@@ -47,7 +49,7 @@ def goodput(interval: float, *, save: float, restart: float, between: float) -> 
 
 def plan_saves(
     checkpoint: int,
-    layout: Layout,
+    layout: "Layout",
     *,
     to_host: float,
     disk: float,

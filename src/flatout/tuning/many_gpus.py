@@ -20,7 +20,7 @@ from flatout.device import limit_memory
 from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.fit_check import ROOM, fits_well, memory_of
-from flatout.engine.form import _not_in_slices
+from flatout.engine.form import not_in_slices
 from flatout.engine.switches import COMMON_VOCAB
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import HardwareError, UsageError
@@ -31,7 +31,6 @@ from flatout.tuning.goodput import FAILURE_HOURS, FAILURE_SOURCE, Goodput, plan_
 from flatout.tuning.spread import AGAIN, FORMS, Layout, layouts, step_time, update_seconds, work_of
 
 MOST_AT_ONCE = 4096  # sequences of a micro-batch that is looked at
-AUTO = ("data", "hybrid", "fsdp")  # what `parallel.form=auto` takes, the first that fits
 NOT_COUNTED = (
     "not counted: what hidden communication takes from compute, waiting for a slower rank, what FSDP2 does on the host "
     "(small models feel it), evaluations, samples and start-up"
@@ -267,7 +266,7 @@ class _Look:
             return f"a step has {sequences:,} sequences, which {gpus:,} GPUs cannot share evenly"
         if dealing.shards == 1:
             return ""
-        refused = _not_in_slices(self.config)
+        refused = not_in_slices(self.config)
         missing = {f"speed.{feature.name}" for feature in self.alone.features if feature.why}  # by one GPU, too
         try:
             self._speed(gpus, dealing, lambda path: DEFAULT if path in missing else self.loaded.sources[path])
@@ -333,11 +332,9 @@ def _all_works() -> Probes:
 
 def _with_auto(rows: list[PlanRow]) -> list[PlanRow]:
     """The rows of one number of GPUs, with the one marked that `parallel.form=auto` takes."""
-    fitting = {row.form: row for row in rows if row.fits}
-    least = min((list(AGAIN).index(row.checkpointing) for row in fitting.values()), default=0)
     # No form takes more checkpointing than the config has as long as another one fits without.
-    ready = [form for form in AUTO if form in fitting and list(AGAIN).index(fitting[form].checkpointing) == least]
-    return [dataclasses.replace(row, auto=bool(ready) and row.form == ready[0]) for row in rows]
+    taken = min((row for row in rows if row.fits), key=lambda row: list(AGAIN).index(row.checkpointing), default=None)
+    return [dataclasses.replace(row, auto=row is taken) for row in rows]
 
 
 def _recommendation(rows: Sequence[PlanRow], look: _Look) -> str:

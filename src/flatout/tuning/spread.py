@@ -17,10 +17,11 @@ A rate (`seconds_per_token`) is that of one GPU without recomputation; full chec
 import dataclasses
 
 from flatout.config.schema import ModelConfig
+from flatout.engine.form import by_preference
 from flatout.model.count import block_count, flops_per_token, parameter_count
 from flatout.tuning.cluster import Cluster, Transfer, ring
 
-FORMS = {"data": "data parallel", "fsdp": "FSDP2", "hybrid": "hybrid"}
+FORMS = {"data": "data parallel", "hybrid": "hybrid", "fsdp": "FSDP2"}
 # Of the blocks' forward pass, what backward computes again. Selective checkpointing keeps all products.
 AGAIN = {"none": 0.0, "selective": 0.0, "full": 1.0}
 
@@ -91,14 +92,14 @@ class Layout:
 
 
 def layouts(cluster: Cluster, gpus: int) -> list[Layout]:
-    """The forms that `gpus` GPUs can take: one alone has nothing to spread, and one host nothing to replicate."""
+    """The forms that `gpus` GPUs can take, in the order in which `parallel.form=auto` tries them."""
     hosts = cluster.hosts(gpus)
     local = gpus // hosts
-    found = [Layout(form="data", local=1, hosts=1, replicas=gpus)]
-    if gpus > 1:
-        found.append(Layout(form="fsdp", local=local, hosts=hosts, replicas=1))
-    if hosts > 1 and local > 1:
-        found.append(Layout(form="hybrid", local=local, hosts=1, replicas=hosts))
+    where = {"data": (1, 1), "hybrid": (local, 1), "fsdp": (local, hosts)}
+    found = []
+    for dealing in by_preference(gpus, local if hosts > 1 else None):
+        ranks, over = where[dealing.form]
+        found.append(Layout(form=dealing.form, local=ranks, hosts=over, replicas=gpus // (ranks * over)))
     return found
 
 

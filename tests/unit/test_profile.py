@@ -612,7 +612,11 @@ def test_the_page_of_several_ranks_names_the_slowest():
     }
     kinds = {**HEALTHY.seconds_by_kind, "communication": 0.03}
     text = as_markdown(page_of(report(ranks=ranks, seconds_by_kind=kinds)))
-    for words in ("a step in each of 20 ranks", "slowest rank 19, 10.0% above the median", "each rank sends 950.0 MiB"):
+    for words in (
+        "a step in each of 20 ranks",
+        "slowest rank: rank 19, 10.0% above the median",
+        "each rank sends 950.0 MiB",
+    ):
         assert words in text, words
     assert "20.0 of 30.0 ms (under the profiler)" in text
     assert "the 16 slowest of 20 ranks" in text

@@ -85,9 +85,10 @@ def _draw_bar(axes: Axes, row: Mapping[str, Any], form: str, place: float, highe
     time = short_seconds(row["step_seconds"]) if row["fits"] else "refused" if row["refused"] else "does not fit"
     form = form.replace(" ", "\n")
     words = [form, time] if row["memory_bytes"] / GIB <= highest else [form, time, human_bytes(row["memory_bytes"])]
-    style = {"color": INK if row["fits"] else RED, "weight": "bold" if row["auto"] else "normal"}
+    colour, weight = INK if row["fits"] else RED, "bold" if row["auto"] else "normal"
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.8}  # over the dashed line
-    axes.text(place, 1.01 * bottom, "\n".join(words), size=7, ha="center", va="bottom", bbox=box, zorder=3, **style)
+    where = {"ha": "center", "va": "bottom", "zorder": 3}
+    axes.text(place, 1.01 * bottom, "\n".join(words), size=7, color=colour, weight=weight, bbox=box, **where)
 
 
 def _draw_rates(axes: Axes, body: Mapping[str, Any], counts: list[int]) -> None:

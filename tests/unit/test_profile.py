@@ -373,13 +373,15 @@ def test_a_tiny_micro_batch_is_launch_bound():
 
 
 def test_waiting_for_gradients_is_communication_bound():
-    verdict = judge(changed(reduction_seconds=0.3 * HEALTHY.step_seconds, reduces_in="fp32", slowest="rank 3"))
+    waits = {"reduction_seconds": 0.3 * HEALTHY.step_seconds, "reduces_in": "fp32", "slowest": "rank 3"}
+    verdict = judge(changed(used={"parallel": "data"}, **waits))
     assert verdict.bottleneck == "communication-bound"
     assert "(30%)" in verdict.sentence
     assert verdict.advice[0].why.startswith("look at rank 3")
     assert words_of(verdict)[1] == "parallel.reduce=bf16"
-    narrow = judge(changed(reduction_seconds=0.3 * HEALTHY.step_seconds, reduces_in="bf16"))
-    assert "parallel.reduce=bf16" not in words_of(narrow)
+    narrow = judge(changed(used={"parallel": "data"}, **waits | {"reduces_in": "bf16"}))
+    slices = judge(changed(used={"parallel": "fsdp"}, **waits))
+    assert "parallel.reduce=bf16" not in words_of(narrow) + words_of(slices)
     little = judge(changed(reduction_seconds=0.1 * HEALTHY.step_seconds, reduces_in="fp32"))
     assert little.bottleneck == "compute-bound"
 

@@ -43,7 +43,7 @@ from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
 from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
 from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
-from flatout.engine.case import Probes
+from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import memory_of, out_of_memory
 from flatout.engine.run import Run
@@ -351,6 +351,7 @@ def can_have(run: Run, words: str) -> bool:
             vocab=vocab,
             probes=answers,
             ranks=run.world.size,
+            dealing=Dealing(run.speed.parallel, run.speed.shards),
         )
     except UserError:
         return False

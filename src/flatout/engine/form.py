@@ -65,9 +65,15 @@ def dealings(config: RunConfig, world: World) -> list[Dealing]:
                 f"{counts}",
                 "set parallel.form=fsdp",
             )
+    return forms_of(config, world.size, here)
+
+
+def forms_of(config: RunConfig, size: int, each: int | None) -> list[Dealing]:
+    """The forms that a run in several processes tries, as `by_preference` counts them; one that was asked for alone."""
+    asked = config.parallel.form
     if asked == "auto":
-        return by_preference(world.size, here)[: None if refused is None else 1]
-    return [Dealing(asked, {"data": 1, "hybrid": here or 1, "fsdp": world.size}[asked])]
+        return by_preference(size, each)[: None if not_in_slices(config) is None else 1]
+    return [Dealing(asked, {"data": 1, "hybrid": each or 1, "fsdp": size}[asked])]
 
 
 def by_preference(size: int, each: int | None) -> list[Dealing]:

@@ -23,7 +23,7 @@ from flatout.engine.fit_check import ROOM
 from flatout.model.count import MemoryEstimate, estimate_memory, flops_per_token
 from flatout.model.execution import Execution
 from flatout.tuning.cluster import CARDS, Cluster
-from flatout.tuning.spread import Layout, Work, layouts, rank_memory, step_time, work_of
+from flatout.tuning.spread import layouts, step_time, work_of
 
 ROWS = Path(__file__).with_name("plan_rows.jsonl")
 _LLAMA = {"qk_norm": False, "tied": False}
@@ -83,21 +83,22 @@ def _products_share(model: ModelConfig) -> float:
     return 1 - attention / (flops_per_token(model, vocab) - head)
 
 
-def memory_of(row: dict, model: ModelConfig, work: Work, layout: Layout) -> MemoryEstimate:
+def memory_of(row: dict, model: ModelConfig) -> MemoryEstimate:
     vocab, tokens = model.vocab or 0, row["local_batch"] * row["context"]
     kept, _ = theirs(model, row["checkpointing"])
-    ours = Execution(kernels="triton", residual="bf16", checkpointing="none" if kept is None else "full")
+    checkpointing = "none" if kept is None else "full"
+    ours = Execution(kernels="triton", residual="bf16", checkpointing=checkpointing, sharded=True)
     # The loss is torch's, over all logits at once, and not compiled.
     plain = Execution(kernels="torch", checkpointing="full")
     common = {"micro_batch": row["local_batch"], "half": True, "compiled": False, "accumulated": False}
-    estimate = estimate_memory(model, vocab, execution=ours, **common)
+    estimate = estimate_memory(model, vocab, execution=ours, shards=row["gpus"], **common)
     loss = estimate_memory(model, vocab, execution=plain, **common).working
     if kept is not None:
         inputs = 4 * model.width  # what `ours` keeps of a block
         estimate = dataclasses.replace(
             estimate, activations=estimate.activations + tokens * model.layers * (kept - inputs)
         )
-    return rank_memory(dataclasses.replace(estimate, working=loss), work, layout)
+    return dataclasses.replace(estimate, working=loss)
 
 
 def predict(row: dict, utilisation: float) -> tuple[float, float]:
@@ -109,7 +110,7 @@ def predict(row: dict, utilisation: float) -> tuple[float, float]:
     rate = flops_per_token(model, vocab) / (utilisation * (card.device.peak_flops or 0))
     work = work_of(model, vocab, seconds_per_token=rate, state=8, again=theirs(model, row["checkpointing"])[1])
     step = step_time(work, cluster, layout, micro_batches=1, tokens=row["local_batch"] * row["context"])
-    return step.seconds, memory_of(row, model, work, layout).total
+    return step.seconds, memory_of(row, model).total
 
 
 def utilisation_of(anchor: dict) -> float:

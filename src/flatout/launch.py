@@ -92,6 +92,9 @@ def launch() -> Launch | None:
                 "start them with `flatout train --gpus N` or torchrun, which set all of them; if nothing launched "
                 f"several, unset {names[0]}",
             )
+        os.environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # torch, imported later, warns of every wait that runs out
         count = int(local_size) if local_size.isdecimal() else int(size)
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         again = int(restarts) if restarts.isdecimal() else 0

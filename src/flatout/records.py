@@ -7,6 +7,8 @@ engine. A record holds plain numbers and strings only, never a tensor, so it can
 import dataclasses
 import json
 import math
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -112,6 +114,16 @@ class SpanRecord:
     calls: dict[str, int]
     # Of several ranks, how long each was at work on these steps, waiting for the others not counted.
     rank_seconds: tuple[float, ...] = ()
+
+
+SLOW_RANK = 0.02  # above the median: a rank that takes longer is told
+
+
+def slowest_over_median(seconds: Sequence[float]) -> tuple[int, float]:
+    """The rank that takes longest, and how many times as long as the median; of two ranks, as the other."""
+    median = statistics.median_low(seconds)
+    slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
+    return slowest, seconds[slowest] / median if median > 0 else 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

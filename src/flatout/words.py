@@ -114,9 +114,9 @@ def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
     return loaded
 
 
-def load_pretraining(words: argparse.Namespace, verb: str) -> "LoadedConfig":
+def load_pretraining(words: argparse.Namespace, verb: str, *, tell: bool = True) -> "LoadedConfig":
     """The config that parsed words ask for, in a verb that knows plain text alone."""
-    loaded = load(words)
+    loaded = load(words, tell=tell)
     if loaded.config.chat.source is not None:
         raise UsageError(
             f"`flatout {verb}` is for pretraining, and this config has chat.source",

@@ -210,3 +210,14 @@ def test_a_rate_that_diverges_ends_all_processes(corpus: Path, tmp_path: Path):
     answers = train(2, tmp_path / "here", [*words, "optim.warmup_steps=0"], preset="shakespeare-char")
     assert [answer[-1]["error"] for answer in answers] == ["DivergedError", "OtherProcessError"]
     assert "resume from" in answers[0][-1]["message"]
+
+
+def come_here(folder: str, words: list[str]) -> list[dict[str, Any]]:
+    return [] if os.environ["RANK"] == "1" else run_here(folder, words)
+
+
+def test_ranks_that_do_not_come_are_named_by_one_of_those_that_do(corpus: Path, tmp_path: Path):
+    words = [*words_of("shards", corpus, tmp_path / "run", 2), "parallel.join=1.5"]
+    first, _, last = (rows[-1:] for rows in WORKERS.run(3, come_here, str(tmp_path), words))
+    assert first[0]["message"].startswith("2 of 3 processes came within 1.5 s: rank 1 did not")
+    assert [row["error"] for row in last] == ["OtherProcessError"]

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +62,8 @@ def test_the_doctor_tells_of_ranks_that_do_not_come(tmp_path: Path):
     found = found_in(alone)
     assert alone["code"] == 2
     assert found["meeting"]["status"] == "bad"
-    assert re.search("1(/| of )2", found["meeting"]["found"])
+    assert found["meeting"]["found"] == "1 of 2 processes came within 1 s: rank 1 did not"
+    assert "parallel.join" in found["meeting"]["advice"]
     assert "source" in found, "the rest is checked all the same"
 
 
@@ -89,8 +89,20 @@ def test_all_ranks_are_profiled_and_the_first_one_writes(corpus: Path, tmp_path:
     assert "is there already" in refused["err"]
 
 
-def test_a_number_of_gpus_that_is_not_the_launchers(tmp_path: Path):
-    first, second = call(2, tmp_path, ["doctor", "--gpus", "3"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["doctor", "--gpus", "3"], "--gpus 3, but 2 processes were started"),
+        (["doctor", "--quack"], "unknown option '--quack'"),
+        (["profile", "parallel.joi=3"], "command line: parallel.joi is not a known key"),
+        (["train", "--view", "--json"], "--view and --json exclude each other"),
+    ],
+)
+def test_a_mistake_in_the_words_is_told_by_one_rank(words: list[str], said: str, tmp_path: Path):
+    first, second = call(2, tmp_path, words)
     assert (first["code"], second["code"]) == (2, 2)
-    assert first["err"].splitlines()[0] == "error: --gpus 3, but 2 processes were started"
+    error, hint = first["err"].splitlines()
+    assert error == f"error: {said}"
+    assert hint.startswith("hint: ")
     assert second["err"] == ""
+    assert list(tmp_path.iterdir()) == []

@@ -9,10 +9,13 @@ import pytest
 
 from flatout.config.load import load_config
 from flatout.config.schema import RunConfig
+from flatout.diagnose.check_fit import fit
+from flatout.diagnose.check_memory import check_memory
 from flatout.diagnose.check_nccl import check_nccl
 from flatout.diagnose.check_ranks import check_rank_data, check_ranks
-from flatout.diagnose.doctor import Finding, Link, Meeting, RankFacts, Several, exit_code
+from flatout.diagnose.doctor import DataFacts, Finding, Link, Meeting, RankFacts, Several, exit_code
 from flatout.diagnose.links import links_of_nvml, mount_of
+from flatout.tuning.sizes import size_words
 from tests.unit.test_doctor import DISK, H200, TRIALS, machine, visit
 
 EIGHT = machine(cards=tuple(dataclasses.replace(H200, identity=f"GPU-{number}") for number in range(8)))
@@ -91,6 +94,24 @@ def test_what_was_asked_for_is_bad_and_what_is_possible_a_note(tmp_path: Path, m
     found = {one.name: one for one in visit(gpus=2, disk=DISK, trials=TRIALS) if one.area == "ranks"}
     assert found["ranks"].found == "2 GPUs were asked for, and this host has 1"
     assert not [one for one in visit(gpus=1) if one.area == "ranks"]
+
+
+def test_memory_is_that_of_the_form_that_training_takes():
+    """A 7B model fits no card whole, and eight cards in slices."""
+    words = [*size_words("7b", [], batch=True), "train.batch_tokens=32768", "speed.memory_limit=60"]
+    words += ["speed.checkpointing=full"]
+    loaded = load_config("gpt-124m", words)
+
+    def step(ranks: int, *more: str) -> Finding:
+        one = load_config("gpt-124m", [*words, *more]) if more else loaded
+        fitted, _ = fit(one, EIGHT, TRIALS, DataFacts(), "cuda", 0, ranks)
+        findings = [found for found in check_memory(one, fitted, 2**40, lambda _: None) if found is not None]
+        return next(found for found in findings if found.name == "a step")
+
+    assert step(1).status == "bad"
+    assert step(8, "parallel.form=data").status == "bad"
+    assert step(8).status == "ok"
+    assert " in each of 8 ranks, parallel.form=fsdp; " in step(8).found
 
 
 def test_cards_of_two_kinds_are_as_slow_as_the_slower():

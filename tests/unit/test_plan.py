@@ -13,6 +13,10 @@ import pytest
 
 from flatout import cli
 from flatout.config.load import load_config
+from flatout.config.source import DEFAULT
+from flatout.engine.case import Dealing
+from flatout.engine.features import resolve_speed
+from flatout.engine.fit_check import memory_of
 from flatout.errors import UsageError
 from flatout.model.count import parameter_count
 from flatout.observe.measured.plan_picture import draw_plan
@@ -21,7 +25,7 @@ from flatout.observe.picture import is_picture
 from flatout.records import BenchRow, record_to_json
 from flatout.tuning.cluster import CARDS, GB, HOP_ACROSS, HOP_INSIDE, Cluster, ring
 from flatout.tuning.goodput import FAILURE_SOURCE, goodput, plan_saves
-from flatout.tuning.many_gpus import PlanResult, Rate, plan
+from flatout.tuning.many_gpus import PlanResult, Rate, _all_works, plan
 from flatout.tuning.sizes import SIZES, size_words
 from flatout.tuning.spread import Layout, StepTime, Work, layouts, step_time, work_of
 from flatout.verbs.plan import _counts
@@ -58,7 +62,7 @@ def test_published_step_times_are_met_within_a_fifth(truth: ModuleType):
 
 
 # What they reserved is far above what their tensors took, with the allocator of March 2024.
-FRAGMENTED = {"7b-8-full-eager": 0.77, "7b-8-full-compiled": 0.82}
+FRAGMENTED = {"7b-8-full-eager": 0.76, "7b-8-full-compiled": 0.82}
 
 
 def test_published_memory_is_met_within_15_percent_but_for_the_named(truth: ModuleType):
@@ -104,8 +108,8 @@ def test_gpus_of_a_host_share_what_crosses():
 # --- forms ------------------------------------------------------------------------------------------------------------
 
 WORK = Work(
-    parameters=1_200_000, layers=10, block=100_000, root=200_000, last=100_000, head_share=0.1, cell=2, state=8,
-    seconds_per_token=1e-6,
+    parameters=1_200_000, layers=10, block=100_000, root=200_000, last=100_000, twice=200_000, head_share=0.1, cell=2,
+    state=8, seconds_per_token=1e-6,
 )  # fmt: skip
 
 
@@ -116,17 +120,21 @@ def spread(form: str, gpus: int, *, work: Work = WORK, cluster: Cluster = HOSTS,
 
 def test_bytes_sent_are_those_of_the_forms():
     size = WORK.parameters
-    assert spread("dp", 8, micro_batches=4).sent == pytest.approx(2 * 7 / 8 * 4 * size), "once, whatever accumulates"
+    assert spread("data", 8, micro_batches=4).sent == pytest.approx(2 * 7 / 8 * 4 * size), "once, whatever accumulates"
     blocks, root = 10 * WORK.block, WORK.root
-    each = 7 / 8 * (2 * 2 * blocks + 4 * blocks + 2 * root + 4 * root)
-    assert spread("fsdp", 8, micro_batches=4).sent == pytest.approx(4 * each)
+    weights, gradients = 7 / 8 * 2 * 2 * (blocks + root), 7 / 8 * 4 * (blocks + root)
+    assert spread("fsdp", 8, micro_batches=4).sent == pytest.approx(4 * weights + gradients), "gradients once"
+    tied = dataclasses.replace(WORK, twice=0)
+    assert spread("fsdp", 8, work=tied).sent == pytest.approx(weights - 7 / 8 * 2 * root + gradients)
     over_hosts = 2 * (1 - 1 / 4) * 4 * size / 8
-    assert spread("hybrid", 32, micro_batches=4).sent == pytest.approx(4 * each + over_hosts)
+    assert spread("hybrid", 32, micro_batches=4).sent == pytest.approx(4 * weights + gradients + over_hosts)
+    narrow = dataclasses.replace(WORK, reduced=2)
+    assert spread("data", 8, work=narrow).sent == pytest.approx(2 * 7 / 8 * 2 * size)
     assert spread("hybrid", 32).crossed == pytest.approx(over_hosts), "only sums of shards cross"
-    assert spread("dp", 1).sent == 0
+    assert spread("data", 1).sent == 0
 
 
-@pytest.mark.parametrize("form", ["dp", "fsdp", "hybrid"])
+@pytest.mark.parametrize("form", ["data", "fsdp", "hybrid"])
 def test_what_is_exposed_is_part_of_communication_and_grows_with_slower_links(form: str):
     exposed = []
     for slower in (1, 10, 100, 1000, 100_000):
@@ -144,16 +152,16 @@ def test_compute_is_the_rate_and_full_checkpointing_one_more_forward_pass():
     assert plain.compute == pytest.approx(4096 * 1e-6)
     again = spread("fsdp", 8, work=dataclasses.replace(WORK, again=1.0))
     assert again.compute == pytest.approx(4096 * 1e-6 * (1 + 0.9 / 3)), "of the blocks, not of the head"
-    assert spread("fsdp", 8).update == pytest.approx(spread("dp", 8).update / 8)
+    assert spread("fsdp", 8).update == pytest.approx(spread("data", 8).update / 8)
 
 
 def test_forms_that_are_no_others():
-    assert [one.form for one in layouts(HOSTS, 1)] == ["dp"]
-    assert [one.form for one in layouts(HOSTS, 8)] == ["dp", "fsdp"]
+    assert [one.form for one in layouts(HOSTS, 1)] == ["data"]
+    assert [one.form for one in layouts(HOSTS, 8)] == ["data", "fsdp"]
     assert layouts(HOSTS, 32) == [
-        Layout(form="dp", local=1, hosts=1, replicas=32),
-        Layout(form="fsdp", local=8, hosts=4, replicas=1),
+        Layout(form="data", local=1, hosts=1, replicas=32),
         Layout(form="hybrid", local=8, hosts=1, replicas=4),
+        Layout(form="fsdp", local=8, hosts=4, replicas=1),
     ]
 
 
@@ -161,7 +169,7 @@ def test_small_models_with_small_batches_are_for_data_parallel():
     """OLMo 1B on 4 GPUs had 8,034 against 1,747 tokens/s: what is gathered again for every micro-batch adds up."""
     slow = dataclasses.replace(HOSTS, inside=5 * GB)
     work = work_of(load_config("gpt2-124m").config.model, 50257, seconds_per_token=2e-6, state=8)
-    one, other = (spread(form, 4, work=work, cluster=slow, micro_batches=16) for form in ("dp", "fsdp"))
+    one, other = (spread(form, 4, work=work, cluster=slow, micro_batches=16) for form in ("data", "fsdp"))
     assert other.exposed > 3 * one.exposed
 
 
@@ -173,30 +181,75 @@ def rows_of(result: PlanResult, gpus: int) -> dict:
 
 
 def test_shards_take_less_of_each_gpu_and_a_hybrid_copy_as_much_as_one_host():
-    result = planned(counts=[8, 16, 64])
+    result = planned("speed.micro_batch=1", counts=[8, 16, 64])
     at8, at16, at64 = (rows_of(result, gpus) for gpus in (8, 16, 64))
     assert at8["fsdp"].optimizer_bytes == pytest.approx(8 * result.parameters / 8, rel=1e-6)
     assert at64["fsdp"].optimizer_bytes == pytest.approx(8 * result.parameters / 64, rel=1e-6)
     assert at8["fsdp"].memory_bytes > at16["fsdp"].memory_bytes > at64["fsdp"].memory_bytes
     assert at16["hybrid"].memory_bytes == at8["fsdp"].memory_bytes
-    assert not at8["dp"].fits
-    assert at8["dp"].memory_bytes > 16 * result.parameters
-    assert at8["dp"].step_seconds is None
+    assert not at8["data"].fits
+    assert at8["data"].memory_bytes > 16 * result.parameters
+    assert at8["data"].step_seconds is None
 
 
 def test_auto_takes_data_parallel_where_it_fits_then_hybrid_then_fsdp():
     small = planned(counts=[1, 8, 32], size="350m")
-    assert {row.form for row in small.rows if row.auto} == {"dp"}
-    assert small.recommendation.startswith("parallel: auto takes data parallel at 1 to 32 GPUs (a whole copy fits")
+    assert {row.form for row in small.rows if row.auto} == {"data"}
+    assert small.recommendation.startswith("parallel.form=auto takes data parallel at 1 to 32 GPUs (a whole copy fits")
     middle = planned(counts=[1, 8, 32])
     assert [row.form for row in middle.rows if row.auto] == ["fsdp", "hybrid"]
     assert "no form at 1 GPU (data parallel comes closest, but it needs " in middle.recommendation
     assert "hybrid at 32 GPUs (a whole copy does not fit one GPU of 79 GiB, but the GPUs of one host" in (
         middle.recommendation
     )
-    large = planned(counts=[64], size="70b")
+    large = planned("train.batch_tokens=524288", counts=[64], size="70b")
     assert [row.form for row in large.rows if row.auto] == ["fsdp"]
-    assert "with speed.checkpointing=full" in large.recommendation
+    assert "with speed.checkpointing=" in large.recommendation
+
+
+def test_slices_hold_whole_gradients_while_micro_batches_are_added_up():
+    """As `parallel/sharding.py` does it: so a 70B model has one micro-batch a step, or does not fit."""
+    result = planned(counts=[64], size="70b")
+    assert not any(row.fits for row in result.rows)
+    assert "as each rank holds whole gradients while it adds up several" in result.recommendation
+    row = rows_of(planned(counts=[8]), 8)["fsdp"]
+    assert row.accumulation > 1
+    assert row.gradients_bytes > 4 * 6.7e9
+
+
+def test_memory_is_the_engines_own_estimate():
+    result = planned(counts=[16])
+    for form, shards in (("fsdp", 16), ("hybrid", 8)):
+        row = rows_of(result, 16)[form]
+        words = [f"speed.micro_batch={row.micro_batch}", f"speed.checkpointing={row.checkpointing}"]
+        config = load_config("gpt-124m", [*size_words("7b", words, batch=True), *words]).config
+        how = {"vocab": 32000, "ranks": 16, "dealing": Dealing(form, shards), "probes": _all_works()}
+        speed = resolve_speed(config, H100.device, None, lambda _: DEFAULT, **how)
+        assert row.memory_bytes == memory_of(config, 32000, speed).total
+
+
+def test_the_planned_run_is_told_the_micro_batch_that_it_needs():
+    result = planned(counts=[8])
+    (row,) = (row for row in result.rows if row.auto)
+    assert f"with speed.micro_batch={row.micro_batch})" in result.recommendation
+    given = planned(f"speed.micro_batch={row.micro_batch}", counts=[8])
+    assert "speed.micro_batch" not in given.recommendation
+
+
+def test_what_training_would_refuse_is_refused():
+    """As in `engine/form.py`, `engine/opening.py` and the table of switches."""
+    uneven = planned(counts=[24], size="8b")
+    assert all(row.refused for row in uneven.rows)
+    assert "512 sequences, which 24 GPUs cannot share evenly" in uneven.recommendation
+    for setting in ("speed.optimizer_state=8bit", "parallel.reduce=bf16"):
+        result = planned(setting, counts=[8])
+        data, slices = rows_of(result, 8)["data"], rows_of(result, 8)["fsdp"]
+        assert (data.refused, slices.refused) == (False, True)
+        assert any(note.startswith("refused in FSDP2: ") for note in result.notes)
+    halved, whole = (
+        rows_of(planned(*words, counts=[8], size="350m"), 8)["data"] for words in (["parallel.reduce=bf16"], [])
+    )
+    assert halved.sent_bytes == pytest.approx(whole.sent_bytes / 2)
 
 
 def test_more_checkpointing_is_the_last_way():
@@ -204,8 +257,8 @@ def test_more_checkpointing_is_the_last_way():
     result = planned("train.batch_tokens=524288", counts=[8], size="1.5b", cluster=dataclasses.replace(
         HOSTS, card=dataclasses.replace(H100, memory=27.5)))  # fmt: skip
     rows = rows_of(result, 8)
-    assert rows["dp"].checkpointing != "none"
-    assert rows["dp"].fits
+    assert rows["data"].checkpointing != "none"
+    assert rows["data"].fits
     assert rows["fsdp"].auto
     assert rows["fsdp"].checkpointing == "none"
 
@@ -216,7 +269,7 @@ def test_the_batch_stays_and_is_the_only_thing_that_ends_scaling():
         if row.fits:
             assert row.micro_batch * row.accumulation * row.gpus == 65536 // 8192
     assert rows_of(result, 8)["fsdp"].fits
-    assert "fewer than GPUs" in rows_of(result, 16)["fsdp"].why
+    assert "cannot share evenly" in rows_of(result, 16)["fsdp"].why
     assert not any(row.auto for row in result.rows if row.gpus > 8)
 
 
@@ -225,7 +278,7 @@ def test_a_measured_rate_is_that_of_one_gpu():
     cluster = dataclasses.replace(HOSTS, card=CARDS["h200"])
     result = plan(loaded, cluster, Rate(tokens_per_second=600_000, source="told"), [1, 2])
     assert result.one_gpu_tokens_per_second == pytest.approx(600_000)
-    one = rows_of(result, 1)["dp"]
+    one = rows_of(result, 1)["data"]
     assert one.tokens_per_second == pytest.approx(600_000)
     assert one.efficiency == pytest.approx(1.0)
     assert 0.4 < (result.mfu or 0) < 0.6, "what model/count.py says of that rate"
@@ -289,11 +342,10 @@ def test_goodput_is_that_of_a_simulated_run():
 
 @pytest.mark.parametrize(("gpus", "failure_hours"), [(8, 50_000), (64, 50_000), (1024, 8_000), (16_384, 50_000)])
 def test_no_interval_is_much_better_than_the_best(gpus: int, failure_hours: float):
-    saves = plan_saves(
-        10**12, gpus=gpus, hosts=gpus // 8, to_host=5 * GB, disk=5 * GB, restart=300, failure_hours=failure_hours
-    )
+    layout = Layout(form="fsdp", local=8, hosts=gpus // 8, replicas=1)
+    saves = plan_saves(10**12, layout, to_host=5 * GB, disk=5 * GB, restart=300, failure_hours=failure_hours)
     costs = {
-        "save": saves.copy_seconds, "restart": saves.restart_seconds, "between": failure_hours * 3600 / gpus,
+        "save": saves.pause_seconds, "restart": saves.restart_seconds, "between": failure_hours * 3600 / gpus,
     }  # fmt: skip
     floor = max(60.0, saves.write_seconds)
     others = [goodput(floor * 1.1**power, **costs) for power in range(80)]
@@ -303,11 +355,20 @@ def test_no_interval_is_much_better_than_the_best(gpus: int, failure_hours: floa
 
 
 def test_llama_3_had_an_interruption_every_three_hours():
-    saves = plan_saves(
-        10**12, gpus=16_384, hosts=2048, to_host=GB, disk=GB, restart=300, failure_hours=54 * 24 * 16_384 / 419
-    )
+    layout = Layout(form="fsdp", local=8, hosts=2048, replicas=1)
+    saves = plan_saves(10**12, layout, to_host=GB, disk=2 * GB, restart=300, failure_hours=54 * 24 * 16_384 / 419)
     assert saves.interruptions_per_day == pytest.approx(419 / 54)
     assert 0.9 < saves.best < 1, "they report more than 90% of effective time"
+
+
+def test_a_save_is_that_of_its_form():
+    """One rank copies a whole one; all ranks of one copy write slices, while training stands still."""
+    rates = {"to_host": 50 * GB, "disk": 2 * GB, "restart": 300, "failure_hours": 50_000}
+    whole, hybrid, slices = (plan_saves(10**11, layout, **rates) for layout in layouts(HOSTS, 32))
+    assert (whole.pause_seconds, whole.write_seconds) == (2.0, 50.0)
+    assert slices.pause_seconds == slices.write_seconds == 50 / 4
+    assert hybrid.pause_seconds == hybrid.write_seconds == 50
+    assert whole.interruptions_per_day == slices.interruptions_per_day == hybrid.interruptions_per_day
 
 
 # --- the verb ---------------------------------------------------------------------------------------------------------
@@ -338,7 +399,7 @@ def test_the_table_and_the_json_say_the_same(empty: Path, capsys: pytest.Capture
     assert again.getvalue() == shown
     assert shown.rstrip().endswith(body["recommendation"])
     assert "does not fit" in shown
-    assert "not hidden:" in shown
+    assert "not counted:" in shown
     for source in (H100.inside_source, H100.across_source, H100.mfu_source, FAILURE_SOURCE):
         assert source in shown
     assert list(empty.iterdir()) == [], "nothing is written"

@@ -373,13 +373,15 @@ def test_a_tiny_micro_batch_is_launch_bound():
 
 
 def test_waiting_for_gradients_is_communication_bound():
-    verdict = judge(changed(reduction_seconds=0.3 * HEALTHY.step_seconds, reduces_in="fp32", slowest="rank 3"))
+    waits = {"reduction_seconds": 0.3 * HEALTHY.step_seconds, "reduces_in": "fp32", "slowest": "rank 3"}
+    verdict = judge(changed(used={"parallel": "data"}, **waits))
     assert verdict.bottleneck == "communication-bound"
     assert "(30%)" in verdict.sentence
     assert verdict.advice[0].why.startswith("look at rank 3")
     assert words_of(verdict)[1] == "parallel.reduce=bf16"
-    narrow = judge(changed(reduction_seconds=0.3 * HEALTHY.step_seconds, reduces_in="bf16"))
-    assert "parallel.reduce=bf16" not in words_of(narrow)
+    narrow = judge(changed(used={"parallel": "data"}, **waits | {"reduces_in": "bf16"}))
+    slices = judge(changed(used={"parallel": "fsdp"}, **waits))
+    assert "parallel.reduce=bf16" not in words_of(narrow) + words_of(slices)
     little = judge(changed(reduction_seconds=0.1 * HEALTHY.step_seconds, reduces_in="fp32"))
     assert little.bottleneck == "compute-bound"
 
@@ -612,7 +614,11 @@ def test_the_page_of_several_ranks_names_the_slowest():
     }
     kinds = {**HEALTHY.seconds_by_kind, "communication": 0.03}
     text = as_markdown(page_of(report(ranks=ranks, seconds_by_kind=kinds)))
-    for words in ("a step in each of 20 ranks", "slowest rank 19, 10.0% above the median", "each rank sends 950.0 MiB"):
+    for words in (
+        "a step in each of 20 ranks",
+        "slowest rank: rank 19, 10.0% above the median",
+        "each rank sends 950.0 MiB",
+    ):
         assert words in text, words
     assert "20.0 of 30.0 ms (under the profiler)" in text
     assert "the 16 slowest of 20 ranks" in text

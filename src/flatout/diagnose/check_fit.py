@@ -40,12 +40,15 @@ class Fit:
     have_bytes: int | None
     step_seconds: float | None  # the least that a step takes: its FLOPs at `rate_of`
     rate_of: str
+    ranks: int = 1
 
     def need_of(self, config: RunConfig) -> int | None:
         """What a step of another config would need here; None for one that cannot be had."""
+        from flatout.engine.case import Dealing
         from flatout.engine.features import resolve_speed
 
-        known = {"vocab": self.vocab, "probes": self.probes}
+        known = {"vocab": self.vocab, "probes": self.probes, "ranks": self.ranks}
+        known["dealing"] = Dealing(self.speed.parallel, self.speed.shards)
         try:
             speed = resolve_speed(config, self.speed.device, self.corpus_bytes, lambda _: DEFAULT, **known)
         except UserError:
@@ -114,26 +117,47 @@ def _probes(machine: Machine, trials: Trials) -> "Probes":
 
 
 def fit(
-    loaded: LoadedConfig, machine: Machine, trials: Trials, data: DataFacts, kind: str, index: int, ranks: int = 1
+    loaded: LoadedConfig,
+    machine: Machine,
+    trials: Trials,
+    data: DataFacts,
+    kind: str,
+    index: int,
+    ranks: int = 1,
+    hosts: int = 1,
 ) -> tuple[Fit, list[Finding]]:
-    """What the config becomes in one of `ranks` processes of this machine, and the switches it cannot have."""
+    """What the config becomes in one of `ranks` processes on `hosts` such machines, and the switches it cannot have."""
+    from flatout.engine.case import Dealing
     from flatout.engine.features import resolve_speed
+    from flatout.engine.fit_check import ROOM
+    from flatout.engine.form import forms_of
     from flatout.model.count import flops_per_token, parameter_count
 
-    config, findings = loaded.config, []
+    config = loaded.config
     device = device_of(machine, kind, index, config.speed.memory_limit)
     vocab = config.model.vocab or data.vocab or COMMON_VOCAB
     corpus = None if config.data.streaming else (data.train_tokens or 0) * data.token_bytes
     probes = _probes(machine, trials)
 
-    def resolve(source: Callable[[str], Source]) -> "Speed":
-        return resolve_speed(config, device, corpus, source, vocab=vocab, probes=probes, ranks=ranks)
+    have = _available(machine, kind, index, device)
 
-    try:
-        speed = resolve(loaded.sources.__getitem__)
-    except UserError as error:
-        findings.append(finding_of(error, "config", "switches"))
-        speed = resolve(lambda _: DEFAULT)
+    def resolve(source: Callable[[str], Source], dealing: Dealing) -> "Speed":
+        shape = {"vocab": vocab, "probes": probes, "ranks": ranks, "dealing": dealing}
+        return resolve_speed(config, device, corpus, source, **shape)
+
+    def tried(dealing: Dealing) -> tuple["Speed", int, list[Finding]]:
+        findings = []
+        try:
+            speed = resolve(loaded.sources.__getitem__, dealing)
+        except UserError as error:
+            findings.append(finding_of(error, "config", "switches"))
+            speed = resolve(lambda _: DEFAULT, dealing)
+        return speed, _needed(config, vocab, speed, corpus), findings
+
+    each = ranks // hosts if hosts > 1 and ranks % hosts == 0 else None
+    forms = [tried(dealing) for dealing in ([Dealing()] if ranks == 1 else forms_of(config, ranks, each))]
+    fitting = (one for one in forms if have is None or one[1] <= ROOM * have)
+    speed, need, findings = next(fitting, forms[-1])
     rate, rate_of = _fastest(trials, speed, device)
     flops = flops_per_token(config.model, vocab) * config.train.batch_tokens
     fitted = Fit(
@@ -142,10 +166,11 @@ def fit(
         vocab=vocab,
         corpus_bytes=corpus,
         probes=probes,
-        need_bytes=_needed(config, vocab, speed, corpus),
-        have_bytes=_available(machine, kind, index, device),
+        need_bytes=need,
+        have_bytes=have,
         step_seconds=None if rate is None else flops / rate / ranks,
         rate_of=rate_of,
+        ranks=ranks,
     )
     return fitted, findings
 

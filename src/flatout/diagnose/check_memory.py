@@ -44,7 +44,8 @@ def check_memory(
     if fitted.speed.device.limit_bytes is not None:
         room = f"speed.memory_limit is {in_gib(have)}"
     many = "1 sequence" if fitted.speed.micro_batch == 1 else f"{fitted.speed.micro_batch} sequences"
-    found = f"a step of {many} at once needs about {in_gib(need)}; {room}"
+    form = f" in each of {fitted.ranks} ranks, parallel.form={fitted.speed.parallel}" if fitted.ranks > 1 else ""
+    found = f"a step of {many} at once needs about {in_gib(need)}{form}; {room}"
     yield _on_host(config, fitted, host_bytes)
     if need <= _TIGHT * have:
         yield _STEP.ok(found)

@@ -216,8 +216,8 @@ class _Visit:
                 self.data = yield from look_at_data(loaded.config, machine, self.target, quick=self.quick)
 
             def fit() -> Iterator[Finding]:
-                place = self.kind, self.index
-                self.fitted, refused = check_fit.fit(loaded, machine, self.trials, self.data, *place, self.ranks)
+                place = self.kind, self.index, self.ranks, 1 if self.several is None else self.several.hosts
+                self.fitted, refused = check_fit.fit(loaded, machine, self.trials, self.data, *place)
                 yield from refused
 
             self.about_data = list(guarded("data", "source", look))

@@ -43,7 +43,7 @@ from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
 from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
 from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
-from flatout.engine.case import Probes
+from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import resolve_speed
 from flatout.engine.fit_check import memory_of, out_of_memory
 from flatout.engine.run import Run
@@ -51,6 +51,7 @@ from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.errors import HardwareError, UserError
 from flatout.files import disk_errors, write_whole
 from flatout.model.count import parameter_count
+from flatout.records import SLOW_RANK, slowest_over_median
 
 WARMUP = 4  # steps, as in `flatout bench`
 LEAST_TIMED, MOST_TIMED, TIMED_SECONDS = 4, 20, 1.0
@@ -75,10 +76,9 @@ class RankTimes:
 
     @property
     def slowest(self) -> int | None:
-        """The rank that takes 2% longer than the median, or more."""
-        median = statistics.median(self.busy_seconds)
-        slowest = max(range(len(self.busy_seconds)), key=lambda rank: self.busy_seconds[rank])
-        return slowest if self.busy_seconds[slowest] > 1.02 * median else None
+        """The rank that takes notably longer than the median, if one does."""
+        slowest, times = slowest_over_median(self.busy_seconds)
+        return slowest if times > 1 + SLOW_RANK else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -351,6 +351,7 @@ def can_have(run: Run, words: str) -> bool:
             vocab=vocab,
             probes=answers,
             ranks=run.world.size,
+            dealing=Dealing(run.speed.parallel, run.speed.shards),
         )
     except UserError:
         return False

@@ -150,10 +150,10 @@ def _communication_bound(measured: Measurements) -> _Part:
     wait, step = measured.reduction_seconds, measured.step_seconds
     sentence = f"The step waits for gradients of other ranks: {_ms(wait)} of {_ms(step)} ({wait / step:.0%})."
     evidence = [f"gradients are added up in {measured.reduces_in}", "the rank that takes longest: " + measured.slowest]
-    slow = bool(measured.slowest)
+    slow, wide = bool(measured.slowest), measured.reduces_in == "fp32" and measured.used.get("parallel") == "data"
     rows = [
         (slow, "", f"look at {measured.slowest}: the others wait for it, however fast the links are"),
-        (measured.reduces_in == "fp32", "parallel.reduce=bf16", "sends half the bytes, and rounds their sum"),
+        (wide, "parallel.reduce=bf16", "sends half the bytes, and rounds their sum"),
         (True, "", "`flatout doctor` in the same ranks measures the links and names what slows them down"),
         (
             True,

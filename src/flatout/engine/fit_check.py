@@ -50,7 +50,7 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
         compiled=speed.compile != "off",
         execution=speed.execution,
         state_bytes=state_bytes(config.optim, state=speed.optimizer_state, offload=speed.optimizer_offload).device,
-        accumulated=speed.accumulation > 1,
+        accumulated=speed.accumulation > 1 or speed.parallel == "data",  # whose gradients stay in their buckets
         graphs=speed.cuda_graphs,
         frozen=frozen if lora.rank else None,
         row_tokens=row_tokens if rows is None else rows.row_tokens,

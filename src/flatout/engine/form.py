@@ -53,7 +53,7 @@ def dealings(config: RunConfig, world: World) -> list[Dealing]:
     if not isinstance(world, Ranks):
         return [Dealing()]
     asked, here = config.parallel.form, _equal_hosts(world)
-    refused = _not_in_slices(config)
+    refused = not_in_slices(config)
     if asked in ("fsdp", "hybrid"):
         if refused is not None:
             raise ConfigError(f"parallel.form is {asked}, but {refused}", "set parallel.form=data")
@@ -65,9 +65,15 @@ def dealings(config: RunConfig, world: World) -> list[Dealing]:
                 f"{counts}",
                 "set parallel.form=fsdp",
             )
+    return forms_of(config, world.size, here)
+
+
+def forms_of(config: RunConfig, size: int, each: int | None) -> list[Dealing]:
+    """The forms that a run in several processes tries, as `by_preference` counts them; one that was asked for alone."""
+    asked = config.parallel.form
     if asked == "auto":
-        return by_preference(world.size, here)[: None if refused is None else 1]
-    return [Dealing(asked, {"data": 1, "hybrid": here or 1, "fsdp": world.size}[asked])]
+        return by_preference(size, each)[: None if not_in_slices(config) is None else 1]
+    return [Dealing(asked, {"data": 1, "hybrid": each or 1, "fsdp": size}[asked])]
 
 
 def by_preference(size: int, each: int | None) -> list[Dealing]:
@@ -93,7 +99,7 @@ def check_switches(speed: Speed, world: World) -> None:
                 )
 
 
-def _not_in_slices(config: RunConfig) -> str | None:
+def not_in_slices(config: RunConfig) -> str | None:
     """What of this config cannot be sharded, or None."""
     if config.lora.rank:
         return "adapters (lora.rank) are not sharded"

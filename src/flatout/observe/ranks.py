@@ -1,21 +1,15 @@
 """Several ranks of a run: which is the slowest, and how long the others wait for it and for gradients."""
 
-import statistics
 from collections.abc import Sequence
 
-
-def slowest_over_median(seconds: Sequence[float]) -> tuple[int, float]:
-    """The rank that takes longest, and how many times as long as the median of all."""
-    median = statistics.median(seconds)
-    slowest = max(range(len(seconds)), key=lambda rank: seconds[rank])
-    return slowest, seconds[slowest] / median if median > 0 else 1.0
+from flatout.records import slowest_over_median
 
 
 def slowest_rank(seconds: Sequence[float]) -> str:
     """Which rank takes longest, against the median of all."""
     slowest, times = slowest_over_median(seconds)
     above = times - 1
-    return f"rank {slowest}, {above:.1%} above the median" if above >= 0.005 else "none: all within 0.5%"
+    return f"rank {slowest}, {above:.1%} above the median" if above >= 0.005 else "none, all within 0.5%"
 
 
 def exposed_share(reduction: float, busy: float) -> float:
@@ -27,4 +21,4 @@ def exposed_share(reduction: float, busy: float) -> float:
 def ranks_line(seconds: Sequence[float], reduction: float) -> str:
     """A line for the terminal, by the first rank's own waiting."""
     share = exposed_share(reduction, seconds[0])
-    return f"ranks: slowest {slowest_rank(seconds)}; rank 0 waits {share:.1%} of its time for gradients"
+    return f"slowest rank: {slowest_rank(seconds)}; rank 0 waits {share:.1%} of its time for gradients"

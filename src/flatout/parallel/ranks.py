@@ -16,7 +16,6 @@ import json
 import os
 import re
 import socket
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -185,9 +184,12 @@ def _meet(found: Launch, join: float) -> Store:
     """The store that all processes see."""
     host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     wait, attempt = datetime.timedelta(seconds=join), found.attempt
+    served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # by whoever started the processes
     try:
-        if attempt is not None and attempt.listen is not None and found.rank == 0:
-            more = {"is_master": True, "wait_for_workers": False, "master_listen_fd": attempt.listen}
+        if found.rank == 0 and not served:
+            listen = None if attempt is None else attempt.listen
+            # Who is missing is told later, and by name: torch's own wait for all clients only counts them.
+            more = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen}
             store = TCPStore(host, int(port), found.size, timeout=wait, **more)
         else:
             store, _, _ = next(rendezvous("env://", found.rank, found.size, timeout=wait))
@@ -222,30 +224,23 @@ def _check_alike(
     own["backend"] = backend
     if error is not None:
         own["error"] = [error.message, error.hint, error.exit_code]
-    store.set(f"here/{found.rank}", json.dumps(own))
-    until = time.monotonic() + join
-    everybody = []
-    for rank in range(found.size):
-        try:
-            store.wait([f"here/{rank}"], datetime.timedelta(seconds=max(0.01, until - time.monotonic())))
-        except dist.DistStoreError as late:
-            if error is not None:
-                raise error from late
-            missing = [str(other) for other in range(rank, found.size) if not store.check([f"here/{other}"])]
-            came = f"{found.size - len(missing)} of {found.size} processes came within {join:g} s"
-            hint = "look at what the missing ones say; parallel.join gives them more time"
-            told = UsageError(f"{came}: rank {', '.join(missing)} did not", hint)
-            raise told if found.rank == 0 or "0" in missing else OtherProcessError() from late
-        everybody.append(json.loads(store.get(f"here/{rank}")))
+    keys = [f"here/{rank}" for rank in range(found.size)]
+    store.compare_set(keys[found.rank], "", json.dumps(own))
+    try:
+        store.wait(keys, datetime.timedelta(seconds=join))
+    except dist.DistStoreError:  # whoever is first to give up says so to all; who comes later finds it there
+        for key in keys:
+            store.compare_set(key, "", json.dumps({"late": join}))
+    everybody = [json.loads(store.get(key)) for key in keys]
     told = _refusal(everybody)
     if told is not None:
-        _leave_together(found, store)
+        _leave_together(found, store, [rank for rank, facts in enumerate(everybody) if "late" not in facts])
         raise told[1] if found.rank == told[0] else OtherProcessError(told[1].exit_code)
     return tuple(facts["host"] for facts in everybody)
 
 
 def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:
-    """The first rank that has an error, or versions or devices that differ, and what it has to tell."""
+    """Who has to tell what: the first rank that has an error, or the first of those that came, on what differs."""
     errors = [(rank, facts["error"]) for rank, facts in enumerate(everybody) if "error" in facts]
     if errors:
         rank, (message, hint, code) = errors[0]
@@ -253,6 +248,13 @@ def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | Non
         told = UserError(message if alike else f"rank {rank} on {everybody[rank]['host']}: {message}", hint)
         told.exit_code = code
         return rank, told
+    missing = [str(rank) for rank, facts in enumerate(everybody) if "late" in facts]
+    if missing:
+        waited = next(facts["late"] for facts in everybody if "late" in facts)
+        came = f"{len(everybody) - len(missing)} of {len(everybody)} processes came within {waited:g} s"
+        hint = "look at what the missing ones say; parallel.join gives them more time"
+        first = next(rank for rank, facts in enumerate(everybody) if "late" not in facts)
+        return first, UsageError(f"{came}: rank {', '.join(missing)} did not", hint)
     for name in ("flatout", "torch"):
         other = next((rank for rank, facts in enumerate(everybody) if facts[name] != everybody[0][name]), None)
         if other is not None:
@@ -270,12 +272,12 @@ def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | Non
     return None
 
 
-def _leave_together(found: Launch, store: Store) -> None:
-    """Rank 0 serves the store, and leaves when all have read from it, or after a while."""
+def _leave_together(found: Launch, store: Store, came: Sequence[int]) -> None:
+    """Rank 0 serves the store, and leaves when all that came have read from it, or after a while."""
     with contextlib.suppress(RuntimeError):
         store.set(f"read/{found.rank}", "1")
         if found.rank == 0:
-            store.wait([f"read/{rank}" for rank in range(found.size)], _LEAVE)
+            store.wait([f"read/{rank}" for rank in came], _LEAVE)
 
 
 def _backend(found: Launch, asked_device: str) -> str:

@@ -10,34 +10,30 @@ one GPU without recomputation, whether or not the model fits there.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
-from flatout.config.source import DEFAULT
+from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.source import DEFAULT, Source
 from flatout.device import limit_memory
-from flatout.engine.case import Probes
+from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import ROOM, memory_of
+from flatout.engine.fit_check import ROOM, fits_well, memory_of
+from flatout.engine.form import not_in_slices
 from flatout.engine.switches import COMMON_VOCAB
 from flatout.engine.trained import checkpoint_size
-from flatout.errors import UsageError
+from flatout.errors import HardwareError, UsageError
 from flatout.model.count import MemoryEstimate, flops_per_token, parameter_count
 from flatout.optim.rules import state_bytes
 from flatout.tuning.cluster import GB, Cluster
 from flatout.tuning.goodput import FAILURE_HOURS, FAILURE_SOURCE, Goodput, plan_saves
-from flatout.tuning.spread import AGAIN, FORMS, Layout, layouts, rank_memory, step_time, update_seconds, work_of
+from flatout.tuning.spread import AGAIN, FORMS, Layout, layouts, step_time, update_seconds, work_of
 
 MOST_AT_ONCE = 4096  # sequences of a micro-batch that is looked at
-AUTO = ("dp", "hybrid", "fsdp")  # what `parallel: auto` takes, the first that fits
-OVERLAP = (
-    "hidden behind compute: gradients of all blocks but the last (data parallel), the next block's weights and the "
-    "gradients of the one before (FSDP2), sums over hosts beside what goes on inside them (hybrid)",
-    "not hidden: the first block's weights, the last block's gradients, embedding and head (FSDP2: in every "
-    "micro-batch), and what a block's compute is too short for",
+NOT_COUNTED = (
     "not counted: what hidden communication takes from compute, waiting for a slower rank, what FSDP2 does on the host "
-    "(small models feel it), evaluations, samples and start-up",
+    "(small models feel it), evaluations, samples and start-up"
 )
 
 
@@ -52,14 +48,15 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One form on one number of GPUs. Bytes and seconds are of one rank and one step; None where it does not fit."""
+    """One form on one number of GPUs. Bytes and seconds are of one rank and one step; None where it cannot run."""
 
     gpus: int
     hosts: int
     form: str
-    auto: bool = False  # what `parallel: auto` takes here
+    auto: bool = False  # what `parallel.form=auto` takes here
     fits: bool
-    why: str = ""  # why it does not fit
+    refused: bool = False  # by the config or the batch, whatever the memory
+    why: str = ""  # why it does not fit, or is refused
     micro_batch: int
     accumulation: int
     checkpointing: str
@@ -133,28 +130,29 @@ def plan(
                 f"give a multiple of {cluster.per_host}, or the GPUs of a host with --per-host",
             )
     look = _Look(loaded, cluster, rate)
-    rows = [row for gpus in counts for row in _with_auto([look.row(gpus, layout) for layout in layouts(cluster, gpus)])]
-    checkpoint = checkpoint_size(look.work.parameters, look.config.optim, look.speed)
-    saves = {
-        gpus: plan_saves(
-            checkpoint,
-            gpus=gpus,
-            hosts=cluster.hosts(gpus),
+    rows: list[PlanRow] = []
+    saves: dict[int, Goodput] = {}
+    for gpus in counts:
+        spreads = layouts(cluster, gpus)
+        here = _with_auto([look.row(gpus, layout) for layout in spreads])
+        taken = next((row.form for row in here if row.auto), spreads[-1].form)
+        rows += here
+        saves[gpus] = plan_saves(
+            checkpoint_size(look.work.parameters, look.config.optim, look.speeds[taken]),
+            next(layout for layout in spreads if layout.form == taken),
             to_host=cluster.card.to_host,
             disk=disk,
             restart=restart,
             failure_hours=failure_hours,
         )
-        for gpus in counts
-    }
     return PlanResult(
         config=look.config.output.name,
         parameters=look.work.parameters,
         context=look.config.model.context,
         batch_tokens=look.config.train.batch_tokens,
         card=cluster.card.name,
-        card_bytes=look.have,
-        usable_bytes=int(ROOM * look.have),
+        card_bytes=look.device.memory_bytes or 0,
+        usable_bytes=int(ROOM * (look.device.memory_bytes or 0)),
         per_host=cluster.per_host,
         inside=cluster.inside,
         inside_source=_source(cluster.inside, cluster.card.inside, cluster.card.inside_source),
@@ -169,8 +167,8 @@ def plan(
         failure_source=_source(failure_hours, FAILURE_HOURS, FAILURE_SOURCE),
         disk=disk,
         forms=FORMS,
-        recommendation=_recommendation(rows, look.have),
-        notes=tuple(look.notes()),
+        recommendation=_recommendation(rows, look),
+        notes=tuple(look.notes(rows)),
     )
 
 
@@ -182,20 +180,21 @@ class _Look:
     """A config on one card, and what is the same for all forms and numbers of GPUs."""
 
     def __init__(self, loaded: LoadedConfig, cluster: Cluster, rate: Rate) -> None:
-        self.config, self.cluster = loaded.config, cluster
-        model, device = self.config.model, limit_memory(cluster.card.device, self.config.speed.memory_limit)
+        self.loaded, self.config, self.cluster = loaded, loaded.config, cluster
+        model = self.config.model
+        self.device = limit_memory(cluster.card.device, self.config.speed.memory_limit)
         self.vocab = model.vocab or COMMON_VOCAB
-        speed = resolve_speed(self.config, device, None, lambda _: DEFAULT, vocab=self.vocab, probes=_all_works())
-        self.speed = dataclasses.replace(speed, cuda_graphs=False)  # what recording costs is not planned
-        self.have = device.memory_bytes or 0
-        flops, peak = flops_per_token(model, self.vocab), device.peak_flops or 0.0
+        self.alone = self._speed(1, Dealing())
+        self.speeds: dict[str, Speed] = {}  # the switches of each form
+        flops, peak = flops_per_token(model, self.vocab), self.device.peak_flops or 0.0
         seconds = 1 / rate.tokens_per_second if rate.tokens_per_second else flops / ((rate.mfu or 0) * peak)
         self.work = work_of(
             model,
             self.vocab,
             seconds_per_token=seconds,
-            state=state_bytes(self.config.optim, state=speed.optimizer_state, offload=speed.optimizer_offload).device,
-            cell=2 if speed.precision in ("bf16", "fp16") else 4,
+            state=self._state(self.alone),
+            cell=2 if self.alone.precision in ("bf16", "fp16") and self.alone.kernels == "triton" else 4,
+            reduced=2 if self.config.parallel.reduce == "bf16" else 4,
         )
         update = update_seconds(self.work, cluster, 1)
         batch = self.config.train.batch_tokens
@@ -203,13 +202,21 @@ class _Look:
             self.work = dataclasses.replace(self.work, seconds_per_token=max(seconds - update / batch, 0.1 * seconds))
         self.one_gpu = batch / (batch * self.work.seconds_per_token + update)
         self.mfu = flops * self.one_gpu / peak if peak else None
-        self.other_products = rate.mfu is not None and (self.work.cell == 4 or bool(speed.fp8))
+        narrow = self.alone.precision in ("bf16", "fp16")
+        self.other_products = rate.mfu is not None and (not narrow or bool(self.alone.fp8))
+
+    def _speed(self, gpus: int, dealing: Dealing, source: Callable[[str], Source] = lambda _: DEFAULT) -> Speed:
+        shape = {"vocab": self.vocab, "ranks": gpus, "dealing": dealing, "probes": _all_works()}
+        speed = resolve_speed(self.config, self.device, None, source, **shape)
+        return dataclasses.replace(speed, cuda_graphs=False)  # what recording costs is not planned
+
+    def _state(self, speed: Speed) -> float:
+        return state_bytes(self.config.optim, state=speed.optimizer_state, offload=speed.optimizer_offload).device
 
     def row(self, gpus: int, layout: Layout) -> PlanRow:
-        sequences = self.config.train.batch_tokens // self.config.model.context
-        local = -(-sequences // gpus)  # of the rank that has the most
-        found, fits = self._fitting(layout, local)
-        speed, memory = found
+        dealing = Dealing(layout.form, layout.shards) if gpus > 1 else Dealing()
+        self.speeds[layout.form] = self._speed(gpus, dealing)
+        (speed, memory), fits = self._fitting(gpus, self.speeds[layout.form])
         same = {
             "gpus": gpus,
             "hosts": self.cluster.hosts(gpus),
@@ -223,13 +230,13 @@ class _Look:
             "optimizer_bytes": memory.optimizer,
             "activations_bytes": memory.activations + memory.working - memory.later,
         }
-        if sequences < gpus:
-            return PlanRow(**same, fits=False, why=f"the batch has {sequences} sequences, fewer than GPUs")
-        if not fits:
-            return PlanRow(
-                **same, fits=False, why=f"it needs {memory.total / 2**30:,.0f} GiB with one sequence at once"
-            )
-        work = dataclasses.replace(self.work, again=AGAIN[speed.checkpointing])
+        refused = self._refused(gpus, dealing)
+        if refused or not fits:
+            short = f"it needs {memory.total / 2**30:,.0f} GiB with micro-batches of {speed.micro_batch}"
+            if layout.shards > 1 and speed.micro_batch * speed.accumulation > 1:
+                short += ", as each rank holds whole gradients while it adds up several"
+            return PlanRow(**same, fits=False, refused=bool(refused), why=refused or short)
+        work = dataclasses.replace(self.work, again=AGAIN[speed.checkpointing], state=self._state(speed))
         step = step_time(
             work,
             self.cluster,
@@ -252,24 +259,45 @@ class _Look:
             efficiency=each / self.one_gpu,
         )
 
-    def _fitting(self, layout: Layout, local: int) -> tuple[tuple[Speed, MemoryEstimate], bool]:
+    def _refused(self, gpus: int, dealing: Dealing) -> str:
+        """Why a run of this config would be refused there, whatever the memory; empty where it would not."""
+        sequences = self.config.train.batch_tokens // self.config.model.context
+        if sequences % gpus:
+            return f"a step has {sequences:,} sequences, which {gpus:,} GPUs cannot share evenly"
+        if dealing.shards == 1:
+            return ""
+        refused = not_in_slices(self.config)
+        missing = {f"speed.{feature.name}" for feature in self.alone.features if feature.why}  # by one GPU, too
+        try:
+            self._speed(gpus, dealing, lambda path: DEFAULT if path in missing else self.loaded.sources[path])
+        except HardwareError as error:
+            refused = refused or error.message
+        return refused or ""
+
+    def _fitting(self, gpus: int, speed: Speed) -> tuple[tuple[Speed, MemoryEstimate], bool]:
         """(the first way that fits, or the smallest there is, whether it fits)."""
-        tried = list(self._ways(layout, local))
-        fitting = [one for one in tried if one[1].total <= ROOM * self.have]
+        tried = list(self._ways(gpus, speed))
+        fitting = [one for one in tried if fits_well(one[1], self.device)]
         return (fitting[0], True) if fitting else (min(tried, key=lambda one: one[1].total), False)
 
-    def _ways(self, layout: Layout, local: int) -> Iterator[tuple[Speed, MemoryEstimate]]:
+    def _ways(self, gpus: int, speed: Speed) -> Iterator[tuple[Speed, MemoryEstimate]]:
         kinds = list(AGAIN)
-        most = min(self.config.speed.micro_batch or local, local, MOST_AT_ONCE)
-        for checkpointing in kinds[kinds.index(self.speed.checkpointing) :]:
-            for size in (size for size in range(most, 0, -1) if local % size == 0):
-                speed = dataclasses.replace(
-                    self.speed, micro_batch=size, accumulation=local // size, checkpointing=checkpointing
+        most, passes = micro_batch_of(self.config, gpus)
+        share = most * passes
+        for checkpointing in kinds[kinds.index(speed.checkpointing) :]:
+            for size in (size for size in range(min(most, MOST_AT_ONCE), 0, -1) if share % size == 0):
+                one = dataclasses.replace(
+                    speed, micro_batch=size, accumulation=share // size, checkpointing=checkpointing
                 )
-                yield speed, rank_memory(memory_of(self.config, self.vocab, speed), self.work, layout)
+                yield one, memory_of(self.config, self.vocab, one)
 
-    def notes(self) -> Iterator[str]:
-        yield from OVERLAP
+    def notes(self, rows: Sequence[PlanRow]) -> Iterator[str]:
+        yield NOT_COUNTED
+        refusals: dict[str, list[str]] = {}
+        for row in rows:
+            if row.refused and FORMS[row.form] not in refusals.setdefault(row.why, []):
+                refusals[row.why].append(FORMS[row.form])
+        yield from (f"refused in {' and '.join(forms)}: {why}" for why, forms in refusals.items())
         if self.config.model.vocab is None and self.config.data.tokenizer != "gpt2":
             yield f"the vocabulary is not known before the data is prepared: counted as {self.vocab:,}"
         if self.other_products:
@@ -303,27 +331,25 @@ def _all_works() -> Probes:
 
 
 def _with_auto(rows: list[PlanRow]) -> list[PlanRow]:
-    """The rows of one number of GPUs, with the one marked that `parallel: auto` takes."""
-    fitting = {row.form: row for row in rows if row.fits}
-    least = min((list(AGAIN).index(row.checkpointing) for row in fitting.values()), default=0)
+    """The rows of one number of GPUs, with the one marked that `parallel.form=auto` takes."""
     # No form takes more checkpointing than the config has as long as another one fits without.
-    ready = [form for form in AUTO if form in fitting and list(AGAIN).index(fitting[form].checkpointing) == least]
-    return [dataclasses.replace(row, auto=bool(ready) and row.form == ready[0]) for row in rows]
+    taken = min((row for row in rows if row.fits), key=lambda row: list(AGAIN).index(row.checkpointing), default=None)
+    return [dataclasses.replace(row, auto=row is taken) for row in rows]
 
 
-def _recommendation(rows: Sequence[PlanRow], have: int) -> str:
-    """Which form `parallel: auto` takes for which numbers of GPUs, and why."""
+def _recommendation(rows: Sequence[PlanRow], look: _Look) -> str:
+    """Which form `parallel.form=auto` takes for which numbers of GPUs, and why."""
     groups: list[tuple[str, list[int]]] = []
     for gpus in dict.fromkeys(row.gpus for row in rows):
         form = next((row.form for row in rows if row.gpus == gpus and row.auto), "")
         if not groups or groups[-1][0] != form:
             groups.append((form, []))
         groups[-1][1].append(gpus)
-    return "parallel: auto takes " + "; ".join(_group_words(form, counts, rows, have) for form, counts in groups)
+    return "parallel.form=auto takes " + "; ".join(_group_words(form, counts, rows, look) for form, counts in groups)
 
 
-def _group_words(form: str, counts: Sequence[int], rows: Sequence[PlanRow], have: int) -> str:
-    """What is taken at some numbers of GPUs; reason and rate are those of the largest."""
+def _group_words(form: str, counts: Sequence[int], rows: Sequence[PlanRow], look: _Look) -> str:
+    """What is taken at some numbers of GPUs; reason, rate and settings are those of the largest."""
     largest = [row for row in rows if row.gpus == counts[-1]]
     at = f"{counts[0]} to {counts[-1]} GPUs" if len(counts) > 1 else f"{counts[0]} GPU{'s' if counts[0] > 1 else ''}"
     if not form:
@@ -332,19 +358,28 @@ def _group_words(form: str, counts: Sequence[int], rows: Sequence[PlanRow], have
     own = next(row for row in largest if row.auto)
     best = max((row for row in largest if row.fits), key=lambda row: row.efficiency or 0.0)
     share = f"{100 * (own.efficiency or 0):.0f}% of one GPU's rate"
-    words = [_reason(own, largest, have), share + (f" at {counts[-1]}" if len(counts) > 1 else "")]
+    words = [_reason(own, largest, look), share + (f" at {counts[-1]}" if len(counts) > 1 else "")]
     if (best.efficiency or 0) > 1.02 * (own.efficiency or 0):
         words.append(f"{FORMS[best.form]} would have {100 * (best.efficiency or 0):.0f}%")
-    if own.checkpointing != "none":
-        words.append(f"with speed.checkpointing={own.checkpointing}")
-    return f"{FORMS[form]} at {at} ({', '.join(words)})"
+    return f"{FORMS[form]} at {at} ({', '.join([*words, *_settings(own, look.config)])})"
 
 
-def _reason(own: PlanRow, rows: Sequence[PlanRow], have: int) -> str:
-    card = f"{have / 2**30:.0f} GiB"
-    if own.form == "dp":
+def _settings(own: PlanRow, config: RunConfig) -> Iterator[str]:
+    """What a run must be given to be the planned one: a run takes its micro-batch as the config has it."""
+    settings = {}
+    if own.micro_batch != micro_batch_of(config, own.gpus)[0]:
+        settings["speed.micro_batch"] = own.micro_batch
+    if own.checkpointing != config.speed.checkpointing:
+        settings["speed.checkpointing"] = own.checkpointing
+    if settings:
+        yield "with " + " ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def _reason(own: PlanRow, rows: Sequence[PlanRow], look: _Look) -> str:
+    card = f"{(look.device.memory_bytes or 0) / 2**30:.0f} GiB"
+    if own.form == "data":
         return f"a whole copy fits every GPU: {own.memory_bytes / 2**30:.1f} of {card}"
-    whole = next(row for row in rows if row.form == "dp")
+    whole = next(row for row in rows if row.form == "data")
     alone = f"a whole copy does not fit one GPU of {card}"
     if whole.fits:
         alone = f"a whole copy fits one GPU of {card} only with speed.checkpointing={whole.checkpointing}"

@@ -1,11 +1,12 @@
-"""One step of training, spread over ranks: memory, communication and time of data parallel, FSDP2 and hybrid.
+"""One step of training, spread over ranks: communication and time of data parallel, FSDP2 and hybrid.
 
 What overlaps, and what does not:
-- Data parallel: gradients (fp32) are all-reduced once per step, block by block, while the last micro-batch's backward
-  pass goes on. What a block's backward pass is too short for, and the embedding's gradient at the very end, is exposed.
-- FSDP2: every micro-batch gathers each block's weights (in the type of products) twice, for forward and backward, and
-  reduce-scatters its gradients (fp32). The next block is gathered while this one computes, so exposed are the first
-  gathers (embedding, head and first block), the last reductions, and whatever a block's compute is too short for.
+- Data parallel: gradients are all-reduced once per step, block by block, while the last micro-batch's backward pass
+  goes on. What a block's backward pass is too short for, and the embedding's gradient at the very end, is exposed.
+- FSDP2: every micro-batch gathers each block's weights twice, for forward and backward; gradients (fp32) are
+  reduce-scattered once per step, in the last backward pass. The next block is gathered while this one computes, so
+  exposed are the first gathers (embedding, head and first block), the last reductions, and whatever a block's compute
+  is too short for.
 - Hybrid: the same inside one host, and once per step an all-reduce of each rank's shard over the hosts, which have
   wires of their own.
 Hidden communication counts as free. In truth its kernels take some of the card's processors and memory bandwidth.
@@ -16,11 +17,11 @@ A rate (`seconds_per_token`) is that of one GPU without recomputation; full chec
 import dataclasses
 
 from flatout.config.schema import ModelConfig
-from flatout.model.count import MemoryEstimate, block_count, flops_per_token, parameter_count
+from flatout.engine.form import by_preference
+from flatout.model.count import block_count, flops_per_token, parameter_count
 from flatout.tuning.cluster import Cluster, Transfer, ring
 
-FORMS = {"dp": "data parallel", "fsdp": "FSDP2", "hybrid": "hybrid"}
-REDUCED = 4  # bytes of a gradient that is reduced: fp32
+FORMS = {"data": "data parallel", "hybrid": "hybrid", "fsdp": "FSDP2"}
 # Of the blocks' forward pass, what backward computes again. Selective checkpointing keeps all products.
 AGAIN = {"none": 0.0, "selective": 0.0, "full": 1.0}
 
@@ -29,8 +30,8 @@ AGAIN = {"none": 0.0, "selective": 0.0, "full": 1.0}
 class Work:
     """A model's step as far as spreading it goes. `root` is what lies outside the blocks: embedding, head, last norm.
 
-    `cell` is the bytes of a weight in products, `state` those of the optimizer's state for each parameter, on the
-    device.
+    Bytes of each parameter: `cell` of a weight that is gathered, `reduced` of a gradient that leaves, `state` of the
+    optimizer's state on the device.
     """
 
     parameters: int
@@ -38,15 +39,24 @@ class Work:
     block: int
     root: int
     last: int  # whose gradient is ready at the very end: the embedding's
+    twice: int  # of `root`, what backward gathers again: nothing where a tied embedding stays whole
     head_share: float  # of a token's FLOPs
     cell: int
+    reduced: int = 4
     state: float
     seconds_per_token: float
     again: float = 0.0
 
 
 def work_of(
-    model: ModelConfig, vocab: int, *, seconds_per_token: float, state: float, cell: int = 2, again: float = 0.0
+    model: ModelConfig,
+    vocab: int,
+    *,
+    seconds_per_token: float,
+    state: float,
+    cell: int = 2,
+    reduced: int = 4,
+    again: float = 0.0,
 ) -> Work:
     blocks = [block_count(model, kind) for kind in model.kinds]
     parameters = parameter_count(model, vocab)
@@ -57,8 +67,10 @@ def work_of(
         block=max(blocks),
         root=root,
         last=root if model.tied else root - vocab * model.width,
+        twice=0 if model.tied else root,
         head_share=6.0 * vocab * model.width / flops_per_token(model, vocab),
         cell=cell,
+        reduced=reduced,
         state=state,
         seconds_per_token=seconds_per_token,
         again=again,
@@ -80,14 +92,14 @@ class Layout:
 
 
 def layouts(cluster: Cluster, gpus: int) -> list[Layout]:
-    """The forms that `gpus` GPUs can take: one alone has nothing to spread, and one host nothing to replicate."""
+    """The forms that `gpus` GPUs can take, in the order in which `parallel.form=auto` tries them."""
     hosts = cluster.hosts(gpus)
     local = gpus // hosts
-    found = [Layout(form="dp", local=1, hosts=1, replicas=gpus)]
-    if gpus > 1:
-        found.append(Layout(form="fsdp", local=local, hosts=hosts, replicas=1))
-    if hosts > 1 and local > 1:
-        found.append(Layout(form="hybrid", local=local, hosts=1, replicas=hosts))
+    where = {"data": (1, 1), "hybrid": (local, 1), "fsdp": (local, hosts)}
+    found = []
+    for dealing in by_preference(gpus, local if hosts > 1 else None):
+        ranks, over = where[dealing.form]
+        found.append(Layout(form=dealing.form, local=ranks, hosts=over, replicas=gpus // (ranks * over)))
     return found
 
 
@@ -105,27 +117,6 @@ class StepTime:
     @property
     def seconds(self) -> float:
         return self.compute + self.update + self.exposed
-
-
-def rank_memory(estimate: MemoryEstimate, work: Work, layout: Layout) -> MemoryEstimate:
-    """What one rank needs, of what one GPU would need for the same micro-batch.
-
-    Sharded, a rank has its share of weights, gradients and state; whole are the gathered root, the block that computes
-    and the next one, and the gradients of one block while they are reduced. Copies of weights in narrower types are
-    not kept: the gathered ones take their place.
-    """
-    if layout.shards == 1:
-        return estimate
-    gathered = work.cell * (work.root + 2 * work.block)
-    gradients = estimate.gradients // layout.shards
-    return dataclasses.replace(
-        estimate,
-        weights=4 * work.parameters // layout.shards + gathered,
-        gradients=gradients,
-        optimizer=estimate.optimizer // layout.shards,
-        working=estimate.working + (work.cell + REDUCED) * work.block,
-        later=min(estimate.later, gradients),
-    )
 
 
 def step_time(work: Work, cluster: Cluster, layout: Layout, *, micro_batches: int, tokens: int) -> StepTime:
@@ -179,7 +170,7 @@ def _replicated(
     local = layout.replicas // hosts
 
     def reduce(values: float) -> Transfer:
-        return ring(cluster, REDUCED * values, local, hosts) * 2
+        return ring(cluster, work.reduced * values, local, hosts) * 2
 
     total = reduce(work.block) * work.layers + reduce(work.root - work.last) + reduce(work.last)
     last = reduce(work.block) + reduce(work.last)
@@ -193,17 +184,19 @@ def _sharded(work: Work, cluster: Cluster, layout: Layout, block: _Block, micro_
         return ring(cluster, size, layout.local, layout.hosts)
 
     def over_replicas(values: float) -> Transfer:
-        return ring(cluster, REDUCED * values / layout.shards, 1, layout.replicas) * 2
+        return ring(cluster, work.reduced * values / layout.shards, 1, layout.replicas) * 2
 
-    gather, reduce = over_shards(work.cell * work.block), over_shards(REDUCED * work.block)
-    root_gather, root_reduce = over_shards(work.cell * work.root), over_shards(REDUCED * work.root)
-    backward = (gather + reduce) * work.layers + root_reduce
+    gather, reduce = over_shards(work.cell * work.block), over_shards(work.reduced * work.block)
+    root_gather, root_reduce = over_shards(work.cell * work.root), over_shards(work.reduced * work.root)
+    again = over_shards(work.cell * work.twice)
+    gathered, reduced = gather * work.layers + again, reduce * work.layers + root_reduce
     computing = block.head_backward + work.layers * block.backward
-    late = _beyond(backward.seconds, (reduce + root_reduce).seconds, computing)
     first = (root_gather + gather).seconds + (work.layers - 1) * max(0.0, gather.seconds - block.forward)
+    backward = _beyond(gathered.seconds, again.seconds, computing)
+    late = _beyond((gathered + reduced).seconds, (reduce + root_reduce).seconds, computing)
     # Between hosts the shards' gradients are added up beside what goes on inside of them, in the last backward pass.
     beside, beside_root = over_replicas(work.block), over_replicas(work.root)
     across = beside * work.layers + beside_root
     after = _beyond(across.seconds, (beside + beside_root).seconds, computing + late)
-    total = (root_gather + gather * work.layers + backward) * micro_batches + across
-    return total, micro_batches * (first + late) + after
+    total = (root_gather + gather * work.layers + gathered) * micro_batches + reduced + across
+    return total, micro_batches * first + (micro_batches - 1) * backward + late + after

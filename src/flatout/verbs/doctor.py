@@ -6,6 +6,7 @@ code is 0 when nothing is bad (warnings are allowed), 2 for the machine or the c
 With --json there is one JSON object a line, findings first and a summary last, and nothing else on stdout.
 """
 
+import argparse
 import dataclasses
 import json
 import os
@@ -15,7 +16,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from flatout.errors import UsageError
-from flatout.launch import OtherProcessError, launch
+from flatout.launch import launch
+from flatout.verbs.launching import told_by_one
 from flatout.verbs.measuring import Line, ended_by_signals
 from flatout.words import Parser, add_config
 
@@ -48,11 +50,15 @@ def doctor(words: list[str]) -> int:
     parser.number("--gpus", 1, 4096, help="check for so many ranks; under torchrun, its own number")
     parser.flag("--quick", "leave out what takes seconds, such as compiling")
     parser.flag("--json", "print findings as JSON lines")
-    parsed = parser.parse_words(words)
     launched = launch()
-    if launched is not None and parsed.gpus not in (None, launched.size):
-        error = UsageError(f"--gpus {parsed.gpus}, but {launched.size} processes were started", "leave --gpus out")
-        raise error if launched.rank == 0 else OtherProcessError(error.exit_code)
+
+    def checked() -> argparse.Namespace:
+        parsed = parser.parse_words(words)
+        if launched is not None and parsed.gpus not in (None, launched.size):
+            raise UsageError(f"--gpus {parsed.gpus}, but {launched.size} processes were started", "leave --gpus out")
+        return parsed
+
+    parsed = told_by_one(checked)
     from flatout.diagnose.doctor import exit_code
     from flatout.diagnose.examine import attend, examine
 

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from flatout.errors import HardwareError, UsageError, UserError
 from flatout.launch import ATTEMPT, launch, place_of_slurm
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
 
 _MOST = 1024
+Found = TypeVar("Found")
 
 
 def add_launching(parser: Parser) -> None:
@@ -69,8 +70,8 @@ def start_workers(
     return Agent([verb, *words], hosts, restarts=parsed.restarts, timeout=parallel.timeout).run()
 
 
-def told_by_one(checked: Callable[[], "LoadedConfig | None"]) -> "LoadedConfig | None":
-    """Loads the config. In one of several processes, one of them tells what is wrong with it."""
+def told_by_one(checked: Callable[[], Found]) -> Found:
+    """Understands a command. In one of several processes, one of them tells what is wrong with it."""
     try:
         return checked()
     except UserError as error:
@@ -89,9 +90,9 @@ def _hosts(parsed: argparse.Namespace) -> "Callable[[float, float], Hosts]":
     nodes, rank, meet = parsed.nodes, parsed.node_rank, parsed.meet
     if nodes is None and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         nodes, rank, meet = _of_slurm(rank, meet)
-    if nodes in (None, 1):
-        if meet is not None or rank:
-            raise UsageError("--node-rank and --meet are for several hosts", "add --nodes M, or leave them out")
+    if nodes is None and (meet is not None or rank):
+        raise UsageError("--node-rank and --meet are for several hosts", "add --nodes M, or leave them out")
+    if nodes is None or (nodes == 1 and not rank):
         return lambda join, timeout: OneHost(parsed.gpus)
     found = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d{1,5})", meet or "")
     if rank is None or found is None or not 0 < int(found[2]) < 65536:

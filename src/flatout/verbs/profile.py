@@ -6,6 +6,7 @@ The folder appears under its name only when everything in it is there; Ctrl-C an
 there already are never written over. No run is written, and no data is prepared where the config asks for it.
 """
 
+import argparse
 import contextlib
 import os
 import sys
@@ -17,6 +18,7 @@ from flatout.errors import UsageError
 from flatout.files import disk_errors, write_whole
 from flatout.folders import whole_folder
 from flatout.launch import Launch, launch
+from flatout.verbs.launching import told_by_one
 from flatout.verbs.measuring import ended_by_signals, free_folder
 from flatout.words import Parser, add_config, load_pretraining, quoted
 
@@ -42,9 +44,13 @@ def profile(words: list[str]) -> int:
         "--out", metavar="FOLDER", help="where the files go; default: profile/NAME, numbered when that is taken"
     )
     parser.flag("--json", "print the figures as one JSON object instead of the page")
-    parsed = parser.parse_words(words)
-    loaded = load_pretraining(parsed, "profile")
     found = launch()
+
+    def checked() -> "tuple[argparse.Namespace, LoadedConfig]":
+        parsed = parser.parse_words(words)
+        return parsed, load_pretraining(parsed, "profile", tell=found is None or found.rank == 0)
+
+    parsed, loaded = told_by_one(checked)
     folder = _folder(parsed.out, loaded) if found is None else None
     with ended_by_signals(lambda: "nothing was written"), _quiet_profiler(), contextlib.ExitStack() as held:
         world = None if found is None else held.enter_context(_met(found, loaded))

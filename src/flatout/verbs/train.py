@@ -49,13 +49,8 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     parser.flag("--json", "print records as JSON lines and nothing else")
     parser.flag("--view", "a panel with curve, speed, card and warnings")
     add_launching(parser)
-    parsed = parser.parse_words(words)
-    starts = starts_workers(parsed)
-    if parsed.view and parsed.json:
-        raise UsageError("--view and --json exclude each other", "leave one of them out")
+    parsed, starts = told_by_one(lambda: _understood(parser, words))
     resume: str | None = parsed.resume
-    if resume == "":
-        raise UsageError("--resume needs auto or a folder", "for example --resume auto")
     stored = None if resume in (None, "auto") or parsed.config_given else Path(resume)
 
     def checked() -> "LoadedConfig | None":
@@ -66,6 +61,17 @@ def _run_training(parser: Parser, words: list[str]) -> int:
     loaded = told_by_one(checked)
     with output_that_may_go_away():  # the terminal is not the run
         return _follow_training(parsed, loaded, resume, stored)
+
+
+def _understood(parser: Parser, words: list[str]) -> tuple[argparse.Namespace, bool]:
+    """The parsed words, and whether this process starts others."""
+    parsed = parser.parse_words(words)
+    starts = starts_workers(parsed)
+    if parsed.view and parsed.json:
+        raise UsageError("--view and --json exclude each other", "leave one of them out")
+    if parsed.resume == "":
+        raise UsageError("--resume needs auto or a folder", "for example --resume auto")
+    return parsed, starts
 
 
 def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: Path | None) -> "LoadedConfig | None":
@@ -85,6 +91,7 @@ def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: P
 def _follow_training(
     parsed: argparse.Namespace, loaded: "LoadedConfig | None", resume: str | None, stored: Path | None
 ) -> int:
+    found = launch()
     from flatout import api
     from flatout.observe.live.console import JsonReader, TerminalReader
     from flatout.observe.live.prepare_bar import PrepareBar
@@ -95,7 +102,6 @@ def _follow_training(
     terminal = ViewReader if parsed.view else TerminalReader
     reader = JsonReader() if parsed.json else terminal(loaded.config.output.log_every)
     preparing = PrepareBar()
-    found = launch()
     speaks = found is None or found.rank == 0
     stop = StopOnSignal(
         at_once=reader.leave_at_once if isinstance(reader, ViewReader) else lambda: None, stays=found is not None

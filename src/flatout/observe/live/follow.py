@@ -303,6 +303,6 @@ def _convert(hint: Any, empty: Any, value: Any) -> Any:
         return rows if inner is Any else {key: _convert(inner, None, item) for key, item in rows.items()}
     inner = typing.get_args(hint)[0]
     rows = value if isinstance(value, list | tuple) else ()
-    if not dataclasses.is_dataclass(inner):
+    if not (isinstance(inner, type) and dataclasses.is_dataclass(inner)):
         return tuple(_convert(inner, None, row) for row in rows)
     return tuple(_fill(inner, row) for row in rows if isinstance(row, dict))

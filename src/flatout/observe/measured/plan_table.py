@@ -14,7 +14,7 @@ from flatout.observe.terminal import Terminal, say
 
 # What goes first where the terminal is too narrow for everything.
 _STEP_EXTRAS = ("between hosts", "hidden", "compute", "sent", "tokens/s/GPU", "micro-batch")
-_SAVE_EXTRAS = ("at 2h00m", "at 60s", "at 30m00s", "at 5m00s", "of a rank", "copied in", "written in")
+_SAVE_EXTRAS = ("at 2h00m", "at 60s", "at 30m00s", "at 5m00s", "written in", "pause", "form")
 
 
 def print_plan(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
@@ -24,14 +24,18 @@ def print_plan(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
         say(console, line)
     console.print()
     console.print(_table(_steps(body), _STEP_EXTRAS, console.width))
-    say(console, "* `parallel: auto`; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step")
+    say(console, "* parallel.form=auto; micro-batch: sequences x micro-batches of a rank; sent: by a rank in a step")
     usable = f"of each card {human_bytes(body['usable_bytes'])} are usable"
     say(console, f"exposed: communication that compute does not hide; {usable}")
     console.print()
     console.print(Text("checkpoints and interruptions"), style="bold")
     console.print(_table(_saves(body), _SAVE_EXTRAS, console.width))
     say(console, f"one interruption in {body['failure_hours']:,.0f} GPU-hours: {body['failure_source']}")
-    say(console, f"goodput: time in steps that are kept; each host writes {body['disk'] / 1e9:g} GB/s")
+    say(
+        console,
+        f"goodput: time in steps that are kept; pause: training stands still for a save, of which "
+        f"each host writes {body['disk'] / 1e9:g} GB/s",
+    )
     console.print()
     for note in body["notes"]:
         say(console, note)
@@ -81,7 +85,7 @@ def _steps(body: Mapping[str, Any]) -> list[Row]:
     for row in body["rows"]:
         first, before = row["gpus"] != before, row["gpus"]
         again = "" if row["checkpointing"] == "none" else f" {row['checkpointing']}"
-        unfit = "does not fit" if row["memory_bytes"] > body["usable_bytes"] else "too few"
+        unfit = "refused" if row["refused"] else "does not fit"
         cells = {
             "GPUs": f"{row['gpus']:,}" if first else "",
             "form": f"{body['forms'][row['form']]}{' *' if row['auto'] else ''}",
@@ -108,12 +112,12 @@ def _saves(body: Mapping[str, Any]) -> list[Row]:
     for gpus, save in body["saves"].items():
         cells = {
             "GPUs": f"{int(gpus):,}",
+            "form": body["forms"][save["form"]],
             "checkpoint": human_bytes(save["checkpoint_bytes"]),
-            "of a rank": human_bytes(save["rank_bytes"]),
-            "copied in": short_seconds(save["copy_seconds"]),
+            "pause": short_seconds(save["pause_seconds"]),
             "written in": short_seconds(save["write_seconds"]),
             "interruptions/day": f"{save['interruptions_per_day']:.3g}",
-            "best: every": human_seconds(save["best_interval"]),
+            "best interval": human_seconds(save["best_interval"]),
             "goodput": f"{100 * save['best']:.2f}%",
         }
         shares = sorted((int(interval), share) for interval, share in save["by_interval"].items())

@@ -151,7 +151,7 @@ def _ranks(report: Mapping[str, Any]) -> Iterator[Block]:
         for rank in shown
     ]
     yield Heading("Ranks")
-    lines = [f"slowest {slowest_rank(work)}"]
+    lines = [f"slowest rank: {slowest_rank(work)}"]
     if ranks["sent_bytes"] is not None:
         sent, reduced = human_bytes(ranks["sent_bytes"]), human_bytes(ranks["reduced_bytes"])
         lines.append(f"gradients of {reduced} a step; each rank sends {sent} of them in a ring")

@@ -12,8 +12,8 @@ from typing import Any
 
 from flatout import records
 from flatout.observe.human import human_parameters, human_seconds, printable
-from flatout.observe.ranks import exposed_share, slowest_over_median
-from flatout.records import EndRecord, Record, RunInfo
+from flatout.observe.ranks import exposed_share
+from flatout.records import EndRecord, Record, RunInfo, slowest_over_median
 
 GIB = 2**30
 _OF_LAYERS = {"horizon_tokens": "horizon", "magnitude": "magnitude", "period_tokens": "period"}

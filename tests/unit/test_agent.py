@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from flatout.agent import workers
+from flatout.agent.agent import Agent
 from flatout.agent.cause import Cause, cause_of, first_of
 from flatout.agent.hosts import Left, OneHost
 from flatout.agent.many_hosts import ManyHosts
@@ -123,6 +125,30 @@ def test_workers_learn_what_earlier_attempts_left(monkeypatch: pytest.MonkeyPatc
     assert found is not None
     assert found.attempt == attempt == Attempt("1", attempt.listen, "runs/x", True, 4)
     assert (found.folder, found.resumes) == (Path("runs/x"), True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_a_signal_that_comes_while_workers_start_reaches_them(monkeypatch: pytest.MonkeyPatch):
+    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.Worker:
+        os.kill(os.getpid(), signal.SIGTERM)
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        return workers.Worker(process, rank, local)
+
+    monkeypatch.setattr(workers, "_start", start)
+    began = time.monotonic()
+    assert Agent(["train"], OneHost(1), restarts=0, timeout=60).run() == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="no waitid")
+def test_a_signal_for_a_worker_that_has_just_ended_is_lost_and_nothing_else():
+    worker = workers.Worker(
+        subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True), 0, 0
+    )
+    os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    worker.signal(signal.SIGTERM)
+    worker.look()
+    assert worker.code == 3
 
 
 def options(**given: Any) -> argparse.Namespace:

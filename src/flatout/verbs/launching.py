@@ -58,13 +58,13 @@ def start_workers(
     from flatout.agent.agent import Agent
     from flatout.config.training_sections import ParallelConfig
 
-    hosts_of = _hosts(parsed)
+    hosts_of, parallel = _hosts(parsed), ParallelConfig()
     try:
         loaded = checked()
         _check_gpus(parsed.gpus, None if loaded is None else loaded.config.speed.device)
     except UserError as error:
-        raise hosts_of(25.0, 600.0).refuse(error) from error
-    parallel = ParallelConfig() if loaded is None else loaded.config.parallel
+        raise hosts_of(parallel.join, parallel.timeout).refuse(error) from error
+    parallel = parallel if loaded is None else loaded.config.parallel
     hosts = hosts_of(parallel.join, parallel.timeout)
     return Agent([verb, *words], hosts, restarts=parsed.restarts, timeout=parallel.timeout).run()
 

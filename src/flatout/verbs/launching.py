@@ -77,9 +77,10 @@ def told_by_one(checked: Callable[[], "LoadedConfig | None"]) -> "LoadedConfig |
         found = launch()
         if found is None or found.size == 1:
             raise
+        from flatout.config.training_sections import ParallelConfig
         from flatout.parallel.ranks import refuse
 
-        raise refuse(found, error) from error
+        raise refuse(found, error, ParallelConfig().join) from error
 
 
 def _hosts(parsed: argparse.Namespace) -> "Callable[[float, float], Hosts]":

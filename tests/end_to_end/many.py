@@ -46,7 +46,7 @@ class Command:
                 stdout=subprocess.DEVNULL,
                 stderr=told,
             )
-        self.seen: set[int] = set()
+        self.seen: dict[int, str] = {}  # when each of its processes was started: numbers are given again
 
     @property
     def told(self) -> str:
@@ -60,7 +60,7 @@ class Command:
             rank = next((word for word in variables if word.startswith("RANK=")), None)
             if rank is not None:
                 found[int(rank.removeprefix("RANK="))] = pid
-        self.seen |= set(self.all_running(children))
+        self.seen |= {pid: _start_of(pid) for pid in self.all_running(children)}
         return found
 
     def helper(self, rank: int, module: str) -> int | None:
@@ -88,15 +88,19 @@ class Command:
     def left_behind(self) -> set[int]:
         """Processes of its own that still run a little after the command has ended."""
         until = time.monotonic() + 5
-        while (left := {pid for pid in self.seen if _runs(pid)}) and time.monotonic() < until:
+        while (left := {pid for pid in self.seen if self._runs(pid)}) and time.monotonic() < until:
             time.sleep(0.05)
         return left
 
     def end(self) -> None:
-        for pid in (self.process.pid, *self.seen):
-            if _runs(pid):
-                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
+        for pid in self.seen:
+            if self._runs(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def _runs(self, pid: int) -> bool:
+        return self.seen[pid] != "" and _start_of(pid) == self.seen[pid]
 
 
 def children_by_parent() -> dict[int, list[int]]:
@@ -108,8 +112,10 @@ def children_by_parent() -> dict[int, list[int]]:
     return found
 
 
-def _runs(pid: int) -> bool:
-    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+def _start_of(pid: int) -> str:
+    """By the clock of the machine; empty where no such process runs."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def _read(path: str) -> str:

@@ -216,3 +216,8 @@ def test_srun_says_which_hosts_there_are(monkeypatch: pytest.MonkeyPatch):
         launching._hosts(options())
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_one_host_of_one_needs_no_place_to_meet():
+    """The same command serves any number of hosts."""
+    assert isinstance(launching._hosts(options(nodes=1, node_rank=0, meet="here:29500"))(25.0, 600.0), OneHost)

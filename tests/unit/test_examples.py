@@ -9,10 +9,10 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from torch.distributed.run import get_args_parser
 
 from flatout import cli
 from flatout.words import Parser
@@ -50,13 +50,9 @@ def said(tmp_path: Path) -> list[list[str]]:
     return [shlex.split(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
-def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
-    """What torchrun and `flatout train` make of a command line."""
-    assert words[0] == "torchrun"
-    launch = get_args_parser().parse_args(words[1:])
-    assert launch.module
-    assert launch.training_script == "flatout"
-    assert launch.training_script_args[0] == "train"
+def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What `flatout train` makes of a command line."""
+    assert words[:2] == ["flatout", "train"]
 
     def stop(parser: Parser, words: list[str]) -> object:
         raise Taken(parse(parser, words))
@@ -64,8 +60,8 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[ob
     parse = Parser.parse_words
     monkeypatch.setattr(Parser, "parse_words", stop)
     with pytest.raises(Taken) as taken:
-        cli.main(launch.training_script_args)
-    return launch, taken.value.args[0]
+        cli.main(words[1:])
+    return taken.value.args[0]
 
 
 def test_directives_of_slurm_are_known():
@@ -81,29 +77,25 @@ def test_directives_of_slurm_are_known():
 
 
 SLURM_ENVIRONMENT = {
-    "SLURM_JOB_NODELIST": "node[3-4]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "my-run",
+    "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_ID": "123456", "SLURM_JOB_NAME": "my-run",
 }  # fmt: skip
-HOSTS = '[ "$1" = show ] && printf "node3\\nnode4\\n" || true'
 
 
 def test_slurm_starts_an_agent_on_each_host_that_resumes(
     tmp_path: Path, stubs: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ):
-    stubs("scontrol", HOSTS)
     stubs("srun", "exit 7")
     words = ["bash", str(SLURM), "gpt2-124m", "data.folder=/a b"]
     done = subprocess.run(words, env={**os.environ, **SLURM_ENVIRONMENT}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (7, ""), "what ends the step ends the job"
     srun = next(line for line in said(tmp_path) if line[0] == "srun")
-    launch, train = check_command(srun[1:], monkeypatch)
-    assert (launch.nnodes, launch.nproc_per_node, launch.max_restarts) == ("2", "gpu", 3)
-    assert (launch.rdzv_backend, launch.rdzv_endpoint, launch.rdzv_id) == ("c10d", "node3:23456", "123456-0")
-    assert (train.resume, train.config) == ("auto", "gpt2-124m")
-    assert train.overrides == ["output.folder=runs/my-run", "data.folder=/a b"]
+    train = check_command(srun[1:], monkeypatch)
+    assert (train.gpus, train.resume, train.config) == (8, "auto", "gpt2-124m")
+    assert train.overrides == ["parallel.join=300", "output.folder=runs/my-run", "data.folder=/a b"]
 
 
 def test_slurm_saves_and_goes_back_to_the_queue_near_its_limit(tmp_path: Path, stubs: Callable[[str, str], None]):
-    stubs("scontrol", HOSTS)
+    stubs("scontrol", "")
     # A step that saves for a moment after SIGTERM.
     stubs("srun", 'trap \'sleep 0.2; echo saved >> "$SAID"; exit 143\' TERM\necho up >> "$SAID"\nsleep 30 & wait')
     job = subprocess.Popen(["bash", str(SLURM)], env={**os.environ, **SLURM_ENVIRONMENT}, start_new_session=True)
@@ -125,18 +117,19 @@ def test_skypilot_runs_the_same_command_on_every_host(
     task = yaml.safe_load(SKYPILOT.read_text(encoding="utf-8"))
     assert set(task) == {"name", "num_nodes", "workdir", "resources", "envs", "volumes", "setup", "run"}
     assert all(task["envs"]["RUN"].startswith(place) for place in task["volumes"])
-    stubs("torchrun", "")
+    stubs("flatout", "")
     environment = {
         "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
-        "SKYPILOT_TASK_ID": "sky-1", **task["envs"],
+        "SKYPILOT_NODE_RANK": "1", **task["envs"],
     }  # fmt: skip
     subprocess.run(["bash", "-euc", task["run"]], env={**os.environ, **environment}, check=True)
-    (torchrun,) = said(tmp_path)
-    launch, train = check_command(torchrun, monkeypatch)
-    assert (launch.nnodes, launch.nproc_per_node, launch.max_restarts) == ("2", "8", 3)
-    assert (launch.rdzv_endpoint, launch.rdzv_id) == ("10.0.0.1:29500", "sky-1")
+    (words,) = said(tmp_path)
+    train = check_command(words, monkeypatch)
+    assert (train.gpus, train.nodes, train.node_rank, train.meet) == (8, 2, 1, "10.0.0.1:29500")
     assert (train.resume, train.config) == ("auto", "gpt2-124m")
-    assert train.overrides == ["output.folder=/shared/runs/my-run", "data.folder=/shared/tokens"]
+    assert train.overrides == [
+        "parallel.join=300", "output.folder=/shared/runs/my-run", "data.folder=/shared/tokens"
+    ]  # fmt: skip
     subprocess.run(["bash", "-nc", task["setup"]], check=True)
 
 

@@ -1,9 +1,10 @@
 """The agent of a host: starts its workers, watches them, and starts all of them again after a failure.
 
 Idea: it does what `torchrun` does, and judges. torch's agent restarts whatever has failed, sends SIGTERM to all ranks
-as soon as one leaves (also while rank 0 still writes its error) and kills a save that takes longer than 30 s. This one
-knows our exit codes: what the user has to mend is never tried again, a save is waited for, and what each rank has left
-in its `pulse` says which of them was the cause. Workers see torchrun's variables: nothing below knows the difference.
+as soon as one leaves (also while rank 0 still writes its error) and by default kills saves that take longer than 30 s.
+This one knows our exit codes: what the user has to mend is never tried again, a save is waited for, and what each rank
+has left in its `pulse` says which of them was the cause. Workers see torchrun's variables: nothing below knows the
+difference.
 
 Contract: one line for every restart, on standard error: which rank, why, how many steps are repeated, how many restarts
 are left. Out of memory does not count as a restart: it ends by itself, since the micro-batch is halved each time. When

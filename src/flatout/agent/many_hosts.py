@@ -65,8 +65,14 @@ class ManyHosts(Hosts):
         if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface_to(*self._meet)) is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
         self._failed.clear()
-        threading.Thread(target=self._listen, args=(self._name,), daemon=True).start()
-        yield place, left, Attempt(self._name, None, left.folder, left.accepted, left.micro_batch), None
+        over = threading.Event()
+        listening = threading.Thread(target=self._listen, args=(over,), daemon=True)
+        listening.start()
+        try:
+            yield place, left, Attempt(self._name, None, left.folder, left.accepted, left.micro_batch), None
+        finally:
+            over.set()
+            listening.join(_ANSWER)  # the process would abort if it ended while the thread asks the store
 
     def refuse(self, error: UserError) -> UserError:
         """This host has an error before it meets the others: the one of them that has to tell it gets it back."""
@@ -245,17 +251,17 @@ class ManyHosts(Hosts):
             time.sleep(_POLL / 4)
         return found
 
-    def _listen(self, name: str) -> None:
+    def _listen(self, over: threading.Event) -> None:
         """Sets `failed` when another agent says so, or when the store is gone."""
-        store = self._store
-        while name == self._name and not self._failed.is_set():
+        store, key = self._store, f"{self._name}/failed"
+        while not over.wait(2 * _POLL):
             try:
-                if store.check([f"{name}/failed"]):
-                    self._failed.set()
+                failed = store.check([key])
             except RuntimeError:
-                if name == self._name:
-                    self._failed.set()
-            time.sleep(2 * _POLL)
+                failed = True
+            if failed:
+                self._failed.set()
+                return
 
 
 def _answer(ask: Callable[[], Value], seconds: float) -> Value | None:

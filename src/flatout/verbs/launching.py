@@ -90,9 +90,9 @@ def _hosts(parsed: argparse.Namespace) -> "Callable[[float, float], Hosts]":
     nodes, rank, meet = parsed.nodes, parsed.node_rank, parsed.meet
     if nodes is None and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         nodes, rank, meet = _of_slurm(rank, meet)
-    if nodes in (None, 1):
-        if meet is not None or rank:
-            raise UsageError("--node-rank and --meet are for several hosts", "add --nodes M, or leave them out")
+    if nodes is None and (meet is not None or rank is not None):
+        raise UsageError("--node-rank and --meet are for several hosts", "add --nodes M, or leave them out")
+    if nodes is None or (nodes == 1 and not rank):
         return lambda join, timeout: OneHost(parsed.gpus)
     found = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d{1,5})", meet or "")
     if rank is None or found is None or not 0 < int(found[2]) < 65536:

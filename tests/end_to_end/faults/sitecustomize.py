@@ -1,10 +1,10 @@
 """Faults of ranks, on request: Python imports this at its start where this folder is on PYTHONPATH.
 
 FAULT has words: `slow` (a pause in every step, `slow=0.1` a longer one), `memory` (the micro-batch of rank 1 does not
-fit unless it is 1), `drift` (a weight of rank 1 changes after step 5) and `stream` (a stream in small parts and blocks,
-read by one process for each rank). A file with the name of a fault and a rank in the working directory has that rank
-do it once: `hang-0` hangs in its next step, `stuck-0` hangs in its loader, `full-0` finds the disk full at its next
-save, `clock-0` sees the clock of the wall jump by an hour. The file is removed by that.
+fit unless it is 1), `drift` (a weight of rank 1 changes after step 5), `version` (ours is another) and `stream` (a
+stream in small parts and blocks, read by one process for each rank). A file with the name of a fault and a rank in the
+working directory has that rank do it once: `hang-0` hangs in its next step, `stuck-0` hangs in its loader, `full-0`
+finds the disk full at its next save, `clock-0` sees the clock of the wall jump by an hour. That removes the file.
 """
 
 import errno
@@ -32,6 +32,7 @@ def _hang() -> None:
 if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop("FAULT"):  # not in its children
     import torch
 
+    import flatout
     from flatout.corpus import sources
     from flatout.data import plan, stream, stream_loader
     from flatout.data.shards import TokenShards
@@ -83,6 +84,8 @@ if RANK is not None and FAULT and "LOCAL_RANK" in os.environ and os.environ.pop(
     stream.TokenStream.chunks = faulty_chunks
     writer.Writer.save, saver.save_plan = faulty_save, faulty_save_plan
     time.time = lambda: now() + jumped
+    if "version" in FAULT:
+        flatout.__version__ = "0.0.0"
     if "stream" in FAULT:
         plan.PART_BYTES = sources._WHOLE_BYTES = 1024
         stream_loader.BLOCK_WINDOWS, stream._SMALL_SOURCE = 32, 0

@@ -132,10 +132,7 @@ def _stack_on_request(path: Path) -> IO[str] | None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """The kernel ends this process when the one that started it dies, even where this one is stopped. Linux only.
-
-    Trap: it is the thread that started this process whose end counts.
-    """
+    """The kernel ends this process when the one that started it dies, even where this one is stopped. Linux only."""
     if sys.platform != "linux":
         return
     import ctypes

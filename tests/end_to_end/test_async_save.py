@@ -163,14 +163,14 @@ def test_whoever_ends_a_run_waits_for_its_last_save(tiny, monkeypatch, writers, 
 def test_a_run_that_cannot_write_its_records_ends_before_its_folder_is_free(tiny, monkeypatch, writers):
     """Also while somebody keeps the error, and with it all frames."""
     at_the_latest(monkeypatch)
-    write = MetricsFile.write
+    add = MetricsFile.add
 
-    def full(self: MetricsFile, record: Record) -> None:
+    def failing(self: MetricsFile, record: Record) -> None:
         if isinstance(record, StepRecord) and record.step == 4:
             raise ResourceError("planted", "none")
-        write(self, record)
+        add(self, record)
 
-    monkeypatch.setattr(MetricsFile, "write", full)
+    monkeypatch.setattr(MetricsFile, "add", failing)
     with pytest.raises(ResourceError, match="planted") as kept:
         list(flatout.train(tiny("train.steps=9", "checkpoint.every=3", "output.folder=run", ON)))
     assert not process_lives(writers[0].pid or 0)

@@ -106,7 +106,8 @@ def test_two_processes_with_slices_learn_what_one_learns(tmp_path: Path, words: 
 
 def test_slices_are_saved_read_anywhere_and_gone_on_from(tmp_path: Path, words: Make):
     preset, run = words("text", "train.steps=6", "checkpoint.every=3", "model.layers=1")
-    whole = together(2, tmp_path, (preset, [*run, "output.folder=whole"]))
+    whole = together(2, tmp_path, (preset, [*run, "output.folder=whole", "checkpoint.asynchronous=on"]))
+    assert "checkpoint.asynchronous became off: under FSDP2" in (tmp_path / "whole" / "metrics.jsonl").read_text()
     folder = tmp_path / "whole" / "checkpoints" / "step-00000003"
     names = {path.name for path in folder.iterdir()}
     assert {"model-00001-of-00002.safetensors", "optimizer-00002-of-00002.safetensors", "run.safetensors"} <= names

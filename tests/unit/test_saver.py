@@ -211,14 +211,16 @@ def test_the_writer_ends_with_its_trainer(stop: bool):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
-    assert trainer.stdout is not None
-    pid = int(trainer.stdout.readline())
-    time.sleep(0.1)
-    assert process_lives(pid)
-    if stop:
-        os.kill(pid, signal.SIGSTOP)
-    trainer.kill()
-    trainer.communicate()
+    try:
+        assert trainer.stdout is not None
+        pid = int(trainer.stdout.readline())
+        time.sleep(0.1)
+        assert process_lives(pid)
+        if stop:
+            os.kill(pid, signal.SIGSTOP)
+    finally:
+        trainer.kill()
+        trainer.communicate()
     deadline = time.monotonic() + 60
     while process_lives(pid) and time.monotonic() < deadline:
         time.sleep(0.01)

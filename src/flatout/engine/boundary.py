@@ -82,6 +82,8 @@ class Boundary:
     def __post_init__(self) -> None:
         run, asked = self.run, self.run.config.checkpoint.asynchronous
         device, notice = run.speed.device.torch_device, run.new_notices.add
+        if asked == "on" and run.trained.sharding is not None:
+            notice("checkpoint.asynchronous became off: under FSDP2 all ranks write their slices while training waits")
         self.saver = Saver(checkpoints_of(self.folder), asked, device, run.step, notice, run.full_disk_wait)
         self.saved_at = time.monotonic()  # the clock of the wall may jump
 

@@ -1,6 +1,6 @@
 """What the machinery of several processes costs one: plain, data parallel and FSDP2 with one rank each, in turns.
 
-    python benchmarks/one_rank.py [--turns N] [--steps N] [--small] [A.B=C ...] >> benchmarks/one_rank.jsonl
+    python benchmarks/one_rank.py [--turns N] [--steps N] [--kinds K ...] [--small] [A.B=C ...] >> benchmarks/one_rank.jsonl
 
 The 350M preset, a step of 32 x 1,024 tokens in one micro-batch; every turn of every kind is a process of its own. Data
 parallel really reduces over NCCL. FSDP2 casts, gathers and deals out all the same; where there is one rank alone, torch
@@ -68,7 +68,7 @@ def in_a_process(kind: str, settings: Path, folder: Path, steps: int) -> dict[st
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measured(words: list[str], turns: int, steps: int) -> None:
+def measured(words: list[str], turns: int, steps: int, kinds: list[str]) -> None:
     import torch
 
     from flatout.config.load import load_config
@@ -82,10 +82,10 @@ def measured(words: list[str], turns: int, steps: int) -> None:
     config = load_config(preset, [*rest, *quiet]).config
     facts = {"config": preset, "words": rest, "commit": commit, "torch": torch.__version__}
     facts["device"] = detect_device(config.speed.device).name
-    rates: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    rates: dict[str, list[int]] = {kind: [] for kind in kinds}
     with tempfile.TemporaryDirectory() as scratch:
         values = config.model_dump() | {"data": practice_data(config, Path(scratch))[0].model_dump()}
-        for turn, kind in itertools.product(range(turns), KINDS):
+        for turn, kind in itertools.product(range(turns), kinds):
             values["parallel"]["form"] = "auto" if kind == "plain" else kind
             settings = Path(scratch) / f"{kind}-{turn}.json"
             settings.write_text(json.dumps(values), encoding="utf-8")
@@ -93,7 +93,7 @@ def measured(words: list[str], turns: int, steps: int) -> None:
             rates[kind].append(row["tokens_per_second"])
             print(json.dumps({"type": kind, "turn": turn, **row, **facts}), flush=True)
     plain = statistics.median(rates["plain"])
-    for kind in KINDS:
+    for kind in kinds:
         rate = statistics.median(rates[kind])
         row = {"type": "summary", "kind": kind, "tokens_per_second": rate, "share_of_plain": round(rate / plain, 4)}
         print(json.dumps({**row, "turns": turns, "steps": steps, **facts}), flush=True)
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--child", nargs=2, type=Path, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
@@ -111,7 +112,7 @@ def main() -> None:
         settings, folder = parsed.child
         print(json.dumps(steps_of(settings, folder, parsed.steps)))
     else:
-        measured([*(SMALL if parsed.small else LARGE), *parsed.words], parsed.turns, parsed.steps)
+        measured([*(SMALL if parsed.small else LARGE), *parsed.words], parsed.turns, parsed.steps, parsed.kinds)
 
 
 if __name__ == "__main__":

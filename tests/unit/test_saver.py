@@ -1,5 +1,6 @@
 """Saving beside training: the same bytes as at once, whatever happens to the process that writes them."""
 
+import dataclasses
 import os
 import resource
 import signal
@@ -85,14 +86,16 @@ def test_what_changes_after_the_copy_does_not_reach_the_file(tmp_path: Path, bes
         assert all(torch.equal(mine[key], tensor) for key, tensor in tensors.items())
 
 
+def with_large(checkpoint: Checkpoint, tensor: torch.Tensor) -> Checkpoint:
+    return dataclasses.replace(checkpoint, model={**checkpoint.model, "large": tensor})
+
+
 def test_block_and_process_stay_from_save_to_save(beside: Beside):
     beside.save(make(1))
     block, pid = beside.saver.block, beside.pid
     beside.save(make(2))
     assert (beside.saver.block, beside.pid) == (block, pid)
-    large = make(3)
-    large.model["large"] = torch.arange(2**19)
-    beside.save(large)
+    beside.save(with_large(make(3), torch.arange(2**19)))
     assert beside.saver.block is not block, "what does not fit gets a new one"
     assert torch.equal(read_checkpoint(beside.saver.folder / "step-00000003").model["large"], torch.arange(2**19))
     assert not process_lives(pid)
@@ -172,8 +175,7 @@ def test_a_slow_disk_is_no_hanging_writer(beside: Beside, monkeypatch):
 
 def test_a_full_disk_is_a_notice_and_then_an_error(tmp_path: Path, beside: Beside):
     """The system's limit on the size of a file stands for the end of the disk."""
-    checkpoint = make(1)
-    checkpoint.model["large"] = torch.zeros(2**16)
+    checkpoint = with_large(make(1), torch.zeros(2**16))
     beside.saver.block = SharedBlock(2**20, CPU)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, hard))

@@ -99,19 +99,20 @@ def main() -> None:
     device = detect_device()
     facts = {"config": parsed.config, "words": parsed.words, "commit": commit, "device": device.name}
     facts["torch"] = torch.__version__
-    rows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in parsed.modes}
+    modes: list[str] = list(parsed.modes)
+    rows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
     with tempfile.TemporaryDirectory(dir=parsed.folder) as scratch:
         data, described = practice_data(load_config(parsed.config, words).config, Path(scratch))
         prepared = load_config(parsed.config, words)
         loaded = LoadedConfig(prepared.config.model_copy(update={"data": data}), prepared.sources)
-        for number, mode in itertools.product(range(parsed.turns), parsed.modes):
+        for number, mode in itertools.product(range(parsed.turns), modes):
             place = Path(scratch) / f"{mode}{number}"
             rows[mode].append(turn(loaded, mode, parsed.steps, parsed.every, place))
             shutil.rmtree(place)
             free_memory(device.torch_device)
             print(json.dumps({**rows[mode][-1], "turn": number, "data": described, **facts}), flush=True)
-    seconds = {mode: statistics.median(row["seconds"] for row in rows[mode]) for mode in parsed.modes}
-    lost = {mode: 1 - seconds["none"] / seconds[mode] for mode in parsed.modes if mode != "none"}
+    seconds = {mode: statistics.median(row["seconds"] for row in rows[mode]) for mode in modes}
+    lost = {mode: 1 - seconds["none"] / seconds[mode] for mode in modes if mode != "none"}
     same = len({str(row["hashes"]) for mode in lost for row in rows[mode]}) == 1
     row = {"type": "cost", "lost": lost, "same": same, "seconds": seconds}
     print(json.dumps({**row, **facts}), flush=True)

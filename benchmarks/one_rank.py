@@ -1,6 +1,6 @@
 """What the machinery of several processes costs one: plain, data parallel and FSDP2 with one rank each, in turns.
 
-    python benchmarks/one_rank.py [--turns N] [--steps N] [--kinds K ...] [--small] [A.B=C ...] >> benchmarks/one_rank.jsonl
+    python benchmarks/one_rank.py [--turns N] [--steps N] [--kinds KIND ...] [--small] [A.B=C ...]
 
 The 350M preset, a step of 32 x 1,024 tokens in one micro-batch; every turn of every kind is a process of its own. Data
 parallel really reduces over NCCL. FSDP2 casts, gathers and deals out all the same; where there is one rank alone, torch

@@ -20,6 +20,7 @@ from flatout.device import Device
 from flatout.engine import form as form_module
 from flatout.engine import full_disk, sharded_saving
 from flatout.engine.checkpoint import Checkpoint, read_checkpoint, verify_checkpoint
+from flatout.engine.step import TrainStep
 from flatout.errors import CheckpointError
 from flatout.model.count import MemoryEstimate
 from tests.chat_models import write_chat_model
@@ -189,6 +190,25 @@ def test_a_disk_that_is_full_for_one_process_makes_all_wait(tmp_path: Path, word
         assert "the disk has room again" in ended
     verify_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000002")
     assert not list((tmp_path / "run" / "checkpoints").glob("*tmp*"))
+
+
+def _short_of_memory_once(folder: Path, preset: str, words: list[str]) -> str:
+    """Memory runs out in the second micro-batch of a step, when torch's FSDP has the gradients of the first."""
+    real, passes = TrainStep.forward_backward, itertools.count(1)
+
+    def forward_backward(step: TrainStep, *values: Any) -> torch.Tensor:
+        if next(passes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate more.")
+        return real(step, *values)
+
+    with mock.patch.object(TrainStep, "forward_backward", forward_backward):
+        return attempt(folder, preset, words)
+
+
+def test_a_step_that_ran_out_of_memory_is_not_taken_again_with_gradients_of_its_first_try(tmp_path: Path, words: Make):
+    preset, run = words("text", "train.steps=2", "speed.micro_batch=4", "parallel.form=fsdp", "output.folder=run")
+    (said,) = WORKERS.run(1, _short_of_memory_once, tmp_path, preset, run)
+    assert said.startswith("ResourceError: out of device memory")
 
 
 REFUSED = {

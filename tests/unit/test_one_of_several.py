@@ -32,6 +32,17 @@ def test_a_lost_rank_is_told_of_in_one_sentence():
     assert ranks._lost(1, RuntimeError(said)).message.endswith("Connection closed by peer [127.0.0.1]:10402")
 
 
+def test_processes_with_and_without_a_gpu_are_refused_before_they_wait_for_each_other():
+    facts = {"host": "a", "flatout": "1", "torch": "2"}
+    gpu, cpu = {**facts, "backend": "cpu:gloo,cuda:nccl"}, {**facts, "host": "b", "backend": "gloo"}
+    assert ranks._refusal([gpu, gpu]) is None
+    assert ranks._refusal([cpu, cpu]) is None
+    told = ranks._refusal([gpu, cpu, gpu])
+    assert told is not None
+    assert told[0] == 0
+    assert told[1].message == "rank 1 on b sees no GPU, and others do"
+
+
 class Chosen(Exception):
     pass
 

@@ -1,6 +1,7 @@
 """Training as a generator of records, which also writes them to the run folder; data preparation as a function."""
 
 import contextlib
+import dataclasses
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -97,6 +98,8 @@ def train(
             notices = [] if lock is None else [*less, *_accepted(run, origin, lock, done=done)]
         world.pulse.note_run(origin.folder, accepted=True)
         records = _loop(run, origin, stop, save)
+        if origin.checkpoint is not None:
+            origin = dataclasses.replace(origin, checkpoint=origin.checkpoint.without_tensors())
         if world.told(done):  # that is told, and the run's files stay as they are
             yield from (NoticeRecord(step=origin.step, message=notice) for notice in notices)
             yield from records

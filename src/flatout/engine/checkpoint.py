@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -38,9 +39,9 @@ Fact = TypeVar("Fact", int, str)
 class Checkpoint:
     """Everything a run needs to go on as if it had never stopped."""
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    run: dict[str, Tensor]
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    run: Mapping[str, Tensor]
     state: dict[str, Any]
     config: dict[str, Any]
     tokenizer: dict[str, Any]
@@ -50,7 +51,11 @@ class Checkpoint:
     def step(self) -> int:
         return self.fact("step", int)
 
-    def tensor_files(self) -> dict[str, dict[str, Tensor]]:
+    def without_tensors(self) -> "Checkpoint":
+        """What is needed of it after a run has resumed: the files, and with them the space of their disk, go free."""
+        return dataclasses.replace(self, model={}, optimizer={}, run={})
+
+    def tensor_files(self) -> dict[str, Mapping[str, Tensor]]:
         """The tensors of each safetensors file, by the file's name."""
         return {f"{name}.safetensors": getattr(self, name) for name in TENSOR_FILES}
 
@@ -224,7 +229,7 @@ def read_checkpoint(path: Path, *, verified: bool = False) -> Checkpoint:
     return checkpoint
 
 
-def read_model(path: Path) -> dict[str, Tensor]:
+def read_model(path: Path) -> Mapping[str, Tensor]:
     """The weights of a checkpoint that was verified, on the CPU."""
     return read_tensors(path, _read_manifest(path), "model")
 

@@ -48,6 +48,7 @@ def train_loop(
     the record.
     """
     progress, unjudged = _start(run, resumed)
+    resumed = None if resumed is None else resumed.without_tensors()
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)
     # A run taken back to an older checkpoint forgets a later best.

@@ -9,10 +9,10 @@ Contract: a manifest whose slices do not make up every tensor exactly once is re
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -90,8 +90,8 @@ def _is_shape(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> dict[str, Tensor]:
-    """The whole tensors of `name` (model, optimizer, run), on the CPU."""
+def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> Mapping[str, Tensor]:
+    """The whole tensors of `name` (model, optimizer, run), on the CPU, mapped into memory."""
     if not is_sliced(manifest) or name not in SLICED_FILES:
         return read_safetensors(folder / f"{name}.safetensors")
     entries: dict[str, Any] = manifest["slices"][name]
@@ -101,9 +101,24 @@ def read_tensors(folder: Path, manifest: Mapping[str, Any], name: str) -> dict[s
             for one in entry["slices"]:
                 if one["file"] not in files:
                     files[one["file"]] = stack.enter_context(opened(folder / one["file"]))
-        return {key: _joined(key, entry, files) for key, entry in entries.items()}
+        return _Joined(
+            {key: [files[one["file"]].get_tensor(key) for one in entry["slices"]] for key, entry in entries.items()}
+        )
 
 
-def _joined(name: str, entry: Mapping[str, Any], files: Mapping[str, Any]) -> Tensor:
-    parts = [files[one["file"]].get_tensor(name) for one in entry["slices"]]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+@final
+class _Joined(Mapping[str, Tensor]):
+    """Tensors that are put together each time they are asked for: every process of a host reads all of them."""
+
+    def __init__(self, parts: Mapping[str, Sequence[Tensor]]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, name: str) -> Tensor:
+        parts = self._parts[name]
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from flatout.launch import Launch, LostRankError, OtherProcessError
 from flatout.pulse import Pulse, State, pulse
 from flatout.world import World
 
-_POLL = datetime.timedelta(seconds=5)
+_LEAVE = datetime.timedelta(seconds=5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +111,15 @@ class Ranks(World):
             self._wait_for(f"turn/{turn}/{first}")
 
     def _wait_for(self, key: str) -> None:
-        """Waits as long as it takes: the first process may have data to prepare for hours."""
+        """Waits as long as it takes: the first process may have data to prepare for hours.
+
+        By asking, because torch prints a warning whenever a wait of its own runs out.
+        """
+        pause = 0.01
         with self.pulse.waiting():
-            while True:
-                try:
-                    self.store.wait([key], _POLL)
-                    break
-                except dist.DistStoreError:
-                    continue  # not yet
+            while not self.store.check([key]):
+                time.sleep(pause)
+                pause = min(1.0, 1.2 * pause)
         if self.store.get(key) != b"passed":
             raise OtherProcessError
 
@@ -136,8 +138,8 @@ def joined(found: Launch | None, asked_device: str, *, join: float, timeout: flo
         yield World()
         return
     store = _meet(found, join)
-    hosts = _check_alike(found, store, join)
     backend = _backend(found, asked_device)
+    hosts = _check_alike(found, store, join, backend=backend)
     told = pulse()
     try:
         dist.init_process_group(
@@ -209,15 +211,18 @@ def refuse(found: Launch, error: UserError, join: float = 25.0) -> UserError:
     """
     try:
         store = _meet(found, join)
-        _check_alike(found, store, join, error)
+        _check_alike(found, store, join, error=error)
     except UserError as told:
         return told
     return error
 
 
-def _check_alike(found: Launch, store: Store, join: float, error: UserError | None = None) -> tuple[str, ...]:
+def _check_alike(
+    found: Launch, store: Store, join: float, *, backend: str = "", error: UserError | None = None
+) -> tuple[str, ...]:
     """Waits for all processes and compares what they run; returns their hosts."""
     own: dict[str, Any] = {"host": socket.gethostname(), "flatout": flatout.__version__, "torch": torch.__version__}
+    own["backend"] = backend
     if error is not None:
         own["error"] = [error.message, error.hint, error.exit_code]
     keys = [f"here/{rank}" for rank in range(found.size)]
@@ -236,7 +241,7 @@ def _check_alike(found: Launch, store: Store, join: float, error: UserError | No
 
 
 def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:
-    """Who has to tell what: the first rank that has an error, or the first of those that came."""
+    """Who has to tell what: the first rank that has an error, or one of those that came."""
     errors = [(rank, facts["error"]) for rank, facts in enumerate(everybody) if "error" in facts]
     if errors:
         rank, (message, hint, code) = errors[0]
@@ -260,6 +265,11 @@ def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | Non
                 f"has {theirs[name]}",
                 "install the same versions on all hosts",
             )
+    without = [rank for rank, facts in enumerate(everybody) if "cuda" not in facts["backend"]]
+    if without and len(without) < len(everybody):
+        ranks = ", ".join(f"{rank} on {everybody[rank]['host']}" for rank in without)
+        hint = "see `flatout doctor` on that host, or set speed.device=cpu for all"
+        return 0, UsageError(f"rank {ranks} sees no GPU, and others do", hint)
     return None
 
 
@@ -268,7 +278,7 @@ def _leave_together(found: Launch, store: Store, came: Sequence[int]) -> None:
     with contextlib.suppress(RuntimeError):
         store.set(f"read/{found.rank}", "1")
         if found.rank == 0:
-            store.wait([f"read/{rank}" for rank in came], _POLL)
+            store.wait([f"read/{rank}" for rank in came], _LEAVE)
 
 
 def _backend(found: Launch, asked_device: str) -> str:

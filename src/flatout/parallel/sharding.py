@@ -129,7 +129,7 @@ class Sharding:
                     "in 8 bits are not sharded",
                     "resume with parallel.form=data",
                 )
-            held[name] = tensor if one is None else one.of(tensor)
+            held[name] = tensor if one is None else one.of(tensor).clone()  # a view would keep the whole one
         return held
 
     def slice_of(self, name: str, tensor: Tensor) -> Slice | None:

@@ -132,7 +132,10 @@ def _stack_on_request(path: Path) -> IO[str] | None:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """The kernel ends this process when the one that started it dies, even where this one is stopped. Linux only."""
+    """The kernel ends this process when the one that started it dies, even where this one is stopped. Linux only.
+
+    Trap: the thread that started it must live as long as it should.
+    """
     if sys.platform != "linux":
         return
     import ctypes

@@ -1,6 +1,7 @@
 """Runs of several ranks under the agent of `flatout train --gpus N`, watched and disturbed from outside."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,7 +46,7 @@ class Command:
                 stdout=subprocess.DEVNULL,
                 stderr=told,
             )
-        self.seen: set[int] = set()
+        self.seen: dict[int, str] = {}  # when each of its processes was started: numbers are given again
 
     @property
     def told(self) -> str:
@@ -53,13 +54,25 @@ class Command:
 
     def ranks(self) -> dict[int, int]:
         """Process ids by rank, of the workers that run now."""
-        found = {}
-        for pid in children_of(self.process.pid):
+        found, children = {}, children_by_parent()
+        for pid in children.get(self.process.pid, ()):
             variables = _read(f"/proc/{pid}/environ").split("\0")
             rank = next((word for word in variables if word.startswith("RANK=")), None)
             if rank is not None:
                 found[int(rank.removeprefix("RANK="))] = pid
-        self.seen |= set(found.values())
+        self.seen |= {pid: _start_of(pid) for pid in self.all_running(children)}
+        return found
+
+    def helper(self, rank: int, module: str) -> int | None:
+        """The process that a rank has started to run something of a module, if there is one now."""
+        found = children_by_parent().get(self.ranks().get(rank, -1), ())
+        return next((pid for pid in found if module in _read(f"/proc/{pid}/cmdline")), None)
+
+    def all_running(self, children: dict[int, list[int]] | None = None) -> list[int]:
+        """The command and everything that it and its workers have started."""
+        children, found = children_by_parent() if children is None else children, [self.process.pid]
+        for pid in found:
+            found += children.get(pid, ())
         return found
 
     def wait_until(self, happened: Callable[[], bool], seconds: float = 90) -> None:
@@ -73,30 +86,36 @@ class Command:
         return self.process.wait(seconds)
 
     def left_behind(self) -> set[int]:
-        """Workers that still run a little after the command has ended."""
+        """Processes of its own that still run a little after the command has ended."""
         until = time.monotonic() + 5
-        while (left := {pid for pid in self.seen if _runs(pid)}) and time.monotonic() < until:
+        while (left := {pid for pid in self.seen if self._runs(pid)}) and time.monotonic() < until:
             time.sleep(0.05)
         return left
 
     def end(self) -> None:
-        for pid in (self.process.pid, *self.seen):
-            if _runs(pid):
-                os.kill(pid, signal.SIGKILL)
+        self.process.kill()
         self.process.wait()
+        for pid in self.seen:
+            if self._runs(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def _runs(self, pid: int) -> bool:
+        return self.seen[pid] != "" and _start_of(pid) == self.seen[pid]
 
 
-def children_of(parent: int) -> list[int]:
-    found = []
+def children_by_parent() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
     for place in Path("/proc").glob("[0-9]*"):
         fields = _read(f"{place}/stat").rpartition(")")[2].split()
-        if len(fields) > 1 and int(fields[1]) == parent:
-            found.append(int(place.name))
+        if len(fields) > 1:
+            found.setdefault(int(fields[1]), []).append(int(place.name))
     return found
 
 
-def _runs(pid: int) -> bool:
-    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
+def _start_of(pid: int) -> str:
+    """By the clock of the machine; empty where no such process runs."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def _read(path: str) -> str:
@@ -107,8 +126,14 @@ def _read(path: str) -> str:
 
 
 def last_step(folder: str) -> int:
+    """The last step that was recorded; of a long file the end is enough."""
     path = Path(folder) / "metrics.jsonl"
-    return max((row["step"] for row in read_metrics(path) if row["type"] == "step"), default=0) if path.exists() else 0
+    if not path.exists():
+        return 0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 2**16))
+        found = re.findall(rb'^{"type":\s?"step".*?"step":\s?(\d+)', file.read(), flags=re.MULTILINE)
+    return int(found[-1]) if found else 0
 
 
 def saved_steps(folder: str) -> list[int]:

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -111,34 +110,3 @@ def test_a_cut_link_and_a_lost_host_change_nothing_but_time(
     started.append(alone)
     assert alone.wait(300) == 0, alone.told
     assert_same_end("run", "reference", STEPS)
-
-
-def test_hosts_started_wrongly(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[Command]):
-    """A port in use, a host that does not come, and a config file that is on one host only."""
-    monkeypatch.chdir(tmp_path)
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        meet = f"127.0.0.1:{taken.getsockname()[1]}"
-        command = Command(["--gpus", "1", "--nodes", "2", "--node-rank", "0", "--meet", meet], log="told-port")
-        started.append(command)
-        assert command.wait(60) == 2
-        error, hint = command.told.splitlines()
-        assert error.startswith(f"error: host 0 cannot open {meet}")
-        assert hint.startswith("hint: give another port in --meet")
-    meet = ["--gpus", "1", "--nodes", "2", "--meet", meet]
-    (tmp_path / "one").mkdir()
-    Path("one/my.yaml").write_text("train: {steps: 3}\n")
-    monkeypatch.chdir(tmp_path / "one")
-    there = Command(["my.yaml", *meet, "--node-rank", "0"], log="told")
-    started.append(there)
-    (tmp_path / "other").mkdir()
-    monkeypatch.chdir(tmp_path / "other")
-    missing = Command(["my.yaml", *meet, "--node-rank", "1"], log="told")
-    started.append(missing)
-    assert (there.wait(90), missing.wait(90)) == (2, 2)
-    assert (tmp_path / "one/told").read_text() == ""
-    error, hint = (tmp_path / "other/told").read_text().splitlines()
-    assert error.startswith("error: host 1 (")
-    assert "my.yaml" in error
-    assert hint.startswith("hint: ")

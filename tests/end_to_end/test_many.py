@@ -1,18 +1,16 @@
 """Several ranks that are killed, stopped, hung, signalled and started wrongly: the run goes on, or says why not."""
 
 import os
-import random
 import re
 import signal
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from flatout import cli
+from tests.end_to_end import disturbed
 from tests.end_to_end.many import Command, assert_same_end, last_step, logged, saved_steps, words
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes where Linux lists them")
@@ -144,97 +142,21 @@ def test_an_error_of_all_ranks_is_told_by_one(started: list[Command]):
 
 # --- campaigns --------------------------------------------------------------------------------------------------------
 
-KINDS = ("kill 0", "kill 1", "stop 0", "stop 1", "hang 0", "hang 1", "stuck 1", "kill agent", "stop agent")
 
-
-def disturb(command: Command, kind: str) -> None:
-    what, whom = kind.split()
-    if what in ("hang", "stuck"):
-        Path(f"{what}-{whom}").touch()
-        return
-    ranks = command.ranks()
-    pid = command.process.pid if whom == "agent" else ranks[int(whom)]
-    os.kill(pid, signal.SIGKILL if what == "kill" else signal.SIGSTOP)
-    if what == "stop" and whom == "agent":  # somebody's Ctrl-Z: the ranks go on, and so does the agent later
-        time.sleep(1)
-        os.kill(pid, signal.SIGCONT)
-
-
-def campaign(corpus: Path, started: list[Command], faults: list[str], gap: int, seed: int) -> list[float]:
-    """Disturbs one run once for each fault, at least `gap` steps apart; seconds until the run was on again."""
-    choose, steps = random.Random(seed), (len(faults) + 2) * 2 * gap
-    arguments = [*words(corpus, "run", steps, gap, timeout=4), *TWO, "--restarts", "1000", "--resume", "auto"]
-    command, reached, lost = Command(arguments, "slow", log="told"), 0, list[float]()
-    started.append(command)
-    for kind in faults:
-        aim = last_step("run") + choose.randint(gap, 2 * gap)
-        command.wait_until(lambda aim=aim: last_step("run") >= min(aim, steps - gap))
-        command.ranks()
-        reached, began = last_step("run"), time.monotonic()
-        disturb(command, kind)
-        if kind == "kill agent":
-            command.process.wait()
-            assert not command.left_behind(), kind
-            command = Command(arguments, "slow", log="told")
-            started.append(command)
-        command.wait_until(lambda reached=reached: last_step("run") > reached + 1, 60)
-        lost.append(time.monotonic() - began)
-    assert command.wait(600) == 0, command.told
-    assert not command.left_behind()
-    reference = Command([*words(corpus, "reference", steps, gap), *TWO], log="reference-told")
-    started.append(reference)
-    assert reference.wait(600) == 0, reference.told
-    assert_same_end("run", "reference", steps)
-    assert not list(Path("run").glob("**/*.tmp-*"))
-    return lost
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["shards", "stream"])
+def test_a_hundred_random_faults(data: str, started: list[Command]):
+    """Of ranks, agents, writers and loaders: half of them, or of FLATOUT_TEST_FAULTS, for each kind of data."""
+    count, rows = int(os.environ.get("FLATOUT_TEST_FAULTS", "100")) // 2, list[disturbed.Row]()
+    disturbed.campaign(data, count, started, rows.append)
+    print(disturbed.table(rows))
 
 
 @pytest.mark.slow
-def test_a_hundred_kills_stops_and_hangs(corpus: Path, started: list[Command]):
-    count = int(os.environ.get("FLATOUT_TEST_FAULTS", "100"))
-    choose = random.Random(7)
-    faults = [KINDS[number % len(KINDS)] if number < len(KINDS) else choose.choice(KINDS) for number in range(count)]
-    lost = campaign(corpus, started, faults, gap=20, seed=7)
-    print(f"{count} faults {dict(Counter(faults))}: {sum(lost) / len(lost):.1f} s each, {max(lost):.1f} s at most")
-
-
-@pytest.mark.slow
-def test_soak(corpus: Path, started: list[Command]):
-    """A fault every 90 s for half an hour, or for as many minutes as FLATOUT_TEST_SOAK says, a tenth as far apart."""
-    minutes = float(os.environ.get("FLATOUT_TEST_SOAK", "30"))
-    pause = 3.0 * minutes
-    choose, until, lost, kinds = random.Random(11), time.monotonic() + 60 * minutes, list[float](), Counter[str]()
-    arguments = [*words(corpus, "run", 10**6, 50), *TWO, "--restarts", "1000", "--resume", "auto"]
-    command, sizes = Command(arguments, "slow"), list[int]()
-    started.append(command)
-    while time.monotonic() < until:
-        time.sleep(min(pause, max(0.0, until - time.monotonic())))
-        reached = last_step("run")
-        command.wait_until(lambda reached=reached: last_step("run") > reached + 20)  # not while ranks are starting
-        sizes.append(resident(command.process.pid) + max(map(resident, command.ranks().values())))
-        kind = choose.choice([kind for kind in KINDS if "agent" not in kind])
-        reached, began = last_step("run"), time.monotonic()
-        disturb(command, kind)
-        command.wait_until(lambda reached=reached: last_step("run") > reached + 1, 60)
-        lost.append(time.monotonic() - began)
-        kinds[kind] += 1
-    command.process.send_signal(signal.SIGTERM)
-    assert command.wait() == 143
-    end = saved_steps("run")[-1]
-    reference = Command([*words(corpus, "reference", 10**6, 50), *TWO], log="reference-told")
-    started.append(reference)
-    reference.wait_until(lambda: last_step("reference") >= end, 3600)
-    reference.process.send_signal(signal.SIGTERM)
-    reference.wait()
-    # The reference ends a little later, so losses are compared: they come from the weights before each step.
-    ours = [row for row in logged("run") if row[0] == "step"]
-    theirs = [row for row in logged("reference") if row[0] == "step"]
-    assert ours == theirs[: len(ours)]
-    print(
-        f"{minutes:g} minutes, {dict(kinds)}: {max(lost):.1f} s at most; {(sizes[-1] - sizes[0]) / 2**20:.1f} MiB more"
-    )
-    assert sizes[-1] - sizes[0] < 50 * 2**20
-
-
-def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def test_soak(started: list[Command]):
+    """A fault every 90 s for half an hour; or for as many minutes as FLATOUT_TEST_SOAK says, with as many faults."""
+    minutes, rows = float(os.environ.get("FLATOUT_TEST_SOAK", "30")), list[disturbed.Row]()
+    disturbed.soak("stream", minutes, 3 * minutes, started, rows.append)
+    print(disturbed.table(rows))
+    assert disturbed.growth(rows) < disturbed.MOST_MEMORY
+    assert max(row.lost for row in rows) <= disturbed.MOST_LOST

@@ -3,17 +3,23 @@
 import argparse
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flatout.agent import workers
+from flatout.agent.agent import Agent
 from flatout.agent.cause import Cause, cause_of, first_of
 from flatout.agent.hosts import Left, OneHost
 from flatout.agent.many_hosts import ManyHosts
+from flatout.agent.workers import Place
 from flatout.errors import UsageError
 from flatout.launch import Attempt, launch
 from flatout.pulse import Pulse, Slots, State, pulse, stack_of
@@ -125,6 +131,72 @@ def test_workers_learn_what_earlier_attempts_left(monkeypatch: pytest.MonkeyPatc
     assert (found.folder, found.resumes) == (Path("runs/x"), True)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no such signals")
+def test_a_signal_that_comes_while_workers_start_reaches_them(monkeypatch: pytest.MonkeyPatch):
+    def start(command: Any, environment: Any, rank: int, local: int, listen: int | None) -> workers.Worker:
+        os.kill(os.getpid(), signal.SIGTERM)
+        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        return workers.Worker(process, rank, local)
+
+    monkeypatch.setattr(workers, "_start", start)
+    began = time.monotonic()
+    assert Agent(["train"], OneHost(1), restarts=0, timeout=60).run() == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.skipif(not hasattr(os, "waitid"), reason="no waitid")
+def test_a_signal_for_a_worker_that_has_just_ended_is_lost_and_nothing_else():
+    worker = workers.Worker(
+        subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], start_new_session=True), 0, 0
+    )
+    os.waitid(os.P_PID, worker.process.pid, os.WEXITED | os.WNOWAIT)
+    worker.signal(signal.SIGTERM)
+    worker.look()
+    assert worker.code == 3
+
+
+# --- several hosts ----------------------------------------------------------------------------------------------------
+
+
+def two_hosts() -> list[ManyHosts]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        place = "127.0.0.1", found.getsockname()[1]
+    return [ManyHosts(1, 2, rank, place, 30.0, 30.0) for rank in (0, 1)]
+
+
+def met(hosts: Sequence[ManyHosts]) -> list[Place]:
+    def meet(host: ManyHosts) -> Place:
+        with host.meet(Left(), lambda: False) as (place, *_):
+            return place
+
+    with ThreadPoolExecutor(2) as threads:
+        return list(threads.map(meet, hosts))
+
+
+def test_a_host_that_is_signalled_does_not_end_the_ranks_of_the_others_and_its_code_is_known(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = hosts = two_hosts()
+    assert [place.first for place in met(hosts)] == [0, 1]
+    assert second.others(Cause("stopped", 1, 143)) == ()
+    time.sleep(1)
+    assert not first.failed(), "rank 0 may still be writing"
+    assert first_of([Cause("done", 0, 0), *first.others(Cause("done", 0, 0))]).code == 143
+
+
+def test_host_0_may_be_lost_while_hosts_come_together(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    first, second = two_hosts()
+    lost = first._connected(time.monotonic() + 10, lambda: False)
+    lost.set("attempt", '"lost"')
+    with ThreadPoolExecutor(1) as thread:
+        came = thread.submit(met, [second])
+        while not lost.check(["lost/came/1"]):
+            time.sleep(0.01)
+        del lost
+        assert [place.first for place in [*met([first]), *came.result()]] == [0, 1]
+
+
 def options(**given: Any) -> argparse.Namespace:
     return argparse.Namespace(**{"gpus": 8, "nodes": None, "node_rank": None, "meet": None, **given})
 
@@ -144,3 +216,8 @@ def test_srun_says_which_hosts_there_are(monkeypatch: pytest.MonkeyPatch):
         launching._hosts(options())
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_one_host_of_one_needs_no_place_to_meet():
+    """The same command serves any number of hosts."""
+    assert isinstance(launching._hosts(options(nodes=1, node_rank=0, meet="here:29500"))(25.0, 600.0), OneHost)

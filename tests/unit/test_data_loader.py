@@ -16,7 +16,7 @@ from flatout.data.loader import IGNORED, DeviceLoader, HostLoader, Windows, eval
 from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder, window_count
 from flatout.data.shards import TokenShards
-from flatout.data.threads import StuckError
+from flatout.data.threads import LoaderError
 from flatout.data.tokenizer import ByteTokenizer, CharTokenizer
 from flatout.errors import DataError, ResourceError
 from flatout.ops.documents import PackedRows
@@ -328,7 +328,7 @@ def test_threads_that_hang_are_named_and_replaced_once(train: TokenShards, monke
         assert "has made no batch for 0.2 s in step 4" in notice
         assert " slow" in notice, "the function that hangs"
         calls, hanging = iter(range(100)), {3, 7}
-        with host(train, 0, 10, 1, patience=0.2) as batches, pytest.raises(StuckError, match="has made no batch"):
+        with host(train, 0, 10, 1, patience=0.2) as batches, pytest.raises(LoaderError, match="has made no batch"):
             list(batches)
     finally:
         over.set()

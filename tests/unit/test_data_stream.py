@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,9 +33,10 @@ from flatout.data.shards import open_dataset
 from flatout.data.stream import StreamDataset, TokenStream, open_stream
 from flatout.data.stream_loader import StreamLoader
 from flatout.data.stream_parts import Position, parts_of_lap
+from flatout.data.threads import LoaderError
 from flatout.data.tokenizer import ByteTokenizer
 from flatout.data.workers import ProcessEngine
-from flatout.errors import ConfigError, DataError, ResourceError
+from flatout.errors import ConfigError, DataError
 from flatout.world import World
 
 END = 256  # of the tokenizer `bytes`
@@ -576,14 +578,33 @@ def test_a_worker_that_dies_is_replaced_once_and_then_told_in_the_loop(source: P
         os.kill(int(worker), 9)
         while (children() - before) in (set(), {worker}):  # batches go on, by another
             next(batches)
+        assert any("ended with code -9" in notice and "it was replaced" in notice for notice in batches.notices())
+        assert batches.notices() == []
         [worker] = children() - before
         os.kill(int(worker), 9)
-        with pytest.raises(ResourceError, match="a worker process ended with code -9") as caught:
+        with pytest.raises(LoaderError, match="a worker process ended with code -9") as caught:
             for _ in batches:
                 pass
         assert "--resume" in caught.value.hint
         assert list(batches) == []
     assert running() == []
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes where Linux lists them")
+def test_a_worker_that_hangs_is_told_in_the_loop_in_time(source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
+    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    before = children()
+    opened = open_stream(settings(source), workers=1)
+    with loader_of(opened, 0, 10**6, patience=1.0) as batches:
+        next(batches)
+        [worker] = children() - before
+        os.kill(int(worker), signal.SIGSTOP)
+        asked = [time.monotonic()]
+        with pytest.raises(LoaderError, match=r"has given nothing for 1 s, at .*workers\.py"):
+            asked.extend(time.monotonic() for _ in batches)
+        assert 0.9 < time.monotonic() - asked[-1] < 1.9, "other ranks wait for twice as long"
+    assert (children(), running()) == (before, [])
 
 
 def test_closing_does_not_wait_for_the_source(source: Path, monkeypatch: pytest.MonkeyPatch):

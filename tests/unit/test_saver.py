@@ -140,6 +140,24 @@ def test_a_writer_that_hangs_is_ended(tmp_path: Path, beside: Beside, monkeypatc
     assert not process_lives(pid)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a stopped process with its parent")
+def test_a_stopped_writer_ends_with_a_trainer_that_is_killed():
+    code = (
+        "import os, signal, tempfile, time; from flatout.engine.writer import Writer; file = tempfile.TemporaryFile();"
+        "file.truncate(4096); writer = Writer(file.fileno()); os.kill(writer.pid, signal.SIGSTOP);"
+        "print(writer.pid, flush=True); time.sleep(60)"
+    )
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert trainer.stdout is not None
+    pid = int(trainer.stdout.readline())
+    trainer.kill()
+    trainer.communicate()
+    until = time.monotonic() + 10
+    while process_lives(pid):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_a_slow_disk_is_no_hanging_writer(beside: Beside, monkeypatch):
     slow = "import time; from flatout.engine import checkpoint_files as c; s = c.sync_and_hash; "
     slow += "c.sync_and_hash = lambda path: (time.sleep(0.4), s(path))[1]; "

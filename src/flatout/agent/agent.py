@@ -1,9 +1,10 @@
 """The agent of a host: starts its workers, watches them, and starts all of them again after a failure.
 
 Idea: it does what `torchrun` does, and judges. torch's agent restarts whatever has failed, sends SIGTERM to all ranks
-as soon as one leaves (also while rank 0 still writes its error) and kills a save that takes longer than 30 s. This one
-knows our exit codes: what the user has to mend is never tried again, a save is waited for, and what each rank has left
-in its `pulse` says which of them was the cause. Workers see torchrun's variables: nothing below knows the difference.
+as soon as one leaves (also while rank 0 still writes its error) and by default kills saves that take longer than 30 s.
+This one knows our exit codes: what the user has to mend is never tried again, a save is waited for, and what each rank
+has left in its `pulse` says which of them was the cause. Workers see torchrun's variables: nothing below knows the
+difference.
 
 Contract: one line for every restart, on standard error: which rank, why, how many steps are repeated, how many restarts
 are left. Out of memory does not count as a restart: it ends by itself, since the micro-batch is halved each time. When
@@ -48,14 +49,17 @@ class Agent:
         self.attempts = 0
         self.left = Left()  # by the attempts so far
         self.signal: int | None = None  # that ends the run
-        self.at_once = False
-        self.workers: Workers | None = None
+        self.at_once = self.saving = False
 
     def run(self) -> int:
         with self._signals():
             while True:
                 cause = self._attempt()
                 if self.signal is not None:
+                    if cause.text and not self.at_once:
+                        print(
+                            f"{cause.text} before the run was stopped: it has reached {self._point()}", file=sys.stderr
+                        )
                     return 128 + self.signal
                 if cause.ends:
                     if cause.text:
@@ -70,25 +74,31 @@ class Agent:
             try:
                 with self.hosts.meet(self.left, lambda: self.signal is not None) as (place, left, attempt, listen):
                     self.left = left
-                    self.workers = Workers(self.command, place, attempt, self.attempts, Path(name), listen)
+                    workers = Workers(self.command, place, attempt, self.attempts, Path(name), listen)
                     try:
-                        own = self._watch(self.workers)
+                        own = self._watch(workers)
                     finally:
-                        self.workers.end()
+                        workers.end()
                         self._keep(Path(name))
                     return first_of([own, *self.hosts.others(own)])
             finally:
                 self.attempts += 1
-                self.workers = None
 
     def _watch(self, workers: Workers) -> Cause:
         """Waits until all workers have left, or until those that have not must be ended."""
         until: float | None = None
+        passed_on = False
         while True:
             time.sleep(_POLL)
             workers.look()
             if not workers.running or self.at_once:
                 break
+            if self.signal is not None and not passed_on:
+                passed_on = True
+                workers.pass_on(self.signal)
+            if self.saving and workers.listening:
+                self.saving = False
+                workers.pass_on(signal.SIGUSR1)
             now = time.monotonic()
             if until is None and (self._is_broken(workers) or self.hosts.failed()):
                 late = any(workers.state(worker) is State.TIMED_OUT for worker in workers.all)
@@ -117,8 +127,7 @@ class Agent:
         """Says why, and prepares the next attempt; raises where there is none."""
         for frame in cause.stack:
             print(f"rank {cause.rank}: {frame}", file=sys.stderr)
-        saved = self._saved_step()
-        point = f"step {saved}" if saved else "the beginning"
+        saved, point = self._saved_step(), self._point()
         repeated = max(0, cause.steps - 1 - saved)
         again = f"starting all ranks again from {point}, {repeated} steps are repeated"
         if cause.kind == "memory" and cause.micro_batch:
@@ -141,6 +150,10 @@ class Agent:
         found = list_checkpoints(Path(self.left.folder) / "checkpoints")
         return max((step for step, _ in found), default=0)
 
+    def _point(self) -> str:
+        saved = self._saved_step()
+        return f"step {saved}" if saved else "the beginning"
+
     # --- signals ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -161,16 +174,12 @@ class Agent:
                 signal.signal(number, handler)
 
     def _handle(self, number: int, _frame: object) -> None:
+        """Only notes it: a signal may come when there are no workers, or while they are being started or judged."""
         if number == getattr(signal, "SIGUSR1", None):
-            if self.workers is not None:
-                self.workers.pass_on(number)
-            return
-        if self.signal is not None:
-            self.at_once = self.at_once or number == signal.SIGINT
-            if self.at_once:
-                with contextlib.suppress(OSError):
-                    os.write(2, b"\nquitting at once; the last finished checkpoint is intact\n")
-            return
-        self.signal = number
-        if self.workers is not None:
-            self.workers.pass_on(number)
+            self.saving = True
+        elif self.signal is None:
+            self.signal = number
+        elif number == signal.SIGINT and not self.at_once:
+            self.at_once = True
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nquitting at once; the last finished checkpoint is intact\n")

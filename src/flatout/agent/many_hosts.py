@@ -36,6 +36,10 @@ _CONNECT = 2  # seconds for one try
 Value = TypeVar("Value")
 
 
+class _SilentError(Exception):
+    """The store does not answer."""
+
+
 @final
 class ManyHosts(Hosts):
     """`join` is how many seconds the hosts have to come at the start, `patience` after a failure."""
@@ -61,8 +65,14 @@ class ManyHosts(Hosts):
         if "GLOO_SOCKET_IFNAME" not in os.environ and (name := _interface_to(*self._meet)) is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
         self._failed.clear()
-        threading.Thread(target=self._listen, args=(self._name,), daemon=True).start()
-        yield place, left, Attempt(self._name, None, left.folder, left.accepted, left.micro_batch), None
+        over = threading.Event()
+        listening = threading.Thread(target=self._listen, args=(over,), daemon=True)
+        listening.start()
+        try:
+            yield place, left, Attempt(self._name, None, left.folder, left.accepted, left.micro_batch), None
+        finally:
+            over.set()
+            listening.join(_ANSWER)  # the process would abort if it ended while the thread asks the store
 
     def refuse(self, error: UserError) -> UserError:
         """This host has an error before it meets the others: the one of them that has to tell it gets it back."""
@@ -76,14 +86,13 @@ class ManyHosts(Hosts):
         return self._failed.is_set()
 
     def others(self, own: Cause) -> Sequence[Cause]:
-        if own.kind == "done":
-            self._tell(f"{self._name}/ended/{self._rank}", True)
-            if self._rank == 0:  # the store is here, and the others are about to leave it
-                self._gathered("ended", _ANSWER)
-            return ()
-        self._tell(f"{self._name}/failed", True)
+        good = own.kind in ("done", "stopped")
+        if not good:
+            self._tell(f"{self._name}/failed", True)
         self._tell(f"{self._name}/cause/{self._rank}", own.as_json())
-        found = self._gathered("cause", _ANSWER)
+        if good and self._rank:
+            return ()
+        found = self._gathered("cause", _ANSWER)  # host 0 stays for it in any case: the store is here
         causes = [Cause(**cause) for rank, cause in found.items() if rank != self._rank]
         silent = [rank for rank in range(self._nodes) if rank not in found and rank != self._rank]
         if silent and own.kind == "lost":
@@ -95,18 +104,24 @@ class ManyHosts(Hosts):
 
     def _come(self, what: dict[str, Any], stopping: Callable[[], bool]) -> dict[str, Any]:
         """Waits for all hosts and returns what host 0 has put together."""
-        until = time.monotonic() + (self._patience if self._attempts else self._join)
-        self._store = self._connected(until, stopping)
+        until, before = time.monotonic() + (self._patience if self._attempts else self._join), self._name
+        while True:
+            self._store = self._connected(until, stopping)
+            try:
+                return self._come_to(before, what, until, stopping)
+            except _SilentError:  # host 0 was lost once more, and may come back with another store
+                continue
+
+    def _come_to(self, before: str, what: dict[str, Any], until: float, stopping: Callable[[], bool]) -> dict[str, Any]:
         own = {"host": socket.gethostname(), "gpus": self._gpus, "nodes": self._nodes, **what}
-        before = self._name
         if self._rank == 0:
             self._name = f"{os.getpid()}-{time.monotonic_ns()}"
-            self._store.set("attempt", self._name)
+            self._tell("attempt", self._name)
         else:
             self._name = self._next_attempt(before, until, stopping)
-        self._store.set(f"{self._name}/came/{self._rank}", json.dumps(own))
+        self._tell(f"{self._name}/came/{self._rank}", own)
         if self._rank == 0:
-            self._store.set(f"{self._name}/go", json.dumps(self._put_together(until, stopping)))
+            self._tell(f"{self._name}/go", self._put_together(until, stopping))
         go = self._wait(f"{self._name}/go", until + _ANSWER, stopping)
         if go is None:
             raise self._missing("host 0 did not answer")
@@ -151,17 +166,18 @@ class ManyHosts(Hosts):
                 time.sleep(_POLL)
 
     def _next_attempt(self, before: str, until: float, stopping: Callable[[], bool]) -> str:
-        """The name of an attempt that this host has not come to yet."""
+        """The name of an attempt that this host has not come to yet, unless it was just now."""
         returned = False
         while time.monotonic() < until and not stopping():
-            name = self._wait("attempt", until, stopping, raw=True)
+            name = self._wait("attempt", until, stopping)
             if name is None:
                 break
-            if name != before and not self._store.check([f"{name}/came/{self._rank}"]):
+            new = name != before
+            if new and (name == self._name or not self._asked(f"{name}/came/{self._rank}")):
                 return name
-            if name != before and not returned:  # this host was lost in the middle of an attempt
+            if new and not returned:  # this host was lost in the middle of an attempt
                 returned, until = True, time.monotonic() + self._patience
-                self._store.set(f"{name}/failed", "true")
+                self._tell(f"{name}/failed", True)
             time.sleep(_POLL)
         raise self._missing("host 0 has not started another attempt")
 
@@ -203,15 +219,21 @@ class ManyHosts(Hosts):
 
     # --- the store ----------------------------------------------------------------------------------------------------
 
-    def _wait(self, key: str, until: float, stopping: Callable[[], bool], *, raw: bool = False) -> Any:
+    def _wait(self, key: str, until: float, stopping: Callable[[], bool]) -> Any:
         """A value of the store; None where it does not come in time."""
         while True:
-            value = _answer(lambda: self._store.get(key) if self._store.check([key]) else b"", _ANSWER)
+            value = self._asked(key)
             if value:
-                return value.decode() if raw else json.loads(value)
+                return json.loads(value)
             if time.monotonic() > until or stopping():
                 return None
+            if value is None:
+                raise _SilentError
             time.sleep(_POLL)
+
+    def _asked(self, key: str) -> bytes | None:
+        """What the store has now: empty where there is nothing, None where it does not answer."""
+        return _answer(lambda: self._store.get(key) if self._store.check([key]) else b"", _ANSWER)
 
     def _tell(self, key: str, value: Any) -> None:
         _answer(lambda: self._store.set(key, json.dumps(value)), _ANSWER)
@@ -220,25 +242,26 @@ class ManyHosts(Hosts):
         """What agents have written under a key, as far as it comes in time."""
         until, found = time.monotonic() + seconds, dict[int, Any]()
         while len(found) < self._nodes - (key == "read") and time.monotonic() < until:
-            for rank in range(self._nodes):
-                if rank not in found:
-                    value = self._wait(f"{self._name}/{key}/{rank}", 0.0, lambda: True)
-                    if value is not None:
-                        found[rank] = value
+            for rank in set(range(self._nodes)) - set(found):
+                value = self._asked(f"{self._name}/{key}/{rank}")
+                if value:
+                    found[rank] = json.loads(value)
+                if value is None:
+                    return found
             time.sleep(_POLL / 4)
         return found
 
-    def _listen(self, name: str) -> None:
+    def _listen(self, over: threading.Event) -> None:
         """Sets `failed` when another agent says so, or when the store is gone."""
-        store = self._store
-        while name == self._name and not self._failed.is_set():
+        store, key = self._store, f"{self._name}/failed"
+        while not over.wait(2 * _POLL):
             try:
-                if store.check([f"{name}/failed"]):
-                    self._failed.set()
+                failed = store.check([key])
             except RuntimeError:
-                if name == self._name:
-                    self._failed.set()
-            time.sleep(2 * _POLL)
+                failed = True
+            if failed:
+                self._failed.set()
+                return
 
 
 def _answer(ask: Callable[[], Value], seconds: float) -> Value | None:

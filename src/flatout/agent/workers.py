@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import IO, final
 
 import flatout
-from flatout.launch import ATTEMPT, Attempt
+from flatout.launch import ATTEMPT, Attempt, LostRankError
 from flatout.pulse import AGENT, PULSE, Slots, State, stack_of
 
 _NOISE = re.compile(r"\[(rank\d+\]:\[)?[WIE]\d{4} ")  # torch's own log, which says it once more
 _ANSWER = 1.0  # seconds that a worker has to write its stack
+_KILL = 30.0  # seconds after which one that was killed is taken to hang in the kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,11 @@ class Worker:
         if self.code is None and _has_ended(self.process):
             _end_group(self.process.pid)
             self.code = self.process.wait()
+
+    def signal(self, number: int) -> None:
+        """Not by `Popen.send_signal`, which would reap a process that has ended meanwhile: `look` does that."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
     @property
     def stopped(self) -> bool:
@@ -99,19 +105,22 @@ class Workers:
     def running(self) -> list[Worker]:
         return [worker for worker in self.all if worker.code is None]
 
+    @property
+    def listening(self) -> bool:
+        """Whether the worker that gets signals knows what to do with one that does not end it."""
+        return bool(self.running) and self.state(self.running[0]) is not State.STARTING
+
     def pass_on(self, number: int) -> None:
         """Hands a signal to one worker: what one rank is told, all of them do after the same step."""
         if self.running:
-            with contextlib.suppress(ProcessLookupError):
-                self.running[0].process.send_signal(number)
+            self.running[0].signal(number)
 
     def stack(self, worker: Worker) -> Sequence[str]:
         """Where a worker is that does not answer; nothing where it is stopped or cannot say."""
         path = self.folder / f"stack-{worker.local}"
         if worker.code is not None or not path.exists() or worker.stopped:
             return ()
-        with contextlib.suppress(ProcessLookupError):
-            worker.process.send_signal(signal.SIGQUIT)
+        worker.signal(signal.SIGQUIT)
         until = time.monotonic() + _ANSWER
         while time.monotonic() < until and not path.stat().st_size:
             time.sleep(0.02)
@@ -124,9 +133,18 @@ class Workers:
             _end_group(worker.process.pid)
         for worker in self.all:
             if worker.code is None:
-                worker.code = worker.process.wait()
+                worker.code = self._killed(worker)
             if worker.reader is not None:
                 worker.reader.join(timeout=2)
+
+    def _killed(self, worker: Worker) -> int:
+        try:
+            return worker.process.wait(_KILL)
+        except subprocess.TimeoutExpired as error:
+            raise LostRankError(
+                f"rank {worker.rank} (pid {worker.process.pid}) was killed and does not end: it hangs in the kernel",
+                "its GPU, disk or network does not answer: see `dmesg`, and restart the host before you go on",
+            ) from error
 
 
 def _environment(place: Place, attempt: Attempt, restarts: int, folder: Path) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from flatout.data.positions import Reading, Schedule
-from flatout.data.threads import StuckError, Threads, told
+from flatout.data.threads import LoaderError, Threads, told
 from flatout.data.tokenizer import Ids
 from flatout.device import use_device
 from flatout.ops.documents import PackedRows
@@ -211,7 +211,7 @@ class BatchLoader(abc.ABC):
                 self._pool = None  # its threads hang, and nobody waits for them
                 if waiting.done():
                     raise
-                raise StuckError(message, "check the disk or network that the data is on") from error
+                raise LoaderError(message, "check the disk or network that the data is on") from error
             self._replaceable = False
             self._notices.append(f"{message}; it was replaced")
             pool.close(wait=waiting.done())

@@ -37,8 +37,9 @@ from flatout.data.part import BEGINS, ENDS, REJECTED, Part, PartHead, PartResult
 from flatout.data.plan import PART_BYTES, STDIN, Inputs, Request, find_inputs, request_of, size_and_time
 from flatout.data.shards import HeldTokens
 from flatout.data.stream_parts import Lap, Position, parts_of_lap
+from flatout.data.threads import LoaderError
 from flatout.data.tokenizer import Ids, Tokenizer, load_tokenizer, token_dtype
-from flatout.data.workers import ProcessEngine
+from flatout.data.workers import ProcessEngine, WorkerGoneError
 from flatout.errors import ConfigError, DataError, ResourceError
 from flatout.files import canonical_json
 from flatout.records import PrepareProgress
@@ -181,7 +182,8 @@ class TokenStream:
             yield from workers.in_order("tokens", self._recipe, self.parts(position, laps))
         except ResourceError as error:
             hint = "if the machine ran out of memory, free some; go on with --resume auto"
-            raise ResourceError(error.message, hint) from error
+            gone = isinstance(error, WorkerGoneError)  # again: the first one is replaced
+            raise (LoaderError if gone else ResourceError)(error.message, hint) from error
 
     def parts(self, position: Position, laps: Sequence[Lap] | None = None) -> Iterator[tuple[Position, Part]]:
         """The parts of an epoch from `position` on, each with its place in the epoch."""

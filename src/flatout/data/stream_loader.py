@@ -13,6 +13,7 @@ import contextlib
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Generator, Iterable
@@ -27,7 +28,7 @@ from flatout.data.positions import Schedule
 from flatout.data.sampler import WindowOrder
 from flatout.data.stream import TOLD_PROBLEMS, StreamDataset, TokenStream
 from flatout.data.stream_parts import Position
-from flatout.data.threads import StuckError, told
+from flatout.data.threads import LoaderError, told
 from flatout.data.tokenizer import Ids
 from flatout.data.training_data import DataFacts, TrainingData
 
@@ -76,6 +77,9 @@ class StreamLoader(BatchLoader):
 
     def position(self) -> dict[str, Any]:
         return self._positions[self._block_of(self._next_step)].to_json()
+
+    def notices(self) -> list[str]:
+        return [*super().notices(), *([] if self._ahead is None else self._ahead.notices())]
 
     def close(self) -> None:
         super().close()
@@ -131,7 +135,7 @@ class _Ahead:
         self._least = context + 1
         self._size = windows * context
         self._patience = patience
-        self._parts, self._seen = 0, -1  # parts read, and how many of them when we looked last
+        self._moved = time.monotonic()  # when the last part of the source came in
         self._closed = threading.Event()
         self._ready: queue.Queue[Block | BaseException] = queue.Queue(_BLOCKS_AHEAD)
         self._workers = stream.open_workers()
@@ -143,27 +147,29 @@ class _Ahead:
 
     def next(self) -> Block:
         """The next block, waiting for it as long as parts of it come in."""
+        began = time.monotonic()
         while True:
+            left = max(began, self._moved) + self._patience - time.monotonic()
             try:
-                item = self._ready.get(timeout=self._patience)
+                item = self._ready.get(timeout=max(left, 0.01))
                 break
             except queue.Empty:
-                self._check_moving()
+                if left <= 0:
+                    raise self._stuck() from None
         if isinstance(item, BaseException):
             raise item
         return item
 
-    def _check_moving(self) -> None:
-        """Refuses to wait for a thread that has got no part of the source since this was asked last."""
-        before, self._seen = self._seen, self._parts
-        if before != self._parts:
-            return
+    def _stuck(self) -> LoaderError:
         frame = sys._current_frames().get(self._thread.ident or 0)
         where = "the thread has ended" if frame is None else told(traceback.extract_stack(frame))
-        raise StuckError(
+        return LoaderError(
             f"the stream has given nothing for {self._patience:g} s, at {where}",
             "check the disk or network that data.source is on",
         )
+
+    def notices(self) -> list[str]:
+        return self._workers.taken_notices()
 
     def close(self) -> None:
         self._closed.set()
@@ -196,7 +202,7 @@ class _Ahead:
         at, filled = number * size, 0  # the next token to take, and how many are in the row
         with contextlib.closing(self._stream.chunks(position, self._workers, least=self._least)) as chunks:
             for chunk in chunks:
-                self._parts += 1
+                self._moved = time.monotonic()
                 begin, end = chunk.position.tokens, chunk.position.tokens + len(chunk.ids)
                 notices[begin // size] += chunk.notices
                 # A block begins in the first part that has its first token or comes after it, be it without tokens.

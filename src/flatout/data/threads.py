@@ -19,8 +19,8 @@ _FRAMES = 4  # of a stack that is told
 _LEAVE = 10.0  # seconds
 
 
-class StuckError(UserError):
-    """A loader that hangs, again after it was replaced."""
+class LoaderError(UserError):
+    """A loader that hangs or dies, again if it can be replaced. What is saved is whole, so a new start may help."""
 
     exit_code = 1
 

@@ -71,6 +71,7 @@ class ProcessEngine(Engine):
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max(workers, 1), "flatout-worker")
         self._replaced = self._closed = False
+        self._notices: list[str] = []
 
     def run(self, task: Task, recipe: Recipe, parts: Iterable[Part]) -> Iterator[tuple[Part, Any]]:
         # One job more than there are workers is ready, so that none waits for this thread to read the next.
@@ -103,6 +104,11 @@ class ProcessEngine(Engine):
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
+    def taken_notices(self) -> list[str]:
+        """What there is to tell since this was asked last."""
+        notices, self._notices = self._notices, []
+        return notices
+
     def _call(self, task: Task, recipe: Recipe, part: Part) -> Any:
         worker = self._idle.get()
         try:
@@ -114,11 +120,12 @@ class ProcessEngine(Engine):
         """One worker that dies is replaced, since a part has no memory of an earlier try; the next one is an error."""
         try:
             return worker.call(task, recipe, part)
-        except WorkerGoneError:
+        except WorkerGoneError as error:
             if self._replaced or self._closed:
                 raise
             self._replaced = True
             worker.start_again()
+            self._notices.append(f"{error.message}; it was replaced")
             return worker.call(task, recipe, part)
 
 

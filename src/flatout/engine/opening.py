@@ -28,7 +28,7 @@ from flatout.data.training_data import DataFacts, TrainingData
 from flatout.engine.adapter_folder import plan_targets, with_adapter
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.checkpoint import Checkpoint
-from flatout.errors import CheckpointError, ConfigError, DataError
+from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.hub import Description
 from flatout.world import World
@@ -111,7 +111,7 @@ def check_shares(data: TrainingData, world: World) -> None:
     other = next((rank for rank, found in enumerate(everywhere) if found != everywhere[0]), None)
     with world.together():
         if other is not None:
-            raise DataError(
+            raise UsageError(
                 f"rank {other} has data {everywhere[other][:12]}, rank 0 has {everywhere[0][:12]}",
                 "prepare the data once, in a folder that all hosts see, or copy it to each of them",
             )

@@ -5,8 +5,9 @@ The writer saves them by `save_files`, as the trainer itself would, and answers 
 It imports no torch and starts in about a tenth of a second.
 
 Contract: the writer ends with the pipe that it reads from. A trainer that is killed takes it along, in the middle of a
-file if need be; the work folder has our mark and is swept away by the next start. A writer that was stopped meanwhile
-publishes nothing: just before a folder gets its name, the writer looks whether its trainer is still there.
+file if need be; the work folder has our mark and is swept away by the next start. Where the kernel does not end a
+writer that is stopped meanwhile, it publishes nothing later: just before a folder gets its name, it looks whether its
+trainer is still there.
 While it writes it sends a sign of life every second, so a writer that hangs can be told from a slow disk.
 """
 
@@ -28,6 +29,7 @@ from typing import Any, final
 from flatout.confined import pythons, root_of
 from flatout.engine.checkpoint_files import save_files
 from flatout.files import PIECE
+from flatout.pulse import die_with_parent
 
 PATIENCE = 60.0  # seconds without a sign of life
 _BEAT = 1.0
@@ -132,6 +134,7 @@ class Writer:
 
 def serve(pipe_handle: int, memory_handle: int) -> None:
     """Saves what it is told to until the pipe ends."""
+    die_with_parent()  # a writer that is stopped does not see the end of its pipe
     for name in _PARENTS:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -16,8 +16,10 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -193,18 +195,33 @@ def _meet(found: Launch, join: float) -> Store:
             more = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listen}
             store = TCPStore(host, int(port), found.size, timeout=wait, **more)
         else:
-            store, _, _ = next(rendezvous("env://", found.rank, found.size, timeout=wait))
+            store = _connected(found, wait)
     except (dist.DistError, OSError, ValueError) as error:
-        reason, where = str(error).partition("\n")[0], f"{host}:{port}"
+        reason, where = str(error).partition("\n")[0] or "no answer", f"{host}:{port}"
         if found.rank and "EADDRINUSE" not in reason:
             hint = f"check that rank 0 runs on {host} and that no firewall closes the port"
-            raise UsageError(f"rank {found.rank} cannot reach rank 0 at {where}: {reason}", hint) from error
+            told = UsageError(f"rank {found.rank} cannot reach rank 0 at {where}: {reason}", hint)
+            raise _about_absent(found, told) from error
         hint = "set MASTER_PORT (torchrun: --master-port) to a free one"
         raise UsageError(f"rank 0 cannot open {where}: {reason}", hint) from error
     return PrefixStore("flatout" if attempt is None else f"flatout/{attempt.name}", store)
 
 
-def refuse(found: Launch, error: UserError, join: float = 25.0) -> UserError:
+def _connected(found: Launch, wait: datetime.timedelta) -> Store:
+    """In a thread that is given up: torch waits forever for a rank 0 whose port is open and that does not answer."""
+    meeting: Future[Store] = Future()
+
+    def meet() -> None:
+        try:
+            meeting.set_result(next(rendezvous("env://", found.rank, found.size, timeout=wait))[0])
+        except Exception as error:  # noqa: BLE001 (raised below)
+            meeting.set_exception(error)
+
+    threading.Thread(target=meet, name="flatout-meet", daemon=True).start()
+    return meeting.result((wait + _POLL).total_seconds())
+
+
+def refuse(found: Launch, error: UserError, join: float) -> UserError:
     """What a process raises for an error that it has before it meets the others, such as one in its config.
 
     All processes see the errors of all, and one of them tells: the first that has one.
@@ -235,9 +252,22 @@ def _check_alike(
     everybody = [json.loads(store.get(key)) for key in keys]
     told = _refusal(everybody)
     if told is not None:
-        _leave_together(found, store, [rank for rank, facts in enumerate(everybody) if "late" not in facts])
-        raise told[1] if found.rank == told[0] else OtherProcessError(told[1].exit_code)
+        teller, refused = told
+        came = [rank for rank, facts in enumerate(everybody) if "late" not in facts]
+        _leave_together(found, store, came)
+        if len(came) < found.size and not any("error" in facts for facts in everybody):
+            refused = _about_absent(found, refused)
+        raise refused if found.rank == teller else OtherProcessError(refused.exit_code)
     return tuple(facts["host"] for facts in everybody)
+
+
+def _about_absent(found: Launch, told: UserError) -> UserError:
+    """Ranks that do not come are a wrong start. Where they have come before, one of them hangs or is stopped: the agent
+    sees which, and starts all again."""
+    if not found.resumes or found.attempt is None:
+        return told
+    pulse().tell(State.TIMED_OUT)
+    return OtherProcessError(1)
 
 
 def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:

@@ -59,13 +59,13 @@ def start_workers(
     from flatout.agent.agent import Agent
     from flatout.config.training_sections import ParallelConfig
 
-    hosts_of = _hosts(parsed)
+    hosts_of, parallel = _hosts(parsed), ParallelConfig()
     try:
         loaded = checked()
         _check_gpus(parsed.gpus, None if loaded is None else loaded.config.speed.device)
     except UserError as error:
-        raise hosts_of(25.0, 600.0).refuse(error) from error
-    parallel = ParallelConfig() if loaded is None else loaded.config.parallel
+        raise hosts_of(parallel.join, parallel.timeout).refuse(error) from error
+    parallel = parallel if loaded is None else loaded.config.parallel
     hosts = hosts_of(parallel.join, parallel.timeout)
     return Agent([verb, *words], hosts, restarts=parsed.restarts, timeout=parallel.timeout).run()
 
@@ -78,9 +78,10 @@ def told_by_one(checked: Callable[[], Found]) -> Found:
         found = launch()
         if found is None or found.size == 1:
             raise
+        from flatout.config.training_sections import ParallelConfig
         from flatout.parallel.ranks import refuse
 
-        raise refuse(found, error) from error
+        raise refuse(found, error, ParallelConfig().join) from error
 
 
 def _hosts(parsed: argparse.Namespace) -> "Callable[[float, float], Hosts]":
@@ -90,7 +91,7 @@ def _hosts(parsed: argparse.Namespace) -> "Callable[[float, float], Hosts]":
     nodes, rank, meet = parsed.nodes, parsed.node_rank, parsed.meet
     if nodes is None and int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         nodes, rank, meet = _of_slurm(rank, meet)
-    if nodes is None and (meet is not None or rank):
+    if nodes is None and (meet is not None or rank is not None):
         raise UsageError("--node-rank and --meet are for several hosts", "add --nodes M, or leave them out")
     if nodes is None or (nodes == 1 and not rank):
         return lambda join, timeout: OneHost(parsed.gpus)

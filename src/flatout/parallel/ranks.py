@@ -218,7 +218,7 @@ def _connected(found: Launch, wait: datetime.timedelta) -> Store:
             meeting.set_exception(error)
 
     threading.Thread(target=meet, name="flatout-meet", daemon=True).start()
-    return meeting.result((wait + _POLL).total_seconds())
+    return meeting.result((wait + _LEAVE).total_seconds())
 
 
 def refuse(found: Launch, error: UserError, join: float) -> UserError:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flatout.engine.drift import check_alike, sum_of_bits
-from flatout.errors import DriftError
+from flatout.engine.drift import check_alike, check_start, sum_of_bits
+from flatout.errors import DriftError, UsageError
 from flatout.launch import OtherProcessError
 from flatout.world import World
 
@@ -20,19 +20,24 @@ class Everybody(World):
     said: tuple[tuple[int, int], ...] = ()
 
     def gather(self, value: Any) -> list[Any]:
-        return [list(one) for one in self.said]
+        return [value] * self.size if isinstance(value, str) else [list(one) for one in self.said]
 
 
-def check(*said: tuple[int, int], shards: int = 1, rank: int = 0) -> None:
-    """Ranks with (the number of their slices, their bits)."""
+def run_of(*said: tuple[int, int], shards: int = 1, rank: int = 0) -> Any:
+    """A run whose ranks have (the number of their slices, their bits)."""
     run: Any = SimpleNamespace(
         config=SimpleNamespace(parallel=SimpleNamespace(check_every=10)),
+        base_hash="b",
         world=Everybody(rank, len(said), said=said),
         trained=SimpleNamespace(updated=[SimpleNamespace(parameter=torch.ones(2))], sharding=None),
     )
     if shards > 1:
         run.trained.sharding = SimpleNamespace(count=shards, number=said[rank][0])
-    check_alike(run, 20)
+    return run
+
+
+def check(*said: tuple[int, int], **how: Any) -> None:
+    check_alike(run_of(*said, **how), 20)
 
 
 def test_copies_are_compared_and_slices_with_their_like():
@@ -47,6 +52,12 @@ def test_copies_are_compared_and_slices_with_their_like():
         check((0, 5), (1, 6), (0, 5), (1, 7), shards=2)
     with pytest.raises(OtherProcessError):
         check((0, 5), (0, 6), rank=1)
+
+
+def test_ranks_that_begin_with_other_weights_are_refused():
+    check_start(run_of((0, 5), (0, 5)))
+    with pytest.raises(UsageError, match="rank 2 begins with other weights"):
+        check_start(run_of((0, 5), (0, 5), (0, 6)))
 
 
 def test_one_changed_bit_changes_the_sum():

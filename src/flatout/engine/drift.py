@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flatout.engine.run import Run
-from flatout.errors import DriftError
+from flatout.errors import DriftError, UsageError
 from flatout.launch import OtherProcessError
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -27,23 +27,44 @@ def sum_of_bits(tensors: Iterable[Tensor]) -> int:
 
 def check_alike(run: Run, step: int) -> None:
     """Compares the weights of ranks where that is due; an error names the ranks that differ from most others."""
-    every, world, sharding = run.config.parallel.check_every, run.world, run.trained.sharding
-    copies = world.size if sharding is None else world.size // sharding.count
-    if copies == 1 or not every or step % every:
-        return
-    place = 0 if sharding is None else sharding.number
-    everywhere = world.gather([place, sum_of_bits(one.parameter.detach() for one in run.trained.updated)])
-    wrong = sorted(rank for held in {place for place, _ in everywhere} for rank in _odd_ones(everywhere, held))
+    every = run.config.parallel.check_every
+    wrong = [] if not every or step % every else _differing(run)
     if not wrong:
         return
-    if not world.first:
+    if not run.world.first:
         raise OtherProcessError(DriftError.exit_code)
-    ranks = ", ".join(map(str, wrong))
     raise DriftError(
-        f"after step {step:,} the weights of rank {ranks} are not those of the others; {every:,} steps ago they were",
+        f"after step {step:,} the weights of rank {', '.join(wrong)} are not those of the others; {every:,} steps ago "
+        "they were",
         "memory or a GPU may be faulty, see `flatout doctor` there; resume from a checkpoint of before: --resume "
         "RUN/checkpoints/step-N",
     )
+
+
+def check_start(run: Run) -> None:
+    """Refuses ranks that begin with other weights than the others, frozen ones included."""
+    if not run.config.parallel.check_every:
+        return
+    bases = run.world.gather(run.base_hash)
+    wrong = _differing(run) or [str(rank) for rank, base in enumerate(bases) if base != bases[0]]
+    with run.world.together():
+        if wrong:
+            raise UsageError(
+                f"rank {', '.join(wrong)} begins with other weights than the others",
+                "model and checkpoint must be the same on all hosts: use folders that all of them see",
+            )
+
+
+def _differing(run: Run) -> list[str]:
+    """The ranks whose weights are not those of the others that should have the same."""
+    world, sharding = run.world, run.trained.sharding
+    copies = world.size if sharding is None else world.size // sharding.count
+    if copies == 1:
+        return []
+    place = 0 if sharding is None else sharding.number
+    everywhere = world.gather([place, sum_of_bits(one.parameter.detach() for one in run.trained.updated)])
+    held = {place for place, _ in everywhere}
+    return [str(rank) for rank in sorted(rank for place in held for rank in _odd_ones(everywhere, place))]
 
 
 def _odd_ones(everywhere: Sequence[tuple[int, int]], held: int) -> list[int]:

@@ -16,7 +16,7 @@ from flatout.data.batch import Batch, BatchLoader
 from flatout.engine.books import Progress, notices_at, run_info, settle
 from flatout.engine.boundary import Boundary, due_after, is_due, out_of_patience, write_best
 from flatout.engine.checkpoint import Checkpoint, checkpoint_bytes
-from flatout.engine.drift import check_alike
+from flatout.engine.drift import check_alike, check_start
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.machine import MachineWatch
 from flatout.engine.recovery import attempt_step, use_less_memory
@@ -48,6 +48,7 @@ def train_loop(
     the record.
     """
     progress, unjudged = _start(run, resumed)
+    check_start(run)
     resumed = None if resumed is None else resumed.without_tensors()
     origin = None if resumed is None else resumed.path
     resumed_from = None if origin is None else str(origin)

@@ -25,11 +25,11 @@ from flatout.data.manifest import read_manifest
 from flatout.data.prepare import data_folder, has_dataset
 from flatout.device import detect_device
 from flatout.diagnose.check_folder import RUNS, folder_of
-from flatout.diagnose.doctor import Check, Meeting, RankFacts, finding_of, first_line
+from flatout.diagnose.doctor import Meeting, RankFacts, finding_of, first_line
 from flatout.diagnose.links import nccl_version, shared_memory_bytes
-from flatout.errors import UsageError, UserError
+from flatout.errors import UserError
 from flatout.launch import Launch
-from flatout.parallel.ranks import Ranks, joined
+from flatout.parallel.ranks import joined
 from flatout.parallel.reducer import BUCKET_BYTES
 from flatout.world import World
 
@@ -51,14 +51,6 @@ def meet(found: Launch, config: RunConfig | None) -> Meeting:
         if found.rank:
             raise
         return Meeting(place=place, refused=finding_of(error, "ranks", "meeting"))
-    except RuntimeError as error:  # gloo's and NCCL's own
-        if found.rank:
-            raise UsageError(
-                f"rank {found.rank} lost the others: {first_line(error)}", "see what rank 0 says"
-            ) from error
-        advice = "See what the other ranks say; a rank that dies, or a network that drops connections, does this."
-        refused = Check("ranks", "meeting").bad(f"the ranks lost each other: {first_line(error)}", advice)
-        return Meeting(place=place, refused=refused)
 
 
 def _asked(world: World, device: str, config: RunConfig | None) -> Meeting:
@@ -71,20 +63,21 @@ def _asked(world: World, device: str, config: RunConfig | None) -> Meeting:
         "data": None if config is None else _data(config),
         "variables": {name: value for name, value in os.environ.items() if name.startswith(TELLING)},
     }
-    found: torch.device | None = None
+    values: torch.Tensor | None = None
     try:
         detected = detect_device(device, world.local)
-        facts["device"], found = detected.name, detected.torch_device
-    except UserError as error:
-        facts["error"] = error.message
+        facts["device"] = detected.name
+        values = torch.empty(BUCKET_BYTES // 4, device=detected.torch_device)
+    except (UserError, RuntimeError) as error:  # no GPU for this rank, or one that is broken or full
+        facts["error"] = error.message if isinstance(error, UserError) else first_line(error)
     with _file_for_all(world, RUNS if config is None else folder_of(config)) as path:
         facts["unseen"] = "" if path == "" or _is_seen(path) else path
         world.totals([0])  # all have looked before the file goes
     backend = ""
-    if world.size > 1 and not world.any(found is None):
-        assert found is not None
-        backend = "nccl" if found.type == "cuda" and "cuda:nccl" in str(dist.get_backend_config()) else "gloo"
-        facts |= _reduced(world, found)
+    if world.size > 1 and not world.any(values is None):
+        assert values is not None
+        backend = "nccl" if values.is_cuda and "cuda:nccl" in str(dist.get_backend_config()) else "gloo"
+        facts |= _reduced(world, values)
     ranks = [RankFacts(**one) for one in world.gather(facts)]
     folder = str(Path(path).parent) if path else ""
     return Meeting(place="", backend=backend, ranks=tuple(ranks), folder=folder, reduced_bytes=BUCKET_BYTES)
@@ -122,15 +115,13 @@ def _is_seen(path: str) -> bool:
     return True
 
 
-def _reduced(world: World, device: torch.device) -> dict[str, Any]:
-    """The time of an all-reduce as large as a bucket of gradients, or why there is none."""
-    assert isinstance(world, Ranks), "one process has nobody to reduce with"
-    values = torch.empty(BUCKET_BYTES // 4, device=device)
+def _reduced(world: World, values: torch.Tensor) -> dict[str, Any]:
+    """The time of an all-reduce of `values`, or why there is none."""
     seconds: list[float] = []
     try:
         for number in range(_UNTIMED + _REPEATS):
             values.fill_(float(world.rank + 1))
-            _settled(device)
+            _settled(values.device)
             world.totals([0])
             began = time.perf_counter()
             work = dist.all_reduce(values, async_op=True)
@@ -140,7 +131,7 @@ def _reduced(world: World, device: torch.device) -> dict[str, Any]:
                     return {"reduce_error": f"it did not end within {_PATIENCE:.0f} s"}
                 time.sleep(0.001)
             work.wait()
-            _settled(device)
+            _settled(values.device)
             seconds.append(time.perf_counter() - began)
         if not bool((values == world.size * (world.size + 1) / 2).all()):
             return {"reduce_error": "the sum is wrong"}

@@ -252,11 +252,12 @@ def _check_alike(
     everybody = [json.loads(store.get(key)) for key in keys]
     told = _refusal(everybody)
     if told is not None:
+        teller, refused = told
         came = [rank for rank, facts in enumerate(everybody) if "late" not in facts]
         _leave_together(found, store, came)
-        if len(came) < found.size and error is None:
-            told = told[0], _about_absent(found, told[1])
-        raise told[1] if found.rank == told[0] else OtherProcessError(told[1].exit_code)
+        if len(came) < found.size and not any("error" in facts for facts in everybody):
+            refused = _about_absent(found, refused)
+        raise refused if found.rank == teller else OtherProcessError(refused.exit_code)
     return tuple(facts["host"] for facts in everybody)
 
 
@@ -270,7 +271,7 @@ def _about_absent(found: Launch, told: UserError) -> UserError:
 
 
 def _refusal(everybody: Sequence[dict[str, Any]]) -> tuple[int, UserError] | None:
-    """Who has to tell what: the first rank that has an error, or the first of those that came, on what differs."""
+    """Who has to tell what: the first rank that has an error, or one of those that came."""
     errors = [(rank, facts["error"]) for rank, facts in enumerate(everybody) if "error" in facts]
     if errors:
         rank, (message, hint, code) = errors[0]

@@ -607,6 +607,27 @@ def test_a_worker_that_hangs_is_told_in_the_loop_in_time(source: Path, monkeypat
     assert (children(), running()) == (before, [])
 
 
+def test_a_read_that_hangs_in_this_process_is_told_and_not_waited_for(source: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
+    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    over, run = threading.Event(), workers.TASKS["tokens"]
+    opened = open_stream(settings(source), workers=0)
+
+    def hanging(recipe: Any, part: Part) -> Any:
+        if part.number == 3:
+            over.wait(60)
+        return run(recipe, part)
+
+    monkeypatch.setitem(workers.TASKS, "tokens", hanging)
+    began = time.monotonic()
+    with loader_of(opened, 0, 10**6, patience=1.0) as batches, pytest.raises(LoaderError, match="has given nothing"):
+        list(batches)
+    assert time.monotonic() - began < 5
+    over.set()
+    while running():
+        time.sleep(0.01)
+
+
 def test_closing_does_not_wait_for_the_source(source: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
     monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)

@@ -136,6 +136,7 @@ class _Ahead:
         self._size = windows * context
         self._patience = patience
         self._moved = time.monotonic()  # when the last part of the source came in
+        self._hangs = False  # nobody waits for it any more
         self._closed = threading.Event()
         self._ready: queue.Queue[Block | BaseException] = queue.Queue(_BLOCKS_AHEAD)
         self._workers = stream.open_workers()
@@ -155,6 +156,7 @@ class _Ahead:
                 break
             except queue.Empty:
                 if left <= 0:
+                    self._hangs = True
                     raise self._stuck() from None
         if isinstance(item, BaseException):
             raise item
@@ -176,8 +178,8 @@ class _Ahead:
         with contextlib.suppress(queue.Empty):
             while True:  # makes room, so that the thread does not wait any more
                 self._ready.get_nowait()
-        self._workers.close()
-        self._thread.join(timeout=10)
+        self._workers.close(wait=not self._hangs)
+        self._thread.join(timeout=0 if self._hangs else 10)
 
     def _fill(self, position: Position, first: int) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Threads that make batches ahead of time, and what is done about one that hangs.
+"""Threads that make batches or read parts ahead of time, and what is done about one that hangs.
 
 They are daemons, unlike those of `concurrent.futures`: the end of the process does not wait for one that hangs in a
 read from a disk or a network.
@@ -12,10 +12,11 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from flatout.errors import UserError
 
+Argument = TypeVar("Argument")
 _FRAMES = 4  # of a stack that is told
 _LEAVE = 10.0  # seconds
 
@@ -30,16 +31,20 @@ class LoaderError(UserError):
 class Threads:
     """Calls functions in threads, in the order in which they were handed over."""
 
-    def __init__(self, count: int, name: str, begin: Callable[[], None]) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[int], Any], int] | None] = queue.SimpleQueue()
-        self._begin = begin
+    def __init__(self, count: int, name: str, begin: Callable[[], None] = lambda: None) -> None:
+        """Each thread calls `begin` first."""
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any], Any] | None] = queue.SimpleQueue()
+        self._begin, self._closed, self._lock = begin, False, threading.Lock()
         self._threads = [threading.Thread(target=self._work, name=f"{name}_{n}", daemon=True) for n in range(count)]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, function: Callable[[int], Any], argument: int) -> Future[Any]:
+    def submit(self, function: Callable[[Argument], Any], argument: Argument) -> Future[Any]:
         future: Future[Any] = Future()
-        self._jobs.put((future, function, argument))
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("these threads are closed")
+            self._jobs.put((future, function, argument))
         return future
 
     def close(self, *, wait: bool) -> None:
@@ -47,13 +52,13 @@ class Threads:
 
         One that hangs is not waited for longer than a few seconds.
         """
-        with contextlib.suppress(queue.Empty):
-            while True:  # without waiting: a thread may take the last job first
-                job = self._jobs.get_nowait()
-                if job is not None:
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(queue.Empty):  # without waiting: a thread may take the last job first
+                while (job := self._jobs.get_nowait()) is not None:
                     job[0].cancel()
-        for _ in self._threads:
-            self._jobs.put(None)
+            for _ in self._threads:
+                self._jobs.put(None)
         until = time.monotonic() + _LEAVE
         for thread in self._threads if wait else ():
             thread.join(max(0.0, until - time.monotonic()))

@@ -22,12 +22,14 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, Self, TypeVar, final
 
 import flatout
 from flatout.data.part import Part, Recipe, characters_of_part, run_part
+from flatout.data.threads import Threads
 from flatout.errors import DataError, HardwareError, ResourceError, UserError
 from flatout.pulse import die_with_parent
 
@@ -69,7 +71,7 @@ class ProcessEngine(Engine):
         self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
         for worker in self._workers or [None]:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(max(workers, 1), "flatout-worker")
+        self._threads = Threads(max(workers, 1), "flatout-worker")
         self._replaced = self._closed = False
         self._notices: list[str] = []
 
@@ -80,7 +82,7 @@ class ProcessEngine(Engine):
         for part in parts:
             if len(under_way) >= most:
                 yield from _finished(under_way)
-            under_way[self._threads.submit(self._call, task, recipe, part)] = part
+            under_way[self._threads.submit(partial(self._call, task, recipe), part)] = part
         while under_way:
             yield from _finished(under_way)
 
@@ -89,7 +91,7 @@ class ProcessEngine(Engine):
         most = 2 * max(len(self._workers), 1)
         waiting: deque[tuple[Place, Future[Any]]] = deque()
         for place, part in parts:
-            waiting.append((place, self._threads.submit(self._call, task, recipe, part)))
+            waiting.append((place, self._threads.submit(partial(self._call, task, recipe), part)))
             # What is ready goes on at once: the next part may be long in coming.
             while waiting and (len(waiting) >= most or waiting[0][1].done()):
                 first, result = waiting.popleft()
@@ -98,11 +100,12 @@ class ProcessEngine(Engine):
             first, result = waiting.popleft()
             yield first, result.result()
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
+        """`wait`: for what this process itself is reading, which may hang."""
         self._closed = True
         for worker in self._workers:
             worker.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close(wait=wait)
 
     def taken_notices(self) -> list[str]:
         """What there is to tell since this was asked last."""
@@ -124,8 +127,8 @@ class ProcessEngine(Engine):
             if self._replaced or self._closed:
                 raise
             self._replaced = True
-            worker.start_again()
             self._notices.append(f"{error.message}; it was replaced")
+            worker.start_again()
             return worker.call(task, recipe, part)
 
 

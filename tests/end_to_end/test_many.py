@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from flatout import cli
+from flatout.parallel import ranks
 from tests.end_to_end import disturbed
 from tests.end_to_end.many import Command, assert_same_end, last_step, logged, saved_steps, words
 
@@ -120,6 +121,7 @@ def test_under_a_launcher_that_has_started_processes_gpus_is_refused(
 ):
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "refuse", lambda found, error, join: error)  # there is nobody to wait for
     assert cli.main(["train", *TWO]) == 2
     assert "a launcher has started 2 already" in capfd.readouterr().err
 

@@ -18,7 +18,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     listening.listen()
     for name, value in zip(("MASTER_ADDR", "MASTER_PORT"), listening.getsockname(), strict=True):
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(ranks, "_POLL", ranks._POLL / 5)
+    monkeypatch.setattr(ranks, "_LEAVE", ranks._LEAVE / 5)
     listening.detach()  # open to the end of the process: a thread of torch's waits for it
 
 

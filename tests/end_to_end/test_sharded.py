@@ -254,8 +254,9 @@ def test_any_number_of_processes_learns_what_one_learns(tmp_path: Path, words: M
 
 
 @pytest.mark.slow
-def test_slices_inside_hosts_and_copies_between_them(tmp_path: Path, words: Make):
-    preset, run = words("text", "train.steps=10", "eval.every=5")
+@pytest.mark.parametrize("more", [[], ["speed.micro_batch=1"]])
+def test_slices_inside_hosts_and_copies_between_them(tmp_path: Path, words: Make, more: list[str]):
+    preset, run = words("text", "train.steps=10", "eval.every=5", *more)
     one = learn(tmp_path, preset, [*run, "output.folder=one"], double=True)
     four = together(4, tmp_path, (preset, [*run, "output.folder=four"]), "hybrid", double=True, hosts=2)
     check_alike(four, one, within=1e-9, form="hybrid")

@@ -183,17 +183,16 @@ def _sharded_memory(
     """Slices of weights, gradients and state; and whole ones of the groups that are at work.
 
     Of two groups weights are whole at a time, and of two gradients: of the one that is at work, and of the one that
-    comes or leaves. While micro-batches are added up, all gradients are.
+    comes or leaves.
     """
     blocks = blocks_gathered(config) * max(block_count(config, kind) for kind in config.kinds)
     parameters, table = parameter_count(config, vocab), vocab * config.width
     slices, stays = -(-parameters // shards), table if config.tied else 0
     largest = blocks if config.tied else max(blocks, table)
     cell = form.cell if form.triton else 4 + (2 if form.half else 0)
-    gradients = 2 * largest + stays if alone else parameters
     return MemoryEstimate(
         weights=4 * slices + cell * (2 * largest + stays),
-        gradients=4 * slices + 4 * gradients,
+        gradients=4 * (slices + 2 * largest + stays),
         optimizer=int(state_bytes * slices),
         activations=activations,
         working=working,

@@ -7,8 +7,8 @@ Vectors, the weights of norms and biases, are whole everywhere: they are a thous
 tensors. Their gradients leave in one bucket.
 
 Contract:
-- Gradients are sums over all processes, in fp32 at least, once per step: while a step has micro-batches to come, each
-  process adds up its own.
+- Gradients are sums over all processes, in fp32 at least. Every micro-batch's are dealt out again at once, so that no
+  process ever holds all of them; between hosts of a hybrid they go once a step.
 - Matrices are gathered in `gathered`, the type of products, where our kernels run. Their gradients leave in fp32 all
   the same (`Tensor.grad_dtype`); those of positions are rounded once. Otherwise nothing is rounded.
 - Optimizers see plain tensors: `parameters` are this process's slices, which share their memory with torch's DTensors,
@@ -101,7 +101,7 @@ class Sharding:
             if self.count > 1:  # alone, torch would divide all the same
                 module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_requires_all_reduce(False, recurse=False)
             module.unshard()
             for parameter in (parameter for one in group for parameter in one.parameters()):
                 if wide is not None and not isinstance(parameter, DTensor) and parameter.ndim > 1:
@@ -185,11 +185,11 @@ class Sharding:
         return max(self._world.totals(counts))
 
     def last_micro_batch(self) -> None:
-        self._synchronise(True)
+        self._reduce_between_hosts(True)
 
     def finish(self) -> None:
         self._vectors.finish()
-        self._synchronise(False)
+        self._reduce_between_hosts(False)
         for name, parameter in self._sharded.items():
             gradient: Any = parameter.grad
             self.parameters[name].grad = None if gradient is None else gradient.to_local()
@@ -199,9 +199,10 @@ class Sharding:
             parameter.grad = self.parameters[name].grad = None
         self._vectors.clear()
 
-    def _synchronise(self, wanted: bool) -> None:
+    def _reduce_between_hosts(self, wanted: bool) -> None:
+        """Only a hybrid has anything to add up there."""
         for module in self._modules:
-            module.set_requires_gradient_sync(wanted, recurse=False)
+            module.set_requires_all_reduce(wanted, recurse=False)
 
 
 def _mesh(world: Ranks, device: torch.device, *, hybrid: bool) -> DeviceMesh:

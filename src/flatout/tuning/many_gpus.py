@@ -233,8 +233,6 @@ class _Look:
         refused = self._refused(gpus, dealing)
         if refused or not fits:
             short = f"it needs {memory.total / 2**30:,.0f} GiB with micro-batches of {speed.micro_batch}"
-            if layout.shards > 1 and speed.micro_batch * speed.accumulation > 1:
-                short += ", as each rank holds whole gradients while it adds up several"
             return PlanRow(**same, fits=False, refused=bool(refused), why=refused or short)
         work = dataclasses.replace(self.work, again=AGAIN[speed.checkpointing], state=self._state(speed))
         step = step_time(

@@ -3,10 +3,9 @@
 What overlaps, and what does not:
 - Data parallel: gradients are all-reduced once per step, block by block, while the last micro-batch's backward pass
   goes on. What a block's backward pass is too short for, and the embedding's gradient at the very end, is exposed.
-- FSDP2: every micro-batch gathers each block's weights twice, for forward and backward; gradients (fp32) are
-  reduce-scattered once per step, in the last backward pass. The next block is gathered while this one computes, so
-  exposed are the first gathers (embedding, head and first block), the last reductions, and whatever a block's compute
-  is too short for.
+- FSDP2: every micro-batch gathers each block's weights twice, for forward and backward, and reduce-scatters its
+  gradients (fp32). The next block is gathered while this one computes, so exposed are the first gathers (embedding,
+  head and first block), the last reductions, and whatever a block's compute is too short for.
 - Hybrid: the same inside one host, and once per step an all-reduce of each rank's shard over the hosts, which have
   wires of their own.
 Hidden communication counts as free. In truth its kernels take some of the card's processors and memory bandwidth.
@@ -192,11 +191,10 @@ def _sharded(work: Work, cluster: Cluster, layout: Layout, block: _Block, micro_
     gathered, reduced = gather * work.layers + again, reduce * work.layers + root_reduce
     computing = block.head_backward + work.layers * block.backward
     first = (root_gather + gather).seconds + (work.layers - 1) * max(0.0, gather.seconds - block.forward)
-    backward = _beyond(gathered.seconds, again.seconds, computing)
     late = _beyond((gathered + reduced).seconds, (reduce + root_reduce).seconds, computing)
     # Between hosts the shards' gradients are added up beside what goes on inside of them, in the last backward pass.
     beside, beside_root = over_replicas(work.block), over_replicas(work.root)
     across = beside * work.layers + beside_root
     after = _beyond(across.seconds, (beside + beside_root).seconds, computing + late)
-    total = (root_gather + gather * work.layers + gathered) * micro_batches + reduced + across
-    return total, micro_batches * first + (micro_batches - 1) * backward + late + after
+    total = (root_gather + gather * work.layers + gathered + reduced) * micro_batches + across
+    return total, micro_batches * (first + late) + after

@@ -101,7 +101,10 @@ class Agent:
                 workers.pass_on(signal.SIGUSR1)
             now = time.monotonic()
             if until is None and (self._is_broken(workers) or self.hosts.failed()):
-                late = any(workers.state(worker) is State.TIMED_OUT for worker in workers.all)
+                late = any(
+                    worker.stopped_since is not None or workers.state(worker) is State.TIMED_OUT
+                    for worker in workers.all
+                )
                 until = now + (_SHORT_GRACE if late else _GRACE)
             if until is not None and now > until:
                 break

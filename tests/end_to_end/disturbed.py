@@ -88,6 +88,7 @@ class Disturbed:
         saved, reached, began = (saved_steps("run") or [0])[-1], last_step("run"), time.monotonic()
         before = len(self.log.read_text())
         self._do(kind, victim)
+        beyond = last_step("run")  # of a command that has ended since, all that it did
         told: list[float] = []
 
         def on_again() -> bool:
@@ -96,7 +97,7 @@ class Disturbed:
             # What is wrong with a writer shows at the next save, with a loader when what it has read is used up.
             enough = 60 if kind.endswith("loader") or kind.startswith("stuck") else 1
             waits = kind.split()[0] in ("full", "save") or kind.endswith("writer")
-            return last_step("run") > reached + enough and (not waits or saved_steps("run")[-1] > reached)
+            return last_step("run") > beyond + enough and (not waits or saved_steps("run")[-1] > reached)
 
         self.command.wait_until(on_again, HANGS)
         seconds = time.monotonic() - began

@@ -123,12 +123,7 @@ def plan(
     `disk` is what a host writes, in bytes per second, `restart` the seconds from an interruption to the first step
     without reading the checkpoint, `failure_hours` the GPU-hours between interruptions.
     """
-    for gpus in counts:
-        if gpus > cluster.per_host and gpus % cluster.per_host:
-            raise UsageError(
-                f"{gpus} GPUs do not fill hosts of {cluster.per_host}",
-                f"give a multiple of {cluster.per_host}, or the GPUs of a host with --per-host",
-            )
+    _check_counts(counts, cluster)
     look = _Look(loaded, cluster, rate)
     rows: list[PlanRow] = []
     saves: dict[int, Goodput] = {}
@@ -170,6 +165,15 @@ def plan(
         recommendation=_recommendation(rows, look),
         notes=tuple(look.notes(rows)),
     )
+
+
+def _check_counts(counts: Sequence[int], cluster: Cluster) -> None:
+    for gpus in counts:
+        if gpus > cluster.per_host and gpus % cluster.per_host:
+            raise UsageError(
+                f"{gpus} GPUs do not fill hosts of {cluster.per_host}",
+                f"give a multiple of {cluster.per_host}, or the GPUs of a host with --per-host",
+            )
 
 
 def _source(value: float, usual: float, source: str) -> str:

@@ -535,7 +535,7 @@ def test_another_number_of_threads_is_told(tiny):
 
     reseal(path, "state", {**read_checkpoint(path).state, "threads": 77})
     told = [r.message for r in flatout.train(tiny("train.steps=3"), resume="run") if isinstance(r, NoticeRecord)]
-    assert any("77 CPU threads" in message and "OMP_NUM_THREADS=77" in message for message in told)
+    assert any("77 CPU threads" in message and "speed.threads=77" in message for message in told)
 
 
 def test_a_state_without_its_facts_is_refused_by_name(tiny):

@@ -1,5 +1,6 @@
 """Cores: who uses them, and with how many threads a run computes."""
 
+import contextlib
 import os
 import sys
 import time
@@ -66,9 +67,9 @@ def test_the_fastest_number_of_threads_that_find_a_core(seconds, others, chosen)
 
 def test_threads_are_borrowed():
     before = torch.get_num_threads()
-    with pytest.raises(ValueError, match="inside"), cpu_threads(before + 1):
+    with contextlib.suppress(ValueError), cpu_threads(before + 1):
         assert torch.get_num_threads() == before + 1
-        raise ValueError("inside")
+        raise ValueError
     assert torch.get_num_threads() == before
 
 

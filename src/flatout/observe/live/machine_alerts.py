@@ -7,8 +7,8 @@ Idea: a single reading may be a moment; each rule wants the same of several in a
     low speed      half-precision steps with large micro-batches reach less than 15% of the card's peak over 20 seconds
     busy host      in two readings in a row a CPU run's threads waited for cores (0.3 of a thread on average); beside a
                    GPU, others left less than one core
-    memory growth  five readings in a row went up steadily, by 64 MiB at least; also of the least of every 6 and every
-                   36 readings, for slow leaks
+    memory growth  six readings in a row, each higher than any before, went up steadily by 64 MiB at least; also of the
+                   least of every 6 and every 36 readings, for slow leaks
     swap           two readings in a row had 16 MiB more on the host's disk than the one before
 
 Contract: pure, as `Alerts`, which asks these rules and says at most so often what they find.
@@ -28,7 +28,7 @@ Found = tuple[str, str]  # the kind of an alert, and what it says
 HEAT_READINGS, POWER_READINGS, READINGS = 2, 10, 2
 LOW_CLOCK, BUSY_CARD = 0.55, 0.8
 LOW_MFU, LEAST_SECONDS, COLD_STEPS, FEWEST_STEPS, LARGE_SECONDS = 0.15, 20.0, 3, 5, 0.005
-STRIDES, RISES, STEADY, LEAST_GROWTH = (1, 6, 36), 4, 0.25, 64 * 2**20
+STRIDES, RISES, STEADY, LEAST_GROWTH = (1, 6, 36), 5, 0.25, 64 * 2**20
 SWAP_GROWTH = 16 * 2**20
 
 
@@ -164,6 +164,7 @@ class _Growth:
         self._least: dict[int, collections.deque[tuple[int, float]]] = {
             stride: collections.deque(maxlen=RISES + 1) for stride in STRIDES
         }
+        self._highest = dict.fromkeys(STRIDES, 0)
 
     def add(self, elapsed: float, size: int) -> float | None:
         """Bytes per second, where it has grown steadily."""
@@ -173,8 +174,13 @@ class _Growth:
             waiting.append((size, elapsed))
             if len(waiting) < stride:
                 continue
-            least.append(min(waiting))
+            lowest = min(waiting)
             waiting.clear()
+            if lowest[0] <= self._highest[stride]:
+                least.clear()
+                continue
+            self._highest[stride] = lowest[0]
+            least.append(lowest)
             rises = [after[0] - before[0] for before, after in itertools.pairwise(least)]
             seconds = least[-1][1] - least[0][1]
             steady = len(rises) == RISES and min(rises) > 0 and min(rises) >= STEADY * max(rises)

@@ -16,14 +16,19 @@ _SLOW_SHARE = 0.4
 
 
 def check_kernels(
-    machine: Machine, trials: Trials, config: RunConfig | None, kind: str, peak_flops: float | None
+    machine: Machine,
+    trials: Trials,
+    config: RunConfig | None,
+    kind: str,
+    peak_flops: float | None,
+    threads: int | str = "auto",
 ) -> Iterator[Finding | None]:
-    """`peak_flops` is the data sheet's rate of the card, None where it is not known."""
+    """`peak_flops` is the data sheet's rate of the card, None where it is not known; `threads` is `speed.threads`."""
     if not usable(machine.torch):
         yield _check("kernels").note("not tried, as torch cannot be used", "They are tried once torch works.")
         return
     yield _products(trials, kind, peak_flops)
-    yield _threads(machine, trials, config) if kind == "cpu" else _load(machine)
+    yield _threads(machine, trials, threads) if kind == "cpu" else _load(machine)
     yield _attention(trials, config, kind)
     yield _scan(trials, config)
     for trial in trials.trials:
@@ -57,14 +62,13 @@ def _products(trials: Trials, kind: str, peak_flops: float | None) -> Finding | 
     return _check("products").ok(found)
 
 
-def _threads(machine: Machine, trials: Trials, config: RunConfig | None) -> Finding | None:
+def _threads(machine: Machine, trials: Trials, asked: int | str) -> Finding | None:
     """How many threads a run takes on this CPU, and whether another number would be faster."""
     trial = trials.threads
     if trial is None:
         return None
-    asked = "auto" if config is None else config.speed.threads
     set_by = [f"{name}={machine.environment[name]}" for name in THREAD_VARIABLES if machine.environment.get(name)]
-    if asked != "auto":
+    if isinstance(asked, int):
         used, words = asked, f"speed.threads={asked}"
     elif set_by:
         used, words = machine.torch.threads or 1, set_by[0]

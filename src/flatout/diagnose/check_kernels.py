@@ -92,12 +92,8 @@ def _threads(machine: Machine, trials: Trials, asked: int | str) -> Finding | No
             "Training and every figure measured now are slower than this machine can be. Stop the other programs, or "
             "train when they are done.",
         )
-    gain = (
-        ""
-        if used == 1 or used not in trial.seconds
-        else f", {trial.seconds[1] / trial.seconds[used]:.1f} times as fast as one"
-    )
-    return _check("threads").ok(f"{words} gives {many}{gain}")
+    faster = trial.seconds[1] / trial.seconds.get(used, trial.seconds[1])
+    return _check("threads").ok(f"{words} gives {many}" + (f", {faster:.1f} times as fast as one" if used > 1 else ""))
 
 
 def _load(machine: Machine) -> Finding | None:

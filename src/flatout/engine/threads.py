@@ -22,7 +22,8 @@ from flatout.model.layers import mlp_width_of
 _PIECE_FLOPS = 3e8  # some milliseconds of one core
 _FEWEST, _MOST = 3, 9  # turns
 _SECONDS, _TOO_LONG = 0.4, 1.5  # for all turns, and for as few as there may be
-_SHAPE = (128, 512, 4, 32, 128)  # of a small model, where nobody says which: width, MLP, heads, their size, context
+# Width, MLP, heads, their size, context: of a small model, where nobody says which, and of the largest that is tried.
+_SHAPE, _LARGEST = (128, 512, 4, 32, 128), (512, 2048, 8, 128, 1024)
 
 
 @functools.cache  # rungs and trials of one process are to be compared: they all get the same number
@@ -49,17 +50,18 @@ def try_threads(width: int, mlp: int, heads: int, size: int, context: int) -> Th
     return ThreadTrial(seconds=medians, cores=cores, others=None if used is None else used.others)
 
 
-def shape_of(model: ModelConfig | None) -> tuple[int, int, int, int, int]:
-    """What `try_threads` is asked of a model; of a small one where there is none."""
+def shape_of(model: ModelConfig | None) -> tuple[int, ...]:
+    """What `try_threads` is asked of a model; of a small one where there is none. Larger ones behave like the largest."""
     if model is None:
         return _SHAPE
-    return model.width, mlp_width_of(model), model.heads, model.size, model.context
+    shape = model.width, mlp_width_of(model), model.heads, model.size, model.context
+    return tuple(min(own, most) for own, most in zip(shape, _LARGEST, strict=True))
 
 
 def _piece(width: int, mlp: int, heads: int, size: int, context: int) -> Callable[[], None]:
     """An MLP and attention, forward and backward, of as many tokens as take some milliseconds."""
     tokens = int(_PIECE_FLOPS / (12 * width * mlp))
-    tokens = max(16, min(tokens, 4096))
+    tokens = max(64, min(tokens, 4096))
     rows, length = max(1, tokens // context), min(context, tokens)
 
     def filled(*shape: int) -> torch.Tensor:  # what is multiplied plays no part, and no random stream is touched

@@ -82,12 +82,13 @@ def _gib(value: int) -> str:
 
 def _sentence(result: TuneResult) -> str:
     row = result.chosen
+    threads = "" if row.threads == "auto" else f", threads {row.threads}"
     memory = "" if result.capacity_bytes is None or row.peak_bytes is None else (
         f", {row.peak_bytes / 2**30:.2f} of {result.capacity_bytes / 2**30:.1f} GiB"
     )  # fmt: skip
     return (
         f"chose micro-batch {row.micro_batch} x {row.accumulation}, checkpointing {row.checkpointing}, "
-        f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result)}){memory}, "
+        f"loss {row.loss}{threads}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result)}){memory}, "
         f"on {result.device}; {many(result.tried, 'trial')} in {human_seconds(result.seconds)} on {result.data}; "
         f"{result.ended}"
     )

@@ -51,7 +51,7 @@ def try_threads(width: int, mlp: int, heads: int, size: int, context: int) -> Th
 
 
 def shape_of(model: ModelConfig | None) -> tuple[int, ...]:
-    """What `try_threads` is asked of a model; of a small one where there is none. Larger ones behave like the largest."""
+    """What `try_threads` is asked of a model, or of a small one; those that are larger behave like the largest."""
     if model is None:
         return _SHAPE
     shape = model.width, mlp_width_of(model), model.heads, model.size, model.context

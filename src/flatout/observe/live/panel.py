@@ -159,7 +159,8 @@ def _figures(state: ViewState) -> list[tuple[str, str, str]]:
         ("trained", human_seconds(state.trained_seconds), ""),
         ("clock", machine and _clock(machine), _WARN if held else ""),
         ("heat", None if machine is None or machine.temperature is None else f"{machine.temperature:.0f} °C", ""),
-        ("host CPU", machine and _cores(machine), ""),
+        ("host cores", machine and _cores(machine), ""),
+        ("host load", None if machine is None or machine.load is None else f"{machine.load:.1f}", ""),
         ("host memory", machine and _host_memory(machine), ""),
         ("swap", human_bytes(machine.swap_bytes) if machine is not None and machine.swap_bytes else None, _WARN),
         ("tokens", human_count(step.tokens), ""),
@@ -194,15 +195,14 @@ def _power(machine: MachineRecord) -> str | None:
 def _cores(machine: MachineRecord) -> str | None:
     if machine.cores_busy is None or machine.cores is None:
         return None
-    load = "" if machine.load is None else f", load {machine.load:.1f}"
-    return f"{machine.cores_busy:.1f} of {machine.cores:g}{load}"
+    return f"{machine.cores_busy:.1f} of {machine.cores:g}"
 
 
 def _host_memory(machine: MachineRecord) -> str | None:
     if machine.process_bytes is None:
         return None
-    whole = "" if machine.host_total_bytes is None else f" of {human_bytes(machine.host_total_bytes)}"
-    return f"{human_bytes(machine.process_bytes)}{whole}"
+    whole = "" if machine.host_total_bytes is None else f" of {machine.host_total_bytes / 2**30:.0f}"
+    return f"{machine.process_bytes / 2**30:.1f}{whole} GiB"
 
 
 def _clock(machine: MachineRecord) -> str | None:

@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 
 import flatout
+from flatout.config.load import load_config
 from flatout.cores import CoreClock, usable_cores
 from flatout.engine import machine
 from flatout.observe.live.console import TerminalReader
+from tests.conftest import TINY
 from tests.unit.test_spans import driver
 
 ROOT = Path(__file__).parents[2]
@@ -29,13 +31,13 @@ def quick_readings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "SECONDS_BETWEEN", 0.05)
 
 
-def warnings_of(loaded, seconds: float, **given) -> list[str]:
-    """What a plain terminal says of a run that is stopped after so long, or after its first warning."""
-    stream, ends = io.StringIO(), time.monotonic() + seconds
+def warning_of(loaded, kind: str, **given) -> str:
+    """The first line of this kind on a plain terminal, of a run that is stopped then, or after a while."""
+    stream, ends = io.StringIO(), time.monotonic() + 20.0
     reader = TerminalReader(10, stream)
 
-    def said() -> list[str]:
-        return [line for line in stream.getvalue().splitlines() if line.startswith("warning: ")]
+    def said() -> str:
+        return next((line for line in stream.getvalue().splitlines() if f" {kind}: " in line), "")
 
     for record in flatout.train(loaded, stop=lambda: bool(said()) or time.monotonic() > ends, **given):
         reader.show(record)
@@ -52,14 +54,14 @@ def test_a_busy_machine(tiny, monkeypatch):
 
     monkeypatch.setattr(machine, "core_clock", clock)
     monkeypatch.setattr(machine, "usable_cores", lambda: 2.0)
-    (line,) = warnings_of(tiny("train.steps=100000", "speed.threads=2"), 20.0)
-    assert "busy host: the run's 2 threads wait for cores: others use 1.5 of 2 cores" in line
+    line = warning_of(tiny("train.steps=100000", "speed.threads=2"), "busy host")
+    assert "the run's 2 threads wait for cores: others use 1.5 of 2 cores" in line
     assert "speed.threads=1" in line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells")
 @pytest.mark.usefixtures("quick_readings")
-def test_a_leaking_loader(tiny):
+def test_a_leaking_loader(tmp_path, monkeypatch):
     kept: list[np.ndarray] = []
 
     def leaking() -> Iterator[np.ndarray]:
@@ -68,9 +70,10 @@ def test_a_leaking_loader(tiny):
             kept.append(np.ones(2**18))  # 2 MiB
             yield np.arange(64) % 32
 
-    words = ["train.steps=100000", "model.vocab=32"]
-    (line,) = warnings_of(tiny(*words), 20.0, data=leaking, val=[np.arange(64) % 32])
-    assert "memory growth: the run's memory on the host grows steadily" in line
+    monkeypatch.chdir(tmp_path)
+    loaded = load_config("shakespeare-char", [*TINY, "train.steps=100000", "model.vocab=32"])
+    line = warning_of(loaded, "memory growth", data=leaking, val=[np.arange(64) % 32])
+    assert "the run's memory on the host grows steadily" in line
     assert "an iterator of your own (data=)" in line
     assert "checkpoint.minutes" in line
 
@@ -80,8 +83,8 @@ def test_a_card_at_half_its_clock(tiny, monkeypatch):
     slow = driver(nvmlDeviceGetClockInfo=lambda handle, kind: 990,
                   nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: 0)  # fmt: skip
     monkeypatch.setattr(machine, "_open", lambda device: (slow, "handle"))
-    (line,) = warnings_of(tiny("train.steps=100000"), 20.0)
-    assert "slow card: the card works at 990 of 1980 MHz" in line
+    line = warning_of(tiny("train.steps=100000"), "slow card")
+    assert "the card works at 990 of 1980 MHz" in line
     assert "nvidia-smi -rgc" in line
 
 

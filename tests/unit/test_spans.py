@@ -197,7 +197,9 @@ def test_what_a_driver_does_not_tell_is_missing(monkeypatch):
     assert record is not None
     assert (record.power_watts, record.throttled, record.utilisation) == (None, "", 0.97)
     silent, _ = watch(monkeypatch, driver(nvmlInit=refuse))
-    assert silent.poll(1) is None
+    untold = silent.poll(1)
+    assert untold is not None
+    assert (untold.power_watts, untold.throttled, untold.utilisation) == (None, "", None)
 
 
 def test_the_host_is_told_with_and_without_a_card():

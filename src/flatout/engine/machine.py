@@ -6,6 +6,7 @@ by the operating system.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -78,6 +79,7 @@ class MachineWatch:
         }
 
     def close(self) -> None:
+        self.next = math.inf
         if self.handle is not None:
             _told(self.library.nvmlShutdown)
             self.handle = None

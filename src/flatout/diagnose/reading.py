@@ -141,10 +141,14 @@ def judge(measured: Measurements, possible: Callable[[str], bool] = lambda words
 def _bottleneck(measured: Measurements) -> str:
     if measured.reduction_seconds >= IDLE_SHARE * measured.step_seconds:
         return "communication-bound"
-    if measured.device_kind == "cpu" and (measured.threads_waiting or 0.0) >= WAITING:
-        return "oversubscribed"
     if measured.device_kind != "cuda":  # operators run one after the other on the host: it is either them or the data
-        return "data-bound" if measured.data_wait_seconds >= IDLE_SHARE * measured.step_seconds else "compute-bound"
+        waits, crowded = (
+            measured.data_wait_seconds / measured.step_seconds,
+            (measured.threads_waiting or 0.0) >= WAITING,
+        )
+        if measured.device_kind == "cpu" and crowded and waits < 0.5:  # loaders wait for cores, too
+            return "oversubscribed"
+        return "data-bound" if waits >= IDLE_SHARE else "compute-bound"
     if measured.idle_seconds >= IDLE_SHARE * measured.step_seconds:
         return "data-bound" if measured.idle_for_data_seconds >= measured.idle_for_host_seconds else "launch-bound"
     return "memory-bound" if measured.share_of(*MOVES) >= MEMORY_SHARE else "compute-bound"

@@ -112,7 +112,7 @@ def test_a_machine_that_really_is_busy(tmp_path, threads, way):
     command = [sys.executable, "-m", "flatout", "train", *words]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    trains_since = None
+    trains_since, line = None, ""
     try:
         for line in process.stdout:
             trains_since = trains_since or (time.monotonic() if line.startswith("step ") else None)

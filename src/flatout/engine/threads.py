@@ -68,13 +68,13 @@ def _piece(width: int, mlp: int, heads: int, size: int, context: int) -> Callabl
         return torch.full(shape, 0.01, requires_grad=True)
 
     x, up, down = filled(tokens, width), filled(width, mlp), filled(mlp, width)
-    heads_BHTD = [filled(rows, heads, length, size) for _ in range(3)]
+    q_BHTD, k_BHTD, v_BHTD = (filled(rows, heads, length, size) for _ in range(3))
 
     def piece() -> None:
         out = functional.gelu(x @ up) @ down
-        attended = functional.scaled_dot_product_attention(*heads_BHTD, is_causal=True)
+        attended = functional.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, is_causal=True)
         (out.sum() + attended.sum()).backward()
-        for tensor in (x, up, down, *heads_BHTD):
+        for tensor in (x, up, down, q_BHTD, k_BHTD, v_BHTD):
             tensor.grad = None
 
     return piece

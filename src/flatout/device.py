@@ -204,6 +204,19 @@ def memory_limit(device: Device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def cpu_threads(count: int) -> Iterator[None]:
+    """So many threads of torch on the CPU for one piece of work; the number is one for the whole process."""
+    before = torch.get_num_threads()
+    if before != count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before != count:
+            torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def arithmetic(precision: str, deterministic: bool, device: torch.device, *, keep_casts: bool = True) -> Iterator[None]:
     """Sets torch's process-wide arithmetic switches for one piece of work and puts them back.
 

@@ -8,11 +8,8 @@ from pathlib import Path
 
 def host_memory() -> tuple[int | None, int | None]:
     """(bytes available, bytes in all) of the host, or of the container if that has less."""
-    total, available = None, None
-    with contextlib.suppress(OSError):
-        text = Path("/proc/meminfo").read_text(encoding="ascii", errors="replace")
-        sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-        total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
+    sizes = _sizes("/proc/meminfo")
+    total, available = sizes.get("MemTotal"), sizes.get("MemAvailable")
     if total is None:
         with contextlib.suppress(AttributeError, ValueError, OSError):
             total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -22,6 +19,26 @@ def host_memory() -> tuple[int | None, int | None]:
         left = total - int(used) + _cached() if used.isdigit() else total
         available = left if available is None else min(available, max(0, left))
     return available, total
+
+
+def swap_bytes() -> int | None:
+    """Bytes of the host's memory that lie on its disk."""
+    sizes = _sizes("/proc/meminfo")
+    total, free = sizes.get("SwapTotal"), sizes.get("SwapFree")
+    return None if total is None or free is None else max(0, total - free)
+
+
+def process_bytes() -> int | None:
+    """Bytes that this process has allocated and uses. Files that it has mapped are left out: they can be dropped."""
+    return _sizes("/proc/self/status").get("RssAnon")
+
+
+def _sizes(path: str) -> dict[str, int]:
+    """Bytes by name, of a file of the system that has `Name: 123 kB`."""
+    with contextlib.suppress(OSError):
+        text = Path(path).read_text(encoding="ascii", errors="replace")
+        return {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    return {}
 
 
 def _cached() -> int:

@@ -126,10 +126,16 @@ def slowest_over_median(seconds: Sequence[float]) -> tuple[int, float]:
     return slowest, seconds[slowest] / median if median > 0 else 1.0
 
 
+WAITING = 0.3  # threads of a CPU run without a core, on average: it has too many of them, or others use too much
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MachineRecord:
-    """The state of the card, as its driver tells it; None for what it does not tell. `elapsed` is seconds since the
-    run was started, `throttled` why the clock is held down: empty, power, heat or both."""
+    """The state of the card, as its driver tells it, and of the host; None for what nobody tells.
+
+    `elapsed` is seconds since the run was started, `throttled` why the clock is held down: empty, power, heat or both.
+    What cores did is counted since the record before.
+    """
 
     step: int
     elapsed: float
@@ -141,6 +147,17 @@ class MachineRecord:
     clock_mhz: float | None
     throttled: str
     memory_total_bytes: int | None = None
+    clock_most_mhz: float | None = None  # that the card can have
+    allocated_bytes: int | None = None  # by this run's tensors on the card
+    cores: float | None = None  # of the host, that the run may use
+    cores_busy: float | None = None  # by everybody: 1.5 is one and a half cores
+    cores_others: float | None = None  # by other processes
+    threads_waiting: float | None = None  # threads of the run that waited for a core, on average
+    load: float | None = None  # processes that ran or waited, as the system's mean over a minute
+    process_bytes: int | None = None  # of the host's memory, allocated by the run; files that it maps left out
+    host_bytes: int | None = None  # of the host's memory in use, by everybody
+    host_total_bytes: int | None = None
+    swap_bytes: int | None = None  # of the host's memory that lie on the disk
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -406,6 +423,7 @@ class TuneRow:
     peak_bytes: int | None
     estimate_bytes: int
     seconds: float
+    threads: int | str = "auto"  # of torch on a CPU
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "flatout"
 LAYERS = [
     {"errors"},
     {"records", "config", "files", "launch", "host", "pulse"},
-    {"folders", "confined"},
+    {"folders", "confined", "cores"},
     {"device", "world"},
     {"ops", "corpus"},
     {"data", "model", "optim", "parallel"},

@@ -154,6 +154,7 @@ OTHER: dict[str, str | list[str]] = {
     "speed.checkpointing": "full",
     "speed.loader": "device",
     "speed.workers": "0",
+    "speed.threads": "2",
     "eval.every": "2",
     "eval.epoch_end": ["eval.epoch_end=true", *EPOCH],
     "eval.tokens": "64",

@@ -348,6 +348,24 @@ def test_the_doctor_warns_of_batches_and_lengths(words):
     assert "raise chat.max_tokens" in visit(words("chat.max_tokens=36"))["too long"].advice
 
 
+def test_the_doctor_looks_at_rate_evaluation_and_saving(words):
+    found = visit(words())
+    assert found["learning rate"].status == "warn"
+    assert "about 0.0002 is usual for adapters" in found["learning rate"].found
+    assert found["saving"].found == "checkpoint.every is 100, which a run of 6 steps never reaches"
+    assert "checkpoint.every=1" in found["saving"].advice
+    assert found["evaluation"].found == "eval.every is 20, which a run of 6 steps never reaches"
+    better = visit(words("optim.learning_rate=2e-4", "checkpoint.every=3", "eval.every=3"))
+    assert {better[name].status for name in ("learning rate", "saving")} == {"ok"}
+    assert "2 times" in better["evaluation"].found
+    whole = visit(words("lora.rank=0", "optim.learning_rate=2e-5"))["learning rate"]
+    assert (whole.status, whole.found) == ("ok", "2e-05; about 2e-05 is usual for all weights of a trained model")
+
+
+def test_a_save_interval_of_the_preset_that_is_never_reached_is_told(words):
+    assert any("checkpoint.every 100 is never reached in 6 steps" in note for note in notes(run(words())))
+
+
 def test_the_doctor_says_nothing_of_a_type_that_is_not_stated(words):
     path = Path("base/config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": None, "torch_dtype": None}))

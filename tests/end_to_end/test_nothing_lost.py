@@ -17,13 +17,14 @@ import torch
 import flatout
 from flatout import cli
 from flatout.api import training
-from flatout.engine import boundary, diverged, full_disk, recovery, run_folder
+from flatout.cores import THREAD_VARIABLES
+from flatout.engine import boundary, diverged, full_disk, recovery, run_folder, switches
 from flatout.engine.checkpoint import list_checkpoints, read_checkpoint, read_verdict, verify_checkpoint
 from flatout.errors import CheckpointError, DivergedError, ResourceError, UsageError
 from flatout.model.gpt import GPT
 from flatout.observe import sinks
 from flatout.observe.sinks import read_metrics
-from flatout.records import CheckpointRecord, EndRecord, EvalRecord, NoticeRecord
+from flatout.records import CheckpointRecord, EndRecord, EvalRecord, NoticeRecord, RunInfo
 from tests.conftest import TINY
 from tests.disk import snapshot
 
@@ -535,7 +536,20 @@ def test_another_number_of_threads_is_told(tiny):
 
     reseal(path, "state", {**read_checkpoint(path).state, "threads": 77})
     told = [r.message for r in flatout.train(tiny("train.steps=3"), resume="run") if isinstance(r, NoticeRecord)]
-    assert any("77 CPU threads" in message and "OMP_NUM_THREADS=77" in message for message in told)
+    assert any("77 CPU threads" in message and "speed.threads=77" in message for message in told)
+
+
+def test_a_resume_keeps_the_number_of_threads(tiny, monkeypatch):
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(switches, "whole_cores", lambda: 2)
+    monkeypatch.setattr(switches, "usable_cores", lambda: 2.0)
+    list(flatout.train(tiny("train.steps=2", "output.folder=run", "speed.threads=2")))
+    assert read_checkpoint(Path("run/checkpoints/step-00000002")).state["threads"] == 2
+    first, *_ = [r for r in flatout.train(tiny("train.steps=3"), resume="run") if isinstance(r, RunInfo)]
+    (threads,) = [feature for feature in first.features if feature.name == "threads"]
+    assert (threads.asked, threads.used, threads.why) == ("auto", "2", "as before the resume")
+    assert read_checkpoint(Path("run/checkpoints/step-00000003")).state["threads"] == 2
 
 
 def test_a_state_without_its_facts_is_refused_by_name(tiny):

@@ -23,7 +23,10 @@ from flatout.cli import main
 from flatout.config.load import LoadedConfig, load_config
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT
+from flatout.cores import THREAD_VARIABLES
 from flatout.device import detect_device
+from flatout.engine import switches as engine_switches
+from flatout.engine import threads as engine_threads
 from flatout.engine.features import resolve_speed
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.model.gpt import GPT
@@ -641,3 +644,17 @@ def test_quick_is_near_exhaustive_on_the_device(gpt2):
     rows, _ = run(loaded, memory=6.0, exhaustive=True, seconds=300)
     best = max(row.tokens_per_second or 0 for row in rows if row.status == "fits")
     assert (fast.chosen.tokens_per_second or 0) > 0.93 * best, "0.95 asked for, and noise"
+
+
+def test_on_a_cpu_numbers_of_threads_are_tried(tiny, monkeypatch):
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for module in (tuner, engine_switches, engine_threads):
+        monkeypatch.setattr(module, "whole_cores", lambda: 2)
+    rows, result = run(tiny(BATCH))
+    assert {row.threads for row in rows} == {1, 2}
+    assert f"speed.threads={result.chosen.threads}" in result.words
+    rows, result = run(tiny(BATCH, "speed.threads=1"))
+    assert {row.threads for row in rows} == {1}
+    assert "threads 1" in result.ended
+    engine_threads.try_threads.cache_clear()

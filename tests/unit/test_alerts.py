@@ -9,7 +9,7 @@ import pytest
 
 from flatout.config.facts import field_facts
 from flatout.observe.live.alerts import BLOCK_STEPS, QUIET_STEPS, Alert, Alerts
-from flatout.records import EvalRecord, NoticeRecord, Record, StepRecord
+from flatout.records import EvalRecord, Feature, NoticeRecord, Record, StepRecord
 from tests.unit.seen import info, machine, step
 
 LENGTH = 5000
@@ -137,6 +137,99 @@ def test_heat_and_power():
     assert [alert.message.startswith("heat") for alert in both] == [True]
 
 
+GIB = 2**30
+
+
+def reading(number: int, **changes) -> Record:
+    """A reading of a machine with two cores and no card."""
+    card = {"utilisation": None, "memory_bytes": None, "memory_total_bytes": None, "clock_mhz": None}
+    host = {"cores": 2.0, "cores_busy": 2.0, "cores_others": 0.0, "threads_waiting": 0.0, "load": 2.0}
+    sizes = {"process_bytes": GIB, "host_bytes": 4 * GIB, "host_total_bytes": 24 * GIB, "swap_bytes": 0}
+    return machine(number, **{"elapsed": 10.0 * number, **card, **host, **sizes, **changes})
+
+
+def on_cpu(threads: int, **changes) -> Record:
+    return info(device="cpu", features=(Feature(name="threads", asked="auto", used=str(threads)),), **changes)
+
+
+def test_a_busy_host():
+    short = {"cores_others": 1.5, "threads_waiting": 1.6, "load": 6.3}
+    busy = [on_cpu(2), reading(1), *(reading(number, **short) for number in range(2, 6))]
+    assert kinds(busy) == [(3, "busy host")]
+    message = alerts_of(busy)[0].message
+    assert "2 threads wait for cores: others use 1.5 of 2 cores (load 6.3)" in message
+    assert "speed.threads=1" in message
+    assert "speed.threads" not in alerts_of([on_cpu(1), *busy[1:]])[0].message, "one thread cannot become fewer"
+    moment = [on_cpu(2), *(reading(number, **(short if number % 3 == 0 else {})) for number in range(1, 40))]
+    assert kinds(moment) == []
+    untold = [{**short, "threads_waiting": None}, {**short, "threads_waiting": None, "cores_others": 0.1}]
+    assert [kinds([on_cpu(2), reading(1, **one), reading(2, **one)]) for one in untold] == [[(2, "busy host")], []]
+    ranks = {**short, "threads_waiting": None}
+    assert kinds([on_cpu(1, ranks=2), reading(1, **ranks), reading(2, **ranks)]) == [], "ranks are no others"
+    beside_a_card = [info(), *(reading(number, cores_others=1.5, threads_waiting=3.0) for number in (1, 2))]
+    assert kinds(beside_a_card) == [(2, "busy host")]
+    assert kinds([info(), *(reading(number, cores_others=0.8, threads_waiting=3.0) for number in (1, 2))]) == []
+
+
+def growing(sizes: Iterable[float], name: str = "process_bytes") -> list[Record]:
+    return [on_cpu(1), *(reading(number, **{name: int(size)}) for number, size in enumerate(sizes, 1))]
+
+
+def test_memory_that_grows():
+    leak = growing(GIB + number * 30e6 for number in range(12))
+    assert kinds(leak) == [(6, "memory growth")], "within a minute"
+    message = alerts_of(leak)[0].message
+    assert "grows steadily, by 171.7 MiB a minute" in message
+    assert "what is free lasts for" in message
+    assert (
+        "on the card" in alerts_of(growing((GIB + number * 30e6 for number in range(12)), "allocated_bytes"))[0].message
+    )
+    slow = growing(GIB + number * 3e6 for number in range(60))
+    assert kinds(slow) == [(36, "memory growth")], "by the least of every minute"
+    assert kinds(growing(GIB + number * 0.6e6 for number in range(400))) == [(216, "memory growth")]
+
+
+def test_memory_that_only_moves_is_no_leak():
+    dice = random.Random(1)
+    assert kinds(growing(GIB + 200e6 * dice.random() for _ in range(5000))) == []
+    assert kinds(growing(GIB + 300e6 * (1 - math.exp(-number / 1.5)) for number in range(500))) == [], "warming up"
+    assert kinds(growing(GIB + 100e6 * (number % 3) for number in range(500))) == []
+    assert kinds(growing(GIB + 500e6 * (number // 30) for number in range(60))) == [], "one jump"
+
+
+def test_swap():
+    swaps = [on_cpu(1), *(reading(number, swap_bytes=number * 50 * 2**20) for number in range(1, 5))]
+    assert kinds(swaps) == [(3, "swap")]
+    assert kinds([on_cpu(1), *(reading(number, swap_bytes=GIB) for number in range(1, 50))]) == [], "in use, and still"
+
+
+def test_a_card_at_half_its_clock():
+    half = {"clock_mhz": 990.0, "clock_most_mhz": 1980.0}
+    slow = [info(), *(machine(number, **half) for number in range(1, 5))]
+    assert kinds(slow) == [(2, "slow card")]
+    assert "990 of 1980 MHz" in alerts_of(slow)[0].message
+    assert "nvidia-smi -rgc" in alerts_of(slow)[0].message
+    capped = alerts_of([info(), *(machine(number, **half, throttled="power") for number in (1, 2))])
+    assert "power limit of 700 W" in capped[0].message
+    assert kinds([info(), *(machine(number, **half, utilisation=0.1) for number in range(1, 9))]) == [], "it idles"
+    assert kinds([info(), *(machine(number, clock_mhz=1300.0, clock_most_mhz=1980.0) for number in (1, 2, 3))]) == []
+
+
+def test_a_speed_far_below_the_cards():
+    half = (Feature(name="precision", asked="auto", used="bf16"),)
+    large = {"features": half, "micro_batch": 16, "context": 1024}
+
+    def steps(count: int, **values) -> list[Record]:
+        return [step(number, seconds=2.0, tokens_per_second=100_000.0, **values) for number in range(1, count)]
+
+    slow = [info(**large), *steps(40, mfu=0.08)]
+    assert kinds(slow)[0] == (13, "low speed"), "20 seconds after the first steps"
+    assert "8% of the card's peak rate" in alerts_of(slow)[0].message
+    assert kinds([info(**large), *steps(40, mfu=0.4)]) == []
+    assert kinds([info(**{**large, "micro_batch": 1, "context": 64}), *steps(40, mfu=0.08)]) == [], "launches weigh"
+    assert kinds([info(**{**large, "features": ()}), *steps(40, mfu=0.08)]) == [], "in fp32"
+
+
 def test_compiling_again_is_told_except_for_the_first_evaluation():
     first = NoticeRecord(step=1, message="compile default: 1 graph; no graph breaks")
     more = NoticeRecord(step=9, message="compile max-autotune: 2 graphs more; 1 graph break (why)")
@@ -221,6 +314,12 @@ def every_alert() -> list[Alert]:
     late, bad = {"data_seconds": 0.3}, {"applied": False, "loss": math.nan}
     records = steps_with({**dict.fromkeys(range(100, 110), late), 150: bad, 200: {"loss": 9.0, "grad_norm": 50.0}})
     records += [machine(number, throttled="heat") for number in range(401, 404)]
+    short = {"cores_others": 1.5, "threads_waiting": 1.6}
+    records += [
+        reading(number, **short, process_bytes=number * GIB, swap_bytes=number * GIB, throttled="")
+        for number in range(410, 420)
+    ]
+    records += [machine(number, clock_mhz=990.0, clock_most_mhz=1980.0) for number in range(420, 424)]
     records += [NoticeRecord(step=500, message="compile default: 1 graph more")]
     records += [step(number, tokens_per_second=700.0, seconds=2.0) for number in range(501, 700)]
     return alerts_of(records)
@@ -228,7 +327,7 @@ def every_alert() -> list[Alert]:
 
 def test_every_alert_says_what_to_do():
     found = every_alert()
-    assert len({alert.kind for alert in found}) == 7
+    assert len({alert.kind for alert in found}) == 11
     settings = set(field_facts())
     for alert in found:
         what, semicolon, advice = alert.message.rpartition("; ")

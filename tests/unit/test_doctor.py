@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from flatout import cores
 from flatout.config.load import LoadedConfig, load_config
 from flatout.data.prepare import prepare_data
 from flatout.data.sampler import window_count
@@ -171,6 +172,14 @@ def test_a_healthy_large_run_is_all_green(here: Path):
 
 
 # --- planted problems -------------------------------------------------------------------------------------------------
+
+
+TWO_THREADS = dataclasses.replace(LAPTOP.torch, threads=2)
+
+
+def threads(others: float, seconds: dict[int, float]) -> Trials:
+    """What trials of a CPU with two cores found."""
+    return dataclasses.replace(TRIALS, threads=cores.ThreadTrial(seconds=seconds, cores=2, others=others))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -355,6 +364,18 @@ PLANTED = [
       ]),
     Planted(case="one thread on a CPU with four", machine=machine(LAPTOP, environment={"OMP_NUM_THREADS": "1"}),
             area="environment", status="warn", found="OMP_NUM_THREADS=1", fix="or set it to 4"),
+    # threads
+    Planted(case="two threads on a busy machine", machine=machine(LAPTOP, load=6.1), words=("speed.threads=2",),
+            trials=threads(1.6, {1: 1.0, 2: 3.5}), area="kernels", status="warn",
+            found="3.5 times slower than 1; others use 1.6 of 2", fix="Set speed.threads=1. Or stop the other"),
+    Planted(case="two threads of the environment", trials=threads(0.0, {1: 1.0, 2: 3.5}), area="kernels", status="warn",
+            machine=machine(LAPTOP, environment={"OMP_NUM_THREADS": "2"}, torch=TWO_THREADS),
+            found="OMP_NUM_THREADS=2 gives 2 threads, 3.5 times slower than 1", fix="Set speed.threads=1."),
+    Planted(case="a busy machine", machine=machine(LAPTOP, load=6.1), trials=threads(1.6, {1: 1.0, 2: 0.9}),
+            area="kernels", status="warn", fix="Stop the other programs",
+            found="others use 1.6 of 2 cores (load 6.1); speed.threads=auto gives 1 thread"),
+    Planted(case="a busy host of a GPU", machine=machine(load=40.0), area="kernels", status="warn",
+            found="load 40.0 on 16 cores", fix="Stop the other programs"),
     # disk
     Planted(case="tiny disk", disk=dataclasses.replace(DISK, free_bytes=20_000_000), area="disk", status="bad",
             found="4 checkpoints need", fix="output.folder to another disk"),
@@ -494,6 +515,12 @@ def test_a_planted_problem_is_found_and_the_fix_is_named(planted: Planted, here:
     if planted.status == "bad":
         assert exit_code(findings) in (2, 3, 5)
         assert exit_code([one for one in right if one.status == "bad"]) == AREAS[planted.area]
+
+
+def test_threads_that_are_fast_are_fine(here: Path):
+    findings = visit(machine=LAPTOP, trials=threads(0.1, {1: 1.0, 2: 0.55}))
+    (found,) = [one for one in findings if one.name == "threads"]
+    assert (found.status, found.found) == ("ok", "speed.threads=auto gives 2 threads, 1.8 times as fast as one")
 
 
 def test_there_are_more_than_25_planted_problems():
@@ -1102,10 +1129,10 @@ def test_nvidia_smi_is_read():
 
 
 def test_a_containers_share_of_the_cores():
-    assert machine_module._quota("150000 100000") == 1.5
-    assert machine_module._quota("max 100000") is None
-    assert machine_module._quota("-1 100000") is None
-    assert machine_module._quota("") is None
+    assert cores._quota("150000 100000") == 1.5
+    assert cores._quota("max 100000") is None
+    assert cores._quota("-1 100000") is None
+    assert cores._quota("") is None
 
 
 def test_this_machine_is_gathered_without_secrets(monkeypatch: pytest.MonkeyPatch):

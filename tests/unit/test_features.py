@@ -7,7 +7,9 @@ import torch
 
 from flatout.config.load import load_config
 from flatout.config.source import DEFAULT, IN_PYTHON, Source
+from flatout.cores import THREAD_VARIABLES, ThreadTrial
 from flatout.device import Device
+from flatout.engine import switches
 from flatout.engine.case import Probes
 from flatout.engine.compiling import graphs_of_its_own
 from flatout.engine.features import Speed, resolve_speed
@@ -33,6 +35,7 @@ def probes(**answers) -> Probes:
         "documents": lambda *a, **k: None,
         "compiler": lambda device: None,
         "products": lambda: None,
+        "threads": lambda *shape: ThreadTrial(seconds={1: 1.0, 2: 0.6, 4: 0.5}, cores=4, others=0.0),
         "triton": lambda: True,
     }
     return Probes(**(defaults | answers))
@@ -536,3 +539,48 @@ def test_samples_are_compiled_when_asked():
         how, why = used(resolve_chat(HOPPER, "speed.kernels=torch", f"speed.compile={mode}"), "compile")
         assert how == "default"
         assert "samples make several" in why
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quiet_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four cores, and an environment that says nothing of threads."""
+    for name in THREAD_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(switches, "whole_cores", lambda: 4)
+    monkeypatch.setattr(switches, "usable_cores", lambda: 4.0)
+
+
+def threads_of(*words: str, using: Probes | None = None, **known) -> tuple[str, str]:
+    config = load_config("shakespeare-char", ["speed.device=cpu", *words]).config
+    return used(resolve_speed(config, CPU, 10**6, lambda _: DEFAULT, probes=using or probes(), **known), "threads")
+
+
+@pytest.mark.usefixtures("quiet_cores")
+def test_threads_are_tried_on_a_cpu():
+    assert threads_of() == ("4", "the fastest of 1, 2, 4 in a trial")
+    busy = probes(threads=lambda *shape: ThreadTrial(seconds={1: 1.0, 2: 0.6, 4: 0.5}, cores=4, others=2.2))
+    assert threads_of(using=busy) == ("2", "others use 2.2 of 4 cores")
+    assert threads_of("speed.threads=3") == ("3", "")
+    assert threads_of("train.deterministic=true")[0] == "4"
+    assert used(resolve(HOPPER), "threads") == (str(torch.get_num_threads()), "")
+
+
+@pytest.mark.usefixtures("quiet_cores")
+def test_a_resumed_run_keeps_its_threads_where_there_are_cores_for_them():
+    assert threads_of(threads_before=3) == ("3", "as before the resume")
+    assert threads_of(threads_before=16)[0] == "4"
+    assert threads_of("speed.threads=2", threads_before=3)[0] == "2"
+
+
+@pytest.mark.usefixtures("quiet_cores")
+def test_ranks_of_a_host_share_its_cores():
+    assert threads_of(ranks=4, ranks_here=2) == ("2", "4 cores for 2 ranks")
+    assert threads_of(ranks=8, ranks_here=8)[0] == "1"
+
+
+def test_the_environments_number_of_threads_wins(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_of(threads_before=3) == (str(torch.get_num_threads()), "OMP_NUM_THREADS=1 is set")

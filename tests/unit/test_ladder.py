@@ -70,7 +70,7 @@ def test_every_rung_is_a_valid_config_with_the_same_global_batch(rungs: list[Any
 
 
 def test_the_baseline_sets_every_switch_that_decides_speed():
-    free = {"device", "memory_limit", "accumulation", "loss_chunk"}
+    free = {"device", "memory_limit", "accumulation", "loss_chunk", "threads"}
     fields = {path for path in field_facts() if path.startswith("speed.")}
     assert set(BASELINE) == fields - {f"speed.{name}" for name in free}
 

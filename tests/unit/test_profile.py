@@ -278,6 +278,19 @@ def test_the_figures_of_a_step():
     assert "9.4 GFLOP/s over the whole step; the peak of this device is not known" in judge(unknown).evidence
 
 
+def test_threads_that_wait_for_cores_are_no_computing():
+    busy = {"device_kind": "cpu", "cores": 2.0, "cores_others": 1.6, "threads_waiting": 1.7}
+    verdict = judge(changed(used={"threads": "2"}, **busy))
+    assert verdict.bottleneck == "oversubscribed"
+    assert "1.7 of them on average, while 2 compute and other processes use 1.6 of 2 cores" in verdict.sentence
+    assert words_of(verdict) == ["speed.threads=1", ""]
+    assert words_of(judge(changed(used={"threads": "1"}, **busy))) == [""], "one thread cannot become fewer"
+    assert judge(changed(used={"threads": "2"}, **{**busy, "threads_waiting": 0.05})).bottleneck == "compute-bound"
+    own = judge(changed(used={"threads": "8"}, **{**busy, "cores_others": 0.0}))
+    assert words_of(own) == ["speed.threads=2"], "more threads than cores, and nobody else there"
+    assert judge(changed(threads_waiting=1.7)).bottleneck == "compute-bound", "on a GPU other threads do the work"
+
+
 def every_advice(measured: Measurements) -> list[str]:
     """The words of all that is proposed, also beyond the first few."""
     asked: list[str] = []

@@ -1,8 +1,10 @@
 """Spans and the card's state: what the loop tells of time and machine."""
 
 import sys
+import time
 import types
 
+import numpy as np
 import pytest
 import torch
 
@@ -116,6 +118,10 @@ def test_why_a_clock_is_held_down(bits, words):
     assert throttled(bits) == words
 
 
+HOST = ("allocated_bytes", "cores", "cores_busy", "cores_others", "threads_waiting", "load", "process_bytes",
+        "host_bytes", "host_total_bytes", "swap_bytes")  # fmt: skip
+
+
 def driver(**changes):
     """A stand-in for the driver's library."""
     library = types.ModuleType("pynvml")
@@ -129,6 +135,7 @@ def driver(**changes):
         "nvmlDeviceGetEnforcedPowerLimit": lambda handle: 700_000,
         "nvmlDeviceGetTemperature": lambda handle, kind: 61,
         "nvmlDeviceGetClockInfo": lambda handle, kind: 1700,
+        "nvmlDeviceGetMaxClockInfo": lambda handle, kind: 1980,
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: 0x4,
         "NVML_TEMPERATURE_GPU": 0,
         "NVML_CLOCK_SM": 1,
@@ -152,7 +159,10 @@ def test_the_card_is_asked_every_ten_seconds(monkeypatch):
     found, now = watch(monkeypatch, driver())
     assert found.handle == "handle of GPU-1234-5678"
     record = found.poll(3)
+    assert record is not None
+    host = {name: getattr(record, name) for name in HOST}
     assert record == MachineRecord(
+        **host,
         step=3,
         elapsed=0.0,
         utilisation=0.97,
@@ -162,6 +172,7 @@ def test_the_card_is_asked_every_ten_seconds(monkeypatch):
         power_limit_watts=700.0,
         temperature=61.0,
         clock_mhz=1700.0,
+        clock_most_mhz=1980.0,
         throttled="power",
     )
     now[0] += 9.0
@@ -186,12 +197,35 @@ def test_what_a_driver_does_not_tell_is_missing(monkeypatch):
     assert record is not None
     assert (record.power_watts, record.throttled, record.utilisation) == (None, "", 0.97)
     silent, _ = watch(monkeypatch, driver(nvmlInit=refuse))
-    assert silent.poll(1) is None
+    untold = silent.poll(1)
+    assert untold is not None
+    assert (untold.power_watts, untold.throttled, untold.utilisation) == (None, "", None)
 
 
-def test_without_a_card_nothing_is_asked():
-    cpu = Device(torch_device=CPU, name="cpu", memory_bytes=None, capability=None)
-    assert MachineWatch(cpu).poll(1) is None
+def test_the_host_is_told_with_and_without_a_card():
+    now = [100.0]
+    watch = MachineWatch(Device(torch_device=CPU, name="cpu", memory_bytes=None, capability=None), lambda: now[0])
+    first = watch.poll(1)
+    assert first is not None
+    assert (first.utilisation, first.clock_mhz, first.throttled, first.allocated_bytes) == (None, None, "", None)
+    assert watch.poll(2) is None
+    kept = np.ones(2**23)  # 64 MiB
+    ends = time.monotonic() + 0.1
+    while time.monotonic() < ends:
+        pass
+    now[0] += 10.0
+    second = watch.poll(3)
+    assert second is not None
+    assert second.cores is not None
+    assert second.cores >= 0.1
+    if sys.platform == "linux":
+        assert first.process_bytes is not None
+        assert second.process_bytes is not None
+        assert second.process_bytes - first.process_bytes > 0.9 * kept.nbytes
+        assert second.cores_busy is not None
+        assert second.cores_busy > 0.1, "by this test at least"
+        assert second.host_bytes is not None
+        assert second.swap_bytes is not None
 
 
 @pytest.mark.gpu

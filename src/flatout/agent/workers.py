@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, final
 
 import flatout
+from flatout.cores import whole_cores
 from flatout.launch import ATTEMPT, Attempt, LostRankError
 from flatout.pulse import AGENT, PULSE, Slots, State, stack_of
 
@@ -149,7 +150,7 @@ class Workers:
 
 def _environment(place: Place, attempt: Attempt, restarts: int, folder: Path) -> Mapping[str, str]:
     root = str(Path(flatout.__file__).parents[1])
-    threads = max(1, (os.cpu_count() or 1) // place.count)
+    threads = max(1, whole_cores() // place.count)
     shared = {
         "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.count),

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
@@ -177,9 +175,9 @@ def _about_rate(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
 
 def _about_threads(run: Run, checkpoint: Checkpoint) -> Iterator[str]:
     """On a CPU, sums are split over threads: another number of threads changes the last bits."""
-    before, now = checkpoint.state.get("threads"), torch.get_num_threads()
+    before, now = checkpoint.state.get("threads"), run.speed.threads
     if before is not None and before != now and run.speed.device.kind == "cpu":
         yield (
             f"the run had {before} CPU threads and now has {now}: results will differ in the last bits; set "
-            f"OMP_NUM_THREADS={before} for a bit-identical resume"
+            f"speed.threads={before} for a bit-identical resume"
         )

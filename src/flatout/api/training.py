@@ -34,6 +34,7 @@ from flatout.engine.run_folder import (
 )
 from flatout.engine.saving import lacks_verdict, recorded_again
 from flatout.engine.setup import setup_run
+from flatout.engine.threads import try_threads
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import disk_errors, write_whole
@@ -88,6 +89,7 @@ def train(
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
     arrays, settings = _arrays(data, val), plain(config)
+    try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
     with joined(found, settings.speed.device, **waits) as world, contextlib.ExitStack() as held:
         origin, lock = _found(settings, resume, world, held, None if found is None else found.folder)

@@ -160,6 +160,8 @@ def allowed_values(described: Mapping[str, Any], join: str = ", or ") -> str:
 
 
 def _allowed_by(described: Mapping[str, Any]) -> str:
+    if "const" in described:
+        return format_value(described["const"])
     if "enum" in described:
         return f"one of {', '.join(format_value(value) for value in described['enum'])}"
     kind = described.get("type")

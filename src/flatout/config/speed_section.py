@@ -56,6 +56,8 @@ class SpeedConfig(Section):
     """Where tokens live; auto is the device for corpora up to 2 GiB on CUDA, else the host."""
     workers: Annotated[int, Field(ge=0, le=64)] = 1
     """Threads that read batches ahead on the host; 0 reads in the loop, and the batches are the same."""
+    threads: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Threads of torch on a CPU; auto tries some at the start, unless OMP_NUM_THREADS is set."""
     expandable_segments: Switch = "auto"
     """Let torch grow its memory blocks instead of fragmenting; auto on CUDA."""
     memory_limit: Annotated[float, Field(gt=0.0, le=10000.0)] | None = None

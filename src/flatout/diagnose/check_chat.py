@@ -26,6 +26,7 @@ from flatout.corpus.sources import find_files
 from flatout.data.make_samples import many, row_files
 from flatout.data.sample_data import SampleData
 from flatout.device import detect_device, limit_memory
+from flatout.diagnose.check_config import check_fine_tuning
 from flatout.diagnose.check_folder import check_folder, folder_of
 from flatout.diagnose.doctor import Check, Finding, finding_of, in_gib
 from flatout.engine.base_model import Base, open_base, open_start
@@ -202,7 +203,10 @@ def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: boo
         return
     facts, vocab = data.facts, base.description.vocab
     if whole:
-        yield from _check_steps(config, len(data.train), steps_of(config, facts))
+        steps, held = steps_of(config, facts), len(data.val_samples.tokens)
+        yield from _check_steps(config, len(data.train), steps)
+        known = {"step_tokens": facts.step_tokens or 1.0, "val_tokens": held}
+        yield from filter(None, check_fine_tuning(config, steps=steps, **known))
     yield from _check_adapters(config, vocab)
     yield check_folder(config)
     if not whole:

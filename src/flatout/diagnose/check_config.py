@@ -18,6 +18,7 @@ MOST_STEPS = 20_000_000
 _BIG_SHARE = 0.2  # of a run's time for anything but training
 _BIG_BOUND = 1 / 3  # the same where the share is an upper bound, as it rests on the least time of a step
 _FAR_ABOVE, _FAR_BELOW = 8.0, 20.0
+USUAL_ADAPTER_RATE, USUAL_TUNING_RATE = 2e-4, 2e-5
 
 
 def check_config(
@@ -40,10 +41,23 @@ def check_config(
         yield _learning_rate(config, parameters)
     yield from _stability(config)
     if steps:
-        yield from _evaluation(config, data, steps)
+        yield from _evaluation(config, data.val_tokens, steps, config.train.batch_tokens)
         yield _sampling(config, steps, step_seconds)
         yield _saving(config, steps, parameters, step_seconds, disk)
     yield _deterministic(config, written)
+
+
+def check_fine_tuning(
+    config: RunConfig, *, steps: int, step_tokens: float, val_tokens: int
+) -> Iterator[Finding | None]:
+    """The same of a config with chat.source: learning rate, evaluation, saving. A step has so many tokens on average.
+
+    `val_tokens` are those held out.
+    """
+    yield _fine_tuning_rate(config)
+    if steps:
+        yield from _evaluation(config, val_tokens, steps, step_tokens)
+        yield _saving(config, steps, None, None, None)
 
 
 def _pattern(config: RunConfig) -> Iterator[Finding]:
@@ -141,6 +155,25 @@ def _learning_rate(config: RunConfig, parameters: int) -> Finding:
     return _check("learning rate").ok(found)
 
 
+def _fine_tuning_rate(config: RunConfig) -> Finding:
+    """Trained weights bear small rates only; adapters, which begin at nothing, ten times as much."""
+    rate, adapters = config.optim.learning_rate, config.lora.rank > 0
+    usual = USUAL_ADAPTER_RATE if adapters else USUAL_TUNING_RATE
+    found = f"{rate:g}; about {usual:g} is usual for {'adapters' if adapters else 'all weights of a trained model'}"
+    if rate > _FAR_ABOVE * usual:
+        return _check("learning rate").warn(
+            found,
+            f"That is {rate / usual:.0f} times as much: the loss will likely jump, or the model forget what it knows. "
+            f"Set optim.learning_rate={usual:g}.",
+        )
+    if rate < usual / _FAR_BELOW:
+        return _check("learning rate").warn(
+            found,
+            f"That is {usual / rate:.0f} times less: little will be learned. Set optim.learning_rate={usual:g}.",
+        )
+    return _check("learning rate").ok(found)
+
+
 def _stability(config: RunConfig) -> Iterator[Finding]:
     if config.optim.clip == 0:
         yield _check("clipping").note(
@@ -154,12 +187,13 @@ def _stability(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _evaluation(config: RunConfig, data: DataFacts, steps: int) -> Iterator[Finding]:
+def _evaluation(config: RunConfig, val_tokens: int | None, steps: int, step_tokens: float) -> Iterator[Finding]:
     every, patience = config.eval.every, config.eval.patience
+    ends = "the ends of epochs and of the run" if config.eval.epoch_end else "the end"
     if every > steps:
         yield _check("evaluation").warn(
             f"eval.every is {every:,}, which a run of {steps:,} steps never reaches",
-            f"Only the end would be evaluated. Set eval.every={max(1, steps // 10)} to see the run learn.",
+            f"Only {ends} would be evaluated. Set eval.every={max(1, steps // 10)} to see the run learn.",
         )
         return
     count = 1 + (0 if every == 0 else (steps - 1) // every)
@@ -168,11 +202,11 @@ def _evaluation(config: RunConfig, data: DataFacts, steps: int) -> Iterator[Find
             f"eval.patience is {patience}, and there are {count} evaluations",
             "Early stopping can never happen. Lower it, or evaluate more often.",
         )
-    if data.val_tokens is None:
+    if val_tokens is None:
         return
-    tokens = data.val_tokens if config.eval.tokens is None else min(config.eval.tokens, data.val_tokens)
+    tokens = val_tokens if config.eval.tokens is None else min(config.eval.tokens, val_tokens)
     # Forward only: a third of what a training token costs.
-    spent, trained = count * tokens / 3, steps * config.train.batch_tokens
+    spent, trained = count * tokens / 3, steps * step_tokens
     share = spent / (spent + trained)
     found = f"{count:,} times {tokens:,} tokens: {_percent(share)} of the run's time"
     if share > _BIG_SHARE:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
+from flatout.cores import ThreadTrial
 from flatout.diagnose.doctor import Check, DataFacts, Finding, Machine, Trials, finding_of
 from flatout.errors import UserError
 
@@ -112,8 +113,13 @@ def _probes(machine: Machine, trials: Trials) -> "Probes":
         documents=attention,
         compiler=lambda _: trials.failure("torch.compile"),
         products=lambda: trials.failure("cuBLASLt"),
+        threads=lambda *_: trials.threads or ThreadTrial(seconds={_cores(machine): 0.0}, cores=_cores(machine)),
         triton=lambda: machine.triton.status == "ok" and trials.failure("triton kernels") is None,
     )
+
+
+def _cores(machine: Machine) -> int:
+    return max(1, int(machine.usable_cores))
 
 
 def fit(

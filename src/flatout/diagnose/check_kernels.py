@@ -4,23 +4,31 @@ import functools
 from collections.abc import Iterator
 
 from flatout.config.schema import RunConfig
+from flatout.cores import THREAD_VARIABLES
 from flatout.diagnose.check_machine import usable
 from flatout.diagnose.doctor import Check, Finding, Machine, Status, Trial, Trials
 
 _check = functools.partial(Check, "kernels")
 
+_SLOWER = 1.2  # times as long as with the best number of threads is worth a word
 # Below this share of the data sheet's rate a large product is slower than the card should be.
 _SLOW_SHARE = 0.4
 
 
 def check_kernels(
-    machine: Machine, trials: Trials, config: RunConfig | None, kind: str, peak_flops: float | None
+    machine: Machine,
+    trials: Trials,
+    config: RunConfig | None,
+    kind: str,
+    peak_flops: float | None,
+    threads: int | str = "auto",
 ) -> Iterator[Finding | None]:
-    """`peak_flops` is the data sheet's rate of the card, None where it is not known."""
+    """`peak_flops` is the data sheet's rate of the card, None where it is not known; `threads` is `speed.threads`."""
     if not usable(machine.torch):
         yield _check("kernels").note("not tried, as torch cannot be used", "They are tried once torch works.")
         return
     yield _products(trials, kind, peak_flops)
+    yield _threads(machine, trials, threads) if kind == "cpu" else _load(machine)
     yield _attention(trials, config, kind)
     yield _scan(trials, config)
     for trial in trials.trials:
@@ -52,6 +60,49 @@ def _products(trials: Trials, kind: str, peak_flops: float | None) -> Finding | 
             "sits in a slow slot; `nvidia-smi -q -d PERFORMANCE` says what holds its clock down.",
         )
     return _check("products").ok(found)
+
+
+def _threads(machine: Machine, trials: Trials, asked: int | str) -> Finding | None:
+    """How many threads a run takes on this CPU, and whether another number would be faster."""
+    trial = trials.threads
+    if trial is None:
+        return None
+    set_by = [f"{name}={machine.environment[name]}" for name in THREAD_VARIABLES if machine.environment.get(name)]
+    if isinstance(asked, int):
+        used, words = asked, f"speed.threads={asked}"
+    elif set_by:
+        used, words = machine.torch.threads or 1, set_by[0]
+    else:
+        used, words = trial.chosen, "speed.threads=auto"
+    best, load = trial.chosen, "" if machine.load is None else f" (load {machine.load:.1f})"
+    others = f"others use {trial.others or 0.0:.1f} of {trial.cores} cores{load}"
+    many = f"{used} thread{'' if used == 1 else 's'}"
+    if used > trial.most or trial.seconds.get(used, 0.0) > _SLOWER * trial.seconds[best]:
+        slower = trial.seconds.get(used, 0.0) / trial.seconds[best]
+        measured = f", {slower:.1f} times slower than {best}" if slower > _SLOWER else ""
+        stop = " Or stop the other programs, and ask again." if trial.busy else ""
+        return _check("threads").warn(
+            f"{words} gives {many}{measured}; {others}",
+            f"Threads that share a product wait for the last of them, which waits for a core. Set speed.threads={best}."
+            f"{stop}",
+        )
+    if trial.busy:
+        return _check("threads").warn(
+            f"{others}; {words} gives {many}",
+            "Training and every figure measured now are slower than this machine can be. Stop the other programs, or "
+            "train when they are done.",
+        )
+    faster = trial.seconds[1] / trial.seconds.get(used, trial.seconds[1])
+    return _check("threads").ok(f"{words} gives {many}" + (f", {faster:.1f} times as fast as one" if used > 1 else ""))
+
+
+def _load(machine: Machine) -> Finding | None:
+    if machine.load is None or machine.load <= machine.usable_cores:
+        return None
+    return _check("host load").warn(
+        f"load {machine.load:.1f} on {machine.usable_cores:g} cores: processes wait for one",
+        "A run needs a core to feed the GPU, and more to read data. Stop the other programs.",
+    )
 
 
 def _attention(trials: Trials, config: RunConfig | None, kind: str) -> Finding | None:

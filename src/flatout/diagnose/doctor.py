@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
+from flatout.cores import ThreadTrial
 from flatout.errors import UserError
 
 Status = Literal["ok", "note", "warn", "bad"]
@@ -119,6 +120,7 @@ class Machine:
     triton: Library
     cores: int
     usable_cores: float  # as the scheduler and the container allow
+    load: float | None = None  # processes that ran or waited, as a mean over the last minute
     memory_bytes: int | None
     available_bytes: int | None
     environment: Mapping[str, str]
@@ -149,6 +151,7 @@ class Trials:
     picked: str | None = None  # torch's own choice of an attention kernel
     product_flops: float | None = None
     product_type: str = ""
+    threads: ThreadTrial | None = None  # on a CPU: how long a piece of training takes by number of threads
 
     def failure(self, name: str) -> str | None:
         """Why a trial failed; None if it worked or was not made."""

@@ -201,7 +201,10 @@ class _Visit:
         elif self.here and self.works:
             yield from guarded("kernels", "trials", attempt)
         peak = _peak(machine, kind, index) if self.works else None
-        yield from guarded("kernels", "kernels", lambda: check_kernels(machine, self.trials, config, kind, peak))
+        whole = self.chat or self.loaded
+        threads = "auto" if whole is None else whole.config.speed.threads
+        tried = machine, self.trials, config, kind, peak, threads
+        yield from guarded("kernels", "kernels", lambda: check_kernels(*tried))
         for finding in () if config is None else check_attention_packages(machine, config):
             self.package_missing = self.package_missing or finding.status == "bad"
             yield finding

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flatout.cores import load_average, usable_cores
 from flatout.diagnose.cards import DriverReport, read_cards, read_xids
 from flatout.diagnose.doctor import Card, Library, Machine, Torch, first_line
-from flatout.host import first_line_of, host_memory
+from flatout.host import host_memory
 
 # Packages by the names that are imported; flash_attn.cute is FlashAttention-4, flash_attn_interface FlashAttention-3.
 _SAME_NAME = ("pyarrow", "zstandard", "datasets", "fastwarc", "resiliparse", "rensa")
@@ -51,7 +52,8 @@ def gather_machine() -> Machine:
         torch=torch,
         triton=look_at_triton(),
         cores=os.cpu_count() or 1,
-        usable_cores=_usable_cores(),
+        usable_cores=usable_cores(),
+        load=load_average(),
         memory_bytes=total,
         available_bytes=available,
         environment={name: value for name, value in os.environ.items() if _TELLING.match(name)},
@@ -196,25 +198,3 @@ def _torch_cards() -> list[tuple[Card, int]]:
             )
             cards.append((card, number))
     return cards
-
-
-# --- processor and memory ---------------------------------------------------------------------------------------------
-
-
-def _usable_cores() -> float:
-    """The cores this process may use: of its affinity and of its container's quota, the less."""
-    cores = float(os.cpu_count() or 1)
-    if hasattr(os, "sched_getaffinity"):
-        cores = min(cores, float(len(os.sched_getaffinity(0))))
-    quota = _quota(first_line_of("/sys/fs/cgroup/cpu.max"))
-    if quota is None:
-        group = "/sys/fs/cgroup/cpu"
-        parts = [first_line_of(f"{group}/cpu.cfs_quota_us"), first_line_of(f"{group}/cpu.cfs_period_us")]
-        quota = _quota(" ".join(parts))
-    return cores if quota is None else max(0.1, min(cores, quota))
-
-
-def _quota(text: str) -> float | None:
-    """Cores in `QUOTA PERIOD` of a control group; None where there is no limit."""
-    found = re.fullmatch(r"(\d+) (\d+)", text.strip())
-    return None if found is None or int(found[2]) == 0 else int(found[1]) / int(found[2])

@@ -38,6 +38,7 @@ import flatout
 from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import DataConfig
 from flatout.config.source import DEFAULT, IN_PYTHON
+from flatout.cores import CoreUse, ThreadTrial, core_clock, core_use, usable_cores
 from flatout.device import Device
 from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
 from flatout.diagnose.profile_memory import MemoryPart, memory_parts, write_snapshot
@@ -139,7 +140,9 @@ def profile_run(
         progress(f"{WARMUP} steps to warm up")
         most = _warmed_up(run, batches)
         progress("timing steps without the profiler")
+        clock = core_clock()
         step_seconds, waiting, timed, ranks = _timed(run, batches, most)
+        used = core_use(clock, core_clock())
         progress(f"{steps} {'step' if steps == 1 else 'steps'} under the profiler")
         events, profiled_seconds = _profiled(run, batches, steps, folder)
         progress("memory")
@@ -149,7 +152,7 @@ def profile_run(
             notices = write_snapshot(device.torch_device, one_step, folder / SNAPSHOT)
     progress("reading the trace")
     facts = _facts(events, steps, step_seconds / profiled_seconds, cuda=device.kind == "cuda")
-    measured = _measurements(run, facts, step_seconds, waiting, profiled_seconds, ranks)
+    measured = _measurements(run, facts, step_seconds, waiting, profiled_seconds, ranks, used)
     with disk_errors(KERNELS, safe=""):
         _write_kernels(facts, folder / KERNELS)
     report = ProfileReport(
@@ -157,7 +160,7 @@ def profile_run(
         flatout=flatout.__version__,
         torch=torch.__version__,
         config=run.config.output.name,
-        device=_name_of(device),
+        device=_name_of(device, run.speed.threads),
         data=data,
         parameters=parameter_count(run.config.model, run.model.vocab),
         warmup_steps=WARMUP,
@@ -307,6 +310,7 @@ def _measurements(
     waiting: float,
     profiled_seconds: float,
     ranks: RankTimes | None = None,
+    cores: CoreUse | None = None,
 ) -> Measurements:
     tokens, slowest = run.config.train.batch_tokens, None if ranks is None else ranks.slowest
     return Measurements(
@@ -328,6 +332,9 @@ def _measurements(
         reduction_seconds=0.0 if ranks is None else ranks.reduction_seconds[run.world.rank],
         reduces_in="" if ranks is None else run.config.parallel.reduce,
         slowest="" if slowest is None else f"rank {slowest}",
+        threads_waiting=None if cores is None else cores.waiting,
+        cores=usable_cores(),
+        cores_others=None if cores is None else cores.others,
     )
 
 
@@ -337,6 +344,7 @@ def can_have(run: Run, words: str) -> bool:
         attention=lambda *_, **__: None,
         picked=lambda *_, **__: None,
         compiler=lambda _: None,
+        threads=lambda *_: ThreadTrial(seconds={run.speed.threads: 0.0}, cores=run.speed.threads),
     )
     settings = [word.replace('"', "") for word in words.replace(", ", ",").split()]
     sources = {setting.partition("=")[0]: IN_PYTHON for setting in settings}
@@ -389,8 +397,7 @@ def _peak_bandwidth(device: Device) -> float | None:
     return 2.0 * 1000 * kilohertz * bits / 8 or None  # two transfers per tick
 
 
-def _name_of(device: Device) -> str:
+def _name_of(device: Device, threads: int) -> str:
     if device.kind != "cpu":
         return device.name
-    threads = torch.get_num_threads()
     return f"{device.name} ({threads} {'thread' if threads == 1 else 'threads'})"

@@ -4,7 +4,8 @@ Idea: a step's time is cut into what the device did and what it waited for. `ste
 which slows the host down; `busy` is measured with it, because the durations of kernels do not change. What is left
 between the two is idle time. As much of it as the host waited for data is the loader's; the rest is the host being
 slower than the device. If there is little idle time, the kinds of kernels tell whether arithmetic or memory sets the
-pace: matrix products and attention compute, everything else mostly moves bytes.
+pace: matrix products and attention compute, everything else mostly moves bytes. On a CPU, threads may wait for cores,
+which the system counts.
 
 Contract: `judge` takes `Measurements` and returns a `Verdict`. A setting is proposed only if it is not in use and
 `possible` says that this machine and model can have it.
@@ -15,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from flatout.diagnose.trace import ATTENTION, COMPILED, COPIES, ELEMENTWISE, OPTIMIZER, OURS, PRODUCTS
+from flatout.records import WAITING
 
 COMPUTES = (PRODUCTS, ATTENTION)
 MOVES = (OURS, COMPILED, ELEMENTWISE, COPIES, OPTIMIZER)
@@ -47,6 +49,9 @@ class Measurements:
     reduction_seconds: float = 0.0  # how long this rank waited for the gradients of others
     reduces_in: str = ""  # the type in which several ranks add them up
     slowest: str = ""  # the rank that is slower than the others, in words; empty if none is
+    threads_waiting: float | None = None  # threads of this process that waited for a core, on average
+    cores: float | None = None  # that this process may use
+    cores_others: float | None = None  # of them in use by other processes
 
     @property
     def idle_seconds(self) -> float:
@@ -108,7 +113,7 @@ class Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """`bottleneck` is compute-bound, memory-bound, launch-bound, data-bound or communication-bound."""
+    """`bottleneck` is compute-bound, memory-bound, launch-bound, data-bound, communication-bound or oversubscribed."""
 
     bottleneck: str
     sentence: str
@@ -121,6 +126,7 @@ def judge(measured: Measurements, possible: Callable[[str], bool] = lambda words
     bottleneck = _bottleneck(measured)
     sentence, evidence, rows = {
         "communication-bound": _communication_bound,
+        "oversubscribed": _oversubscribed,
         "data-bound": _data_bound,
         "launch-bound": _launch_bound,
         "memory-bound": _memory_bound,
@@ -136,7 +142,13 @@ def _bottleneck(measured: Measurements) -> str:
     if measured.reduction_seconds >= IDLE_SHARE * measured.step_seconds:
         return "communication-bound"
     if measured.device_kind != "cuda":  # operators run one after the other on the host: it is either them or the data
-        return "data-bound" if measured.data_wait_seconds >= IDLE_SHARE * measured.step_seconds else "compute-bound"
+        waits, crowded = (
+            measured.data_wait_seconds / measured.step_seconds,
+            (measured.threads_waiting or 0.0) >= WAITING,
+        )
+        if measured.device_kind == "cpu" and crowded and waits < 0.5:  # loaders wait for cores, too
+            return "oversubscribed"
+        return "data-bound" if waits >= IDLE_SHARE else "compute-bound"
     if measured.idle_seconds >= IDLE_SHARE * measured.step_seconds:
         return "data-bound" if measured.idle_for_data_seconds >= measured.idle_for_host_seconds else "launch-bound"
     return "memory-bound" if measured.share_of(*MOVES) >= MEMORY_SHARE else "compute-bound"
@@ -162,6 +174,26 @@ def _communication_bound(measured: Measurements) -> _Part:
         ),
     ]
     return sentence, evidence if slow else evidence[:1], rows
+
+
+def _oversubscribed(measured: Measurements) -> _Part:
+    threads, cores, others = int(measured.used.get("threads", "1")), measured.cores or 1.0, measured.cores_others or 0.0
+    sentence = (
+        f"Threads wait for cores: {measured.threads_waiting:.1f} of them on average, while {threads} compute and other "
+        f"processes use {others:.1f} of {cores:g} cores."
+    )
+    evidence = [f"a step takes {_ms(measured.step_seconds)}; threads that share a product wait for the last of them"]
+    fits = max(1, min(int(cores), round(cores - others)))
+    fewer = f"leaves a core to each thread; now {threads}"
+    rows = [
+        (fits < threads, f"speed.threads={fits}", fewer),
+        (
+            others >= 0.5,
+            "",
+            "stop the other programs, or measure when they are done: figures of a busy machine say little",
+        ),
+    ]
+    return sentence, evidence + _rates(measured), rows
 
 
 def _data_bound(measured: Measurements) -> _Part:

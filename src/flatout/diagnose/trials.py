@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flatout.config.schema import ModelConfig, RunConfig
+from flatout.cores import ThreadTrial
 from flatout.diagnose.doctor import Machine, Trial, Trials, first_line
 
 _STICKY = ("illegal memory access", "unspecified launch failure", "device-side assert", "misaligned address")
@@ -45,6 +46,9 @@ def run_trials(
     runner = _Runner(machine, device, capability, config, dtype, quick, progress)
     rates: list[float] = []
     runner.add("matrix product", lambda: rates.append(_product_rate(device, dtype)))
+    threads: list[ThreadTrial] = []
+    if kind == "cpu":
+        runner.add("threads", lambda: threads.append(_threads(config)))
     picked = _attention(runner)
     if config is not None and "E" in config.model.kinds:
         _scan(runner, config)
@@ -55,7 +59,13 @@ def run_trials(
         with contextlib.suppress(Exception):
             torch.cuda.empty_cache()
     rate = rates[0] if rates else None
-    return Trials(trials=tuple(runner.trials), picked=picked, product_flops=rate, product_type=precision)
+    return Trials(
+        trials=tuple(runner.trials),
+        picked=picked,
+        product_flops=rate,
+        product_type=precision,
+        threads=threads[0] if threads else None,
+    )
 
 
 def config_precision(config: RunConfig | None, capability: tuple[int, int] | None) -> str:
@@ -112,6 +122,12 @@ def _product_rate(device: Any, dtype: Any) -> float:
     for _ in range(3):
         torch.mm(a, b)
     return 2.0 * size**3 / statistics.median(product_seconds(lambda: torch.mm(a, b), device))
+
+
+def _threads(config: RunConfig | None) -> ThreadTrial:
+    from flatout.engine.threads import shape_of, try_threads
+
+    return try_threads(*shape_of(None if config is None else config.model))
 
 
 def product_seconds(multiply: Callable[[], object], device: Any) -> list[float]:

@@ -10,8 +10,10 @@ from typing import Any, cast
 import torch
 
 from flatout.config.schema import ModelConfig, RunConfig, SpeedConfig
+from flatout.cores import ThreadTrial
 from flatout.device import Device, arithmetic
 from flatout.engine.compiling import compile_failure
+from flatout.engine.threads import try_threads
 from flatout.model.execution import Execution
 from flatout.ops.attention import attention_failure, picked_kernel
 from flatout.ops.documents import document_failure
@@ -53,6 +55,7 @@ class Probes:
     documents: Callable[..., str | None] = try_documents
     compiler: Callable[[torch.device], str | None] = compile_failure
     products: Callable[[], str | None] = cublaslt_missing
+    threads: Callable[..., ThreadTrial] = try_threads
     triton: Callable[[], bool] = lambda: importlib.util.find_spec("triton") is not None
 
 
@@ -71,6 +74,7 @@ class Speed(Execution):
     workers: int
     micro_batch: int
     accumulation: int
+    threads: int
     expandable_segments: bool
     memory_limit: float | None
     features: tuple[Feature, ...]
@@ -103,6 +107,8 @@ class Case:
     step_tokens: float | None
     probes: Probes
     ranks: int = 1
+    ranks_here: int = 1  # those of this host
+    threads_before: int | None = None  # of a run that is resumed
     dealing: Dealing = dataclasses.field(default_factory=Dealing)
     # What has been decided so far, as `Speed` will have it. Reading a switch too early is an AttributeError.
     used: Speed = dataclasses.field(default_factory=lambda: cast("Speed", types.SimpleNamespace()))

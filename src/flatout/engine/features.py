@@ -27,14 +27,17 @@ def resolve_speed(
     vocab: int | None = None,
     step_tokens: float | None = None,
     ranks: int = 1,
+    ranks_here: int = 1,
+    threads_before: int | None = None,
     dealing: Dealing | None = None,
     probes: Probes | None = None,
 ) -> Speed:
     """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
 
     `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary,
-    `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step,
-    `dealing` how they share the model.
+    `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step, of
+    which `ranks_here` are on this host, `dealing` how they share the model. `threads_before` is how many CPU threads a
+    run had that is resumed.
     """
     case = Case(
         config=config,
@@ -43,6 +46,8 @@ def resolve_speed(
         vocab=vocab,
         step_tokens=step_tokens,
         ranks=ranks,
+        ranks_here=ranks_here,
+        threads_before=threads_before,
         dealing=dealing or Dealing(),
         probes=probes or Probes(),
     )

@@ -25,16 +25,24 @@ _ALIKE = ("precision", "kernels", "compile", "fp8", "optimizer_state", "optimize
 
 
 def resolve_form(
-    opened: Opened, source_of: Callable[[str], Source], device: Device, world: World
+    opened: Opened,
+    source_of: Callable[[str], Source],
+    device: Device,
+    world: World,
+    threads_before: int | None = None,
 ) -> tuple[Speed, MemoryEstimate]:
-    """The switches and what a step needs with them, in the first form that fits in all processes, or in the last."""
+    """The switches and what a step needs with them, in the first form that fits in all processes, or in the last.
+
+    `threads_before` is how many CPU threads the run had, if it is resumed.
+    """
     config, facts = opened.config, opened.data.facts
     with world.together():
         waiting, vocab = dealings(config, world), vocabulary_of(opened)
     while True:
         dealing, *waiting = waiting
         with world.together():
-            shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "ranks": world.size, "dealing": dealing}
+            shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "threads_before": threads_before}
+            shape |= {"ranks": world.size, "ranks_here": _ranks_here(world), "dealing": dealing}
             speed = resolve_speed(config, device, facts.corpus_bytes, source_of, **shape)
             memory = memory_on(opened.data, config, vocab, speed)
         if not waiting:
@@ -46,6 +54,10 @@ def resolve_form(
         waiting = [dataclasses.replace(one, why=why) for one in waiting]
     check_switches(speed, world)
     return speed, memory
+
+
+def _ranks_here(world: World) -> int:
+    return world.hosts.count(world.hosts[world.rank]) if isinstance(world, Ranks) else 1
 
 
 def dealings(config: RunConfig, world: World) -> list[Dealing]:
@@ -87,9 +99,11 @@ def by_preference(size: int, each: int | None) -> list[Dealing]:
 
 def check_switches(speed: Speed, world: World) -> None:
     """Refuses processes whose switches have come out differently in a way that would change what they learn."""
-    everywhere = world.gather({name: getattr(speed, name) for name in _ALIKE})
+    # On a CPU the norm of gradients is summed in another order by another number of threads.
+    names = (*_ALIKE, "threads") if speed.device.kind == "cpu" else _ALIKE
+    everywhere = world.gather({name: getattr(speed, name) for name in names})
     with world.together():
-        for rank, name in itertools.product(range(world.size), _ALIKE):
+        for rank, name in itertools.product(range(world.size), names):
             here, there = everywhere[0][name], everywhere[rank][name]
             if here != there:
                 raise ConfigError(

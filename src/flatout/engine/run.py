@@ -12,7 +12,7 @@ from flatout.config.schema import RunConfig
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.positions import Schedule
 from flatout.data.training_data import TrainingData
-from flatout.device import arithmetic, memory_limit, peak_memory_bytes
+from flatout.device import arithmetic, cpu_threads, memory_limit, peak_memory_bytes
 from flatout.engine.adapter_folder import files_beside
 from flatout.engine.base_model import Base
 from flatout.engine.features import Speed
@@ -107,9 +107,13 @@ class Run:
 
 @contextlib.contextmanager
 def device_scope(speed: Speed, deterministic: bool) -> Iterator[None]:
-    """torch's process-wide switches as a run wants them, for one piece of its work: arithmetic and memory limit."""
-    how = {"keep_casts": not speed.sharded}
-    with memory_limit(speed.device), arithmetic(speed.precision, deterministic, speed.device.torch_device, **how):
+    """torch's process-wide switches as a run wants them, for one piece of its work: arithmetic, memory, threads."""
+    device, how = speed.device.torch_device, {"keep_casts": not speed.sharded}
+    with (
+        memory_limit(speed.device),
+        cpu_threads(speed.threads),
+        arithmetic(speed.precision, deterministic, device, **how),
+    ):
         yield
 
 

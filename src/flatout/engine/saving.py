@@ -41,7 +41,7 @@ def capture(run: Run, progress: Progress, position: dict[str, Any] | None = None
         "dataset": run.data.facts.fingerprint,
         "vocab": run.model.vocab,
         "due": dataclasses.asdict(due or Due()),
-        "threads": torch.get_num_threads(),
+        "threads": run.speed.threads,
         "schedule": [dataclasses.astuple(stage) for stage in run.schedule.stages],
         **({} if position is None else {"stream": position}),
         **run.data.saved(),

@@ -89,7 +89,8 @@ def setup_run(
     with world.together(), world.in_turns():  # the first one prepares the data, and the others find it
         opened = open_data(config, sources, progress, resumed=resumed, arrays=arrays)
     check_shares(opened.data, world)
-    speed, memory = resolve_form(opened, sources_of(sources), device, world)
+    before = None if resumed is None else resumed.state.get("threads")
+    speed, memory = resolve_form(opened, sources_of(sources), device, world, before)
     with world.together():
         prepared = _prepared(loaded, opened, speed, memory, fresh=resumed is None)
     sharding = None if not speed.sharded else _sharded(prepared.model, speed, world)
@@ -363,8 +364,8 @@ def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, w
 
 
 def _notices_on_config(config: RunConfig, steps: int, written: Callable[[str], bool]) -> Iterator[str]:
-    """Settings that do not mean what they seem to. Intervals only where a user wrote them: those of presets are for
-    their own length, and the doctor tells of them."""
+    """Settings that do not mean what they seem to. An interval of evaluation only where a user wrote it: a preset's is
+    for its own length. One of saving always: whoever trusts in it loses the run."""
     yield from filter(None, (cut_pattern(config.model), wide_window(config.model)))
     if 0 < steps < config.optim.warmup_steps:
         yield (
@@ -375,7 +376,7 @@ def _notices_on_config(config: RunConfig, steps: int, written: Callable[[str], b
     if 0 < steps < every and written("eval.every"):
         which = "the ends of epochs and of the run are" if epochs else "the end is"
         yield f"eval.every {every} is never reached in {steps} steps: only {which} evaluated"
-    if 0 < steps < config.checkpoint.every and written("checkpoint.every") and not config.checkpoint.minutes:
+    if 0 < steps < config.checkpoint.every and not config.checkpoint.minutes:
         between = config.checkpoint.best and (0 < every < steps or epochs)
         which = "the end and each best so far are" if between else "the end is"
         yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only {which} saved"

@@ -9,11 +9,15 @@ two that were both written, the one named in the error gives way. To add a switc
 import dataclasses
 from collections.abc import Callable
 
+import torch
+
 from flatout.config.schema import micro_batch_of
+from flatout.cores import thread_words, usable_cores, whole_cores
 from flatout.device import allocator_words
 from flatout.engine.attention_switches import attention, document_attention, scan
 from flatout.engine.case import NOT_CUDA, Answer, Case
 from flatout.engine.compiling import graphs_of_its_own
+from flatout.engine.threads import shape_of
 from flatout.model.adapted import kernels_missing as adapter_kernels_missing
 from flatout.model.count import flops_per_token
 from flatout.model.layers import mlp_width_of
@@ -292,6 +296,27 @@ def _workers(case: Case) -> Answer:
     return Answer(case.asked.workers)
 
 
+def _threads(case: Case) -> Answer:
+    """The number that was asked for, or for `auto` that of the environment, of the run so far, or of a trial."""
+    asked, words = case.asked.threads, thread_words()
+    if asked != "auto":
+        return Answer(asked)
+    now = torch.get_num_threads()
+    if case.device.kind != "cpu":
+        return Answer(now)
+    if words is not None:
+        return Answer(now, f"{words} is set")
+    cores, before = whole_cores(), case.threads_before
+    if isinstance(before, int) and 1 <= before <= usable_cores():
+        return Answer(before, "as before the resume")
+    if case.ranks_here > 1:
+        return Answer(max(1, cores // case.ranks_here), f"{cores} cores for {case.ranks_here} ranks")
+    if cores == 1 or case.config.train.deterministic:
+        return Answer(cores, "" if cores == 1 else "a trial could choose another number each time")
+    trial = case.probes.threads(*shape_of(case.model))
+    return Answer(trial.chosen, trial.why)
+
+
 def _expandable_segments(case: Case) -> Answer:
     asked = case.asked.expandable_segments
     if not case.cuda:
@@ -348,6 +373,7 @@ ROWS = (
     Row("activation_offload", _activation_offload),
     Row("cuda_graphs", _cuda_graphs),
     Row("workers", _workers, harmless=True),
+    Row("threads", _threads),
     Row("expandable_segments", _expandable_segments),
     Row("memory_limit", _memory_limit),
 )

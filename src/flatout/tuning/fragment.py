@@ -18,7 +18,7 @@ from flatout.tuning.search import Candidate
 # The switches of `speed` that tune turns; what a preset says of them is where it starts from, what the user wrote is a
 # rule.
 TUNED = ("micro_batch", "accumulation", "checkpointing", "loss", "loss_chunk", "kernels", "compile")
-TUNED += ("optimizer_offload",)
+TUNED += ("optimizer_offload", "threads")
 FIRST_LINE = "# Found by `flatout tune`"
 _CHECKSUM = " Checksum of the rest: "
 
@@ -47,7 +47,7 @@ def tuned_settings(candidate: Candidate, loaded: LoadedConfig) -> dict[str, Any]
     return {
         f"speed.{name}": value
         for name, value in dataclasses.asdict(candidate).items()
-        if name not in ("loss_chunk", "optimizer_offload") or value != getattr(before, name)
+        if name not in ("loss_chunk", "optimizer_offload", "threads") or value != getattr(before, name)
     }
 
 

@@ -123,7 +123,7 @@ class Probe:
             self.recorded[candidate] = self.resolve(self.config_for(candidate)).cuda_graphs
         speed = dataclasses.replace(
             speed,
-            **dataclasses.asdict(candidate),
+            **{**dataclasses.asdict(candidate), "threads": speed.threads},
             residual=speed.residual if candidate.kernels == "triton" else "fp32",
             accumulation=self.accumulation(candidate),
             cuda_graphs=self.recorded[candidate],

@@ -14,6 +14,7 @@ percent. That is why `exhaustive` exists, and why the two may differ by some per
 import dataclasses
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Literal
 
 MARGIN = 0.08  # of the memory stays free: fragmentation, evaluation, a sample
 FALL = 0.98  # a smaller micro-batch below this share of the best so far ends the descent
@@ -34,6 +35,7 @@ class Candidate:
     compile: str
     loss_chunk: int
     optimizer_offload: bool
+    threads: int | Literal["auto"] = "auto"  # on a CPU
 
     @property
     def path(self) -> "Candidate":
@@ -71,6 +73,7 @@ class Space:
     compile: str
     optimizer_offload: bool
     context: int
+    threads: int | Literal["auto"] = "auto"  # on a CPU
 
     def candidate(self, micro_batch: int, checkpointing: str, loss: str, chunk: int | None = None) -> Candidate:
         return Candidate(
@@ -81,6 +84,7 @@ class Space:
             kernels=self.kernels,
             compile=self.compile,
             optimizer_offload=self.optimizer_offload,
+            threads=self.threads,
         )
 
     def versions(self, micro_batch: int, checkpointing: str, loss: str) -> Iterable[Candidate]:
@@ -206,6 +210,12 @@ def around(space: Space, trials: Trials, start: Candidate) -> Search:
                 if trial is None or trial.rate <= before:
                     break
                 place, before = place + step, trial.rate
+
+
+def other_threads(trials: Trials, best: Candidate, counts: Sequence[int]) -> Search:
+    """The best so far with other numbers of CPU threads."""
+    for count in counts:
+        yield from trials.attempt(dataclasses.replace(best, threads=count))
 
 
 def _attempt_size(

@@ -13,6 +13,7 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.config.yaml_loader import format_value
+from flatout.cores import candidates, thread_words, whole_cores
 from flatout.device import detect_device
 from flatout.errors import ConfigError, DoesNotFitError, HardwareError, ResourceError, UsageError
 from flatout.records import TuneProgress, TuneResult, TuneRow
@@ -21,7 +22,19 @@ from flatout.tuning.practice_data import practice_data, scratch_folder
 from flatout.tuning.practice_samples import practice_samples
 from flatout.tuning.probe import Probe
 from flatout.tuning.sample_probe import SampleProbe
-from flatout.tuning.search import Candidate, Memory, Search, Space, Trial, Trials, around, choose, exhaustive, quick
+from flatout.tuning.search import (
+    Candidate,
+    Memory,
+    Search,
+    Space,
+    Trial,
+    Trials,
+    around,
+    choose,
+    exhaustive,
+    other_threads,
+    quick,
+)
 
 SECONDS, COMPILED_SECONDS, EXHAUSTIVE_SECONDS = 120.0, 1200.0, 3600.0
 SEARCHING = 0.8  # of the time; the rest is for confirming
@@ -133,6 +146,9 @@ class _Tuning:
             # Nothing fits with the moments on the card: keep them in the host's memory.
             yield from self._drive(method(dataclasses.replace(space, optimizer_offload=True), found), found)
         best = found.best()
+        if best is not None and self._may_choose_threads():
+            counts = [count for count in candidates(whole_cores()) if count != space.threads]
+            yield from self._drive(other_threads(found, best.candidate, counts), found)
         if compiled and best is not None:
             for mode in [mode for mode in COMPILE_MODES if mode != space.compile]:
                 if self.samples is not None and mode == "max-autotune":  # it wants one shape, and samples make several
@@ -141,6 +157,10 @@ class _Tuning:
                 other = dataclasses.replace(space, kernels="torch", compile=mode, losses=losses)
                 yield from self._drive(around(other, found, best.candidate), found)
         yield self._result(capacity)
+
+    def _may_choose_threads(self) -> bool:
+        """On a CPU, unless the user has written a number, there or in the environment."""
+        return self.probe.device.kind == "cpu" and "threads" not in self.probe.kept and thread_words() is None
 
     def _may_offload(self) -> bool:
         """Moments in 8 bits were asked for, and stay on the card: offloaded ones would be in fp32."""
@@ -173,6 +193,7 @@ class _Tuning:
             compile=speed.compile,
             optimizer_offload=speed.optimizer_offload,
             context=probe.config.model.context,
+            threads=speed.threads if self._may_choose_threads() else asked.threads,
         )
 
     def _drive(self, search: Search, found: Trials) -> Generator[TuneRow]:
@@ -301,6 +322,7 @@ def _text(candidate: Candidate) -> str:
     parts = [f"micro-batch {candidate.micro_batch}", f"checkpointing {candidate.checkpointing}"]
     parts += [f"loss {candidate.loss}", f"kernels {candidate.kernels}"]
     parts += [f"compile {candidate.compile}"] if candidate.compile != "off" else []
+    parts += [f"threads {candidate.threads}"] if candidate.threads != "auto" else []
     parts += ["optimizer on the host"] if candidate.optimizer_offload else []
     return ", ".join(parts)
 

@@ -9,10 +9,11 @@ does not hide the next, and a level that stays becomes the new normal):
                      window, and 5% above the median
     gradient jump    the same for the logarithm of the gradient norm, and at least 4 times the median
     data stall       the host waited for the batch for more than 20% of each of the last 5 steps
-    throttling       two readings of the card in a row were held down by heat, or ten in a row by power
     recompilation    a notice of the compiler after its first, except the one that the first evaluation causes
     skipped update   loss or gradient not finite; of fp16, which looks for its scale, 10 within 100 steps
     slow             two blocks in a row (32 steps and 20 seconds at least) below 85% of the run's fastest block
+
+The rules about card and host are in `machine_alerts.py`.
 
 Contract: pure, no clock and no files: the same records give the same alerts, live or read back later. On clean series
 (falling, flat, noisy with heavy tails, small batches) fewer than one step in a thousand alerts; the tests measure it.
@@ -28,12 +29,12 @@ import statistics
 from collections.abc import Callable
 from typing import Any, final
 
+from flatout.observe.live.machine_alerts import MachineRules
 from flatout.records import EvalRecord, MachineRecord, NoticeRecord, Record, RunInfo, StepRecord
 
 WINDOW, FEWEST, SIGMAS = 128, 32, 6.0
 BEYOND, SPIKE_SHARE, JUMP_FACTOR = 1.5, 0.05, 4.0
 STALL_SHARE, STALL_STEPS, COLD_STEPS = 0.2, 5, 3
-HEAT_READINGS, POWER_READINGS = 2, 10
 OVERFLOWS, OVERFLOW_STEPS = 10, 100
 BLOCK_STEPS, BLOCK_SECONDS, SLOW = 32, 20.0, 0.85
 QUIET_STEPS, MOST_QUIET_STEPS = 100, 6_400
@@ -61,10 +62,10 @@ class Alerts:
         match record:
             case StepRecord():
                 self._steps += 1
-                rules = (self._skipped, self._spike, self._jump, self._stall, self._slow)
+                rules = (self._skipped, self._spike, self._jump, self._stall, self._slow, self._machine.step)
                 found = [rule(record) for rule in rules]
             case MachineRecord():
-                found = [self._machine(record)]
+                found = self._machine.see(record)
             case NoticeRecord():
                 found = [self._notice(record)]
             case RunInfo():
@@ -84,10 +85,11 @@ class Alerts:
         self._features = {} if info is None else {feature.name: feature.used for feature in info.features}
         self._gates: dict[str, _Gate] = collections.defaultdict(_Gate)
         self._losses, self._norms = _Level(), _Level()
-        self._steps = self._stalled = self._hot = self._capped = 0
+        self._steps = self._stalled = 0
         self._evaluations = self._compiled_again = 0
         self._overflows: collections.deque[int] = collections.deque(maxlen=OVERFLOWS)
         self._speed = _Speed()
+        self._machine = MachineRules(info)
 
     def _skipped(self, record: StepRecord) -> tuple[str, str] | None:
         if record.applied:
@@ -154,19 +156,6 @@ class Alerts:
             f"{now:,.0f} tokens/s, {1 - now / before:.0%} below the {before:,.0f} of before; see whether another "
             "process uses this machine, and the card's clock and heat"
         )
-
-    def _machine(self, record: MachineRecord) -> tuple[str, str] | None:
-        self._hot = self._hot + 1 if "heat" in record.throttled else 0
-        self._capped = self._capped + 1 if "power" in record.throttled else 0
-        clock = "" if record.clock_mhz is None else f" at {record.clock_mhz:.0f} MHz"
-        if self._hot >= HEAT_READINGS:
-            degrees = "" if record.temperature is None else f" ({record.temperature:.0f} °C)"
-            return "throttling", f"heat{degrees} holds the card's clock down{clock}; improve its cooling"
-        if self._capped >= POWER_READINGS and self._hot == 0:
-            watts = "" if record.power_limit_watts is None else f" of {record.power_limit_watts:.0f} W"
-            advice = "raise the limit if it was set below the card's own, else this is its full speed"
-            return "throttling", f"power holds the card's clock down{clock}: it is at its limit{watts}; {advice}"
-        return None
 
     def _notice(self, record: NoticeRecord) -> tuple[str, str] | None:
         if not _COMPILED_AGAIN.match(record.message):

@@ -11,7 +11,8 @@ from typing import TextIO
 from flatout import records
 from flatout.config.schema import SpeedConfig
 from flatout.observe.eigenstates import record_sentence
-from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds
+from flatout.observe.human import human_bytes, human_count, human_parameters, human_seconds, printable
+from flatout.observe.live.alerts import Alerts
 from flatout.observe.measured.estimate_table import expected
 from flatout.observe.measured.sample_preview import print_sample
 from flatout.observe.ranks import ranks_line
@@ -35,7 +36,10 @@ class JsonReader:
 
 
 class TerminalReader:
-    """Prints what a person wants to see: a live line on a terminal, a plain line every `log_every` steps elsewhere."""
+    """Prints what a person wants to see: a live line on a terminal, a plain line every `log_every` steps elsewhere.
+
+    Alerts are lines of their own.
+    """
 
     def __init__(self, log_every: int, stream: TextIO | None = None) -> None:
         self.console = Terminal(stream, soft_wrap=True)
@@ -46,8 +50,14 @@ class TerminalReader:
         self.first_step: int | None = None  # of this process
         self.memory = ""  # of eigenstates, in a sentence
         self.step_seconds: list[float] | None = []  # until the sentence about the whole run is told
+        self.alerts = Alerts()
 
     def show(self, record: Record) -> None:
+        self._show(record)
+        for alert in self.alerts.see(record):
+            say(self.console, " ".join(printable(f"warning: step {alert.step} {alert.kind}: {alert.message}").split()))
+
+    def _show(self, record: Record) -> None:
         if isinstance(record, StepRecord):
             self._step(record)
             return
@@ -152,7 +162,8 @@ def _banner(info: RunInfo) -> list[str]:
         epochs = f", {info.steps * info.batch_samples / info.windows:.2f} epochs" if info.windows else ""
     training = "streamed training text" if info.train_tokens is None else f"{info.train_tokens:,} training"
     many = f"{info.ranks} x " if info.ranks > 1 else ""
-    shown = [f for f in info.features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
+    features = [f for f in info.features if f.name != "threads" or info.device == "cpu"]  # elsewhere they do little
+    shown = [f for f in features if f.name in _SHOWN or f.used not in _QUIET.get(f.name, (f.used,))]
     used = ", ".join(f"{f.name} {f.used}" + (f" ({f.why})" if f.why else "") for f in shown)
     fallbacks = [f for f in info.features if f.why and f.asked not in ("auto", "null", f.used) and _is_told(f)]
     return [
@@ -176,6 +187,7 @@ _SHOWN = (
     "fused_optimizer",
     "loader",
     "checkpointing",
+    "threads",
 )
 _QUIET = {
     "products": ("torch",),

@@ -159,6 +159,10 @@ def _figures(state: ViewState) -> list[tuple[str, str, str]]:
         ("trained", human_seconds(state.trained_seconds), ""),
         ("clock", machine and _clock(machine), _WARN if held else ""),
         ("heat", None if machine is None or machine.temperature is None else f"{machine.temperature:.0f} °C", ""),
+        ("host cores", machine and _cores(machine), ""),
+        ("host load", None if machine is None or machine.load is None else f"{machine.load:.1f}", ""),
+        ("host memory", machine and _host_memory(machine), ""),
+        ("swap", human_bytes(machine.swap_bytes) if machine is not None and machine.swap_bytes else None, _WARN),
         ("tokens", human_count(step.tokens), ""),
         ("reserved", None if step.reserved_bytes is None else human_bytes(step.reserved_bytes), ""),
         ("epoch", None if step.epoch is None else f"{step.epoch:.2f}", ""),
@@ -186,6 +190,19 @@ def _power(machine: MachineRecord) -> str | None:
         return None
     limit = "" if machine.power_limit_watts is None else f" of {machine.power_limit_watts:.0f}"
     return f"{machine.power_watts:.0f}{limit} W"
+
+
+def _cores(machine: MachineRecord) -> str | None:
+    if machine.cores_busy is None or machine.cores is None:
+        return None
+    return f"{machine.cores_busy:.1f} of {machine.cores:g}"
+
+
+def _host_memory(machine: MachineRecord) -> str | None:
+    if machine.process_bytes is None:
+        return None
+    whole = "" if machine.host_total_bytes is None else f" of {machine.host_total_bytes / 2**30:.0f}"
+    return f"{machine.process_bytes / 2**30:.1f}{whole} GiB"
 
 
 def _clock(machine: MachineRecord) -> str | None:

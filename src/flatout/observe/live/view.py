@@ -4,7 +4,7 @@ Idea: `ViewState` takes records, `panel` turns it into lines, `ViewReader` shows
 four times a second, and puts the last panel on the first one when it closes.
 
 Contract: `ViewReader` can be used wherever `TerminalReader` can. Where stdout is no terminal, or one that cannot move
-its cursor, it prints that reader's lines, and alerts as lines of their own.
+its cursor, it prints that reader's lines.
 Trap: the panel is drawn by a thread of rich, so state is read and written under a lock. Whatever is printed to
 stderr meanwhile would be drawn over; it is held back and printed when the view closes. A process that leaves without
 `close()` must call `leave_at_once()`, or the shell is left on the wrong screen without a cursor.
@@ -25,7 +25,6 @@ from rich.text import Text
 from flatout.observe.live.console import TerminalReader
 from flatout.observe.live.panel import ENDINGS, one_line, panel
 from flatout.observe.live.state import ViewState
-from flatout.observe.terminal import say
 from flatout.records import CheckpointRecord, EndRecord, NoticeRecord, Record, RunInfo
 
 REDRAWS_PER_SECOND = 4
@@ -33,7 +32,7 @@ REDRAWS_PER_SECOND = 4
 
 @final
 class ViewReader:
-    """Shows a run as a panel on a terminal, and as `TerminalReader`'s lines with alerts between them elsewhere."""
+    """Shows a run as a panel on a terminal, and as `TerminalReader`'s lines elsewhere."""
 
     def __init__(self, log_every: int, stream: TextIO | None = None) -> None:
         self.console = Console(file=stream, highlight=False)
@@ -49,12 +48,9 @@ class ViewReader:
         if self._lines is not None:
             self._lines.show(_inert(record))
         with self._lock:
-            raised = self.state.add(record)
+            self.state.add(record)
         if self._lines is None:
             self._open()
-            return
-        for alert in raised:
-            say(self._lines.console, one_line(f"warning: step {alert.step} {alert.kind}: {alert.message}"))
 
     def close(self) -> None:
         """Gives the terminal back and leaves the last panel on it; a second call does nothing."""

@@ -45,14 +45,17 @@ class TuneReader:
         offloads = any(row.optimizer_offload for row in rows)
         compiles = len({(row.kernels, row.compile) for row in rows}) > 1
         names = ["", "micro-batch", "checkpointing", "loss", *(["kernels", "compile"] if compiles else [])]
-        names += [*(["optimizer"] if offloads else []), "tokens/s", "of best", "ms", "peak GiB", "estimate", ""]
-        right = {"micro-batch", "tokens/s", "of best", "ms", "peak GiB", "estimate"}
+        threads = len({row.threads for row in rows}) > 1
+        names += [*(["threads"] if threads else []), *(["optimizer"] if offloads else [])]
+        names += ["tokens/s", "of best", "ms", "peak GiB", "estimate", ""]
+        right = {"micro-batch", "threads", "tokens/s", "of best", "ms", "peak GiB", "estimate"}
         for name in names:
             table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
         for row in sorted(rows, key=lambda row: (row.status != "fits", -(row.tokens_per_second or 0.0))):
             cells = ["*" if row.number == chosen else "", f"{row.micro_batch} x {row.accumulation}", row.checkpointing]
             cells += [row.loss if row.loss == "plain" else f"{row.loss} {row.loss_chunk}"]
             cells += [row.kernels, row.compile] if compiles else []
+            cells += [str(row.threads)] if threads else []
             cells += ["host" if row.optimizer_offload else "device"] if offloads else []
             rate = row.tokens_per_second
             told = ["-"] * 3 if rate is None else [f"{rate:,.0f}", f"{rate / best:.1%}" if best else "-"]
@@ -79,12 +82,13 @@ def _gib(value: int) -> str:
 
 def _sentence(result: TuneResult) -> str:
     row = result.chosen
+    threads = "" if row.threads == "auto" else f", threads {row.threads}"
     memory = "" if result.capacity_bytes is None or row.peak_bytes is None else (
         f", {row.peak_bytes / 2**30:.2f} of {result.capacity_bytes / 2**30:.1f} GiB"
     )  # fmt: skip
     return (
         f"chose micro-batch {row.micro_batch} x {row.accumulation}, checkpointing {row.checkpointing}, "
-        f"loss {row.loss}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result)}){memory}, "
+        f"loss {row.loss}{threads}: {row.tokens_per_second or 0.0:,.0f} tokens/s ({_how(result)}){memory}, "
         f"on {result.device}; {many(result.tried, 'trial')} in {human_seconds(result.seconds)} on {result.data}; "
         f"{result.ended}"
     )

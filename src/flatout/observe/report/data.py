@@ -17,8 +17,9 @@ from flatout.observe.history import RunHistory, distinct_names, rows_with_step
 from flatout.observe.human import human_bytes, many, printable
 from flatout.observe.report.facts import commands_of, facts_of, shown_config, summary_of
 from flatout.observe.report.figures import eigenstate_part, figures_of, speed_groups, time_parts
-from flatout.observe.report.series import Places, amount, curves_of, number, points_for
+from flatout.observe.report.series import Places, amount, curves_of, finite, number, points_for
 from flatout.observe.report.state import RunState, state_of
+from flatout.records import WAITING
 
 _MOST_SAMPLES, _MOST_NOTICES, _MOST_CHECKPOINTS = 60, 200, 100
 _MOST_TEXT = 6000  # characters of one sample or message
@@ -102,6 +103,11 @@ def _warnings(history: RunHistory, state: RunState) -> list[str]:
         share = len(held) / max(len(history.machine), 1)
         why = ", ".join(sorted({str(row["throttled"]) for row in held}))
         found.append(f"The card's clock was held down ({why}) in {share:.0%} of the readings.")
+    waits = finite([row.get("threads_waiting") for row in history.machine])
+    short = sum(value >= WAITING for value in waits)
+    if history.info.get("device") == "cpu" and 2 * short > len(waits):
+        share = short / len(waits)
+        found.append(f"Threads waited for cores in {share:.0%} of the readings: too many threads, or a busy machine.")
     sizes = {size for row in steps if (size := amount(row.get("micro_batch"))) is not None}
     if len(sizes) > 1:
         found.append(f"The device ran out of memory: the micro-batch went from {max(sizes):g} to {min(sizes):g}.")

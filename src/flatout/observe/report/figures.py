@@ -9,7 +9,7 @@ Utilisation only says that some kernel ran; MFU says how much of the card's arit
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from flatout.observe.eigenstates import QUANTILES, EigenstateHistory, LayerHistory, eigenstate_history, short_tokens
@@ -191,9 +191,30 @@ def _machine_rows(machine: Sequence[dict[str, Any]]) -> list[list[str]]:
         rows.append(["Temperature", f"{max(heat):.0f} °C", "highest"])
     if clock := values("clock_mhz"):
         rows.append(["Clock", f"{statistics.median(clock):,.0f} MHz", "median"])
-    if machine:
+    if busy or clock:
         held = sum(bool(row.get("throttled")) for row in machine)
         rows.append(["Clock held down", f"in {held / len(machine):.0%} of the readings", "aim: never"])
+    return rows + _host_rows(values)
+
+
+def _host_rows(values: Callable[[str], list[float]]) -> list[list[str]]:
+    """Cores, load and memory of the host, from the fields of the machine's readings."""
+    rows: list[list[str]] = []
+    if (busy := values("cores_busy")) and (cores := values("cores")):
+        others = values("cores_others")
+        note = f"median; by others {statistics.median(others):.1f}" if others else "median"
+        rows.append(["Host cores in use", f"{statistics.median(busy):.1f} of {max(cores):g}", note])
+    if waiting := values("threads_waiting"):
+        rows.append(["Threads waiting for cores", f"{statistics.median(waiting):.1f}", "median; aim: below 0.3"])
+    if load := values("load"):
+        rows.append(["Host load", f"{statistics.median(load):.1f}", "median, of everybody's processes"])
+    if memory := values("process_bytes"):
+        rows.append(["Host memory of the run", human_bytes(max(memory)), "highest; mapped files left out"])
+    if (used := values("host_bytes")) and max(whole := values("host_total_bytes"), default=0):
+        share = f"{human_bytes(max(used))} of {human_bytes(max(whole))} ({max(used) / max(whole):.0%})"
+        rows.append(["Host memory in use", share, "highest, by everybody"])
+    if max(swap := values("swap_bytes"), default=0):
+        rows.append(["Swap", human_bytes(max(swap)), "highest, by everybody; aim: none"])
     return rows
 
 

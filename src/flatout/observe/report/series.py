@@ -107,6 +107,10 @@ _MACHINE_FIELDS = {
     "power_limit": "power_limit_watts",
     "temperature": "temperature",
     "clock": "clock_mhz",
+    "cores_busy": "cores_busy",
+    "cores_others": "cores_others",
+    "load": "load",
+    "process_memory": "process_bytes",
 }
 
 

@@ -108,7 +108,14 @@ def _numbers(record: Record) -> dict[str, float | None]:
                 "machine/power_watts": record.power_watts,
                 "machine/temperature": record.temperature,
                 "machine/clock_mhz": record.clock_mhz,
-                "machine/throttled": float(bool(record.throttled)),
+                "machine/throttled": None if record.utilisation is None else float(bool(record.throttled)),
+                "host/cores_busy": record.cores_busy,
+                "host/cores_others": record.cores_others,
+                "host/threads_waiting": record.threads_waiting,
+                "host/load": record.load,
+                "host/process_gib": _gib(record.process_bytes),
+                "host/memory_gib": _gib(record.host_bytes),
+                "host/swap_gib": _gib(record.swap_bytes),
             }
         case records.EigenstateRecord():
             return {

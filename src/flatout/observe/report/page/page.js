@@ -56,6 +56,15 @@ const MACHINE_PANELS = [
     id: "card", title: "Card memory, all processes", kind: "bytes", zero: true,
     lines: [{ key: "card_memory", name: "in use" }]
   },
+  {
+    id: "cores", title: "Host cores in use", kind: "plain", zero: true,
+    lines: [{ key: "cores_busy", name: "by everybody" }, { key: "cores_others", name: "by others", dash: "dashed" }]
+  },
+  { id: "load", title: "Host load", kind: "plain", zero: true, lines: [{ key: "load", name: "load" }] },
+  {
+    id: "process", title: "Host memory of the run", kind: "bytes", zero: true,
+    lines: [{ key: "process_memory", name: "in use" }]
+  },
 ];
 
 /* Their lines are the layers of the run, or of several runs a median over layers each. */

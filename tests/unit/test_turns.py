@@ -236,11 +236,11 @@ def test_time_is_dealt_out(monkeypatch: pytest.MonkeyPatch):
     free = Clock(None, 20)
     free.typical = 1000.0
     assert not free.up
-    assert free.sitting(5) == (20.0, 80.0)
+    assert free.sitting(5) == (30.0, 90.0)
     limited = Clock(100.0, 20)
     limited.typical = 0.5
-    assert limited.sitting(1) == (20.0, 80.0)
-    assert limited.sitting(10) == (10.0, 80.0), "at least the steps of ten pairs, whatever the share"
+    assert limited.sitting(1) == (30.0, 90.0)
+    assert limited.sitting(10) == (10.0, 90.0), "at least the steps of ten pairs, whatever the share"
     now[0] += 81.0
     assert limited.up, "a rung needs 40 steps"
     assert limited.sitting(1)[1] == 19.0

@@ -12,8 +12,8 @@ from flatout.errors import UsageError
 from flatout.tuning.compare import LOOKS
 from flatout.tuning.plan import Plan
 
-SITTING_SECONDS = 20.0  # over one rung
-PATIENCE = 4  # how many times as long a slow rung may take for ten pairs of turns
+SITTING_SECONDS = 30.0  # over one rung
+PATIENCE = 3  # how many times as long a slow rung may take for ten pairs of turns
 
 
 @final
@@ -52,7 +52,7 @@ class Clock:
         fewer = int(tokens * self.limit / needed) // context * context
         smaller = f", or a smaller step: --batch-tokens {fewer}" if fewer else ""
         raise UsageError(
-            f"a step of {tokens:,} tokens takes {seconds:.1f} s here, and one rung with its parity check about "
-            f"{needed:.0f} s: more than --seconds {self.limit:g}",
+            f"a step of {tokens:,} tokens takes {seconds:.3g} s here, and one rung with its parity check about "
+            f"{needed:.1f} s: more than --seconds {self.limit:g}",
             f"give it more --seconds{smaller}",
         )

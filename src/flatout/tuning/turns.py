@@ -127,17 +127,18 @@ def _sitting(rung: Side, reference: Side, turns: Turns, *, apart: bool) -> Sitti
     coin = random.Random(f"{rung.name} {reference.name}")
     ratios: list[float] = []
     timed: list[StepReport] = []
+    looks = looks_up_to(turns.pairs)
     began = time.monotonic()
-    for look in looks_up_to(turns.pairs):
-        while not ratios or (len(ratios) < look and time.monotonic() - began < turns.most):
+    for look in looks:
+        limit = turns.most if look == looks[0] else turns.seconds
+        while not ratios or (len(ratios) < look and time.monotonic() - began < limit):
             figures: dict[str, float] = {}
             for side in coin.sample((rung, reference), 2):
                 reports = _turn(side, turns, apart=apart)
                 figures[side.name] = max(figure([report.seconds for report in reports]), 1e-9)
                 timed += reports if side is rung else []
             ratios.append(figures[reference.name] / figures[rung.name])
-        spent = time.monotonic() - began
-        if compare(ratios).settled or 2 * spent > turns.seconds:  # the next look comes after as many pairs again
+        if len(ratios) < look or compare(ratios).settled:
             break
     return Sitting(compare(ratios), timed, apart)
 

@@ -192,13 +192,13 @@ def total_lines(rows: Sequence[BenchRow], names: Sequence[str] = ()) -> list[str
     ladder = [row for row in rows if row.group == "ladder" and row.status == "green"]
     lines: list[str] = []
     if len(ladder) > 1 and ladder[-1].factor is not None and ladder[0].rung == "baseline":
-        top, base = ladder[-1], ladder[0]
+        top = ladder[-1]
         lost = [row.rung for row in rows if row.group == "ladder" and row.status in LOST]
         without = f" without {', '.join(lost)}" if lost else ""
         end = f"the full set{without}" if full_set(rows, names) else f"{top.rung}, the last rung that was measured"
         lines.append(
             f"from the baseline to {end}: {with_error(top.factor, top.factor_error, ' times')} "
-            f"({base.tokens_per_second:,.0f} to {top.tokens_per_second:,.0f} tokens/s)"
+            f"({top.tokens_per_second:,.0f} tokens/s)"
         )
     faster = [row for row in rows if (row.group, row.verdict) in (("extra", "faster"), ("without", "slower"))]
     if faster:

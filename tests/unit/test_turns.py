@@ -64,9 +64,10 @@ def simulated(load: Load, ratio: float, rng: random.Random) -> Comparison:
             pair = next(times), next(times)
             reference, rung = rng.sample(pair, 2)
             ratios.append(ratio * reference / rung)
-        if compare(ratios).settled:
+        found = compare(ratios)
+        if found.settled:
             break
-    return compare(ratios)
+    return found
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -42,9 +42,9 @@ from flatout.tuning.rungs import REFERENCE, Rung, as_words, check_asked, choose_
 from flatout.tuning.tricks import PERIOD, PERIODIC
 from flatout.tuning.turns import Side, sit
 
-# Of a rung that is compared with none: a slow one takes fewer steps than asked for, and never fewer than FEWEST_STEPS.
+# Of a rung that is compared with none, whose figure is no part of a gain.
 TIMED_SECONDS = 8.0
-FEWEST_STEPS = 3
+MOST_STEPS, FEWEST_STEPS = 80, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,12 +262,12 @@ def _try(
         peak = run.peak_memory_bytes()  # before the other run is built beside it
         clock.typical = statistics.median(report.seconds for report in early[len(early) // 2 :])
         found: Comparison | None = None
+        seconds, most = clock.sitting(waiting)
         if beside is None:
             whole = PERIOD if rung.trick in PERIODIC else 1
-            timed = side.take(step_count(plan.steps, clock.typical, whole=whole))
+            timed = side.take(step_count(plan.steps, clock.typical, seconds, whole=whole))
         else:
             other = Side(beside.rung, config_for(plan, _as_settings(beside.settings)), plan.device)
-            seconds, most = clock.sitting(waiting)
             sitting = sit(side, other, steps=plan.steps, typical=clock.typical, seconds=seconds, most=most)
             found, timed = sitting.compared, sitting.timed
             notices += [f"too large to stand in memory beside {beside.rung}: built anew for every turn"] * sitting.apart
@@ -290,9 +290,10 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
     return max(distances)
 
 
-def step_count(steps: int, seconds: float, *, whole: int = 1) -> int:
+def step_count(steps: int, seconds: float, limit: float = TIMED_SECONDS, *, whole: int = 1) -> int:
     """How many steps to time when one takes `seconds`: as asked for, fewer when slow, in whole periods of a trick."""
-    count = max(FEWEST_STEPS, min(steps, int(TIMED_SECONDS / max(seconds, 1e-9))))
+    fitting = int(min(limit, TIMED_SECONDS) / max(seconds, 1e-9))
+    count = max(FEWEST_STEPS, min(steps, MOST_STEPS, fitting))
     return -(-count // whole) * whole
 
 

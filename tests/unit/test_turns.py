@@ -59,6 +59,7 @@ def simulated(load: Load, ratio: float, rng: random.Random) -> Comparison:
     """A sitting over two rungs of which one is `ratio` times as fast, under a load, with 2% of its own noise."""
     times = (level * math.exp(rng.gauss(0, 0.02)) for level in load(rng))
     ratios: list[float] = []
+    found: Comparison | None = None
     for look in LOOKS:
         while len(ratios) < look:
             pair = next(times), next(times)
@@ -67,6 +68,7 @@ def simulated(load: Load, ratio: float, rng: random.Random) -> Comparison:
         found = compare(ratios)
         if found.settled:
             break
+    assert found is not None
     return found
 
 

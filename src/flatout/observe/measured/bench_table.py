@@ -191,8 +191,8 @@ def total_lines(rows: Sequence[BenchRow], names: Sequence[str] = ()) -> list[str
     """
     ladder = [row for row in rows if row.group == "ladder" and row.status == "green"]
     lines: list[str] = []
-    if len(ladder) > 1 and ladder[-1].factor is not None and ladder[0].rung == "baseline":
-        top = ladder[-1]
+    top = ladder[-1] if ladder else None
+    if top is not None and len(ladder) > 1 and top.factor is not None and ladder[0].rung == "baseline":
         lost = [row.rung for row in rows if row.group == "ladder" and row.status in LOST]
         without = f" without {', '.join(lost)}" if lost else ""
         end = f"the full set{without}" if full_set(rows, names) else f"{top.rung}, the last rung that was measured"

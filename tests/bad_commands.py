@@ -27,7 +27,7 @@ NUMBERS = {
     ("tune",): ["--memory", "--seconds"],
     ("tune", "lr"): ["--from", "--to", "--steps"],
     ("tune", "search", "space.yaml"): ["--trials"],
-    ("bench",): ["--steps", "--parity-steps", "--batch-tokens"],
+    ("bench",): ["--steps", "--parity-steps", "--batch-tokens", "--seconds"],
     ("profile",): ["--steps"],
     ("watch",): ["--port"],
     ("serve-report",): ["--port"],

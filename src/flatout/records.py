@@ -342,8 +342,11 @@ class BenchRow:
 
     `status` is green (parity holds), red (it does not, so there is no speed), out_of_memory, absent (this device cannot
     have the switch) or failed; `reason` says why. `parity` is the largest difference between its losses and the
-    reference's over `parity_steps` steps. `gain` is the speed over that of the rung `against`; of a rung that takes a
-    switch out it is the other way round, what the switch is worth in the full set. `factor` is over the baseline.
+    reference's over `parity_steps` steps. `gain` is the speed over that of the rung `against`, both timed in turns; of
+    a rung that takes a switch out it is the other way round, what the switch is worth in the full set. It is the median
+    of `pairs` paired ratios. Its interval goes from `gain_low` to `gain_high`, `error` is half of that as a share, and
+    `verdict` is what it carries: faster, slower, no difference seen or too noisy to tell. `factor` is over the
+    baseline, a product of such ratios with `factor_error`. `load` is the host's load average while it was timed.
     `words` is what the rung adds, `settings` all it sets, `used` what really ran; `milliseconds` is a median, but a
     mean for a trick that happens in some steps only. `place` is the rung's place in the list of all.
     """
@@ -385,6 +388,14 @@ class BenchRow:
     flatout: str
     torch: str
     commit: str | None
+    # Rows of earlier versions, which timed rungs one after the other, have none of these.
+    gain_low: float | None = None
+    gain_high: float | None = None
+    error: float | None = None
+    verdict: str = ""
+    pairs: int = 0
+    factor_error: float | None = None
+    load: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,8 @@ import flatout
 from flatout.cli import main
 from flatout.config.load import LoadedConfig
 from flatout.records import BenchRow
-from flatout.tuning import ladder
+from flatout.tuning import ladder, turns
+from flatout.tuning.clock import Clock
 from tests.conftest import TINY
 
 QUICK = ["bench", *TINY, "--steps", "3", "--parity-steps", "3"]
@@ -62,14 +63,14 @@ def test_rows_as_json_and_folders_in_turn(tmp_path: Path, capsys: pytest.Capture
 def test_ctrl_c_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    honest = ladder.borrowed_run
+    honest = turns.borrowed_run
 
-    def until_sdpa(loaded: LoadedConfig) -> object:
+    def until_sdpa(loaded: LoadedConfig, **named: bool) -> object:
         if loaded.config.speed.attention == "sdpa":
             raise KeyboardInterrupt
-        return honest(loaded)
+        return honest(loaded, **named)
 
-    monkeypatch.setattr(ladder, "borrowed_run", until_sdpa)
+    monkeypatch.setattr(turns, "borrowed_run", until_sdpa)
     assert main([*QUICK, "--only", "ladder", "--out", "rows"]) == 130
     assert [row["rung"] for row in rows_in(tmp_path / "rows")] == ["baseline", "fused-qkv"]
     assert (tmp_path / "rows" / "bench.png").exists()
@@ -83,14 +84,14 @@ def test_ctrl_c_keeps_what_was_measured(
 def test_sigterm_keeps_what_was_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    honest = ladder.borrowed_run
+    honest = turns.borrowed_run
 
-    def until_fused(loaded: LoadedConfig) -> object:
+    def until_fused(loaded: LoadedConfig, **named: bool) -> object:
         if loaded.config.speed.fused_qkv:
             os.kill(os.getpid(), signal.SIGTERM)
-        return honest(loaded)
+        return honest(loaded, **named)
 
-    monkeypatch.setattr(ladder, "borrowed_run", until_fused)
+    monkeypatch.setattr(turns, "borrowed_run", until_fused)
     assert main([*QUICK, "--only", "ladder", "--out", "rows"]) == 143
     assert [row["rung"] for row in rows_in(tmp_path / "rows")] == ["baseline"]
     assert (tmp_path / "rows" / "bench.png").exists()
@@ -99,7 +100,7 @@ def test_sigterm_keeps_what_was_measured(
 
 
 def test_a_red_rung_ends_with_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ladder, "parity_losses", lambda _run, steps: [0.0] * steps)
+    monkeypatch.setattr(ladder, "parity_losses", lambda _run, steps, _began: [0.0] * steps)
     assert main([*QUICK, "--rungs", "baseline", "--out", "rows"]) == 4
     assert rows_in(tmp_path / "rows")[0]["tokens_per_second"] is None
 
@@ -208,7 +209,7 @@ def test_going_on_measures_what_is_missing(tmp_path: Path, capsys: pytest.Captur
     assert "[2/2] sdpa" in said.err
     rows = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
     assert list(rows) == ["baseline", "fused-qkv", "sdpa"]
-    assert rows["sdpa"]["factor"] == pytest.approx(rows["baseline"]["milliseconds"] / rows["sdpa"]["milliseconds"])  # pyright: ignore
+    assert rows["sdpa"]["factor"] == pytest.approx(rows["fused-qkv"]["gain"] * rows["sdpa"]["gain"])  # pyright: ignore
     assert "from the baseline to sdpa, the last rung that was measured" in said.out
     assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on", "--batch-tokens", "128"]) == 2
     assert "batch_tokens 64, now it is 128" in capsys.readouterr().err
@@ -245,16 +246,53 @@ def test_a_damaged_file_is_told_by_its_line(tmp_path: Path, capsys: pytest.Captu
     assert path.read_text(encoding="utf-8") == "mine", "what is not a torn row is not cut off"
 
 
-def test_going_on_fills_in_the_gains_that_were_missing(tmp_path: Path):
+def test_a_gain_is_measured_in_turns_or_not_at_all(tmp_path: Path):
+    """Two rungs that were timed at different times are not divided by each other, not even when both are known."""
     assert main([*QUICK, "--rungs", "sdpa", "--out", "rows"]) == 0
     before = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
     assert before["fused-qkv"]["gain"] is before["sdpa"]["factor"] is None
+    assert before["sdpa"]["pairs"] == 3
     assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--go-on"]) == 0
     after = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
-    base, step = after["baseline"]["milliseconds"], after["fused-qkv"]["milliseconds"]
-    assert after["fused-qkv"]["gain"] == pytest.approx(base / step)  # pyright: ignore
-    assert after["sdpa"]["factor"] == pytest.approx(base / after["sdpa"]["milliseconds"])  # pyright: ignore
-    assert after["sdpa"]["gain"] == before["sdpa"]["gain"]
+    assert after["fused-qkv"] == before["fused-qkv"]
+    assert after["baseline"]["factor"] == 1.0
+
+
+def test_the_factor_of_a_rung_whose_neighbours_were_not_asked_for(tmp_path: Path):
+    assert main([*QUICK, "--rungs", "baseline,micro-batch", "--out", "rows"]) == 0
+    rows = {row["rung"]: row for row in rows_in(tmp_path / "rows")}
+    assert list(rows) == ["baseline", "sdpa", "micro-batch"]
+    assert rows["sdpa"]["against"] == "fused-qkv"
+    assert rows["sdpa"]["gain"] is None, "it was timed with the baseline"
+    assert rows["micro-batch"]["factor"] == pytest.approx(rows["sdpa"]["factor"] * rows["micro-batch"]["gain"])  # pyright: ignore
+
+
+def test_a_limit_on_the_time_leaves_the_rest_for_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    with monkeypatch.context() as patched:
+        patched.setattr(Clock, "up", True)
+        assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--seconds", "1000"]) == 0
+    assert "the time is up; not measured: fused-qkv. --go-on measures them" in capsys.readouterr().err
+    assert [row["rung"] for row in rows_in(tmp_path / "rows")] == ["baseline"], "one rung is always measured"
+    assert main([*QUICK, "--rungs", "fused-qkv", "--out", "rows", "--go-on", "--seconds", "1000"]) == 0
+    rows = rows_in(tmp_path / "rows")
+    assert [row["rung"] for row in rows] == ["baseline", "fused-qkv"]
+    assert rows[1]["pairs"] == 3
+
+
+def test_a_limit_that_is_too_short_says_what_would_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    exact = ladder.parity_losses
+    monkeypatch.setattr(ladder, "parity_losses", lambda run, steps, began: (began(15.0), exact(run, steps))[1])
+    assert main([*QUICK, "--rungs", "baseline", "--out", "rows", "--seconds", "170"]) == 2
+    error, hint = capsys.readouterr().err.splitlines()[-2:]
+    assert error.startswith(
+        "error: a step of 64 tokens takes 15 s here, and one rung with its parity check about 390.0 s"
+    )
+    assert hint == "hint: give it more --seconds, or a smaller step: --batch-tokens 16"
+    assert not list(tmp_path.iterdir())
 
 
 def test_going_on_needs_the_same_machine(

@@ -29,10 +29,11 @@ from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, ResourceError, UsageError
 from flatout.observe.measured import bench_picture
 from flatout.observe.measured.bench_picture import draw_bench
-from flatout.observe.measured.bench_table import BenchReader, print_bench, total_lines
+from flatout.observe.measured.bench_table import BenchReader, beside_claim, print_bench, total_lines
 from flatout.records import BenchProgress, BenchRow, bench_row_from_json, record_to_json
-from flatout.tuning import ladder, plan
+from flatout.tuning import ladder, plan, turns
 from flatout.tuning.claims import CLAIMS, TOTALS, claim_of
+from flatout.tuning.compare import Comparison, chained, compare
 from flatout.tuning.measure import Steps, borrowed_run, parity_losses, summary_of
 from flatout.tuning.plan import make_plan
 from flatout.tuning.practice_data import practice_data, write_random
@@ -237,7 +238,7 @@ def climb(loaded: LoadedConfig, *names: str, **named: Any) -> dict[str, BenchRow
 def test_a_rung_that_does_not_match_the_reference_has_no_speed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
     exact = ladder.parity_losses
 
-    def shifted(run: Run, steps: int) -> list[float]:
+    def shifted(run: Run, steps: int, _began: Any) -> list[float]:
         return [loss + 0.01 for loss in exact(run, steps)]
 
     monkeypatch.setattr(ladder, "parity_losses", shifted)
@@ -253,31 +254,31 @@ def test_a_rung_that_does_not_match_the_reference_has_no_speed(tiny: Tiny, monke
 
 def test_a_wrong_gradient_turns_a_rung_red(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
     """The gate must see weights move wrongly, not only a wrong first loss."""
-    honest = ladder.borrowed_run
+    honest = turns.borrowed_run
 
     @contextlib.contextmanager
-    def tampered(loaded: LoadedConfig) -> Iterator[Run]:
-        with honest(loaded) as run:
+    def tampered(loaded: LoadedConfig, **named: Any) -> Iterator[Run]:
+        with honest(loaded, **named) as run:
             if loaded.config.speed.fused_qkv:
                 next(run.model.parameters()).register_hook(torch.neg)  # of the embedding: uphill instead of down
             yield run
 
-    monkeypatch.setattr(ladder, "borrowed_run", tampered)
+    monkeypatch.setattr(turns, "borrowed_run", tampered)
     rows = climb(tiny("optim.learning_rate=2e-2"), "fused-qkv", parity_steps=12)
     assert rows["baseline"].status == "green"
     assert rows["fused-qkv"].status == "red"
 
 
 def test_a_switch_that_a_run_gives_up_on_the_way_has_no_speed(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
-    honest = ladder.borrowed_run
+    honest = turns.borrowed_run
 
     @contextlib.contextmanager
-    def giving_up(loaded: LoadedConfig) -> Iterator[Run]:
-        with honest(loaded) as run:
+    def giving_up(loaded: LoadedConfig, **named: Any) -> Iterator[Run]:
+        with honest(loaded, **named) as run:
             run.new_notices.add("fused_qkv became false: it did not work out")
             yield run
 
-    monkeypatch.setattr(ladder, "borrowed_run", giving_up)
+    monkeypatch.setattr(turns, "borrowed_run", giving_up)
     rows = climb(tiny(), "fused-qkv", "sdpa")
     assert rows["fused-qkv"].status == "failed"
     assert "did not work out" in rows["fused-qkv"].reason
@@ -293,10 +294,10 @@ def test_no_number_is_never_close():
 
 
 def test_a_rung_without_memory_says_so_and_the_ladder_goes_on(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
-    honest = ladder.borrowed_run
+    honest = turns.borrowed_run
     tried: list[int] = []
 
-    def small_card(loaded: LoadedConfig) -> Any:
+    def small_card(loaded: LoadedConfig, **named: Any) -> Any:
         size = loaded.config.speed.micro_batch or 0
         if loaded.config.speed.attention == "sdpa":
             tried.append(size)
@@ -304,9 +305,9 @@ def test_a_rung_without_memory_says_so_and_the_ladder_goes_on(tiny: Tiny, monkey
                 raise ResourceError("out of device memory: too much", "less")
         if not loaded.config.speed.fused_qkv and loaded.config.speed.attention == "sdpa":
             raise RuntimeError("a kernel broke\nwith a long story")
-        return honest(loaded)
+        return honest(loaded, **named)
 
-    monkeypatch.setattr(ladder, "borrowed_run", small_card)
+    monkeypatch.setattr(turns, "borrowed_run", small_card)
     names = ["sdpa", "micro-batch", "fused-adamw", "without-fused-qkv"]
     rows = climb(tiny("train.batch_tokens=256", "speed.micro_batch=16"), *names)
     assert tried[:4] == [2, 16, 8, 4]  # the micro-batch halves until it fits, and stays so
@@ -319,14 +320,14 @@ def test_a_rung_without_memory_says_so_and_the_ladder_goes_on(tiny: Tiny, monkey
 
 
 def test_a_switch_without_memory_is_not_carried_up(tiny: Tiny, monkeypatch: pytest.MonkeyPatch):
-    honest = ladder.borrowed_run
+    honest = turns.borrowed_run
 
-    def no_sdpa(loaded: LoadedConfig) -> Any:
+    def no_sdpa(loaded: LoadedConfig, **named: Any) -> Any:
         if loaded.config.speed.attention == "sdpa":
             raise ResourceError("out of device memory: too much", "less")
-        return honest(loaded)
+        return honest(loaded, **named)
 
-    monkeypatch.setattr(ladder, "borrowed_run", no_sdpa)
+    monkeypatch.setattr(turns, "borrowed_run", no_sdpa)
     rows = climb(tiny(), "fused-qkv", "sdpa", "micro-batch", "without-sdpa")
     assert rows["sdpa"].status == "out_of_memory"
     assert rows["micro-batch"].against == "fused-qkv"
@@ -335,21 +336,26 @@ def test_a_switch_without_memory_is_not_carried_up(tiny: Tiny, monkeypatch: pyte
     assert "not in the full set" in rows["without-sdpa"].reason
 
 
-def test_gains_come_when_the_other_side_does():
-    rows = {
-        "baseline": row("baseline", milliseconds=90.0, mean_milliseconds=100.0),
-        "sdpa": row("sdpa", against="baseline", milliseconds=45.0, gain=None, factor=None),
-        "gc-collect": row("gc-collect", group="extra", against="sdpa", words=("gc-collect",), mean_milliseconds=50.0),
-        "without-sdpa": row("without-sdpa", group="without", against="sdpa", milliseconds=60.0),
-        "red": row("red", status="red", **NO_SPEED),
-    }
-    alone = ladder.with_gains(rows["sdpa"], {"sdpa": rows["sdpa"]})
-    assert alone.gain is alone.factor is None
-    found = {name: ladder.with_gains(one, rows) for name, one in rows.items()}
-    assert found["sdpa"].gain == found["sdpa"].factor == 2.0
-    assert found["gc-collect"].factor == 2.0  # of means, because a median does not see it
-    assert found["without-sdpa"].gain == pytest.approx(60 / 45)
-    assert found["red"] == rows["red"]
+def test_a_gain_is_over_the_rung_it_was_timed_with_and_a_factor_over_the_baseline():
+    found = Comparison(2.0, 1.9, 2.2, 20)
+    none = {"gain": None, "factor": None}
+    base = ladder.with_ratios(row("baseline", **none), None, None)
+    assert (base.gain, base.factor, base.factor_error) == (None, 1.0, 0.0)
+    step = ladder.with_ratios(row("sdpa", against="baseline", **none), base, found)
+    assert (step.gain, step.gain_low, step.gain_high, step.pairs, step.verdict) == (2.0, 1.9, 2.2, 20, "faster")
+    assert step.error == step.factor_error == pytest.approx(math.sqrt(2.2 / 1.9) - 1)
+    out = ladder.with_ratios(row("without-sdpa", group="without", against="sdpa", **none), step, found)
+    assert (out.gain, out.gain_low, out.gain_high) == pytest.approx((1 / 2.0, 1 / 2.2, 1 / 1.9))
+    assert out.verdict == "slower", "of the switch, not of the rung without it"
+    assert out.factor == 4.0
+    far = ladder.with_ratios(row("micro-batch", against="fused-adamw", **none), step, found)
+    assert (far.gain, far.verdict, far.factor) == (None, "", 4.0), "it was timed with another one than it is over"
+    assert far.factor_error == pytest.approx(chained([step.error, step.error]))
+    few = ladder.with_ratios(row("loss", against="sdpa", **none), step, compare([2.0, 2.1]))
+    assert (few.gain, few.error, few.gain_low, few.factor_error) == (2.05, None, None, None)
+    assert few.verdict == "too noisy to tell"
+    red = row("red", status="red", **NO_SPEED)
+    assert ladder.with_ratios(red, step, None) == red
 
 
 def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -366,16 +372,6 @@ def test_another_machine_or_config_is_told_in_words(tiny: Tiny, tmp_path: Path, 
     more = dataclasses.replace(made, config_words=(*made.config_words, "optim.beta2=0.9"))
     with pytest.raises(UsageError, match=r"the settings none, now it is optim\.beta2=0\.9"):
         plan.check_same(more, rows)
-
-
-def test_other_steps_than_before_are_told(tiny: Tiny):
-    earlier = list(climb(tiny(), "baseline", steps=4).values())
-    said: list[str] = []
-    climb(tiny(), "baseline", steps=3, earlier=earlier, notice=said.append)
-    assert any("timed for 4 steps, now it is 3" in line for line in said)
-    said.clear()
-    climb(tiny(), "baseline", steps=4, earlier=earlier, notice=said.append)
-    assert not any("timed for" in line for line in said)
 
 
 # --- what it is measured on -------------------------------------------------------------------------------------------
@@ -501,10 +497,10 @@ def test_the_table_shows_speeds_of_green_rungs_only():
     text = table(rows, "baseline", "compile")
     line = next(line for line in text.splitlines() if line.startswith("fp16"))
     assert "red" in line
-    assert line.split() == ["fp16", "red", "1.0e-06", *["-"] * 7]
+    assert line.split() == ["fp16", "red", "1.0e-06", *["-"] * 8]
     assert "3,000" in text
     assert "12.5" in text
-    assert "from the baseline to the full set: 3.0 times" in text
+    assert "from the baseline to the full set: 3.00 times" in text
     assert "not green: fp16" in text
     assert "fp8" in text
     assert "\x1b" not in text
@@ -525,17 +521,58 @@ def test_what_guides_claim_is_shown_only_when_asked_for(tmp_path: Path):
 
 def test_rows_of_earlier_versions_can_be_read():
     old = json.loads(record_to_json(row("sdpa"))) | {"claim_rows": ["002-03"]}
+    for name in ("gain_low", "gain_high", "error", "verdict", "pairs", "factor_error", "load"):
+        del old[name]
     assert bench_row_from_json(json.dumps(old)) == row("sdpa")
 
 
-def test_gains_of_noisy_rungs_are_marked():
-    rows = [row("baseline", gain=None, spread=0.4), row("sdpa", against="baseline"), row("loss", against="sdpa")]
-    text = table(rows)
-    cells = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
-    assert "~1.50x" in cells["sdpa"]  # what it is over lay far apart
-    assert "1.50x" in cells["loss"]
-    assert "spread above 25%" in text
-    assert "~" not in table([row("sdpa")])
+def test_the_table_shows_errors_verdicts_and_how_noisy_it_was():
+    sure = {"gain": 1.5, "gain_low": 1.45, "gain_high": 1.55, "error": 0.034, "verdict": "faster", "pairs": 20}
+    open_ = {
+        "gain": 0.54,
+        "gain_low": 0.4,
+        "gain_high": 1.4,
+        "error": 0.87,
+        "verdict": "too noisy to tell",
+        "pairs": 80,
+    }
+    rows = [
+        row("baseline", gain=None, factor=1.0, factor_error=0.0),
+        row("sdpa", against="baseline", factor=1.5, factor_error=0.034, spread=0.3, load=1.5, **sure),
+        row("without-pad-vocab", group="without", against="sdpa", factor=2.8, spread=0.5, load=3.25, **open_),
+    ]
+    text = table(rows, "baseline", "sdpa")
+    lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
+    assert "1.50x ±3.4%" in lines["sdpa"]
+    assert lines["sdpa"].rstrip().endswith("faster")
+    assert "0.54x ±87%" in lines["without-pad-vocab"]
+    assert lines["without-pad-vocab"].rstrip().endswith("too noisy to tell")
+    assert "from the baseline to the full set: 1.50 times ±3.4% (" in text
+    assert "lay within 40% of each other, load average 1.5 to 3.2; gains are known to ±45.2% (median)" in text
+    assert "too noisy to tell: without-pad-vocab. Measure again" in text
+    assert "compile s" not in text, "nothing was compiled"
+
+
+def test_a_rung_that_beats_the_full_set_is_named_only_where_the_error_allows():
+    rows = [
+        row("baseline", factor=1.0, tokens_per_second=10.0),
+        row("sdpa", tokens_per_second=20.0),
+        row("fp16", group="extra", against="sdpa", tokens_per_second=99.0, verdict="too noisy to tell"),
+        row("workers-4", group="extra", against="sdpa", tokens_per_second=19.0, verdict="faster"),
+        row("without-pad-vocab", group="without", against="sdpa", tokens_per_second=19.0, verdict="slower"),
+        row("full-again", group="extra", against="sdpa", verdict="slower", gain=0.9, error=0.02),
+    ]
+    lines = total_lines(rows)
+    assert "faster than what it is compared with: workers-4, without-pad-vocab" in lines
+    assert any("full-again is the full set once more and came out at 0.90x ±2.0%" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [(1.0, 1.05, "less here"), (1.6, 1.7, "more here"), (1.2, 1.4, "agrees"), (1.0, 1.2, "unclear"), (None, None, "")],
+)
+def test_a_claim_is_judged_by_the_interval(low: float | None, high: float | None, words: str):
+    assert beside_claim(row("compile", gain_low=low, gain_high=high)) == words
 
 
 def test_lines_in_a_log_are_whole_and_one_rung_is_one(capsys: pytest.CaptureFixture[str]):
@@ -550,18 +587,18 @@ def test_lines_in_a_log_are_whole_and_one_rung_is_one(capsys: pytest.CaptureFixt
 
 def test_a_total_needs_both_ends():
     assert total_lines([row("compile")]) == []
-    assert "3.0 times" in total_lines([row("baseline", factor=1.0), row("compile", factor=3.0)])[0]
+    assert "3.00 times" in total_lines([row("baseline", factor=1.0), row("compile", factor=3.0)])[0]
 
 
 def test_the_full_set_is_named_only_when_its_rung_was_measured():
     rows = [row("baseline", factor=1.0), row("sdpa", factor=0.8)]
     names = ("baseline", "sdpa", "compile", "triton")
-    assert total_lines(rows, names)[0].startswith("from the baseline to sdpa, the last rung that was measured: 0.8 ")
+    assert total_lines(rows, names)[0].startswith("from the baseline to sdpa, the last rung that was measured: 0.80 ")
     assert "full set" not in table(rows, *names)
     above = [row("compile", status="red", **NO_SPEED), row("triton", status="absent", **NO_SPEED)]
     assert "sdpa" in total_lines([*rows, above[0]], names)[0], "triton may still come"
     assert total_lines([*rows, *above], names)[0].startswith(
-        "from the baseline to the full set without compile: 0.8 times"
+        "from the baseline to the full set without compile: 0.80 times"
     )
     assert "one switch at a time, up to the full set" in table([*rows, *above], *names)
     beside = row("without-sdpa", group="without", against="sdpa")

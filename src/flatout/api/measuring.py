@@ -16,11 +16,12 @@ from flatout.tuning.tuner import tune as search_settings
 def bench(
     config: Config | None = None,
     *,
-    steps: int = 12,
+    steps: int = 800,
     parity_steps: int = 20,
     batch_tokens: int | None = None,
     rungs: Sequence[str] | None = None,
     only: str | None = None,
+    seconds: float | None = None,
     folder: str | Path | None = None,
     go_on: bool = False,
     notice: Callable[[str], None] = lambda _: None,
@@ -28,9 +29,10 @@ def bench(
 ) -> Generator[BenchRow]:
     """Measures every speed switch that this machine has, from the naive baseline up, and yields a row for each.
 
-    A rung first has to show the reference's losses over `parity_steps` steps; then at most `steps` steps are timed.
-    `rungs` are names, `only` is ladder, without or extra. With a `folder`, rows are also written to bench.jsonl there,
-    from the first measured one on; with `go_on`, rungs that are there already are not measured again.
+    A rung first has to show the reference's losses over `parity_steps` steps; then at most `steps` steps are timed, in
+    turns with the rung that it is compared with. `rungs` are names, `only` is ladder, without or extra. After about
+    `seconds`, no other rung is begun. With a `folder`, rows are also written to bench.jsonl there, from the first
+    measured one on; with `go_on`, rungs that are there already are not measured again.
     """
     config = with_sources(config or load_config())
     path = None if folder is None else Path(folder) / "bench.jsonl"
@@ -45,6 +47,7 @@ def bench(
         batch_tokens=batch_tokens,
         names=rungs,
         only=only,
+        seconds=seconds,
         earlier=[] if path is None or not path.exists() else read_bench(path, notice),
         notice=notice,
         progress=progress,

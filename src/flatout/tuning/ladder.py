@@ -2,13 +2,15 @@
 
 Idea: one reference run (exact arithmetic, nothing fused) gives the losses that any trainer of this model, data, seed
 and batch must have. A rung trains the first steps of that same run with its own switches. If its losses lie within the
-tolerance of its arithmetic, it goes on training with the clock on; if not, it is red and has no speed at all.
+tolerance of its arithmetic, it goes on training with the clock on, in turns with the rung that it is compared with
+(`turns.py`); if not, it is red and has no speed at all.
 
 Contract:
 - Every rung sees the same batches, seed and global batch. Only `speed` differs between two rungs.
 - A rung that cannot be had here, runs out of memory or breaks is a row that says so, and the ladder goes on without it.
 - A switch that is not green is not carried up: the rungs above stand on what works.
 - Rows are yielded as they are measured; whoever stops listening keeps them.
+- A gain is measured in turns or not at all. A factor is the product of such ratios from the baseline up.
 Trap: all rungs share one process. `borrowed_run` clears up between them; a CUDA context that a kernel has broken cannot
 be cleared, and every rung after it will say so.
 """
@@ -17,6 +19,7 @@ import dataclasses
 import functools
 import gc
 import math
+import os
 import statistics
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
@@ -30,25 +33,42 @@ from flatout.errors import ResourceError, UserError
 from flatout.model.count import flops_per_token, parameter_count
 from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
-from flatout.tuning.measure import Measurement, Steps, borrowed_run, parity_losses, summary_of
+from flatout.tuning.clock import Clock
+from flatout.tuning.compare import Comparison, chained
+from flatout.tuning.measure import Measurement, borrowed_run, parity_losses, summary_of
 from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.rungs import REFERENCE, Rung, as_words, check_asked, choose_rungs, settings_of, tolerance_of
-from flatout.tuning.tricks import PERIOD, PERIODIC, trick
+from flatout.tuning.tricks import PERIOD, PERIODIC
+from flatout.tuning.turns import Side, sit
 
-TIMED_SECONDS = 8.0  # a slow rung takes fewer steps than asked for, and never fewer than the next line says
-FEWEST_STEPS = 3
+# Of a rung that is compared with none, whose figure is no part of a gain.
+TIMED_SECONDS = 8.0
+MOST_STEPS, FEWEST_STEPS = 80, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How measuring one rung went; `parity` and `measured` are None where it did not come so far."""
+    """How measuring one rung went; `parity` and `measured` are None where it did not come so far.
+
+    `compared` is None where there was nothing to compare with.
+    """
 
     status: str
     reason: str
     parity: float | None = None
     measured: Measurement | None = None
     speed: Speed | None = None
+    compared: Comparison | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Ground:
+    """What all rungs have in common: the plan, the losses of the reference, and the time."""
+
+    plan: Plan
+    losses: Sequence[float]
+    clock: Clock
 
 
 def bench(
@@ -59,6 +79,7 @@ def bench(
     batch_tokens: int | None = None,
     names: Sequence[str] | None = None,
     only: str | None = None,
+    seconds: float | None = None,
     earlier: Sequence[BenchRow] = (),
     notice: Callable[[str], None] = lambda _: None,
     progress: Callable[[BenchProgress], None] = lambda _: None,
@@ -66,19 +87,15 @@ def bench(
     """Measures the rungs of the ladder for a config and yields a row for each.
 
     `names` chooses rungs, `only` one of the groups ladder, without and extra; without either, all are measured. What a
-    rung is compared with is measured too. The gate takes `parity_steps` steps, the clock at most `steps`. Rungs in
-    `earlier` were measured before, with the same config on the same machine, and stand for themselves.
+    rung is compared with is measured too. The gate takes `parity_steps` steps, the clock at most `steps`. After about
+    `seconds` in all, no other rung is begun. Rungs in `earlier` were measured before, with the same config on the same
+    machine, and stand for themselves.
     """
     check_asked(loaded, names)
+    clock = Clock(seconds, parity_steps)
     with scratch_folder("flatout-bench-") as scratch:
         plan = make_plan(loaded, scratch, steps, parity_steps, batch_tokens, notice)
         check_same(plan, earlier)
-        other = sorted({row.steps for row in earlier if _other_steps(row, steps)})
-        if other:
-            told = " and ".join(str(count) for count in other)
-            notice(
-                f"rungs that are there were timed for {told} steps, now it is {steps}: fewer steps are a rougher figure"
-            )
         listed = rungs_for(plan)
         how = functools.partial(absences, plan)
         present, chosen, absent = choose_rungs(listed, names, only, plan.device.kind, how)
@@ -87,8 +104,8 @@ def bench(
         rungs = [rung for rung in chosen if rung.name not in known]
         if rungs:
             progress(BenchProgress(0, len(rungs), "reference", "reference"))
-        reference = reference_losses(plan, notice) if rungs else []
-        for row in _climb(plan, present, rungs, known, reference, progress):
+        ground = Ground(plan, reference_losses(plan, notice, clock) if rungs else [], clock)
+        for row in _climb(ground, present, rungs, known, notice, progress):
             yield dataclasses.replace(row, place=places[row.rung])
         for rung, reason in absent:
             if rung.name not in known:
@@ -96,13 +113,13 @@ def bench(
                 yield dataclasses.replace(row, place=places[rung.name])
 
 
-def reference_losses(plan: Plan, notice: Callable[[str], None]) -> list[float]:
+def reference_losses(plan: Plan, notice: Callable[[str], None], clock: Clock) -> list[float]:
     """The losses that all rungs are held against; the micro-batch shrinks until it fits."""
     size = int(REFERENCE["speed.micro_batch"])
     while True:
         try:
             with borrowed_run(config_for(plan, {**REFERENCE, "speed.micro_batch": str(size)})) as run:
-                return parity_losses(run, plan.parity_steps)
+                return parity_losses(run, plan.parity_steps, functools.partial(clock.check, plan))
         except ResourceError:
             if size == 1:
                 raise
@@ -114,31 +131,34 @@ def reference_losses(plan: Plan, notice: Callable[[str], None]) -> list[float]:
 
 
 def _climb(
-    plan: Plan,
+    ground: Ground,
     present: Sequence[Rung],
     rungs: Sequence[Rung],
     known: Mapping[str, BenchRow],
-    reference: Sequence[float],
+    notice: Callable[[str], None],
     progress: Callable[[BenchProgress], None],
 ) -> Generator[BenchRow]:
-    chosen = {rung.name for rung in rungs}
+    plan, waiting = ground.plan, [rung.name for rung in rungs]
     climbed: list[Rung] = []  # the rungs of the ladder whose switches are on
     timed: dict[str, BenchRow] = {}
-    number = 0
     for rung in present:
         row = known.get(rung.name)
         if row is not None:
             timed |= {rung.name: row} if row.milliseconds is not None else {}
-            words = dict(word.split("=", 1) for word in row.words if "=" in word)  # its micro-batch may have shrunk
             carried_up = rung.group == "ladder" and row.status == "green"
-            climbed += [dataclasses.replace(rung, words=words)] if carried_up else []
+            # Its micro-batch may have shrunk.
+            climbed += [dataclasses.replace(rung, words=_as_settings(row.words))] if carried_up else []
             continue
-        if rung.name not in chosen:
+        if rung.name not in waiting:
             climbed += [rung] if rung.group == "ladder" else []
             continue
-        number += 1
+        if ground.clock.up and len(waiting) < len(rungs):
+            notice(f"the time is up; not measured: {', '.join(waiting)}. --go-on measures them")
+            return
+        number = len(rungs) - len(waiting) + 1
         carried = {step.name for step in climbed}
         if rung.group == "without" and rung.switch not in carried:
+            waiting.remove(rung.name)
             reason = f"{rung.switch} is not in the full set"
             yield row_of(plan, rung, settings_of(rung, climbed), Outcome("absent", reason))
             continue
@@ -146,56 +166,63 @@ def _climb(
         def tell(phase: str, number: int = number, name: str = rung.name) -> None:
             progress(BenchProgress(number, len(rungs), name, phase))
 
-        rung, outcome = _measured(plan, rung, climbed, reference, tell)
         # The rung below may have turned out red: the one that is really stood on counts.
         ladder = rung.group == "ladder"
         against = rung.against if not ladder and rung.against in timed else climbed[-1].name if climbed else None
+        # It may also not have been asked for. The last one that was timed is then still good for the factor.
+        names = [*(step.name for step in climbed), against]
+        beside = next((timed[name] for name in reversed(names) if name in timed), None)
+        rung, outcome = _measured(ground, rung, climbed, beside, len(waiting), tell)
+        waiting.remove(rung.name)
         if outcome.status == "green":
             climbed += [rung] if ladder else []
         settings = settings_of(rung, climbed)
         row = row_of(plan, dataclasses.replace(rung, against=against), settings, outcome)
+        row = with_ratios(row, beside, outcome.compared)
         timed |= {rung.name: row} if row.milliseconds is not None else {}
-        yield with_gains(row, timed)
+        yield row
 
 
-def with_gains(row: BenchRow, rows: Mapping[str, BenchRow]) -> BenchRow:
-    """The row with its gain and factor, as far as what they are over is among `rows`, by name."""
+def _as_settings(words: Sequence[str]) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def milliseconds(name: str | None) -> float | None:
-        other = rows.get(name or "")
-        if other is None:
-            return None
-        return other.mean_milliseconds if _periodic(row) else other.milliseconds
 
-    own, other, base = (milliseconds(name) for name in (row.rung, row.against, "baseline"))
-    if own is None:
+def with_ratios(row: BenchRow, beside: BenchRow | None, found: Comparison | None) -> BenchRow:
+    """The row with its factor and gain, from what was `found` in turns with the rung `beside`."""
+    if row.rung == "baseline" and row.milliseconds is not None:
+        return dataclasses.replace(row, factor=1.0, factor_error=0.0)
+    if beside is None or found is None:
         return row
-    gain = None if other is None else other / own
-    gain = 1 / gain if gain is not None and row.group == "without" else gain
-    return dataclasses.replace(row, gain=gain, factor=None if base is None else base / own)
-
-
-def _periodic(row: BenchRow) -> bool:
-    return any(word in PERIODIC for word in row.words)
-
-
-def _other_steps(row: BenchRow, steps: int) -> bool:
-    """Whether a row was timed for more or fewer steps than are asked for now, and not only because it is slow."""
-    if row.milliseconds is None or _periodic(row):
-        return False
-    seconds = row.steps * row.milliseconds / 1000
-    return row.steps > steps or (row.steps < steps and seconds < TIMED_SECONDS / 2)
+    if beside.factor is not None:
+        known = beside.factor_error is not None and math.isfinite(found.error)
+        row = dataclasses.replace(
+            row,
+            factor=beside.factor * found.ratio,
+            factor_error=chained((beside.factor_error or 0.0, found.error)) if known else None,
+        )
+    if beside.rung != row.against:
+        return row
+    found = found.turned() if row.group == "without" else found
+    bounds: dict[str, float] = {}
+    if math.isfinite(found.error):
+        bounds = {"gain_low": found.low, "gain_high": found.high, "error": found.error}
+    return dataclasses.replace(row, gain=found.ratio, pairs=found.pairs, verdict=found.verdict, **bounds)
 
 
 def _measured(
-    plan: Plan, rung: Rung, climbed: Sequence[Rung], reference: Sequence[float], tell: Callable[[str], None]
+    ground: Ground,
+    rung: Rung,
+    climbed: Sequence[Rung],
+    beside: BenchRow | None,
+    waiting: int,
+    tell: Callable[[str], None],
 ) -> tuple[Rung, Outcome]:
     """The rung as it was measured, which may have a smaller micro-batch than was asked for."""
     while True:
         tell("parity")
         settings = settings_of(rung, climbed)
         try:
-            return rung, _try(plan, rung, settings, reference, tell)
+            return rung, _try(ground, rung, settings, beside, waiting, tell)
         except ResourceError as error:
             outcome = Outcome("out_of_memory", error.message)
         except UserError as error:
@@ -211,26 +238,43 @@ def _measured(
 
 
 def _try(
-    plan: Plan, rung: Rung, settings: dict[str, str], reference: Sequence[float], tell: Callable[[str], None]
+    ground: Ground,
+    rung: Rung,
+    settings: dict[str, str],
+    beside: BenchRow | None,
+    waiting: int,
+    tell: Callable[[str], None],
 ) -> Outcome:
-    tolerance = tolerance_of(settings)
-    with borrowed_run(config_for(plan, settings)) as run, trick(rung.trick, plan.device) as after_step:
+    plan, clock, tolerance = ground.plan, ground.clock, tolerance_of(settings)
+    with Side(rung.name, config_for(plan, settings), plan.device, rung.trick) as side:
+        run = side.run
         notices = list(refusals(run.speed, settings).values())
-        with Steps(run, after_step=after_step) as stepping:
-            early = stepping.take(plan.parity_steps)
-            parity = largest_difference([report.loss for report in early], reference)
-            notices += run.new_notices.take()
-            lost = given_up(notices, rung)
-            if lost is not None:
-                return Outcome("failed", lost, parity, None, run.speed)
-            if not parity <= tolerance:
-                differs = f"the losses differ by {parity:.2g}, more than {tolerance:g}"
-                return Outcome("red", "; ".join([differs, *notices]), parity, None, run.speed)
-            tell("timing")
-            typical = statistics.median(report.seconds for report in early[len(early) // 2 :])
-            timed = stepping.take(step_count(plan.steps, typical, whole=PERIOD if rung.trick in PERIODIC else 1))
+        early = side.take(plan.parity_steps)
+        parity = largest_difference([report.loss for report in early], ground.losses)
         notices += run.new_notices.take()
-        return Outcome("green", "; ".join(notices), parity, summary_of(run, early, timed), run.speed)
+        lost = given_up(notices, rung)
+        if lost is not None:
+            return Outcome("failed", lost, parity, None, run.speed)
+        if not parity <= tolerance:
+            differs = f"the losses differ by {parity:.2g}, more than {tolerance:g}"
+            return Outcome("red", "; ".join([differs, *notices]), parity, None, run.speed)
+        tell("timing")
+        peak = run.peak_memory_bytes()  # before the other run is built beside it
+        clock.typical = statistics.median(report.seconds for report in early[len(early) // 2 :])
+        found: Comparison | None = None
+        seconds, most = clock.sitting(waiting)
+        if beside is None:
+            whole = PERIOD if rung.trick in PERIODIC else 1
+            timed = side.take(step_count(plan.steps, clock.typical, seconds, whole=whole))
+        else:
+            other = Side(beside.rung, config_for(plan, _as_settings(beside.settings)), plan.device)
+            sitting = sit(side, other, steps=plan.steps, typical=clock.typical, seconds=seconds, most=most)
+            found, timed = sitting.compared, sitting.timed
+            notices += [f"too large to stand in memory beside {beside.rung}: built anew for every turn"] * sitting.apart
+        # The compiler is watched for the whole process: what it says now may be about the other run.
+        notices += [line for line in run.new_notices.take() if not line.startswith("compile ")]
+        measured = dataclasses.replace(summary_of(run, early, timed), peak_bytes=peak)
+        return Outcome("green", "; ".join(notices), parity, measured, run.speed, found)
 
 
 def given_up(notices: Sequence[str], rung: Rung) -> str | None:
@@ -246,9 +290,10 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
     return max(distances)
 
 
-def step_count(steps: int, seconds: float, *, whole: int = 1) -> int:
+def step_count(steps: int, seconds: float, limit: float = TIMED_SECONDS, *, whole: int = 1) -> int:
     """How many steps to time when one takes `seconds`: as asked for, fewer when slow, in whole periods of a trick."""
-    count = max(FEWEST_STEPS, min(steps, int(TIMED_SECONDS / max(seconds, 1e-9))))
+    fitting = int(min(limit, TIMED_SECONDS) / max(seconds, 1e-9))
+    count = max(FEWEST_STEPS, min(steps, MOST_STEPS, fitting))
     return -(-count // whole) * whole
 
 
@@ -293,5 +338,14 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         flatout=flatout.__version__,
         torch=torch.__version__,
         commit=plan.commit,
+        load=None if outcome.measured is None else _load_average(),
         **{**timed, "milliseconds": milliseconds},
     )
+
+
+def _load_average() -> float | None:
+    """Of the last minute, with our own work in it; not every system tells."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None

@@ -59,10 +59,15 @@ class Measurement:
     steps: int
 
 
-def parity_losses(run: Run, steps: int) -> list[float]:
-    """The losses of the first `steps` real training steps; a loss is of the weights before its step."""
+def parity_losses(run: Run, steps: int, began: Callable[[float], None] = lambda _: None) -> list[float]:
+    """The losses of the first `steps` real training steps; a loss is of the weights before its step.
+
+    `began` is told how many seconds the second step took, which compiles nothing.
+    """
     with Steps(run) as stepping:
-        return [report.loss for report in stepping.take(steps)]
+        first = stepping.take(min(2, steps))
+        began(first[-1].seconds)
+        return [report.loss for report in (*first, *stepping.take(steps - len(first)))]
 
 
 @final
@@ -136,12 +141,15 @@ def _reset_peak(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def borrowed_run(loaded: LoadedConfig | RunConfig, world: World | None = None) -> Iterator[Run]:
+def borrowed_run(
+    loaded: LoadedConfig | RunConfig, world: World | None = None, *, beside: bool = False
+) -> Iterator[Run]:
     """A run with fresh weights for the length of a block; afterwards its memory and its compiled code are gone.
 
-    The tensors go even while somebody still holds the run, so one rung cannot weigh on the next.
+    The tensors go even while somebody still holds the run, so one rung cannot weigh on the next. `beside` another
+    borrowed run, which lasts longer, compiled code stays until that one ends.
     """
-    free_memory()
+    free_memory(compiled=not beside)
     run: Run | None = None
     try:
         with out_of_memory():
@@ -151,7 +159,7 @@ def borrowed_run(loaded: LoadedConfig | RunConfig, world: World | None = None) -
         if run is not None:
             release(run)
         del run
-        free_memory()
+        free_memory(compiled=not beside)
 
 
 @torch.no_grad()
@@ -171,8 +179,8 @@ def release(run: Run) -> None:
         parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
-def free_memory() -> None:
+def free_memory(*, compiled: bool = True) -> None:
     """Forgets compiled functions and gives cached device memory back, so that a measurement begins on a clean card."""
-    if "torch._dynamo" in sys.modules:  # whoever never compiled need not pay for importing a compiler
+    if compiled and "torch._dynamo" in sys.modules:  # whoever never compiled need not pay for importing a compiler
         torch._dynamo.reset()
     device.free_memory(device.detect_device().torch_device)

@@ -24,6 +24,7 @@ from flatout.engine.features import Speed, resolve_speed
 from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.ops.attention import FA4
 from flatout.records import BenchRow
+from flatout.tuning.compare import LOOKS
 from flatout.tuning.practice_data import practice_data
 from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, all_rungs, as_words, settings_of
 from flatout.tuning.tricks import PERIOD, tricks_for
@@ -79,7 +80,8 @@ def make_plan(
     if warmup > parity_steps and loaded.sources["optim.warmup_steps"].kind != "override":
         warmup = parity_steps
         notice(f"the learning rate reaches its peak in {warmup} steps, so that the parity gate sees weights move")
-    words = [f"train.batch_tokens={tokens}", f"train.steps={max(1000, parity_steps + steps + PERIOD)}"]
+    turns = LOOKS[-1]  # each with a step that is not timed
+    words = [f"train.batch_tokens={tokens}", f"train.steps={max(1000, parity_steps + steps + turns + PERIOD)}"]
     words += [f"optim.warmup_steps={warmup}"]
     values = config.model_copy(update={"data": data}).model_dump()
     fitted = load_stored(values, words, where="bench").config

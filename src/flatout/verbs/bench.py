@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flatout.errors import HardwareError, ResourceError, UsageError
-from flatout.files import check_folder_writable, disk_errors, write_whole
+from flatout.files import check_folder_writable, disk_errors
 from flatout.folders import make_folders, remove_empty
 from flatout.verbs.measuring import free_folder
 from flatout.words import Parser, add_config, load_pretraining, quoted
@@ -55,7 +55,8 @@ def bench(words: list[str]) -> int:
     from flatout.tuning.signals import exit_code_of, terminated_like_interrupted, word_of
 
     before = len(rows)
-    asked = {name: getattr(parsed, name) for name in ("steps", "parity_steps", "batch_tokens", "only", "go_on")}
+    options = ("steps", "parity_steps", "batch_tokens", "only", "seconds", "go_on")
+    asked = {name: getattr(parsed, name) for name in options}
     stopped: KeyboardInterrupt | None = None
     try:
         with terminated_like_interrupted():
@@ -72,7 +73,7 @@ def bench(words: list[str]) -> int:
     bad = any(row.status in ("red", "failed") for row in rows[before:])
     measured = any(row.status != "absent" for row in rows)
     ladder = _ladder_names(loaded.config.speed.device) if rows else []
-    _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims, went_on=before > 0)
+    _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims)
     if stopped is not None:
         kept = (
             f"{_rungs(len(rows))} in {folder}, --go-on measures the others" if measured else "nothing was measured yet"
@@ -88,7 +89,8 @@ def _parser() -> Parser:
 
     about = (
         "Measure every speed switch on this machine: from a naive baseline up, one at a time, then each one out of the "
-        "full set, then the rest. A rung whose losses are not the reference's prints no speed."
+        "full set, then the rest. A rung whose losses are not the reference's prints no speed. The others are timed in "
+        "turns with the rung they are compared with, and called faster or slower only where the error allows it."
     )
     parser = Parser("bench", _filled(about))
     parser.formatter_class = argparse.RawDescriptionHelpFormatter  # the names below are not to be broken at hyphens
@@ -98,10 +100,12 @@ def _parser() -> Parser:
     )
     listing = f"rungs (docs/bench.md tells what each one is):\n{_filled(', '.join(every_name()), '  ')}"
     parser.epilog = f"{_filled(settings)}\n\n{listing}"
-    parser.number("--steps", 3, 10_000, default=12, help="most steps to time per rung; default 12")
+    parser.number("--steps", 3, 10_000, default=800, help="most steps to time per rung; default 800")
     parity = "steps whose losses must be the reference's; default 20"
     parser.number("--parity-steps", 2, 10_000, default=20, help=parity)
     parser.number("--batch-tokens", 1, 2**40, help="tokens per step; default: the config's, at most 64 sequences")
+    limit = "begin no other rung after about so many seconds; --go-on measures the rest"
+    parser.number("--seconds", 1, 1e6, metavar="SECONDS", help=limit)
     parser.add_argument(
         "--rungs", metavar="A,B,C", help="only these rungs, and what they are compared with; the names are below"
     )
@@ -153,24 +157,15 @@ def _ladder_names(device: str) -> list[str]:
     return [rung.name for rung in listed if rung.group == "ladder"]
 
 
-def _finish(
-    rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, claims: bool, went_on: bool
-) -> None:
-    """The table and the picture of what was measured, each gain over what is known by now."""
+def _finish(rows: "list[BenchRow]", folder: Path, ladder: Sequence[str], *, quiet: bool, claims: bool) -> None:
+    """The table and the picture of what was measured."""
     if not rows:
         return
     from flatout.observe.measured.bench_picture import draw_bench
     from flatout.observe.measured.bench_table import print_bench
-    from flatout.records import record_to_json
     from flatout.tuning.claims import TOTALS
-    from flatout.tuning.ladder import with_gains
 
-    by_name = {row.rung: row for row in rows}
-    complete = [with_gains(row, by_name) for row in rows]
-    if went_on and complete != rows:
-        with disk_errors(str(folder / ROWS), safe="; the rows that are there are whole"):
-            write_whole(folder / ROWS, "".join(f"{record_to_json(row)}\n" for row in complete).encode("utf-8"))
-    complete.sort(key=lambda row: row.place)
+    complete = sorted(rows, key=lambda row: row.place)
     if not quiet:
         print_bench(complete, [claim.text for claim in TOTALS] if claims else (), ladder=ladder)
     if not (folder / ROWS).exists():

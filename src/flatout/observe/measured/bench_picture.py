@@ -1,8 +1,8 @@
 """The ladder as a picture: how fast each rung is, and beside it what its switch brought.
 
 Idea: two panels share one list of rungs. The left one shows tokens per second, the right one the gain on a logarithmic
-axis, on which a factor of two up and one down are equally long; if asked for, the range that the
-guides claim is a pale bar behind the gain.
+axis, on which a factor of two up and one down are equally long, with its interval as a line. A gain is coloured only
+where its verdict is faster or slower. If asked for, the range that the guides claim is a pale bar behind the gain.
 
 Contract: any rows can be drawn, also none with a speed; a rung without one says why where its bar would be. Nothing
 overlaps, and the same rows give the same bytes. A picture that cannot be written leaves the one that is there as it is.
@@ -14,14 +14,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flatout.observe.human import printable
-from flatout.observe.measured.bench_table import headline, rough_rungs, short_reason, titles, total_lines
+from flatout.observe.measured.bench_table import headline, short_reason, titles, total_lines, with_error
 from flatout.observe.picture import BLUE, FAINT, INK, RED, SMALL, TEAL, Axes, Figure, new_figure, write_picture
 from flatout.records import BenchRow
 
 _ROW, _TOP, _BOTTOM = 0.27, 1.25, 0.75  # inches
 _COLOURS = {"ladder": BLUE, "without": "#7f8c9b", "extra": TEAL}
+_UNDECIDED = "#c9d0d8"  # the bar of a gain that may be none
+_BESIDE = 1.3  # where the words on the gains end, in widths of their panel
 _CLAIM, _CLAIM_EDGE = "#f6d9b0", "#e08a1e"
 _HEIGHT = 0.66  # of a bar, in rows
+TIMES = "\u00d7"
 
 
 def draw_bench(
@@ -73,7 +76,7 @@ def _lines(rows: Sequence[BenchRow], ladder: Sequence[str]) -> list[BenchRow | s
 
 
 def _draw_speeds(axes: Axes, lines: Sequence[BenchRow | str]) -> None:
-    axes.set_title("tokens per second", size=10, color=INK, loc="left")
+    axes.set_title("tokens per second while it was timed", size=10, color=INK, loc="left")
     axes.set_yticks(range(len(lines)))
     axes.set_yticklabels(["" if isinstance(line, str) else line.rung for line in lines], size=SMALL, color=INK)
     most = max((row.tokens_per_second or 0.0 for row in lines if not isinstance(row, str)), default=0.0) or 1.0
@@ -87,19 +90,19 @@ def _draw_speeds(axes: Axes, lines: Sequence[BenchRow | str]) -> None:
             axes.text(0.01 * most, place, words, size=8, color=RED, va="center")
         else:
             axes.barh(place, row.tokens_per_second, _HEIGHT, color=_COLOURS[row.group])
-            factor = "" if row.factor is None else f"  {row.factor:.{1 if row.factor >= 10 else 2}f}\u00d7"
+            factor = "" if row.factor is None else f"  {with_error(row.factor, None, TIMES)}"
             words = f"{row.tokens_per_second:,.0f}{factor}"
             axes.text(row.tokens_per_second + 0.012 * most, place, words, size=8, color=INK, va="center")
 
 
 def _draw_gains(axes: Axes, lines: Sequence[BenchRow | str]) -> None:
     rows = [row for row in lines if not isinstance(row, str)]
-    rough = rough_rungs(rows)
-    gains = [row.gain for row in rows if row.gain is not None]
+    ends = (end for row in rows for end in (row.gain, row.gain_low, row.gain_high))
+    gains = [end for end in ends if end is not None]
     claims = [limit for row in rows for limit in (row.claim_low, row.claim_high) if limit is not None and _drawn(row)]
     low, high = min([0.75, *gains, *claims]), max([2.0, *gains, *claims])
     claimed = any(row.claim for row in rows)
-    title = "gain of the switch, and the guides' claim (pale)" if claimed else "gain of the switch"
+    title = "gain of the switch with its error" + (", and the guides' claim (pale)" if claimed else "")
     axes.set_title(title, size=10, color=INK, loc="left")
     axes.set_xscale("log")
     axes.set_xlim(low / 1.1, high * 1.1)
@@ -122,11 +125,16 @@ def _draw_gains(axes: Axes, lines: Sequence[BenchRow | str]) -> None:
         # In columns at the panel's right edge, where no bar can run into them.
         beside = axes.get_yaxis_transform()
         if row.gain is not None:
-            bar, ink = (_COLOURS[row.group], INK) if row.gain >= 0.995 else (RED, RED)
+            inks = {"faster": (_COLOURS[row.group], INK), "slower": (RED, RED)}
+            bar, ink = inks.get(row.verdict, (_UNDECIDED, FAINT))
             axes.barh(place, abs(row.gain - 1.0), 0.36, left=min(1.0, row.gain), color=bar, zorder=3)
-            words = f"{'~' if row.rung in rough else ''}{row.gain:.2f}\u00d7"
-            axes.text(1.14, place, words, size=8, weight="bold", color=ink, va="center", ha="right", transform=beside)
-        axes.text(1.17, place, row.claim, size=8, color=FAINT, va="center", transform=beside)
+            if row.gain_low is not None and row.gain_high is not None:
+                axes.plot((row.gain_low, row.gain_high), (place, place), color=INK, linewidth=0.9, zorder=4)
+            words = with_error(row.gain, row.error, TIMES)
+            axes.text(
+                _BESIDE, place, words, size=8, weight="bold", color=ink, va="center", ha="right", transform=beside
+            )
+        axes.text(_BESIDE + 0.03, place, row.claim, size=8, color=FAINT, va="center", transform=beside)
 
 
 def _drawn(row: BenchRow) -> bool:

@@ -3,6 +3,7 @@
 Contract: what is still going on goes to stderr, the table to stdout; a rung without a speed says why in its place.
 """
 
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,7 +23,7 @@ TITLES = {
 LOST = ("red", "failed", "out_of_memory")  # a switch this device has, but the ladder went on without
 _STYLES = {"green": "green", "red": "bold red", "out_of_memory": "yellow", "failed": "bold red", "absent": "dim"}
 _WORDS = {"out_of_memory": "no memory"}
-ROUGH = 0.25  # a spread from which on a gain is marked: its steps lie too far apart to say much
+UNDECIDED = ("no difference seen", "too noisy to tell")
 CLAIMS_PAGE = "docs/from-the-guides.md"
 
 
@@ -54,7 +55,10 @@ class BenchReader:
         if row.status == "absent":  # the table lists them together
             return
         what = short_reason(row) if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f} tokens/s"
-        gain = "" if row.gain is None else f", {row.gain:.2f}x {'worth' if row.group == 'without' else row.against}"
+        over = f"worth {with_error(row.gain or 1, row.error)} in {row.against}"
+        if row.group != "without":
+            over = f"{with_error(row.gain or 1, row.error)} over {row.against}"
+        gain = "" if row.gain is None else f"; {over}: {verdict_of(row)}"
         words = Text.assemble(
             f"{_number(self.place)} {row.rung}: ",
             (_WORDS.get(row.status, row.status), _STYLES[row.status]),
@@ -85,13 +89,11 @@ def print_bench(
     console = console or Terminal(width_of_files=132)
     say(console, headline(rows), "bold")
     measured = [row for row in rows if row.status != "absent"]
-    rough = rough_rungs(rows)
     for group, title in titles(rows, ladder).items():
         part = [row for row in measured if row.group == group]
         if part:
             console.print(Text(f"\n{title}"))
-            with_mfu = any(row.mfu is not None for row in measured)
-            console.print(_table(part, rough, with_mfu=with_mfu, with_claims=bool(promised)))
+            console.print(_table(part, _columns(measured), with_claims=bool(promised)))
             for row in part:
                 if row.reason:
                     say(console, f"  {row.rung}: {short_reason(row, 200)}", "dim")
@@ -101,11 +103,7 @@ def print_bench(
         for row in missing:
             say(console, f"  {row.rung:<24}{row.reason}", "dim")
     console.print("")
-    lines = total_lines(rows, ladder)
-    if rough:
-        lines.append(
-            f"~ one side of this gain has a spread above {ROUGH:.0%}: measure again on a machine that is idle otherwise"
-        )
+    lines = [*total_lines(rows, ladder), *noise_lines(rows)]
     if promised and measured:
         lines.append(f"the guides promise {'; '.join(promised)} of everything together ({CLAIMS_PAGE})")
     for line in lines:
@@ -122,10 +120,47 @@ def headline(rows: Sequence[BenchRow]) -> str:
     )
 
 
-def rough_rungs(rows: Sequence[BenchRow]) -> set[str]:
-    """The rungs whose gain hangs on steps that lay far apart, their own or those of the rung it is over."""
-    noisy = {row.rung for row in rows if row.spread is not None and row.spread > ROUGH}
-    return {row.rung for row in rows if row.gain is not None and (row.rung in noisy or row.against in noisy)}
+def with_error(value: float, error: float | None, times: str = "x") -> str:
+    """A ratio as it is shown everywhere, such as 1.35x ±4.0%."""
+    told = "" if error is None else f" \u00b1{100 * error:.{0 if error >= 0.1 else 1}f}%"
+    return f"{value:.{1 if value >= 10 else 2}f}{times}{told}"
+
+
+def verdict_of(row: BenchRow) -> str:
+    """The verdict, and of one that was too noisy what it would have taken."""
+    if row.verdict != UNDECIDED[1]:
+        return row.verdict
+    why = f"{row.pairs} pairs are too few" if row.error is None else f"below {row.error:.0%} nothing is seen"
+    return f"{row.verdict} ({why})"
+
+
+def beside_claim(row: BenchRow) -> str:
+    """What the interval of a gain says of the range that is claimed; empty where one of them is missing."""
+    if row.gain_low is None or row.gain_high is None or row.claim_low is None or row.claim_high is None:
+        return ""
+    if row.gain_high < row.claim_low:
+        return "less here"
+    if row.gain_low > row.claim_high:
+        return "more here"
+    return "agrees" if row.claim_low <= row.gain_low and row.gain_high <= row.claim_high else "unclear"
+
+
+def noise_lines(rows: Sequence[BenchRow]) -> list[str]:
+    """How noisy the machine was while these rungs were timed, and what that leaves open."""
+    compared = [row for row in rows if row.gain is not None and row.verdict]
+    if not compared:
+        return []
+    spread = statistics.median(row.spread or 0.0 for row in compared)
+    loads = [row.load for row in rows if row.load is not None]
+    load = f", load average {min(loads):.1f} to {max(loads):.1f}" if loads else ""
+    lines = [f"noise: the middle half of a rung's steps lay within {spread:.0%} of each other{load}"]
+    errors = [row.error for row in compared if row.error is not None]
+    if errors:
+        lines[0] += f"; gains are known to \u00b1{100 * statistics.median(errors):.1f}% (median)"
+    noisy = [row.rung for row in compared if row.verdict == UNDECIDED[1]]
+    if noisy:
+        lines.append(f"too noisy to tell: {', '.join(noisy)}. Measure again when the machine has less to do")
+    return lines
 
 
 def full_set(rows: Sequence[BenchRow], ladder: Sequence[str] = ()) -> str | None:
@@ -150,29 +185,29 @@ def titles(rows: Sequence[BenchRow], ladder: Sequence[str] = ()) -> dict[str, st
 
 
 def total_lines(rows: Sequence[BenchRow], names: Sequence[str] = ()) -> list[str]:
-    """The factor from the bottom of the ladder to its top, and to the fastest rung if that is another one.
+    """The factor from the bottom of the ladder to its top, and which rungs beside the ladder are faster still.
 
     Where the top was not measured, the last rung that was is named instead; `names` is the ladder of `full_set`.
     """
     ladder = [row for row in rows if row.group == "ladder" and row.status == "green"]
     lines: list[str] = []
-    if len(ladder) > 1 and ladder[-1].factor is not None and ladder[0].rung == "baseline":
-        top, base = ladder[-1], ladder[0]
+    top = ladder[-1] if ladder else None
+    if top is not None and len(ladder) > 1 and top.factor is not None and ladder[0].rung == "baseline":
         lost = [row.rung for row in rows if row.group == "ladder" and row.status in LOST]
         without = f" without {', '.join(lost)}" if lost else ""
         end = f"the full set{without}" if full_set(rows, names) else f"{top.rung}, the last rung that was measured"
         lines.append(
-            f"from the baseline to {end}: {top.factor:.1f} times "
-            f"({base.tokens_per_second:,.0f} to {top.tokens_per_second:,.0f} tokens/s)"
+            f"from the baseline to {end}: {with_error(top.factor, top.factor_error, ' times')} "
+            f"({top.tokens_per_second:,.0f} tokens/s)"
         )
-    measured = [row for row in rows if row.tokens_per_second]
-    fastest = max(measured, key=lambda row: row.tokens_per_second or 0.0, default=None)
-    if fastest is not None and ladder and fastest is not ladder[-1]:
-        lines.append(f"the fastest rung is {fastest.rung}: {fastest.tokens_per_second:,.0f} tokens/s")
-    again = next((row.gain for row in rows if row.rung == "full-again" and row.gain is not None), None)
-    if again is not None and not 0.97 < again < 1.03:
+    faster = [row for row in rows if (row.group, row.verdict) in (("extra", "faster"), ("without", "slower"))]
+    if faster:
+        lines.append(f"faster than what it is compared with: {', '.join(row.rung for row in faster)}")
+    again = next((row for row in rows if row.rung == "full-again" and row.verdict not in ("", *UNDECIDED)), None)
+    if again is not None and again.gain is not None:
         lines.append(
-            f"the full set measured again came out at {again:.2f}x: gains no further from 1 than that are noise"
+            f"full-again is the full set once more and came out at {with_error(again.gain, again.error)}: "
+            "differences no larger than that mean nothing here"
         )
     bad = [row.rung for row in rows if row.status in ("red", "failed")]
     if bad:
@@ -180,35 +215,39 @@ def total_lines(rows: Sequence[BenchRow], names: Sequence[str] = ()) -> list[str
     return lines
 
 
-def _table(rows: Sequence[BenchRow], rough: set[str], *, with_mfu: bool, with_claims: bool) -> Table:
+def _columns(rows: Sequence[BenchRow]) -> dict[str, Callable[[BenchRow], str]]:
+    """The columns of these rows: where nobody knows a card's peak, or nothing was compiled, there is none for it."""
+    seldom = ("MFU", "compile s")
+    return {name: cell for name, cell in _CELLS.items() if name not in seldom or any(cell(row) != "-" for row in rows)}
+
+
+def _table(rows: Sequence[BenchRow], columns: dict[str, Callable[[BenchRow], str]], *, with_claims: bool) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("rung", overflow="fold")
-    columns = {name: cell for name, cell in _CELLS.items() if with_mfu or name != "MFU"}
     for name in ("parity", *columns):
         table.add_column(name, justify="right", overflow="fold")
-    if with_claims:
-        table.add_column("guides claim", overflow="fold")
+    for name in ("verdict", *(("guides claim", "") if with_claims else ())):
+        table.add_column(name, overflow="fold")
     for row in rows:
         status = f"{_WORDS.get(row.status, row.status)} {_or_dash(row.parity, '{:.1e}')}"
         told = dict.fromkeys(columns, "-")
         if row.tokens_per_second is not None:
-            told = {name: _or_dash(value(row), form) for name, (value, form) in columns.items()}
-            told["gain"] = ("~" if row.rung in rough else "") + told["gain"]
-        claim = [row.claim] if with_claims else []
-        table.add_row(row.rung, Text(status, _STYLES[row.status]), *told.values(), *claim)
+            told = {name: cell(row) for name, cell in columns.items()}
+        claim = [row.claim, beside_claim(row)] if with_claims else []
+        table.add_row(row.rung, Text(status, _STYLES[row.status]), *told.values(), row.verdict or "-", *claim)
     return table
 
 
-# The columns of a rung that has a speed: value and form.
-_CELLS: dict[str, tuple[Callable[[BenchRow], float | None], str]] = {
-    "tokens/s": (lambda row: row.tokens_per_second, "{:,.0f}"),
-    "ms": (lambda row: row.milliseconds, "{:,.1f}"),
-    "spread": (lambda row: row.spread, "{:.1%}"),
-    "MFU": (lambda row: row.mfu, "{:.1%}"),
-    "peak GiB": (lambda row: None if row.peak_bytes is None else row.peak_bytes / 2**30, "{:.2f}"),
-    "compile s": (lambda row: row.compile_seconds or None, "{:.1f}"),
-    "gain": (lambda row: row.gain, "{:.2f}x"),
-    "factor": (lambda row: row.factor, "{:.2f}x"),
+# The columns of a rung that has a speed.
+_CELLS: dict[str, Callable[[BenchRow], str]] = {
+    "tokens/s": lambda row: _or_dash(row.tokens_per_second, "{:,.0f}"),
+    "ms": lambda row: _or_dash(row.milliseconds, "{:,.1f}"),
+    "spread": lambda row: _or_dash(row.spread, "{:.1%}"),
+    "MFU": lambda row: _or_dash(row.mfu, "{:.1%}"),
+    "peak GiB": lambda row: _or_dash(None if row.peak_bytes is None else row.peak_bytes / 2**30, "{:.2f}"),
+    "compile s": lambda row: _or_dash(row.compile_seconds or None, "{:.1f}"),
+    "gain": lambda row: "-" if row.gain is None else with_error(row.gain, row.error),
+    "factor": lambda row: "-" if row.factor is None else with_error(row.factor, row.factor_error or None),
 }
 
 

@@ -103,6 +103,8 @@ class Case:
     step_tokens: float | None
     probes: Probes
     ranks: int = 1
+    own_model: bool = False  # from Python: nothing of ours knows it
+    own_optimizer: bool = False
     dealing: Dealing = dataclasses.field(default_factory=Dealing)
     # What has been decided so far, as `Speed` will have it. Reading a switch too early is an AttributeError.
     used: Speed = dataclasses.field(default_factory=lambda: cast("Speed", types.SimpleNamespace()))

@@ -28,13 +28,15 @@ def resolve_speed(
     step_tokens: float | None = None,
     ranks: int = 1,
     dealing: Dealing | None = None,
+    own_model: bool = False,
+    own_optimizer: bool = False,
     probes: Probes | None = None,
 ) -> Speed:
     """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
 
     `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary,
     `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step,
-    `dealing` how they share the model.
+    `dealing` how they share the model. `own_model` and `own_optimizer` say that they come from Python.
     """
     case = Case(
         config=config,
@@ -44,6 +46,8 @@ def resolve_speed(
         step_tokens=step_tokens,
         ranks=ranks,
         dealing=dealing or Dealing(),
+        own_model=own_model,
+        own_optimizer=own_optimizer,
         probes=probes or Probes(),
     )
     features: list[Feature] = []

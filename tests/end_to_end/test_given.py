@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.engine.checkpoint import Checkpoint, list_checkpoints, read_checkpoint
-from flatout.errors import CheckpointError, ConfigError, DataError, HardwareError, UserError
+from flatout.errors import CheckpointError, ConfigError, HardwareError, UserError
 from flatout.model.gpt import GPT
 
 Tiny = Callable[..., LoadedConfig]
@@ -313,17 +313,3 @@ def test_texts_train_and_resume_bit_identically(tiny: Tiny, tmp_path: Path, give
     assert same(checkpoint(tmp_path / "whole", 6), checkpoint(tmp_path / "cut", 6))
     assert whole.info.tokenizer == "bytes"
     assert "".join(flatout.generate(flatout.load_model(tmp_path / "whole"), "line", tokens=4))
-
-
-@pytest.mark.parametrize(
-    ("words", "data", "told"),
-    [
-        (["model.vocab=300"], TEXTS, "item 0 of the data is a text, and there is no tokenizer"),
-        (["data.tokenizer=bytes"], [{"body": "x"}], "item 0 of the data has body"),
-        (["data.tokenizer=bytes"], "a text", "a str was given to train as data"),
-    ],
-)
-def test_texts_and_rows_that_cannot_be_read_are_told(tmp_path: Path, words: list[str], data: Any, told: str):
-    config = flatout.load_config("shakespeare-char", [*SIZE, *words, f"output.folder={tmp_path / 'run'}"])
-    with pytest.raises(DataError, match=told):
-        list(flatout.train(config, data=data))

@@ -52,10 +52,11 @@ def test_updates_are_torchs_own_with_divided_gradients_and_scaled_rates():
 def test_nothing_changes_where_gradients_are_not_finite():
     net = model()
     optimizer = built(net, lr=0.1)
-    for update, finite in enumerate((True, False)):
-        differentiate(net, update)
-        before, state = values(net), {name: one.clone() for name, one in optimizer.tensors().items()}
-        optimizer.update(torch.tensor(1.0), torch.tensor(finite))
+    differentiate(net, 0)
+    optimizer.update(torch.tensor(1.0), torch.tensor(True))
+    before, state = values(net), {name: one.clone() for name, one in optimizer.tensors().items()}
+    differentiate(net, 1)
+    optimizer.update(torch.tensor(1.0), torch.tensor(False))
     assert all(torch.equal(a, b) for a, b in zip(values(net), before, strict=True))
     after = optimizer.tensors()
     assert after.keys() == state.keys() != set()

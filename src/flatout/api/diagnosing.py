@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flatout.api.configs import Config, with_sources
+from flatout.config.load import LoadedConfig
 from flatout.diagnose.doctor import Finding
 from flatout.diagnose.examine import examine
 from flatout.errors import UsageError
@@ -26,11 +27,11 @@ def doctor(
     slow trials. `gpus` is how many ranks the config is meant for, `launched` this process as the first of those that a
     launcher started.
     """
-    named = config is None or isinstance(config, str | Path)
-    if overrides and not named:
+    target = str(config) if isinstance(config, str | Path) else None if config is None else with_sources(config)
+    if overrides and isinstance(target, LoadedConfig):
         raise UsageError("overrides are for a config by its name", "change the config itself, or name its file")
     return examine(
-        (None if config is None else str(config)) if named else with_sources(config),
+        target,
         overrides,
         hardware=hardware,
         quick=quick,

@@ -101,7 +101,7 @@ def load_config(
 def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: str | None) -> LoadedConfig:
     """The config that a mapping holds, with layers above it."""
     where = "the mapping"
-    named = {key: target.get(key) for key in _FILE_KEYS} | ({} if hardware is None else {"hardware": hardware})
+    named: dict[ShippedKind, Any] = {"preset": target.get("preset"), "hardware": hardware or target.get("hardware")}
     for key, name in named.items():
         if name is not None and not isinstance(name, str):
             raise ConfigError(
@@ -110,7 +110,7 @@ def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: s
             )
     values = {key: value for key, value in target.items() if key not in _FILE_KEYS}
     own = python_layer(values, where, extras=_FILE_KEYS)
-    shipped = {key: (name, where) for key, name in named.items()}
+    shipped: dict[str, tuple[str | None, str]] = {key: (name, where) for key, name in named.items()}
     return _layered(shipped, [own, *above], run_name(named["preset"] or "run"), where)
 
 

@@ -55,12 +55,12 @@ def resolve_form(
     return speed, memory
 
 
-def dealings(config: RunConfig, world: World, given: Given) -> list[Dealing]:
+def dealings(config: RunConfig, world: World, given: Given | None = None) -> list[Dealing]:
     """The forms to try, in order: the one that was asked for, or those that `auto` may take."""
     if not isinstance(world, Ranks):
         return [Dealing()]
     asked, here = config.parallel.form, _equal_hosts(world)
-    refused = not_in_slices(config) or given.not_in_slices()
+    refused = not_in_slices(config) or (None if given is None else given.not_in_slices())
     if asked in ("fsdp", "hybrid"):
         if refused is not None:
             raise ConfigError(f"parallel.form is {asked}, but {refused}", "set parallel.form=data")

@@ -129,9 +129,9 @@ def _with_parts(model: GPT, built: GPT, places: dict[str, type]) -> GPT:
     for place, block in enumerate(model.blocks):
         if isinstance(block, Block):
             if not isinstance(block.attention, Attention | Eigenstate | PlainBranch):
-                block.attention = PlainBranch(block.attention)
+                block.add_module("attention", PlainBranch(block.attention))
             if not isinstance(block.mlp, MLP | PlainBranch):
-                block.mlp = PlainBranch(block.mlp)
+                block.add_module("mlp", PlainBranch(block.mlp))
         elif not isinstance(block, PlainBlock):
             model.blocks[place] = PlainBlock(block)
     _check_places(model, places)

@@ -75,3 +75,8 @@ class FullDiskError(ResourceError):
 
 class DoesNotFitError(ResourceError):
     """A step that by its estimate needs more memory than the device has."""
+
+
+def quoted(word: str) -> str:
+    """A word of the user's as a message shows it."""
+    return repr(word if len(word) <= 80 else word[:77] + "...")

@@ -256,3 +256,12 @@ def _remove_marked(folder: Path) -> None:
         sync_folder(folder)  # the mark may not be gone before the rest
         os.unlink(folder / MARK)
         folder.rmdir()
+
+
+def free_folder(first: Path, taken: Callable[[Path], bool]) -> Path:
+    """A folder, or the first of FOLDER-2, FOLDER-3 ... that is not taken."""
+    number, folder = 1, first
+    while taken(folder):
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder

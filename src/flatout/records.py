@@ -5,11 +5,32 @@ engine. A record holds plain numbers and strings only, never a tensor, so it can
 """
 
 import dataclasses
+import html
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+
+def html_table(rows: Mapping[str, object]) -> str:
+    """Names and values as an HTML table, without those that are None; nothing in it is markup."""
+
+    def text(value: object) -> str:
+        shown = f"{value:.5g}" if isinstance(value, float) else str(value)
+        return html.escape(shown if len(shown) <= 200 else shown[:197] + "...")
+
+    cells = [(html.escape(name), text(value)) for name, value in rows.items() if value is not None]
+    lines = "".join(f'<tr><th style="text-align: left">{name}</th><td>{value}</td></tr>' for name, value in cells)
+    return f'<table style="font: 13px sans-serif">{lines}</table>'
+
+
+class Shown:
+    """A record that a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
+        return html_table({field.name: getattr(self, field.name) for field in fields})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +44,7 @@ class Feature:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunInfo:
+class RunInfo(Shown):
     """The first record of every run: what is trained, on what, with which switches."""
 
     flatout: str
@@ -63,7 +84,7 @@ class RunInfo:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StepRecord:
+class StepRecord(Shown):
     """One optimizer step. `loss` is the mean over the labelled tokens of the step, label smoothing included."""
 
     step: int
@@ -85,7 +106,7 @@ class StepRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalRecord:
+class EvalRecord(Shown):
     """Loss on the fixed validation set, without dropout and without label smoothing."""
 
     step: int
@@ -99,7 +120,7 @@ class EvalRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpanRecord:
+class SpanRecord(Shown):
     """Where the time went since the last one, `steps` steps ago, by name; `calls` says how often.
 
     On the device's clock, and adding up to the steps: wait (it stood still), forward, backward, optimizer; a replayed
@@ -130,7 +151,7 @@ WAITING = 0.3  # threads of a CPU run without a core, on average: it has too man
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MachineRecord:
+class MachineRecord(Shown):
     """The state of the card, as its driver tells it, and of the host; None for what nobody tells.
 
     `elapsed` is seconds since the run was started, `throttled` why the clock is held down: empty, power, heat or both.
@@ -179,7 +200,7 @@ class EigenstateLayer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EigenstateRecord:
+class EigenstateRecord(Shown):
     """The eigenstate blocks of a model after `step`: at a run's start, at every evaluation and at the end."""
 
     step: int
@@ -188,7 +209,7 @@ class EigenstateRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EpochRecord:
+class EpochRecord(Shown):
     """An epoch's end: every training window was seen once since the last one. In fine-tuning windows are samples."""
 
     step: int
@@ -200,14 +221,14 @@ class EpochRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SampleRecord:
+class SampleRecord(Shown):
     step: int
     prompt: str
     text: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PreviewRecord:
+class PreviewRecord(Shown):
     """The first sample of a fine-tuning run before anything is learned: its text in pieces, and whether each is."""
 
     step: int
@@ -215,7 +236,7 @@ class PreviewRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointRecord:
+class CheckpointRecord(Shown):
     """A checkpoint that is on the disk and judged.
 
     `seconds` is how long training stood still for it. Where it was written beside training, `background_seconds` is how
@@ -231,7 +252,7 @@ class CheckpointRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NoticeRecord:
+class NoticeRecord(Shown):
     """Something the user should know and need not act on at once: a fallback, a skipped update."""
 
     step: int
@@ -262,7 +283,7 @@ class PrepareProgress:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EndRecord:
+class EndRecord(Shown):
     """The last record. `reason` is finished, early_stop or interrupted."""
 
     step: int
@@ -337,7 +358,7 @@ class DataSummary:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchRow:
+class BenchRow(Shown):
     """One rung of the ladder (`flatout bench`).
 
     `status` is green (parity holds), red (it does not, so there is no speed), out_of_memory, absent (this device cannot
@@ -409,7 +430,7 @@ class BenchProgress:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TuneRow:
+class TuneRow(Shown):
     """One setting that `flatout tune` tried.
 
     `status` is fits, over (it ran, but without the margin), out_of_memory or absent (this device cannot have it, see
@@ -438,7 +459,7 @@ class TuneRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TuneResult:
+class TuneResult(Shown):
     """The last record of `flatout tune`: the row it took, and why it stopped looking.
 
     `words` are the settings as they stand on a command line, `fragment` a config file that holds them and everything

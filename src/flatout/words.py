@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flatout.errors import HardwareError, UsageError, UserError
+from flatout.errors import HardwareError, UsageError, UserError, quoted
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -223,10 +223,6 @@ def _value_after(word: str, words: Sequence[str]) -> str | None:
 def _is_override(word: str) -> bool:
     name, equals, _ = word.partition("=")
     return bool(equals) and not word.startswith("-") and os.sep not in name
-
-
-def quoted(word: str) -> str:
-    return repr(word if len(word) <= 80 else word[:77] + "...")
 
 
 def one_line(text: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["flatout.api"])
+FORKS.set_forkserver_preload(["flatout.api.training", "flatout.api.models"])
 
 
 class Forked:

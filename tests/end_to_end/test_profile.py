@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from flatout.api import profiling as api_profiling
 from flatout.device import Device
 from flatout.diagnose import profile as profiling
 from flatout.diagnose.named_ranges import named_ranges, quiet_profiler
@@ -25,7 +26,6 @@ from flatout.engine.run import Run
 from flatout.engine.setup import setup_run
 from flatout.errors import ConfigError, HardwareError, ResourceError, UsageError
 from flatout.tuning.measure import borrowed_run
-from flatout.verbs import profile as verb
 from flatout.verbs.profile import profile
 from tests.conftest import TINY
 
@@ -164,7 +164,7 @@ def test_an_empty_folder_is_taken_and_a_full_one_refused(words, tmp_path: Path):
 
 @pytest.mark.parametrize("bad", [["--steps", "0"], ["--steps", "many"], ["--out", ""], ["speed.precision=bf17"]])
 def test_mistakes_answer_before_anything_is_made(words, tmp_path: Path, bad: list[str], monkeypatch):
-    monkeypatch.setattr(verb, "profile_into", lambda *_, **__: pytest.fail("it went on"))
+    monkeypatch.setattr(api_profiling, "profile_into", lambda *_, **__: pytest.fail("it went on"))
     with pytest.raises((UsageError, ConfigError)):
         profile([*words, *bad])
     assert not list(tmp_path.iterdir())

@@ -180,8 +180,9 @@ def test_stages_cut_windows_here_too():
         ([np.array([1.0, 2.0])], "has type float64"),
         ([np.ones((2, 2), int)], "has 2 dimensions"),
         ([[[1], [2, 3]]], "has 2 dimensions"),
-        ([{"input_ids": [1]}], "is of type dict"),
-        (["text"], "is of type str"),
+        ([{"ids": [1]}], "item 0 of the data has ids"),
+        (["text"], "item 0 of the data is a text, and there is no tokenizer"),
+        ("text", "a str was given"),
         (7, "a int was given"),
         ([[], []], "holds no two tokens"),
         ({0: [1, 2]}, "a dict was given"),
@@ -193,6 +194,17 @@ def test_what_are_no_arrays_of_ids_is_refused(train: Any, words: str):
     with pytest.raises(DataError, match=words) as caught:
         opened(train)
     assert caught.value.hint
+
+
+def test_rows_and_texts_are_read_as_arrays():
+    rows = [{"input_ids": ids, "text": "not this"} for ids in documents()]
+    expected = row_of(batches(opened(documents()), 0, 3))
+    assert np.array_equal(row_of(batches(opened(rows), 0, 3)), expected)
+    texts = ["ab", "", "c"] * 20
+    data = open_arrays(Arrays(texts, None), SCHEDULE, DataConfig(tokenizer="bytes"), vocab=None, seed=3, val_tokens=3)
+    found = row_of(batches(data, 0, 3)).tolist()
+    assert set(found) == {ord("a"), ord("b"), ord("c"), 256}, "each text has its end"
+    assert all(after == ord("b") for before, after in itertools.pairwise(found) if before == ord("a"))
 
 
 def test_too_little_is_refused():

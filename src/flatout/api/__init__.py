@@ -1,31 +1,170 @@
-"""Training, data preparation, models in and out, and measuring, as functions.
+"""Training, data preparation, models in and out, measuring and looking back, as functions.
 
 No global state: a run's random stream, arithmetic switches and files are its own, so several can live in one notebook.
+Nothing here prints. Names are loaded on first use: importing them is cheap, and what only reads a run needs no torch.
 """
 
-from flatout.api.configs import stored_config
-from flatout.api.evaluation import Evaluation, evaluate
-from flatout.api.exporting import Merged, consolidate, export, merge
-from flatout.api.measuring import bench, tune
-from flatout.api.models import LoadedModel, load_model
-from flatout.api.text import chat_prompt, generate, is_untaught
-from flatout.api.training import prepare, train
+import importlib
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:
+    from flatout.api.configs import stored_config
+    from flatout.api.diagnosing import doctor
+    from flatout.api.drawing import plot, report
+    from flatout.api.evaluation import Evaluation, evaluate
+    from flatout.api.exporting import Merged, consolidate, export, merge
+    from flatout.api.finetuning import finetune
+    from flatout.api.measuring import bench, estimate, search, tune, tune_lr
+    from flatout.api.models import LoadedModel, load_model
+    from flatout.api.profiling import Profile, profile
+    from flatout.api.text import chat, chat_prompt, generate, is_untaught
+    from flatout.api.training import prepare, train
+    from flatout.config.load import LoadedConfig, load_config
+    from flatout.config.schema import RunConfig
+    from flatout.diagnose.doctor import Finding
+    from flatout.errors import UserError
+    from flatout.observe.notebook import Chart, RunResult
+    from flatout.optim.optimizer import Group, Optimizer, Rule, StateBytes, Trainable
+    from flatout.records import (
+        BenchProgress,
+        BenchRow,
+        CheckpointRecord,
+        EigenstateRecord,
+        EndRecord,
+        EpochRecord,
+        EvalRecord,
+        MachineRecord,
+        NoticeRecord,
+        PrepareProgress,
+        PreviewRecord,
+        Record,
+        RunInfo,
+        SampleRecord,
+        SpanRecord,
+        StepRecord,
+        TuneProgress,
+        TuneResult,
+        TuneRow,
+    )
+    from flatout.tuning.estimate import EstimateResult
+    from flatout.tuning.lr_range import LrResult
+    from flatout.tuning.study import StudyResult, TrialRow
+
+# Which module has which names; the order of both is that of docs/api.md.
+HOMES = {
+    "flatout.config.load": ("load_config", "LoadedConfig"),
+    "flatout.config.schema": ("RunConfig",),
+    "flatout.api.configs": ("stored_config",),
+    "flatout.api.training": ("prepare", "train"),
+    "flatout.api.finetuning": ("finetune",),
+    "flatout.observe.notebook": ("RunResult", "Chart"),
+    "flatout.optim.optimizer": ("Rule", "StateBytes", "Optimizer", "Trainable", "Group"),
+    "flatout.api.models": ("load_model", "LoadedModel"),
+    "flatout.api.text": ("generate", "chat", "chat_prompt", "is_untaught"),
+    "flatout.api.evaluation": ("evaluate", "Evaluation"),
+    "flatout.api.exporting": ("export", "merge", "Merged", "consolidate"),
+    "flatout.api.measuring": ("bench", "tune", "tune_lr", "search", "estimate"),
+    "flatout.api.profiling": ("profile", "Profile"),
+    "flatout.api.diagnosing": ("doctor",),
+    "flatout.api.drawing": ("plot", "report"),
+    "flatout.diagnose.doctor": ("Finding",),
+    "flatout.tuning.estimate": ("EstimateResult",),
+    "flatout.tuning.lr_range": ("LrResult",),
+    "flatout.tuning.study": ("StudyResult", "TrialRow"),
+    "flatout.errors": ("UserError",),
+    "flatout.records": (
+        "Record",
+        "RunInfo",
+        "StepRecord",
+        "EvalRecord",
+        "SampleRecord",
+        "PreviewRecord",
+        "CheckpointRecord",
+        "NoticeRecord",
+        "EpochRecord",
+        "EndRecord",
+        "SpanRecord",
+        "MachineRecord",
+        "EigenstateRecord",
+        "PrepareProgress",
+        "BenchRow",
+        "BenchProgress",
+        "TuneRow",
+        "TuneResult",
+        "TuneProgress",
+    ),
+}
+_HOME_OF = {name: module for module, names in HOMES.items() for name in names}
 __all__ = [
+    "BenchProgress",
+    "BenchRow",
+    "Chart",
+    "CheckpointRecord",
+    "EigenstateRecord",
+    "EndRecord",
+    "EpochRecord",
+    "EstimateResult",
+    "EvalRecord",
     "Evaluation",
+    "Finding",
+    "Group",
+    "LoadedConfig",
     "LoadedModel",
+    "LrResult",
+    "MachineRecord",
     "Merged",
+    "NoticeRecord",
+    "Optimizer",
+    "PrepareProgress",
+    "PreviewRecord",
+    "Profile",
+    "Record",
+    "Rule",
+    "RunConfig",
+    "RunInfo",
+    "RunResult",
+    "SampleRecord",
+    "SpanRecord",
+    "StateBytes",
+    "StepRecord",
+    "StudyResult",
+    "Trainable",
+    "TrialRow",
+    "TuneProgress",
+    "TuneResult",
+    "TuneRow",
+    "UserError",
     "bench",
+    "chat",
     "chat_prompt",
     "consolidate",
+    "doctor",
+    "estimate",
     "evaluate",
     "export",
+    "finetune",
     "generate",
     "is_untaught",
+    "load_config",
     "load_model",
     "merge",
+    "plot",
     "prepare",
+    "profile",
+    "report",
+    "search",
     "stored_config",
     "train",
     "tune",
+    "tune_lr",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,17 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.config.load import LoadedConfig, load_stored
+from flatout.config.load import LoadedConfig, load_config, load_stored
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
-from flatout.engine.checkpoint import read_checkpoint
-from flatout.engine.run_folder import checkpoint_to_load
+from flatout.errors import UsageError
 
 Config = LoadedConfig | RunConfig
 
 
 def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """The config a run was trained with, from its newest checkpoint, with changes on top."""
+    from flatout.engine.checkpoint import read_checkpoint  # here: the doctor must do without torch
+    from flatout.engine.run_folder import checkpoint_to_load
+
     checkpoint = read_checkpoint(checkpoint_to_load(path))
     return load_stored(checkpoint.config, overrides)
 
@@ -33,3 +35,14 @@ def with_sources(config: Config) -> LoadedConfig:
 
 def plain(config: Config) -> RunConfig:
     return config.config if isinstance(config, LoadedConfig) else config
+
+
+def for_pretraining(config: Config | None, name: str) -> LoadedConfig:
+    """The config, or the default one, for a function that knows plain text alone."""
+    loaded = with_sources(config or load_config())
+    if loaded.config.chat.source is not None:
+        raise UsageError(
+            f"flatout.{name} is for pretraining, and this config has chat.source",
+            "leave chat.source out, or fine-tune it with flatout.finetune",
+        )
+    return loaded

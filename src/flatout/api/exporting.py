@@ -41,6 +41,11 @@ def export(
     if dtype not in (None, *DTYPES):
         raise UsageError(f"weights cannot be written as {dtype!r}", f"use {', '.join(DTYPES)}")
     loaded = model if isinstance(model, LoadedModel) else load_model(model, device="cpu")
+    if loaded.from_python:
+        raise CheckpointError(
+            f"{loaded.origin} was trained with a model from Python (model=), and no model of transformers computes it",
+            "save its state_dict() in Python: flatout.load_model(RUN, model=...).model",
+        )
     adapted = loaded.adapters is not None and not loaded.adapters.detached
     if adapter and not adapted:
         raise UsageError(f"{loaded.origin} has no adapters to export", "leave --adapter out")

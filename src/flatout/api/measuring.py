@@ -1,15 +1,22 @@
-"""What switches are worth here, and which to choose, as generators of rows."""
+"""What switches are worth here, which settings to choose, and what a run will take: results, or generators of rows."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from flatout.api.configs import Config, with_sources
+from flatout.api.configs import Config, for_pretraining, with_sources
 from flatout.config.load import load_config
 from flatout.errors import UsageError
 from flatout.files import disk_errors
 from flatout.observe.measured.bench_rows import read_bench
 from flatout.records import BenchProgress, BenchRow, TuneProgress, TuneResult, TuneRow, record_to_json
+from flatout.tuning.estimate import SECONDS, EstimateResult
+from flatout.tuning.estimate import estimate as look_ahead
 from flatout.tuning.ladder import bench as climb_ladder
+from flatout.tuning.lr_range import HIGH, LOW, STEPS, LrResult, Point, find_rate
+from flatout.tuning.search_space import read_space, space_of
+from flatout.tuning.study import TRIALS, StudyResult, TrialRow
+from flatout.tuning.study import search as search_space
 from flatout.tuning.tuner import tune as search_settings
 
 
@@ -90,3 +97,60 @@ def tune(
         seconds=seconds,
         progress=progress,
     )
+
+
+def tune_lr(
+    config: Config | None = None,
+    *,
+    low: float = LOW,
+    high: float = HIGH,
+    steps: int = STEPS,
+    progress: Callable[[int, Point], None] = lambda _step, _point: None,
+) -> LrResult:
+    """Finds a learning rate by a range test: real training steps whose rate rises from `low` to `high`.
+
+    The result's `rate` is the one found, its `fragment` a config file with it.
+    """
+    if low * 10 > high:
+        raise UsageError(
+            f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
+            "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
+        )
+    return find_rate(for_pretraining(config, "tune_lr"), low=low, high=high, steps=steps, progress=progress)
+
+
+def search(
+    space: str | Path | Mapping[str, Mapping[str, Sequence[Any]]],
+    config: Config | None = None,
+    *,
+    trials: int = TRIALS,
+    study: str | Path | None = None,
+    progress: Callable[[int, dict[str, Any], Any], None] = lambda *_: None,
+) -> Generator[TrialRow | StudyResult]:
+    """Searches hyperparameters by short real runs; yields a row for each new trial, and a `StudyResult` last.
+
+    `space` is a YAML file of fields and ranges, or what it would hold: `{"model.layers": {"range": [2, 6]}}`.
+    `trials` counts the finished ones in all; a `study` file (SQLite) keeps them, and the same call goes on with it.
+    """
+    loaded = for_pretraining(config, "search")
+    found = space_of(space, loaded) if isinstance(space, Mapping) else read_space(Path(space), loaded)
+    kept = None if study is None else Path(study)
+    return search_space(loaded, found, trials=trials, study=kept, progress=progress)
+
+
+def estimate(
+    config: Config | None = None,
+    *,
+    price: float | None = None,
+    seconds: float = SECONDS,
+    probe: bool = True,
+    imported: float | None = None,
+    notice: Callable[[str], None] = lambda _: None,
+) -> EstimateResult:
+    """Says what the run of a config will take in time, memory, disk, energy and money, from a short timed piece of it.
+
+    `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
+    importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
+    """
+    loaded = for_pretraining(config, "estimate")
+    return look_ahead(loaded, price=price, seconds=seconds, probe=probe, imported=imported, notice=notice)

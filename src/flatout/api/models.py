@@ -5,6 +5,9 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
 from flatout.data.chat_template import ChatTemplate, load_template, template_from_json
@@ -18,6 +21,7 @@ from flatout.engine.attention_switches import scan_for
 from flatout.engine.base_model import base_of, build_base, check_base, describe_base, described_checkpoint, open_base
 from flatout.engine.checkpoint import read_checkpoint
 from flatout.engine.fit_check import out_of_memory
+from flatout.engine.given import Given, check_files_alone, check_given
 from flatout.engine.opening import adapter_plan
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint, newest_run
 from flatout.engine.trained import only_adapters
@@ -25,6 +29,7 @@ from flatout.errors import CheckpointError, DataError, UsageError
 from flatout.model.adapter_files import CONFIG as ADAPTER_CONFIG
 from flatout.model.adapter_files import load_adapter, read_origin
 from flatout.model.adapters import Adapters, attach
+from flatout.model.given import ModelGiven, adopt, structure_of
 from flatout.model.gpt import GPT, build_model
 from flatout.model.hub import Description, read_description
 from flatout.model.hub_find import find_model
@@ -53,6 +58,31 @@ class LoadedModel:
     bare: bool = False  # an adapter of ours that was taught without a template
     quantize: str = "none"  # how the base under its adapters was held while they were trained, and is rounded here
 
+    @torch.no_grad()
+    def __call__(self, ids: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        """The logits of token ids, [T, V] of one row and [B, T, V] of several, in fp32 on the model's device.
+
+        Position t predicts the token after it. At most the model's context of ids.
+        """
+        tokens = torch.as_tensor(ids, dtype=torch.int64, device=self.device.torch_device)
+        context, vocab = self.model.config.context, self.model.vocab
+        if tokens.ndim not in (1, 2) or not 0 < tokens.shape[-1] <= context:
+            raise DataError(
+                f"ids of shape {tuple(tokens.shape)} were given to the model",
+                f"give one row of 1 to {context:,} ids, or several of one length",
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= vocab:
+            raise DataError(f"ids from {low} to {high} were given to the model", f"its ids are 0 to {vocab - 1:,}")
+        with out_of_memory():
+            logits = self.model.logits(tokens if tokens.ndim == 2 else tokens[None])
+        return logits if tokens.ndim == 2 else logits[0]
+
+    @property
+    def from_python(self) -> bool:
+        """Whether its model was given to `train` as `model=`, so that files alone do not make it."""
+        return not self.model.cacheable
+
     @property
     def taught(self) -> bool:
         """Whether it was taught to chat, by a template or without one."""
@@ -60,17 +90,24 @@ class LoadedModel:
 
 
 def load_model(
-    path: str | Path | None = None, *, device: str = "auto", best: bool = True, base: str | None = None
+    path: str | Path | None = None,
+    *,
+    device: str = "auto",
+    best: bool = True,
+    base: str | None = None,
+    model: ModelGiven | None = None,
 ) -> LoadedModel:
     """A model from a run folder (its best checkpoint), a checkpoint folder, a Hugging Face folder or a PEFT adapter.
 
     Without a path, the newest run under runs/. `base` is the model that adapters were trained on, where their own files
-    do not name it, or name a place where it is not.
+    do not name it, or name a place where it is not. `model` is what `train` was given as `model=`, which no file holds.
     """
     origin = newest_run() if path is None else Path(path)
     found = detect_device(device)
     adapter = (origin / ADAPTER_CONFIG).is_file()
     theirs = adapter or ((origin / "config.json").is_file() and not is_checkpoint(origin))
+    if theirs and model is not None:
+        raise UsageError(f"model= is for runs, and {origin} was not trained with it", "leave model= out")
     if theirs and not best:
         raise UsageError(
             f"--last is for runs, and {origin} holds {'one adapter' if adapter else 'one model'}, no checkpoints",
@@ -83,7 +120,7 @@ def load_model(
     if theirs:
         return _load_folder(origin, found)
     check_seal(origin)  # of a folder that lost its config.json
-    return _load_checkpoint(checkpoint_to_load(origin, best=best), found, base)
+    return _load_checkpoint(checkpoint_to_load(origin, best=best), found, base, model)
 
 
 def _load_folder(folder: Path, device: Device) -> LoadedModel:
@@ -100,9 +137,11 @@ def _load_folder(folder: Path, device: Device) -> LoadedModel:
     )
 
 
-def _load_checkpoint(folder: Path, device: Device, base: str | None) -> LoadedModel:
+def _load_checkpoint(folder: Path, device: Device, base: str | None, given: ModelGiven | None) -> LoadedModel:
     checkpoint = read_checkpoint(folder)
     config, state = resolve_from_mapping(checkpoint.config), checkpoint.state
+    if given is None:
+        check_files_alone(state, str(folder))
     tokenizer = tokenizer_from_json(checkpoint.tokenizer)
     description = adapters = None
     if base is not None and not config.lora.rank:
@@ -115,7 +154,12 @@ def _load_checkpoint(folder: Path, device: Device, base: str | None) -> LoadedMo
         only_adapters(adapters).assign(checkpoint.model, str(folder))
     else:
         model = build_model(config.model, checkpoint.fact("vocab", int))
+        if given is not None:
+            model = adopt(model, given, seed=config.train.seed)
+            check_given({**state, "given_model": structure_of(model)}, state)
         assign_weights(model, checkpoint.model, str(folder))
+        if given is not None:
+            Given(given).restore_buffers(model, checkpoint.run)
         if state.get("described"):
             description = described_checkpoint(config, state, folder, tokenizer.end_of_text)
     template = None if state.get("template") is None else template_from_json(state["template"])

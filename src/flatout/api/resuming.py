@@ -10,6 +10,7 @@ from flatout.config.load import resolve_from_mapping
 from flatout.config.schema import RunConfig
 from flatout.config.yaml_loader import format_value
 from flatout.engine.checkpoint import Checkpoint, Unusable, read_checkpoint
+from flatout.engine.given import check_given
 from flatout.engine.opening import steps_of, stored_schedule
 from flatout.engine.run import Run
 from flatout.engine.run_folder import find_resume_point
@@ -67,6 +68,7 @@ def check_resumed(run: Run, origin: Origin) -> list[str]:
             f"step {run.steps:,}",
             f"{more}, or start a new run without --resume",
         )
+    check_given(run.given_state, checkpoint.state)
     notices = [
         *_changes(run, checkpoint, origin.resumable),
         *_about_rate(run, checkpoint),

@@ -53,6 +53,30 @@ def generate(
     yield from _in_pieces(tokenizer, tokens_out, loaded.stops)
 
 
+def chat(
+    model: LoadedModel | str | Path | None,
+    messages: str | Sequence[Mapping[str, Any]],
+    *,
+    tokens: int = 500,
+    temperature: float = 0.7,
+    top_k: int | None = None,
+    top_p: float | None = 0.95,
+    seed: int = 0,
+) -> Generator[str]:
+    """Yields the answer of a chat model to a message, or to a conversation that ends with one, in pieces.
+
+    `messages` are mappings with `role` and `content`, as templates have them; a `system` one may come first. Without a
+    template the last message is continued as bare text.
+    """
+    loaded = model if isinstance(model, LoadedModel) else load_model(model)
+    said = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    if not said or not isinstance(said[-1].get("content"), str):
+        raise DataError("the conversation does not end with a message", "give a text, or mappings of role and content")
+    prompt = chat_prompt(loaded, said[-1]["content"], said[:-1])
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    yield from generate(loaded, prompt, tokens=tokens, bare=False, **how)
+
+
 def _in_pieces(tokenizer: Tokenizer, tokens: Iterable[int], stops: Collection[int]) -> Iterator[str]:
     """Text as it becomes whole. A character of several tokens waits for its last one.
 

@@ -5,7 +5,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
@@ -20,6 +20,7 @@ from flatout.engine.checkpoint import mark_as_base, read_checkpoint
 from flatout.engine.diverged import with_way_back
 from flatout.engine.fit_check import check_disk
 from flatout.engine.full_disk import when_there_is_room
+from flatout.engine.given import Given
 from flatout.engine.loop import train_loop
 from flatout.engine.recovery import use_at_most
 from flatout.engine.run import Run
@@ -39,8 +40,11 @@ from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, DivergedError, UsageError
 from flatout.files import disk_errors, write_whole
 from flatout.launch import OtherProcessError, launch
+from flatout.model.given import ModelGiven
+from flatout.observe.notebook import Chart, RunResult
 from flatout.observe.sinks import MetricsFile, ends_at, read_metrics
 from flatout.observe.track.trackers import Trackers, check_trackers, open_trackers
+from flatout.optim.given import OptimizerGiven
 from flatout.parallel.ranks import joined
 from flatout.records import NoticeRecord, Record, RunInfo
 from flatout.world import World
@@ -62,38 +66,102 @@ def prepare(
     return prepare_data(wanted.data, wanted.clean, progress, overwrite=overwrite, workers=workers, engine=engine)[0]
 
 
+@overload
 def train(
     config: Config | None = None,
     *,
     data: Any = None,
     val: Any = None,
+    model: ModelGiven | None = None,
+    optimizer: OptimizerGiven | None = None,
     resume: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     save: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
-) -> Generator[Record]:
+    on_record: None = None,
+) -> Generator[Record]: ...
+
+
+@overload
+def train(
+    config: Config | None = None,
+    *,
+    data: Any = None,
+    val: Any = None,
+    model: ModelGiven | None = None,
+    optimizer: OptimizerGiven | None = None,
+    resume: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    save: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    on_record: Callable[[Record], object],
+) -> RunResult: ...
+
+
+def train(
+    config: Config | None = None,
+    *,
+    data: Any = None,
+    val: Any = None,
+    model: ModelGiven | None = None,
+    optimizer: OptimizerGiven | None = None,
+    resume: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    save: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    on_record: Callable[[Record], object] | None = None,
+) -> Generator[Record] | RunResult:
     """Trains and yields records; also writes them to metrics.jsonl in the run folder.
 
-    `data` takes the place of the config's text: an iterable of token arrays, a function that returns one, or a torch
-    Dataset of them; `val` is the same to evaluate on (docs/data.md). Give them again to resume.
+    With `on_record`, a function that is called with each record, it trains to the end and returns a `RunResult`.
+
+    `data` takes the place of the config's text: an iterable of token arrays or texts, a function that returns one, or a
+    torch Dataset of them; `val` is the same to evaluate on. `model` is a function that changes the built model, or a
+    torch module in its place; `optimizer` a `Rule`, several, or a function that builds a torch optimizer from named
+    parameters (docs/python.md). Give them again to resume.
 
     `resume` is None (a new run), "auto" (go on if there is something, else start) or a run or checkpoint folder.
     `stop()` is asked after every step; when true, the run saves and ends with an `interrupted` EndRecord. So is
     `save()`; when true, the run saves and goes on. With a resume path and no config, the checkpoint's own config is
     used.
     """
+    how = {"resume": resume, "stop": stop, "save": save, "progress": progress}
+    records = _train(config, _arrays(data, val), Given(model, optimizer), **how)
+    return records if on_record is None else _to_the_end(records, on_record)
+
+
+def _to_the_end(records: Generator[Record], on_record: Callable[[Record], object]) -> RunResult:
+    chart = Chart(shown=False)
+    with contextlib.closing(records):
+        for record in records:
+            chart(record)
+            on_record(record)
+    assert chart.info is not None, "the first record of every run"
+    return RunResult(Path(chart.info.folder), chart.info, chart.end, chart)
+
+
+def _train(
+    config: Config | None,
+    arrays: Arrays | None,
+    given: Given,
+    *,
+    resume: str | Path | None,
+    stop: Callable[[], bool],
+    save: Callable[[], bool],
+    progress: Progress | None,
+) -> Generator[Record]:
     resume = None if resume is None else str(resume)
     found = launch()
     if found is not None and found.resumes and (resume is None or found.attempt is not None):
         resume = "auto"  # started again by the launcher: the same command resumes
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
-    arrays, settings = _arrays(data, val), plain(config)
+    settings = plain(config)
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}
     with joined(found, settings.speed.device, **waits) as world, contextlib.ExitStack() as held:
         origin, lock = _found(settings, resume, world, held, None if found is None else found.folder)
-        run = _set_up(config, origin, progress, arrays, world)
+        run = _set_up(config, origin, progress, arrays, given, world)
         limit = None if found is None or found.attempt is None else found.attempt.micro_batch
         less = [] if limit is None else use_at_most(run, limit)
         with world.together():
@@ -117,7 +185,7 @@ def train(
             with world.together():
                 if lock is None:
                     raise OtherProcessError(error.exit_code) from error
-                raise with_way_back(error, config, origin.folder, vocab, arrays) from error
+                raise with_way_back(error, config, origin.folder, vocab, arrays, given) from error
 
 
 def _found(
@@ -205,16 +273,18 @@ def _arrays(data: Any, val: Any) -> Arrays | None:
     return None if data is None else Arrays(data, val)
 
 
-def _set_up(config: Config, origin: Origin, progress: Progress | None, arrays: Arrays | None, world: World) -> Run:
+def _set_up(
+    config: Config, origin: Origin, progress: Progress | None, arrays: Arrays | None, given: Given, world: World
+) -> Run:
     """Builds the run; where its data cannot be had, the way back to what it was trained on is told, too."""
     resumed = origin.checkpoint
     if resumed is None:
-        return setup_run(config, progress, arrays=arrays, world=world)
+        return setup_run(config, progress, arrays=arrays, given=given, world=world)
     if plain(config).chat.source is None:  # else the shape is the base's, read later
         with world.together():
             check_shape(plain(config), resumed, origin.resumable)
     try:
-        return setup_run(config, progress, resumed=resumed, arrays=arrays, world=world)
+        return setup_run(config, progress, resumed=resumed, arrays=arrays, given=given, world=world)
     except DataError as error:
         way = own_settings(plain(config), resumed, origin.resumable, ("data", "clean", "chat"))
         if way is None:

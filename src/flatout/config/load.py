@@ -10,7 +10,7 @@ must also silence its alternatives in lower ones, or no preset could ever be sho
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from flatout.config import yaml_loader
 from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
+from flatout.config.from_python import python_layer
 from flatout.config.model_section import GPT2
 from flatout.config.schema import RunConfig
-from flatout.config.source import DEFAULT, Source, SourceKind
+from flatout.config.source import DEFAULT, Layer, Setting, Source, SourceKind
 from flatout.config.suggest import nearest_paths, unknown_key
 from flatout.errors import ConfigError
 
@@ -58,26 +59,23 @@ class ExplainRow:
     description: str
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """A value and its source; `lines` says for each value inside a list, by path, on which line of a file it stands."""
-
-    value: Any
-    source: Source
-    lines: Mapping[str, str] = field(default_factory=dict)
-
-
-_Layer = dict[str, _Setting]
-
-
 def load_config(
-    target: str | Path | None = None, overrides: Sequence[str] = (), *, hardware: str | None = None
+    target: str | Path | Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    hardware: str | None = None,
+    **settings: Any,
 ) -> LoadedConfig:
-    """Merge defaults < preset < hardware overlay < file < `a.b=c` overrides, and check the result.
+    """Merges defaults < preset < hardware overlay < file < overrides < settings, and checks the result.
 
-    `target` is a preset's name or a config file; None is the default preset. A file may name a `preset:` to stand on
-    and a `hardware:` overlay; the `hardware` argument wins over the file's.
+    `target` is a preset's name, a config file, or a mapping of what such a file holds; None is the default preset. A
+    file may name a `preset:` whose values it changes and a `hardware:` overlay; the `hardware` argument wins over the
+    file's. `overrides` are words such as `train.steps=100`, `settings` the same as keywords, by section or by path:
+    `train={"steps": 100}`, `**{"train.steps": 100}`.
     """
+    written = python_layer(settings, "keyword")
+    if isinstance(target, Mapping):
+        return _from_mapping(target, [_override_layer(overrides), written], hardware)
     path = _path_of(target)
     _refuse_data(Path(str(target)) if path is None else path)
     tree = yaml_loader.read_yaml(path) if path is not None else {}
@@ -92,25 +90,49 @@ def load_config(
     else:
         hardware_where = "command line"
 
-    layers: list[_Layer] = []
-    below: _Layer = {}
+    values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
+    own = dict(_settings(values, "file", file_name, extras=_FILE_KEYS))
+    name = run_name(path.stem if path is not None else str(preset))
+    where = file_name if path is not None else f"preset {preset}"
+    shipped = {"preset": (preset, preset_where), "hardware": (hardware, hardware_where)}
+    return _layered(shipped, [own, _override_layer(overrides), written], name, where)
+
+
+def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: str | None) -> LoadedConfig:
+    """The config that a mapping holds, with layers above it."""
+    where = "the mapping"
+    named: dict[ShippedKind, Any] = {"preset": target.get("preset"), "hardware": hardware or target.get("hardware")}
+    for key, name in named.items():
+        if name is not None and not isinstance(name, str):
+            raise ConfigError(
+                f"{where}: {key} is {yaml_loader.shorten(name)}, but it must be a name",
+                f"the names are {', '.join(shipped_names(key))}",
+            )
+    values = {key: value for key, value in target.items() if key not in _FILE_KEYS}
+    own = python_layer(values, where, extras=_FILE_KEYS)
+    shipped: dict[str, tuple[str | None, str]] = {key: (name, where) for key, name in named.items()}
+    return _layered(shipped, [own, *above], run_name(named["preset"] or "run"), where)
+
+
+def _layered(
+    shipped: Mapping[str, tuple[str | None, str]], above: Sequence[Layer], name: str, where: str
+) -> LoadedConfig:
+    """Preset and overlay, each with who named it, below the layers of the user."""
+    layers: list[Layer] = []
+    below: Layer = {}
+    (preset, preset_where), (hardware, hardware_where) = shipped["preset"], shipped["hardware"]
     if preset is not None:
         layers.append(_shipped_layer("preset", preset, preset_where))
     if hardware is not None:
         below = _merge(layers)
         layers.append(_only_lowering(_shipped_layer("hardware", hardware, hardware_where), below))
-    values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
-    layers.append(dict(_settings(values, "file", file_name, extras=_FILE_KEYS)))
-    layers.append(_override_layer(overrides))
-    merged = _merge(layers)
-
-    name = run_name(path.stem if path is not None else str(preset))
-    merged.setdefault("output.name", _Setting(name, Source("default", "name of the config")))
-    loaded = _validated(merged, file_name if path is not None else f"preset {preset}")
+    merged = _merge([*layers, *above])
+    merged.setdefault("output.name", Setting(name, Source("default", "name of the config")))
+    loaded = _validated(merged, where)
     return replace(loaded, notices=tuple(_notices(merged, below)))
 
 
-def _notices(merged: _Layer, below: _Layer) -> Iterator[str]:
+def _notices(merged: Layer, below: Layer) -> Iterator[str]:
     """A shorter context is another model, which a flag about memory does not say. `below` is what an overlay met."""
     context, before = merged.get("model.context"), below.get("model.context")
     if context is not None and before is not None and context.source.kind == "hardware":
@@ -162,11 +184,11 @@ def with_hardware(loaded: LoadedConfig, name: str) -> RunConfig:
     return _validated(_merge([below, free]), f"hardware {name}").config
 
 
-def _layer_of(config: RunConfig, where: str) -> _Layer:
+def _layer_of(config: RunConfig, where: str) -> Layer:
     """Every value of a config, as if a preset had given it."""
     source = Source("preset", where)
     return {
-        f"{section}.{name}": _Setting(value, source)
+        f"{section}.{name}": Setting(value, source)
         for section, values in config.model_dump().items()
         for name, value in values.items()
     }
@@ -238,7 +260,7 @@ def _named_in_file(tree: Mapping[str, yaml_loader.Node], key: ShippedKind, file_
 
 def _settings(
     tree: Mapping[str, yaml_loader.Node], kind: SourceKind, where: str, *, extras: tuple[str, ...] = ()
-) -> Iterator[tuple[str, _Setting]]:
+) -> Iterator[tuple[str, Setting]]:
     """The leaves of a parsed file as (path, setting). A file's sources carry line numbers, those of presets do not."""
     for section, node in tree.items():
         line = f"{where}:{node.line}"
@@ -263,13 +285,13 @@ def _settings(
                 raise unknown_key(path, line, top_level_extras=extras)
             value = with_whole_numbers(field_facts()[path].annotation, leaf.plain)
             if kind == "file":
-                yield path, _Setting(value, Source(kind, line), dict(_lines_in(path, leaf, where)))
+                yield path, Setting(value, Source(kind, line), dict(_lines_in(path, leaf, where)))
             else:
-                yield path, _Setting(value, Source(kind, where))
+                yield path, Setting(value, Source(kind, where))
 
 
-def _override_layer(overrides: Sequence[str]) -> _Layer:
-    layer: _Layer = {}
+def _override_layer(overrides: Sequence[str]) -> Layer:
+    layer: Layer = {}
     source = Source("override", "command line")
     for override in overrides:
         path, equals, text = override.partition("=")
@@ -292,12 +314,12 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
         # Elsewhere a bracket is more likely the shell's or a slip, and the refusal of `parse_scalar` says more.
         as_list = item_annotation(fact.annotation) is not None and yaml_loader.is_collection(text)
         value = yaml_loader.parse_collection(text, where).plain if as_list else yaml_loader.parse_scalar(text, where)
-        layer[path] = _Setting(with_whole_numbers(fact.annotation, value), source)
+        layer[path] = Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
 
 
-def _merge(layers: Sequence[_Layer]) -> _Layer:
-    merged: _Layer = {}
+def _merge(layers: Sequence[Layer]) -> Layer:
+    merged: Layer = {}
     for layer in layers:
         for group in _ALTERNATIVES:
             given = next((path for path in group if path in layer and layer[path].value is not None), None)
@@ -306,7 +328,7 @@ def _merge(layers: Sequence[_Layer]) -> _Layer:
             source = layer[given].source
             for path in group:
                 if path in merged and path not in layer:
-                    merged[path] = _Setting(None, Source(source.kind, f"{source.where} ({given})"))
+                    merged[path] = Setting(None, Source(source.kind, f"{source.where} ({given})"))
         family = merged["model.family"].value if "model.family" in merged else "gpt"
         if "model.family" in layer and layer["model.family"].value != family:
             # Another family means its own norm, positions and so on, not those a preset chose for the first one.
@@ -316,7 +338,7 @@ def _merge(layers: Sequence[_Layer]) -> _Layer:
     return merged
 
 
-def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:
+def _only_lowering(overlay: Layer, below: Layer) -> Layer:
     """The overlay without the entries that would raise what the preset or the schema says."""
 
     def raises(path: str) -> bool:
@@ -326,7 +348,7 @@ def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:
     return {path: setting for path, setting in overlay.items() if not raises(path)}
 
 
-def _validated(merged: _Layer, fallback: str) -> LoadedConfig:
+def _validated(merged: Layer, fallback: str) -> LoadedConfig:
     """The config that a layer makes; `fallback` is named in errors about what nobody wrote."""
     # Every section is there, so that its own checks run instead of `missing`.
     nested: dict[str, dict[str, Any]] = {section: {} for section in section_paths()}
@@ -355,6 +377,6 @@ def _lines_in(path: str, node: yaml_loader.Node, where: str) -> Iterator[tuple[s
 
 
 @cache
-def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:
+def _shipped_layer(kind: ShippedKind, name: str, where: str) -> Layer:
     tree = yaml_loader.read_yaml(shipped_path(kind, name, where))
     return dict(_settings(tree, kind, f"{kind} {name}"))

@@ -1,7 +1,8 @@
-"""Where a value of a config comes from."""
+"""Values of a config, and where each comes from."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 SourceKind = Literal["default", "family", "preset", "hardware", "file", "override", "python"]
 
@@ -26,3 +27,15 @@ class Source:
 
 DEFAULT = Source("default", "default")
 IN_PYTHON = Source("python", "")  # a `RunConfig` made by a program, which has no lines to name
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A value and its source; `lines` says for each value inside a list, by path, on which line of a file it stands."""
+
+    value: Any
+    source: Source
+    lines: Mapping[str, str] = field(default_factory=dict)
+
+
+Layer = dict[str, Setting]  # by dotted path

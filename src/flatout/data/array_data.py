@@ -1,6 +1,7 @@
-"""Token arrays that a program hands over as the data of a run: any iterable of them, a function, or a torch Dataset.
+"""Token arrays or texts that a program hands over as the data of a run: an iterable, a function, or a torch Dataset.
 
-Idea: arrays are documents of any length. They are joined as they come, without anything between them, and windows
+Idea: arrays are documents of any length; a text becomes one by the tokenizer, with its end-of-text id where there is
+one. They are joined as they come, without anything between them, and windows
 follow each other in that row. What has a length and items by number (a list, a map-style Dataset) is shuffled anew for
 every epoch by the run's seed; any other iterable is read in its own order, and again from its beginning when it ends.
 
@@ -37,6 +38,7 @@ PLACE = "the arrays given to train"
 AT_ONCE = 1024  # arrays whose place in the order is worked out together
 MOST_EMPTY = 100_000  # arrays in a row
 COMPARED = 4096  # tokens of an array, and its length: a hash of them comes with every step
+ROW_NAMES = ("input_ids", "text")  # columns of a row that are read, the first that is there
 READ_BEFORE = "give the function that makes a generator, not a generator that was read before"
 
 
@@ -77,10 +79,10 @@ def open_arrays(
             "set data.tokenizer to bytes, gpt2 or a tokenizer.json, or model.vocab to the number of ids",
         )
     known = IdTokenizer(vocab) if tokenizer == "char" and vocab is not None else load_tokenizer(tokenizer)
-    source = ArraySource(arrays.train, known.vocab, seed)
+    source = ArraySource(arrays.train, known, seed)
     wanted = (VAL_TOKENS if val_tokens is None else val_tokens) + 1
     if arrays.val is not None:
-        held, _ = ArraySource(arrays.val, known.vocab, seed).first(wanted)
+        held, _ = ArraySource(arrays.val, known, seed).first(wanted)
     else:
         held, source.held = source.first(wanted, None if source.items is None else data.val_fraction)
     if len(held) < 2 and arrays.val is None:
@@ -94,16 +96,18 @@ def open_arrays(
 class ArraySource:
     """The arrays of an object from Python, checked, from any position on and without end."""
 
-    def __init__(self, given: Any, vocab: int, seed: int) -> None:
+    def __init__(self, given: Any, tokenizer: Tokenizer, seed: int) -> None:
         self._given: Any = given
         indexed = hasattr(given, "__len__") and hasattr(given, "__getitem__")
+        indexed = indexed and not isinstance(given, torch.utils.data.IterableDataset)  # which has both and no items
         self._called = not indexed and not hasattr(given, "__iter__")
-        if isinstance(given, Mapping) or (self._called and not callable(given)):
+        if isinstance(given, Mapping | str | bytes) or (self._called and not callable(given)):
             raise DataError(
                 f"a {type(given).__name__} was given to train as data",
-                "give an iterable of token arrays, a function that returns an iterator, or a torch Dataset",
+                "give an iterable of token arrays or texts, a function that returns an iterator, or a torch Dataset; a "
+                "single text goes into a list",
             )
-        self.vocab, self.dtype = vocab, token_dtype(vocab)
+        self.tokenizer, self.vocab, self.dtype = tokenizer, tokenizer.vocab, token_dtype(tokenizer.vocab)
         self.seed = seed
         self.held = 0  # arrays at the beginning that are not trained on
         self.items: int | None = len(self._given) if indexed else None
@@ -175,6 +179,10 @@ class ArraySource:
             number, state = number + 1, None if state_of is None else state_of()
 
     def _checked(self, item: Any, number: int) -> Ids:
+        if isinstance(item, Mapping):
+            item = self._named(item, number)
+        if isinstance(item, str):
+            return self._encoded(item, number)
         try:
             array = np.asarray(item.detach().cpu() if isinstance(item, torch.Tensor) else item)
         except ValueError:  # rows of different lengths
@@ -201,6 +209,24 @@ class ArraySource:
                 "set model.vocab, or data.tokenizer to the tokenizer that made the ids",
             )
         return array.astype(self.dtype)
+
+    def _named(self, row: Mapping[Any, Any], number: int) -> Any:
+        """What a row of named columns holds to train on."""
+        name = next((name for name in ROW_NAMES if name in row), None)
+        if name is None:
+            names = ", ".join(str(key) for key in row)[:80]
+            raise DataError(f"item {number} of the data has {names}", f"give rows with {' or '.join(ROW_NAMES)}")
+        return row[name]
+
+    def _encoded(self, text: str, number: int) -> Ids:
+        if isinstance(self.tokenizer, IdTokenizer):
+            raise DataError(
+                f"item {number} of the data is a text, and there is no tokenizer for it",
+                "set data.tokenizer to bytes, gpt2 or a tokenizer.json, or give token ids",
+            )
+        end = self.tokenizer.end_of_text
+        ids = self.tokenizer.encode(text).astype(self.dtype)
+        return ids if end is None else np.append(ids, np.array(end, self.dtype))
 
     def _ended(self) -> DataError:
         if self._drawn:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flatout.config.catalogue import hardware_for
-from flatout.config.load import LoadedConfig, load_config
+from flatout.config.load import LoadedConfig, load_config, with_hardware
 from flatout.diagnose import check_fit, links
 from flatout.diagnose.check_card import check_cards
 from flatout.diagnose.check_config import check_config
@@ -48,7 +48,7 @@ Progress = Callable[[str], None]
 
 
 def examine(
-    target: str | None = None,
+    target: str | LoadedConfig | None = None,
     overrides: Sequence[str] = (),
     *,
     hardware: str | None = None,
@@ -99,7 +99,7 @@ class _Visit:
 
     def __init__(
         self,
-        target: str | None,
+        target: str | LoadedConfig | None,
         overrides: Sequence[str],
         hardware: str | None,
         *,
@@ -214,9 +214,10 @@ class _Visit:
         """Also looks at the data and fits the config to the machine, as room is needed for what both make."""
         loaded, config, machine = self.loaded, self.config, self.machine
         if loaded is not None:
+            named = None if isinstance(self.target, LoadedConfig) else self.target
 
             def look() -> Iterator[Finding]:
-                self.data = yield from look_at_data(loaded.config, machine, self.target, quick=self.quick)
+                self.data = yield from look_at_data(loaded.config, machine, named, quick=self.quick)
 
             def fit() -> Iterator[Finding]:
                 place = self.kind, self.index, self.ranks, 1 if self.several is None else self.several.hosts
@@ -265,12 +266,12 @@ class _Visit:
     def check_memory_and_time(self, loaded: LoadedConfig) -> Iterator[Finding]:
         fitted, config, host = self.fitted, loaded.config, self.machine.available_bytes
 
-        def with_hardware(name: str) -> LoadedConfig | None:
+        def on_hardware(name: str) -> LoadedConfig | None:
             with contextlib.suppress(UserError):
-                return load_config(self.target, self.overrides, hardware=name)
+                return _loaded(self.target, self.overrides, name)
             return None
 
-        yield from guarded("memory", "a step", lambda: check_memory(loaded, fitted, host, with_hardware))
+        yield from guarded("memory", "a step", lambda: check_memory(loaded, fitted, host, on_hardware))
         if fitted is not None:
             yield from guarded(
                 "memory", "least time", lambda: [check_fit.check_time(config, fitted, steps_of(config, self.data))]
@@ -290,26 +291,32 @@ def _fine_tuning(chat: LoadedConfig, *, quick: bool, here: bool, works: bool) ->
         yield from (one for one in findings if one.area == area)
 
 
+def _loaded(target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None) -> LoadedConfig:
+    if not isinstance(target, LoadedConfig):
+        return load_config(target, overrides, hardware=hardware)
+    return target if hardware is None else dataclasses.replace(target, config=with_hardware(target, hardware))
+
+
 def _load(
-    target: str | None, overrides: Sequence[str], hardware: str | None
+    target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None
 ) -> tuple[LoadedConfig | None, list[Finding]]:
     """The config; if it has a mistake, that as a finding, and the config without the words that are to blame."""
     try:
-        return load_config(target, overrides, hardware=hardware), []
+        return _loaded(target, overrides, hardware), []
     except UserError as error:
         complaints = [finding_of(error, "config", "values")]
     good: list[str] = []
     loaded: LoadedConfig | None = None
     for overlay in dict.fromkeys((hardware, None)):
         with contextlib.suppress(UserError):
-            loaded = load_config(target, (), hardware=overlay)
+            loaded = _loaded(target, (), overlay)
             hardware = overlay
             break
     if loaded is None:
         return None, complaints
     for word in overrides:
         with contextlib.suppress(UserError):
-            loaded = load_config(target, [*good, word], hardware=hardware)
+            loaded = _loaded(target, [*good, word], hardware)
             good.append(word)
     left = [word for word in overrides if word not in good]
     if left:
@@ -320,7 +327,7 @@ def _load(
 
 
 def _load_for_card(
-    target: str | None, overrides: Sequence[str], machine: Machine, loaded: LoadedConfig
+    target: str | LoadedConfig | None, overrides: Sequence[str], machine: Machine, loaded: LoadedConfig
 ) -> tuple[LoadedConfig, list[Finding]]:
     """The config with the memory overlay of this machine's card."""
     memory = machine.cards[0].memory_bytes if machine.cards else None
@@ -329,7 +336,7 @@ def _load_for_card(
         advice = "Leave it out, or name an overlay: `flatout config presets` lists them."
         return loaded, [Check("config", "hardware").bad(found, advice)]
     try:
-        return load_config(target, overrides, hardware=hardware_for(memory)), []
+        return _loaded(target, overrides, hardware_for(memory)), []
     except UserError:
         return loaded, []  # its mistake is told already
 

@@ -34,6 +34,7 @@ from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.portable import as_model_tokenizer
 from flatout.data.tokenizer import ModelTokenizer, Tokenizer, tokenizer_from_json
 from flatout.engine.checkpoint import read_model, read_part, verify_checkpoint
+from flatout.engine.given import check_files_alone
 from flatout.engine.run_folder import checkpoint_to_load, is_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.execution import Execution
@@ -135,6 +136,7 @@ def read_own(name: str, checkpoint: Path, *, training: bool) -> tuple[RunConfig,
     verify_checkpoint(checkpoint)
     values, state, language = (read_part(checkpoint, part) for part in ("config", "state", "tokenizer"))
     config = resolve_from_mapping(values, str(checkpoint))
+    check_files_alone(state, name)
     if config.lora.rank:
         other = "or continue with its adapters: lora.init_from"
         if not training:

@@ -9,6 +9,7 @@ import torch
 
 import flatout
 from flatout.device import reserved_memory_bytes
+from flatout.engine.given import count_of
 from flatout.engine.run import Run
 from flatout.engine.spans import SpanTotals, StepReport
 from flatout.errors import DivergedError
@@ -137,7 +138,7 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         device=run.speed.device.name,
         folder=str(folder),
         family=config.model.family,
-        parameters=parameter_count(config.model, run.model.vocab),
+        parameters=parameter_count(config.model, run.model.vocab) if run.given.model is None else count_of(run.model),
         flops_per_token=run.flops_per_token,
         memory_estimate_bytes=run.memory.total,
         steps=run.steps,

@@ -109,6 +109,8 @@ class Case:
     ranks: int = 1
     ranks_here: int = 1  # those of this host
     threads_before: int | None = None  # of a run that is resumed
+    own_model: bool = False  # from Python: nothing of ours knows it
+    own_optimizer: bool = False
     dealing: Dealing = dataclasses.field(default_factory=Dealing)
     # What has been decided so far, as `Speed` will have it. Reading a switch too early is an AttributeError.
     used: Speed = dataclasses.field(default_factory=lambda: cast("Speed", types.SimpleNamespace()))

@@ -21,6 +21,7 @@ from flatout.engine.checkpoint import (
     write_checkpoint,
     write_verdict,
 )
+from flatout.engine.given import Given
 from flatout.engine.run_folder import checkpoints_of
 from flatout.engine.saving import as_word, capture, differences
 from flatout.engine.setup import setup_run
@@ -31,7 +32,12 @@ _SOUND = 2.0  # times the loss of guessing all tokens alike: weights above that 
 
 
 def with_way_back(
-    error: DivergedError, loaded: LoadedConfig | RunConfig, folder: Path, vocab: int, arrays: Arrays | None = None
+    error: DivergedError,
+    loaded: LoadedConfig | RunConfig,
+    folder: Path,
+    vocab: int,
+    arrays: Arrays | None = None,
+    given: Given | None = None,
 ) -> DivergedError:
     """The error with the command that trains on. Let go of the run first: it may have to be built again."""
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
@@ -40,12 +46,14 @@ def with_way_back(
         return DivergedError(error.message, f"start again with {gentle}")
     where = "the newest checkpoint that is not known to be bad" if found is not None else "the starting weights"
     try:
-        point = found if found is not None else _save_start(loaded, folder, arrays)
+        point = found if found is not None else _save_start(loaded, folder, arrays, given)
     except UserError as failed:  # of the disk or the memory: what the user has to know first is the divergence
         return DivergedError(error.message, f"start again with {gentle} ({failed.message})")
-    if arrays is not None:
-        given = f"flatout.train with the same data=, resume={str(point)!r} and {gentle} in its config"
-        return DivergedError(error.message, f"resume from {where} in Python: {given}")
+    names = [*([] if arrays is None else ["data="]), *([] if given is None else given.names)]
+    if names:
+        gentle = "a lower lr in it" if given is not None and given.own_optimizer else f"{gentle} in its config"
+        again = f"flatout.train with the same {', '.join(names)}, resume={str(point)!r} and {gentle}"
+        return DivergedError(error.message, f"resume from {where} in Python: {again}")
     verb = "train" if config.chat.source is None else "finetune"
     changed = {path: now for path, _, now in differences(config, read_part(point, "config")) if path[:7] != "output."}
     settings = [as_word(path, value) for path, value in {**changed, **gentler(config)}.items()]
@@ -67,8 +75,8 @@ def _newest_sound(folder: Path, vocab: int) -> Path | None:
     return None
 
 
-def _save_start(loaded: LoadedConfig | RunConfig, folder: Path, arrays: Arrays | None) -> Path:
-    run, progress = setup_run(loaded, arrays=arrays), Progress()
+def _save_start(loaded: LoadedConfig | RunConfig, folder: Path, arrays: Arrays | None, given: Given | None) -> Path:
+    run, progress = setup_run(loaded, arrays=arrays, given=given), Progress()
     path, _ = write_checkpoint(checkpoints_of(folder), capture(run, progress))
     loss, _, _ = quick_loss(run, run.step.micro_batch)
     write_verdict(path, Verdict(loss=loss, progress=progress.judged()))

@@ -30,6 +30,8 @@ def resolve_speed(
     ranks_here: int = 1,
     threads_before: int | None = None,
     dealing: Dealing | None = None,
+    own_model: bool = False,
+    own_optimizer: bool = False,
     probes: Probes | None = None,
 ) -> Speed:
     """Decides every switch in the order of the table; `source(path)` tells where a field's value comes from.
@@ -37,7 +39,7 @@ def resolve_speed(
     `corpus_bytes` is the size of the tokens, None where they are streamed. `vocab` is the model's vocabulary,
     `step_tokens` what the samples of a step hold on average, `ranks` how many processes share a step, of
     which `ranks_here` are on this host, `dealing` how they share the model. `threads_before` is how many CPU threads a
-    run had that is resumed.
+    run had that is resumed. `own_model` and `own_optimizer` say that they come from Python.
     """
     case = Case(
         config=config,
@@ -49,6 +51,8 @@ def resolve_speed(
         ranks_here=ranks_here,
         threads_before=threads_before,
         dealing=dealing or Dealing(),
+        own_model=own_model,
+        own_optimizer=own_optimizer,
         probes=probes or Probes(),
     )
     features: list[Feature] = []

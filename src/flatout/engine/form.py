@@ -8,18 +8,24 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flatout.config.schema import RunConfig
 from flatout.config.source import Source
 from flatout.device import Device
-from flatout.engine.case import Dealing, Speed
+from flatout.engine.case import Dealing, Speed, product_type
 from flatout.engine.features import resolve_speed
-from flatout.engine.fit_check import fits_well, memory_on, why_not
+from flatout.engine.fit_check import fits_well, memory_on, out_of_memory, why_not
+from flatout.engine.given import Given
 from flatout.engine.opening import Opened, vocabulary_of
 from flatout.errors import ConfigError
-from flatout.model.count import MemoryEstimate
+from flatout.model.count import MemoryEstimate, blocks_gathered
+from flatout.model.gpt import GPT
 from flatout.parallel.ranks import Ranks
 from flatout.world import World
+
+if TYPE_CHECKING:
+    from flatout.parallel.sharding import Sharding
 
 _ALIKE = ("precision", "kernels", "compile", "fp8", "optimizer_state", "optimizer_offload", "fused_optimizer")
 
@@ -29,6 +35,7 @@ def resolve_form(
     source_of: Callable[[str], Source],
     device: Device,
     world: World,
+    given: Given,
     threads_before: int | None = None,
 ) -> tuple[Speed, MemoryEstimate]:
     """The switches and what a step needs with them, in the first form that fits in all processes, or in the last.
@@ -37,12 +44,13 @@ def resolve_form(
     """
     config, facts = opened.config, opened.data.facts
     with world.together():
-        waiting, vocab = dealings(config, world), vocabulary_of(opened)
+        waiting, vocab = dealings(config, world, given), vocabulary_of(opened)
     while True:
         dealing, *waiting = waiting
         with world.together():
             shape = {"vocab": vocab, "step_tokens": facts.step_tokens, "threads_before": threads_before}
             shape |= {"ranks": world.size, "ranks_here": _ranks_here(world), "dealing": dealing}
+            shape |= {"own_model": given.model is not None, "own_optimizer": given.own_optimizer}
             speed = resolve_speed(config, device, facts.corpus_bytes, source_of, **shape)
             memory = memory_on(opened.data, config, vocab, speed)
         if not waiting:
@@ -60,12 +68,12 @@ def _ranks_here(world: World) -> int:
     return world.hosts.count(world.hosts[world.rank]) if isinstance(world, Ranks) else 1
 
 
-def dealings(config: RunConfig, world: World) -> list[Dealing]:
+def dealings(config: RunConfig, world: World, given: Given | None = None) -> list[Dealing]:
     """The forms to try, in order: the one that was asked for, or those that `auto` may take."""
     if not isinstance(world, Ranks):
         return [Dealing()]
     asked, here = config.parallel.form, _equal_hosts(world)
-    refused = not_in_slices(config)
+    refused = not_in_slices(config) or (None if given is None else given.not_in_slices())
     if asked in ("fsdp", "hybrid"):
         if refused is not None:
             raise ConfigError(f"parallel.form is {asked}, but {refused}", "set parallel.form=data")
@@ -77,7 +85,7 @@ def dealings(config: RunConfig, world: World) -> list[Dealing]:
                 f"{counts}",
                 "set parallel.form=fsdp",
             )
-    return forms_of(config, world.size, here)
+    return forms_of(config, world.size, here)[: None if refused is None else 1]
 
 
 def forms_of(config: RunConfig, size: int, each: int | None) -> list[Dealing]:
@@ -131,3 +139,24 @@ def _equal_hosts(world: Ranks) -> int | None:
     rows = [set(world.hosts[at : at + each]) for at in range(0, world.size, each)]
     alike = len(rows) == hosts and all(len(row) == 1 for row in rows)
     return each if hosts > 1 and each > 1 and alike else None
+
+
+def in_slices(model: GPT, speed: Speed, world: World) -> "Sharding":
+    """Slices of the model on the device of each process."""
+    from flatout.parallel.sharding import Sharding  # it takes a second to import
+
+    assert isinstance(world, Ranks), "one process has no shards"
+    at_once, blocks = blocks_gathered(model.config), list(model.blocks)
+    groups = [blocks[first : first + at_once] for first in range(0, len(blocks), at_once)]
+    ends = [] if model.config.tied else [[model.embedding], [model.head]]
+    kernels = speed.kernels == "triton"  # which take weights in the type of products; torch's own cast for themselves
+    with out_of_memory():
+        return Sharding(
+            model,
+            [*groups, *ends],
+            world,
+            hybrid=speed.parallel == "hybrid",
+            device=speed.device.torch_device,
+            gathered=product_type(speed.precision) if kernels and speed.precision in ("bf16", "fp16") else None,
+            entries=("logits",),
+        )

@@ -16,6 +16,7 @@ from flatout.device import arithmetic, cpu_threads, memory_limit, peak_memory_by
 from flatout.engine.adapter_folder import files_beside
 from flatout.engine.base_model import Base
 from flatout.engine.features import Speed
+from flatout.engine.given import Given
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.notices import Notices
 from flatout.engine.randomness import RandomStream
@@ -25,6 +26,7 @@ from flatout.model.adapters import Adapters
 from flatout.model.count import MemoryEstimate
 from flatout.model.gpt import GPT
 from flatout.ops.documents import BY_BOUNDS
+from flatout.optim.given import name_of
 from flatout.world import World
 
 
@@ -46,6 +48,7 @@ class Run:
     memory: MemoryEstimate
     notices: tuple[str, ...]  # known before the first step
     new_notices: Notices  # those that come up later
+    given: Given = dataclasses.field(default_factory=Given)  # what a program put in the place of the config's parts
     base: Base | None = None  # the model that is fine-tuned
     base_hash: str | None = None  # of its frozen weights, under adapters
 
@@ -65,6 +68,12 @@ class Run:
         assert self.base is not None, "only a base gets adapters"
         given = {"description": self.base.description, "template": self.base.template, "stops": self.data.stops}
         return files_beside(self.data.tokenizer, context=self.config.model.context, chat=True, **given)[0]
+
+    @functools.cached_property
+    def given_state(self) -> dict[str, str]:
+        """What a checkpoint says of parts that came from Python."""
+        rules = [group.rule for group in self.step.optimizer.groups]
+        return self.given.saved(self.model, name_of(self.given.optimizer, rules))
 
     def peak_memory_bytes(self) -> int:
         """Most memory held at once so far. What recordings hold is in no peak of torch's, and is there all the time."""

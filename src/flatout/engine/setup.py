@@ -26,7 +26,8 @@ from flatout.engine.checkpoint import Checkpoint
 from flatout.engine.compiling import CompileWatch, compile_model, graphs_of_its_own
 from flatout.engine.features import Speed
 from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, out_of_memory, ways
-from flatout.engine.form import resolve_form
+from flatout.engine.form import in_slices, resolve_form
+from flatout.engine.given import Given
 from flatout.engine.graphs import MicroBatchGraph, Recorder
 from flatout.engine.notices import Notices
 from flatout.engine.opening import (
@@ -47,14 +48,15 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
-from flatout.model.count import MemoryEstimate, blocks_gathered, flops_per_token
+from flatout.model.count import MemoryEstimate, flops_per_token
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
 from flatout.ops.attention import install_flash
+from flatout.optim.given import rules_with
 from flatout.optim.optimizers import Optimizers, check_slices
 from flatout.optim.rules import rules_of
-from flatout.parallel.ranks import Ranks
+from flatout.optim.schedule import rate_factors
 from flatout.parallel.reducer import reducer_of
 from flatout.world import World
 
@@ -68,20 +70,22 @@ def setup_run(
     *,
     resumed: Checkpoint | None = None,
     arrays: Arrays | None = None,
+    given: Given | None = None,
     world: World | None = None,
 ) -> Run:
     """Builds a run with fresh weights, in one of the processes of `world`. Resuming overwrites its state afterwards.
 
     `resumed` is the checkpoint to resume from. Weights that `model.init_from` names are then not read where it brings
     all of them, and steps are counted from what it has read. `arrays` are token arrays from Python instead of the
-    config's data.
+    config's data, `given` other parts that come from there.
     """
-    world = world or World()
+    world, given = world or World(), given or Given()
     config = loaded.config if isinstance(loaded, LoadedConfig) else loaded
     sources = {} if isinstance(loaded, RunConfig) else loaded.sources
     with world.together():
         if isinstance(loaded, LoadedConfig):
             check_used(loaded)
+        given.check(config)
         if config.train.deterministic:  # cuBLAS reads this when it starts, and torch insists on it
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = limit_memory(detect_device(config.speed.device, world.local), config.speed.memory_limit)
@@ -90,12 +94,12 @@ def setup_run(
         opened = open_data(config, sources, progress, resumed=resumed, arrays=arrays)
     check_shares(opened.data, world)
     before = None if resumed is None else resumed.state.get("threads")
-    speed, memory = resolve_form(opened, sources_of(sources), device, world, before)
+    speed, memory = resolve_form(opened, sources_of(sources), device, world, given, before)
     with world.together():
-        prepared = _prepared(loaded, opened, speed, memory, fresh=resumed is None)
-    sharding = None if not speed.sharded else _sharded(prepared.model, speed, world)
+        prepared = _prepared(loaded, opened, speed, memory, given, fresh=resumed is None)
+    sharding = None if not speed.sharded else in_slices(prepared.model, speed, world)
     with world.together():
-        return _assembled(loaded, opened, sources, prepared, resumed, world, sharding)
+        return _assembled(loaded, opened, sources, prepared, resumed, world, given, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,38 +114,18 @@ class _Prepared:
 
 
 def _prepared(
-    loaded: LoadedConfig | RunConfig, opened: Opened, speed: Speed, memory: MemoryEstimate, *, fresh: bool
+    loaded: LoadedConfig | RunConfig, opened: Opened, speed: Speed, memory: MemoryEstimate, given: Given, *, fresh: bool
 ) -> _Prepared:
     """The model on its device, or on the host where it is to be sharded."""
     config, vocab, device = opened.config, vocabulary_of(opened), speed.device
     start = open_start(config.model, vocab, opened.data.tokenizer) if fresh and opened.base is None else None
-    _check_memory(opened, loaded, vocab, speed, memory, resumed=not fresh)
+    if given.model is None:  # what another one needs nobody knows
+        _check_memory(opened, loaded, vocab, speed, memory, resumed=not fresh)
     if device.kind == "cuda":
         torch.cuda.reset_peak_memory_stats(device.torch_device)  # the peak shown is this run's own
     use_expandable_segments(device.torch_device, on=speed.expandable_segments)
     notices = Notices()
-    return _Prepared(_build(opened, vocab, speed, notices, start, weights=fresh), speed, memory, start, notices)
-
-
-def _sharded(model: GPT, speed: Speed, world: World) -> "Sharding":
-    """Slices of the model on the device of each process."""
-    from flatout.parallel.sharding import Sharding  # it takes a second to import
-
-    assert isinstance(world, Ranks), "one process has no shards"
-    at_once, blocks = blocks_gathered(model.config), list(model.blocks)
-    groups = [blocks[first : first + at_once] for first in range(0, len(blocks), at_once)]
-    ends = [] if model.config.tied else [[model.embedding], [model.head]]
-    kernels = speed.kernels == "triton"  # which take weights in the type of products; torch's own cast for themselves
-    with out_of_memory():
-        return Sharding(
-            model,
-            [*groups, *ends],
-            world,
-            hybrid=speed.parallel == "hybrid",
-            device=speed.device.torch_device,
-            gathered=product_type(speed.precision) if kernels and speed.precision in ("bf16", "fp16") else None,
-            entries=("logits",),
-        )
+    return _Prepared(_build(opened, vocab, speed, notices, start, given, weights=fresh), speed, memory, start, notices)
 
 
 def _assembled(
@@ -151,6 +135,7 @@ def _assembled(
     prepared: _Prepared,
     resumed: Checkpoint | None,
     world: World,
+    given: Given,
     sharding: "Sharding | None",
 ) -> Run:
     """The run on data that is open, with a model that is built."""
@@ -171,10 +156,11 @@ def _assembled(
         model=model,
         trained=trained,
         adapters=adapters,
-        step=_build_step(config, model, trained, speed, steps, later, world),
+        given=given,
+        step=_build_step(config, model, trained, speed, steps, later, world, given),
         random=RandomStream(config.train.seed, device.torch_device, world.rank),
         steps=steps,
-        flops_per_token=flops_per_token(config.model, vocab, facts.attended, adapters=adapted),
+        flops_per_token=given.flops(model, flops_per_token(config.model, vocab, facts.attended, adapters=adapted)),
         memory=memory,
         notices=(),
         new_notices=later,
@@ -198,7 +184,7 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
         run,
         config=config,
         speed=speed,
-        step=_build_step(config, run.model, run.trained, speed, run.steps, run.new_notices, run.world),
+        step=_build_step(config, run.model, run.trained, speed, run.steps, run.new_notices, run.world, run.given),
         memory=memory_on(run.data, config, run.model.vocab, speed),
     )
 
@@ -222,12 +208,15 @@ def _check_memory(
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def _build(opened: Opened, vocab: int, speed: Speed, notices: Notices, start: Start | None, *, weights: bool) -> GPT:
+def _build(
+    opened: Opened, vocab: int, speed: Speed, notices: Notices, start: Start | None, given: Given, *, weights: bool
+) -> GPT:
     config, base = opened.config, opened.base
     if base is None:
         model = build_model(config.model, vocab, seed=config.train.seed, execution=speed.execution)
         if start is not None:
             start.fill(model)
+        model = given.adopted(model, speed, config.train.seed)
         with out_of_memory():
             model.to(_place_of(speed))
     else:
@@ -292,11 +281,19 @@ def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
 
 
 def _build_step(
-    config: RunConfig, model: GPT, trained: Trained, speed: Speed, steps: int, notices: Notices, world: World
+    config: RunConfig,
+    model: GPT,
+    trained: Trained,
+    speed: Speed,
+    steps: int,
+    notices: Notices,
+    world: World,
+    given: Given,
 ) -> TrainStep:
     device = speed.device.torch_device
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
     rules = rules_of(config.optim, steps, fused=speed.fused_optimizer, **form)
+    rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(config.optim, steps))
     if speed.sharded:
         check_slices(rules)
     step = TrainStep(
@@ -353,6 +350,7 @@ def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, w
     yield from run.data.notices(delivery_of(run.speed, run.speed.micro_batch))
     if start is not None:
         yield start.notice
+    yield from run.given.notices(run.model)
     count, small, wide = quantized_base(run.model)
     if count:
         sizes = f"{small / 2**20:,.1f} MiB instead of {wide / 2**20:,.1f}"

@@ -29,6 +29,8 @@ DEVICE_LOADER_BYTES = 2**31  # a corpus up to this size lives on the GPU by defa
 LAUNCH_SECONDS, FA4_LAUNCH_SECONDS = 4e-3, 1e-3
 BUSY = 0.5  # of a device's peak rate is what a step makes of it
 UNKNOWN_PEAK = 1e14
+FROM_PYTHON = "they do not know a model from Python (model=)"
+TORCHS_OWN = "optimizer= has a form of its own"
 COMMON_VOCAB = 50257  # where nobody has said how large the vocabulary is
 
 
@@ -58,6 +60,8 @@ def _kernels(case: Case) -> Answer:
     asked = case.asked
     if case.quantized:
         return Answer("torch", "they know no 4-bit weights")
+    if case.own_model:
+        return Answer("torch", FROM_PYTHON)
     reason = case.no_triton or _adapters_beyond_kernels(case)
     if reason is None and asked.kernels == "auto":
         if asked.compile not in ("auto", "off"):
@@ -157,6 +161,8 @@ def _compile(case: Case) -> Answer:
         return Answer("off", "not worth its start-up where rows hold other documents at every step")
     if wanted == "auto" and not case.cuda:
         return Answer("off", f"not worth its start-up on {device.kind}")
+    if case.own_model and wanted == "auto":
+        return Answer("off", "a model from Python (model=) may not be made for it")
     if case.used.kernels == "triton":  # they are one step of autograd each, which a compiler cannot look into
         return Answer("off", "the Triton kernels leave it nothing to fuse")
     if wanted == "auto" and asked.activation_offload:
@@ -199,11 +205,20 @@ def _loss_chunk(case: Case) -> Answer:
 
 
 def _fused_optimizer(case: Case) -> Answer:
+    if case.own_optimizer:
+        return Answer(False, TORCHS_OWN)
     return Answer(case.asked.fused_optimizer != "off")  # torch has it on every kind of device that we know
+
+
+def _optimizer_offload(case: Case) -> Answer:
+    reason = TORCHS_OWN if case.own_optimizer else None if case.cuda else NOT_CUDA
+    return _unless(case.asked.optimizer_offload, reason)
 
 
 def _optimizer_state(case: Case) -> Answer:
     asked = case.asked.optimizer_state
+    if asked == "8bit" and case.own_optimizer:
+        return Answer("fp32", TORCHS_OWN)
     if asked == "8bit" and case.used.optimizer_offload:
         return Answer("fp32", "offloaded moments stay in fp32")
     if asked == "8bit" and case.device.kind == "mps":
@@ -257,6 +272,8 @@ def _cuda_graphs(case: Case) -> Answer:
         return Answer(False)
     if not case.cuda:
         return Answer(False, "" if wanted == "auto" else NOT_CUDA)
+    if case.own_model:
+        return Answer(False, "a model from Python (model=) may wait for the host, which a recording cannot")
     if case.sharded:
         return Answer(False, "weights are gathered anew for every pass, which a recording cannot")
     if case.model.dropout > 0 or case.config.lora.dropout > 0:
@@ -363,7 +380,7 @@ ROWS = (
     Row("loss", _loss),
     Row("loss_chunk", _loss_chunk, harmless=True),
     Row("fused_optimizer", _fused_optimizer),
-    Row("optimizer_offload", lambda case: _unless(case.asked.optimizer_offload, None if case.cuda else NOT_CUDA)),
+    Row("optimizer_offload", _optimizer_offload),
     Row("optimizer_state", _optimizer_state),
     Row("loader", _loader),
     Row("micro_batch", _micro_batch, harmless=True),

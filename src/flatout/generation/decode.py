@@ -52,12 +52,13 @@ def generate_tokens(
     """
     if not prompt:
         raise ValueError("the prompt needs at least one token")
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     context = model.config.context
     ids = list(prompt)
     start = max(0, len(ids) - context)
     cache = None
+    keeps = cached and model.cacheable
     was_training = model.training
     model.eval()
     try:
@@ -67,7 +68,7 @@ def generate_tokens(
                 cache = None
             with torch.inference_mode():
                 if cache is None:
-                    cache = model.empty_cache(positions=len(ids) - start + count - made) if cached else None
+                    cache = model.empty_cache(positions=len(ids) - start + count - made) if keeps else None
                     feed = ids[start:]
                 else:
                     feed = ids[-1:]

@@ -51,14 +51,15 @@ class GPT(nn.Module):
         # what adapters must do before a pass in our kernels, with the type of its products; theirs to set
         self.freshen: Callable[[torch.dtype], Hashable] | None = None
         self.compiled_apart = False  # blocks and head were compiled one by one
+        self.cacheable = True  # decoding may keep keys, values and states of earlier tokens
 
     def use(self, execution: Execution) -> None:
         """Carries on in another way; the weights stay. Code compiled or recorded before must not be used again."""
         self.execution = execution
         self.narrow.use(execution)
         for block in self.blocks:
-            assert isinstance(block, Block)
-            block.use(execution)
+            if isinstance(block, Block):  # else it is the user's
+                block.use(execution)
 
     def forward(
         self, tokens_BT: Tensor, targets_BT: Tensor, label_smoothing: float = 0.0, layout: Layout | None = None

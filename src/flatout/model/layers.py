@@ -190,7 +190,7 @@ class Block(nn.Module):
         return do.hand_on(Stream(x_BTW, *branch, scale_W=self.mlp_scale, dropout=dropout, seed=own.seeds[1]))
 
     def use(self, execution: Execution) -> None:
-        for layer in self.linears().values():
+        for layer in self.modules():
             if isinstance(layer, AdaptedLinear):
                 layer.use(execution)
 

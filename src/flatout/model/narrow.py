@@ -116,8 +116,10 @@ class ModelNarrow:
     @property
     def scales(self) -> Scales | None:
         """The slots, made when first asked for: the model has been moved to its device by then."""
+        if not self.rounded:
+            return None
         device = self.blocks[0]["qkv"].weight.device
-        if self.rounded and (self._scales is None or self._scales.scale_S.device != device):
+        if self._scales is None or self._scales.scale_S.device != device:
             pair = {name: (ACTIVATION, GRADIENT) if name in self.rounded else (None, None) for name in LAYERS}
             # Every layer has its place whether it is used or not, so a checkpoint fits runs with other layers chosen.
             self._scales = Scales([kind for _ in self.blocks for name in LAYERS for kind in pair[name]], device)

@@ -77,6 +77,7 @@ class Group:
     numbers: Mapping[str, float | Tensor]
 
     def updated(self) -> list[nn.Parameter]:
+        """The parameters that have a gradient."""
         return [parameter for parameter in self.parameters if parameter.grad is not None]
 
     def fixed(self, name: str) -> float:
@@ -106,6 +107,10 @@ class Optimizer(abc.ABC):
         """Makes the state of every parameter that has none: all of it, or none where memory runs out."""
         made = {p: self.fresh_state(p) for p in self.parameters if p not in self.state}
         self.state.update(made)
+
+    def saved(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The state of a parameter as a checkpoint holds it; empty before the first update."""
+        return self.state.get(parameter, {})
 
     def take_over(self, parameter: Tensor, saved: Mapping[str, Tensor]) -> str:
         """Puts saved state back. Returns how it had to be converted, or nothing where it is as it was."""

@@ -85,7 +85,7 @@ class Optimizers:
         return {
             f"{name}.{key}": value
             for name, parameter in self.named.items()
-            for key, value in self._of[parameter].state.get(parameter, {}).items()
+            for key, value in self._of[parameter].saved(parameter).items()
         }
 
     def assign(self, tensors: Mapping[str, Tensor], origin: str) -> list[str]:

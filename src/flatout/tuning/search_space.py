@@ -16,7 +16,7 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -92,7 +92,29 @@ def read_space(path: Path, loaded: LoadedConfig) -> Space:
         )
     if len(tree) > MOST_FIELDS:
         raise ConfigError(f"{name}: names {len(tree)} fields, at most {MOST_FIELDS} make sense", "search over fewer")
-    space = Space(tuple(_dimension(path, node, f"{name}:{node.line}") for path, node in tree.items()))
+    return _tried(tuple(_dimension(path, node, f"{name}:{node.line}") for path, node in tree.items()), loaded)
+
+
+def space_of(fields: Mapping[str, Mapping[str, Sequence[Any]]], loaded: LoadedConfig) -> Space:
+    """The search space that a program gives, as a file would hold it."""
+    where = "search space"
+    if not 0 < len(fields) <= MOST_FIELDS:
+        raise ConfigError(
+            f"{where}: names {len(fields)} fields, and 1 to {MOST_FIELDS} make sense", "search over those"
+        )
+    return _tried(tuple(_dimension(path, _node(form), where) for path, form in fields.items()), loaded)
+
+
+def _node(value: Any) -> Node:
+    """A value of Python as the YAML reader would give it."""
+    if isinstance(value, Mapping):
+        return Node({str(key): _node(item) for key, item in value.items()}, 0)
+    return Node([_node(item) for item in value] if isinstance(value, list | tuple) else value, 0)
+
+
+def _tried(dimensions: tuple[Dimension, ...], loaded: LoadedConfig) -> Space:
+    """The space, every end of it tried in the config."""
+    space = Space(dimensions)
     for dimension in space.dimensions:
         for value in dimension.values[:2] if dimension.form != "choices" else dimension.values:
             _try(loaded, dimension, value)

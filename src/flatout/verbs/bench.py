@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from flatout.errors import HardwareError, ResourceError, UsageError
 from flatout.files import check_folder_writable, disk_errors
-from flatout.folders import make_folders, remove_empty
-from flatout.verbs.measuring import free_folder
+from flatout.folders import free_folder, make_folders, remove_empty
 from flatout.words import Parser, add_config, load_pretraining, quoted
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The verb doctor: words in, `flatout.diagnose.examine` called, a line for each check and advice for each problem out.
+"""The verb doctor: words in, `flatout.api.doctor` called, a line for each check and advice for each problem out.
 
 Contract: as in `flatout.cli`, with one difference: a mistake in the config is a finding among others, so that the rest
 is checked too; mistakes in the options are errors as everywhere. Works without torch, and with a broken one. The exit
@@ -59,8 +59,9 @@ def doctor(words: list[str]) -> int:
         return parsed
 
     parsed = told_by_one(checked)
+    from flatout import api
     from flatout.diagnose.doctor import exit_code
-    from flatout.diagnose.examine import attend, examine
+    from flatout.diagnose.examine import attend
 
     if launched is not None and launched.rank:
         attend(launched, parsed.config, parsed.overrides)
@@ -70,7 +71,7 @@ def doctor(words: list[str]) -> int:
     how = {"hardware": parsed.hardware, "quick": parsed.quick, "progress": printer.progress}
     how |= {"gpus": parsed.gpus, "launched": launched}
     with ended_by_signals(printer.stopped):
-        for finding in examine(parsed.config, parsed.overrides, **how):
+        for finding in api.doctor(parsed.config, parsed.overrides, **how):
             findings.append(finding)
             printer.finding(finding)
         printer.end(findings, exit_code(findings))

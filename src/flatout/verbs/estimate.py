@@ -32,15 +32,15 @@ def estimate(words: list[str]) -> int:
     parsed = parser.parse_words(words)
     loaded = load_pretraining(parsed, "estimate")
     began = time.perf_counter()
-    from flatout import api  # noqa: F401 - what `flatout train` imports is part of its start-up
+    import flatout.api.training  # noqa: F401 - what `flatout train` imports is part of its start-up
 
     imported = time.perf_counter() - began
+    from flatout import api
     from flatout.observe.measured.estimate_table import print_estimate
-    from flatout.tuning.estimate import estimate as look
 
     line, asked = Line(), {"price": parsed.price, "seconds": parsed.seconds, "probe": not parsed.no_probe}
     with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
-        result = look(loaded, **asked, imported=imported, notice=lambda what: line.show(f"{what} ..."))
+        result = api.estimate(loaded, **asked, imported=imported, notice=lambda what: line.show(f"{what} ..."))
     body = result.to_json()
     if parsed.json:
         print(json.dumps(body, ensure_ascii=False, allow_nan=False), flush=True)

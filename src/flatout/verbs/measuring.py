@@ -49,15 +49,6 @@ class Line:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def free_folder(first: Path, taken: Callable[[Path], bool]) -> Path:
-    """A folder, or the first of FOLDER-2, FOLDER-3 ... that is not taken."""
-    number, folder = 1, first
-    while taken(folder):
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
-    return folder
-
-
 def add_overwrite(parser: Parser) -> None:
     parser.flag("--overwrite", "also replace files that flatout did not write")
 

@@ -107,12 +107,12 @@ def chat(words: list[str]) -> int:
         if not message.strip():
             return
         said = ""
-        prompt = api.chat_prompt(model, message, history)
-        for piece in api.generate(model, prompt, bare=False, **_sampling(parsed)):
+        asked = {"role": "user", "content": message}
+        for piece in api.chat(model, [*history, asked], **_sampling(parsed)):
             print(printable(piece), end="", flush=True)
             said += piece
         print()
-        history.extend([{"role": "user", "content": message}, {"role": "assistant", "content": said}])
+        history.extend([asked, {"role": "assistant", "content": said}])
 
     if parsed.message is not None:
         answer(parsed.message)

@@ -22,19 +22,16 @@ def report(words: list[str]) -> int:
     parser.flag("--overwrite", "also replace a file that is no report of flatout")
     parser.flag("--json", "print what the page would show as JSON, and write no page")
     parsed = parser.parse_mixed(words)
-    folders = _folders(parsed.runs)
-    from flatout.observe.report.report import check_target, read_runs, write_report
-
     if parsed.json:
         from flatout.observe.report.data import report_data
+        from flatout.observe.report.report import read_runs
 
-        print(json.dumps(report_data(read_runs(folders)), allow_nan=False))
+        print(json.dumps(report_data(read_runs(_folders(parsed.runs))), allow_nan=False))
         return 0
-    beside = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
-    target = beside if parsed.out is None else Path(parsed.out)
-    check_target(target, overwrite=parsed.overwrite)  # before anything is read
-    size = write_report(folders, target, overwrite=parsed.overwrite)
-    print(f"wrote {target} ({size / 1000:,.0f} kB); open it in a browser")
+    from flatout import api
+
+    target = api.report(parsed.runs, parsed.out, overwrite=parsed.overwrite)
+    print(f"wrote {target} ({target.stat().st_size / 1000:,.0f} kB); open it in a browser")
     return 0
 
 

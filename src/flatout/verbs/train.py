@@ -81,10 +81,10 @@ def _loaded(verb: str, parsed: argparse.Namespace, resume: str | None, stored: P
             f"--resume {quoted(str(stored))} is not a folder", "name a run folder, a checkpoint folder, or auto"
         )
     loaded = None if stored is not None else load(parsed, tell=False)
-    if loaded is not None and verb == "finetune" and loaded.config.chat.source is None:
-        raise UsageError("this config has nothing to fine-tune on", "set chat.source, or use `flatout train`")
     if loaded is not None and verb == "finetune":
-        _check_rows_named(loaded, resume)
+        from flatout.engine.rows_named import check_rows_named
+
+        check_rows_named(loaded, resume)
     return loaded
 
 
@@ -138,23 +138,6 @@ def _follow_training(
         verb = "chat" if loaded.config.chat.source is not None else "generate"
         print(f"try it: {_program()} {verb} {shlex.quote(str(folder))}")
     return 0
-
-
-def _check_rows_named(loaded: "LoadedConfig", resume: str | None) -> None:
-    """Presets name rows and a model for example's sake: where they are not there, the user has to name some."""
-    source, origin = loaded.config.chat.source, loaded.sources["chat.source"]
-    if source is None or origin.by_user or Path(source).exists():
-        return
-    written = loaded.sources["model.init_from"].by_user
-    model = f"model.init_from={loaded.config.model.init_from if written else 'FOLDER-OR-HUB-NAME'}"
-    hint = f"name your rows and a model: flatout finetune {model} chat.source=ROWS.jsonl"
-    if resume == "auto":
-        from flatout.engine.run_folder import choose_folder
-
-        run = choose_folder(loaded.config.output, resume)
-        if run.exists():  # by its own name it brings its settings along
-            hint = f"resume {run} on what it was trained on: flatout finetune --resume {shlex.quote(str(run))}"
-    raise UsageError(f"nothing was named to fine-tune on, and {source}, which {origin.where} has, is not there", hint)
 
 
 def _draw(folder: Path) -> None:

@@ -32,6 +32,7 @@ from flatout.words import Parser, add_config, load, load_pretraining
 
 if TYPE_CHECKING:
     from flatout.records import TuneResult, TuneRow
+    from flatout.tuning.lr_range import Point
 
 
 def tune(words: list[str]) -> int:
@@ -137,22 +138,17 @@ def tune_lr(words: list[str]) -> int:
     parser.flag("--json", "print one JSON line instead of the table")
     parsed = parser.parse_words(words)
     low, high, steps = parsed.start, parsed.end, parsed.steps
-    if low * 10 > high:
-        raise UsageError(
-            f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
-            "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
-        )
     out, plot = _targets(parsed)
     loaded = load_pretraining(parsed, "tune lr")
+    from flatout import api
     from flatout.observe.measured.lr_picture import draw_rates, print_rates
-    from flatout.tuning.lr_range import Point, find_rate
 
-    def progress(number: int, point: Point) -> None:
+    def progress(number: int, point: "Point") -> None:
         line.show(f"step {number} of {steps}: rate {point.rate:.1e}, loss {point.loss:.4f}")
 
     line = Line()
     with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
-        result = find_rate(loaded, low=low, high=high, steps=steps, progress=progress)
+        result = api.tune_lr(loaded, low=low, high=high, steps=steps, progress=progress)
     return _hand_over(result, print_rates, draw_rates, out, plot, parsed)
 
 
@@ -181,11 +177,8 @@ def tune_search(words: list[str]) -> int:
     out, plot = _targets(parsed)
     study = None if parsed.study is None else study_target(Path(parsed.study))
     loaded = load_pretraining(parsed, "tune search")
-    from flatout.tuning.search_space import read_space
-
-    space = read_space(Path(words[0]), loaded)
+    from flatout import api
     from flatout.observe.measured.study_picture import draw_study, print_study, trial_line
-    from flatout.tuning.study import StudyResult, search
 
     line, trials, result = Line(), 0, None
 
@@ -199,9 +192,9 @@ def tune_search(words: list[str]) -> int:
         return f"{trials} {'trial was' if trials == 1 else 'trials were'} made{kept}; nothing else was written"
 
     with ended_by_signals(became), contextlib.closing(line):
-        for record in search(loaded, space, trials=parsed.trials, study=study, progress=progress):
+        for record in api.search(words[0], loaded, trials=parsed.trials, study=study, progress=progress):
             line.close()
-            if isinstance(record, StudyResult):
+            if isinstance(record, api.StudyResult):
                 result = record
                 continue
             trials += 1

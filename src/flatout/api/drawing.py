@@ -1,0 +1,110 @@
+"""Runs as pictures, tables and one HTML page. Needs no torch."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from flatout.errors import DataError, UsageError, quoted
+from flatout.files import disk_errors
+from flatout.observe.live.follow import find_run
+from flatout.observe.plot.plots import COMPARISON, write_comparison, write_run_plots
+from flatout.observe.plot.tables import EIGENSTATES, EVALS, STEPS
+from flatout.observe.report.report import check_target, write_report
+
+_FORMS = (".png", ".svg")
+
+
+def plot(
+    runs: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    *,
+    svg: bool = False,
+    each: bool = False,
+    tables: bool = True,
+    overwrite: bool = False,
+) -> list[Path]:
+    """Draws a run as pictures with its numbers as CSV beside them, or several runs into one; returns the files written.
+
+    They go to the run's own folder `plots`, those of several runs to ./plots, or to the folder `out`, which for several
+    runs may also be the picture's name. `each` draws every panel of one run as a picture of its own, too. Files that
+    are not ours are replaced only with `overwrite`.
+    """
+    named = [runs] if isinstance(runs, str | Path) else list(runs)
+    if not named:
+        raise UsageError("no run was named", "name a run folder, such as runs/NAME")
+    folders = [_run_folder(str(run)) for run in named]
+    if each and len(folders) > 1:
+        raise UsageError("--each goes with one run", "leave it out, or name one run")
+    folder, form, name = _target(None if out is None else str(out), folders, svg=svg)
+    if len(folders) == 1:
+        how = {"form": form, "tables": tables, "each": each}
+        return write_run_plots(folders[0], out=folder, overwrite=overwrite, **how)
+    before = "" if name is None else f"{Path(name).stem}-"
+    files = [folder / f"{before}{table}" for table in (STEPS, EVALS, EIGENSTATES)] if tables else []
+    return write_comparison(folders, folder / (name or f"{COMPARISON}.{form}"), *files, overwrite=overwrite)
+
+
+def _run_folder(word: str) -> Path:
+    """The folder, if there is a run in it; else an error that names one where there is."""
+    path = Path(word)
+    if not word or not os.path.isdir(word):
+        hint = "name a run folder, for example runs/shakespeare-char"
+        if path.name == "metrics.jsonl" and os.path.isfile(word):
+            hint = f"name its folder: {path.parent}"
+        raise UsageError(f"{quoted(word)} is not a folder", hint)
+    if os.path.isfile(path / "metrics.jsonl"):
+        return path
+    absolute = path.absolute()
+    for above in absolute.parents[:3]:
+        if os.path.isfile(above / "metrics.jsonl"):
+            raise DataError(f"{quoted(word)} is part of a run, and no run", f"name the run: {above}")
+    with disk_errors(f"a list of {quoted(word)}", safe=""):
+        inside = sorted(name for name in os.listdir(path) if os.path.isfile(path / name / "metrics.jsonl"))
+    if inside:
+        raise DataError(
+            f"{quoted(word)} holds runs, and is none itself",
+            f"name a run, such as {path / inside[0]}",
+        )
+    raise DataError(f"{quoted(word)} is not a run: it has no metrics.jsonl", "name a run folder, such as runs/NAME")
+
+
+def _target(out: str | None, runs: list[Path], *, svg: bool) -> tuple[Path, str, str | None]:
+    """Where files go: a folder, the form of pictures, and the name of the picture where one was given."""
+    several = len(runs) > 1
+    folder, form, name = Path(out or "plots"), "svg" if svg else "png", None
+    if out is None:
+        folder = folder if several else runs[0] / "plots"
+    elif not out:
+        raise UsageError("--out needs a folder", "for example --out plots")
+    elif out.lower().endswith(_FORMS) and not os.path.isdir(out):
+        if not several:
+            raise UsageError(
+                f"a run has several pictures, and --out {quoted(out)} names one",
+                "name a folder with --out; --svg writes SVG",
+            )
+        folder, form, name = folder.parent, folder.suffix[1:].lower(), folder.name
+        if svg and form != "svg":
+            raise UsageError(f"--svg does not go with --out {quoted(out)}", "name a file that ends in .svg")
+    own = folder.name == "plots" and os.path.isfile(folder.absolute().parent / "metrics.jsonl")
+    if own and several:
+        raise UsageError(
+            f"{folder} is the plots folder of a run, whose files it would replace", "name another folder with --out"
+        )
+    return folder, form, name
+
+
+def report(
+    runs: str | Path | Sequence[str | Path] = (), out: str | Path | None = None, *, overwrite: bool = False
+) -> Path:
+    """Writes one HTML page that shows a run, or several side by side, and returns its path.
+
+    `runs` are folders or names under runs/; without any it is the newest run there. The page is report.html in the
+    run's folder, for several runs ./report.html. A file that is no report is replaced only with `overwrite`.
+    """
+    named = [runs] if isinstance(runs, str | Path) else list(runs)
+    folders = [find_run(str(run)) for run in named] or [find_run(None)]
+    beside = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
+    target = beside if out is None else Path(out)
+    check_target(target, overwrite=overwrite)  # before anything is read
+    write_report(folders, target, overwrite=overwrite)
+    return target

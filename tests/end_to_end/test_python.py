@@ -1,0 +1,159 @@
+"""Every verb as a function of `flatout`: the same work, nothing printed."""
+
+import inspect
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import flatout
+from flatout import api
+from flatout.config.load import LoadedConfig
+from flatout.errors import ConfigError, DataError, UsageError
+
+Tiny = Callable[..., LoadedConfig]
+VERBS = ("bench", "chat", "consolidate", "doctor", "estimate", "evaluate", "export", "finetune", "generate", "merge",
+         "plot", "prepare", "profile", "report", "search", "train", "tune", "tune_lr")  # fmt: skip
+
+
+def test_names_are_listed_once_typed_and_documented():
+    homes = [name for names in api.HOMES.values() for name in names]
+    assert sorted(homes) == sorted(api.__all__)
+    assert {*VERBS, "load_config", "load_model", "EvalRecord", "StepRecord"} <= set(dir(flatout))
+    for name in VERBS:
+        function = getattr(flatout, name)
+        assert inspect.getdoc(function), name
+        signature = inspect.signature(function)
+        assert signature.return_annotation is not inspect.Signature.empty
+        assert all(one.annotation is not inspect.Parameter.empty for one in signature.parameters.values()), name
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        flatout.trian  # noqa: B018
+
+
+def test_what_reads_a_run_needs_no_torch():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import flatout\n"
+        "flatout.load_config, flatout.doctor, flatout.plot, flatout.report, flatout.EvalRecord, flatout.Finding"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_config_from_a_mapping_and_from_keywords():
+    loaded = flatout.load_config(
+        {"preset": "shakespeare-char", "train": {"steps": 7}, "model.layers": 2},
+        ["train.seed=3"],
+        optim={"learning_rate": 2e-3},
+        **{"eval.tokens": 1e4},
+    )
+    config = loaded.config
+    assert (config.train.steps, config.model.layers, config.train.seed) == (7, 2, 3)
+    assert (config.optim.learning_rate, config.eval.tokens) == (2e-3, 10_000)
+    assert config.output.name == "shakespeare-char"
+    assert loaded.sources["train.steps"].by_user
+    assert loaded.sources["eval.tokens"].where == "keyword"
+    words = ["train.steps=7", "model.layers=2", "train.seed=3", "optim.learning_rate=2e-3", "eval.tokens=1e4"]
+    assert config == flatout.load_config("shakespeare-char", words).config
+
+
+@pytest.mark.parametrize(
+    ("mapping", "keywords", "told"),
+    [
+        ({"train": {"stepz": 1}}, {}, r"train\.stepz is not a known key \(did you mean train\.steps"),
+        ({"modle": {}}, {}, r"modle is not a known key \(did you mean model"),
+        ({}, {"train": 3}, r"train is 3, but it is a section"),
+        ({"preset": 3}, {}, r"preset is 3, but it must be a name"),
+        ({"train": {"steps": "many"}}, {}, r"the mapping: train\.steps is 'many'"),
+    ],
+)
+def test_mistakes_in_a_mapping_are_named(mapping, keywords, told: str):
+    with pytest.raises(ConfigError, match=told):
+        flatout.load_config(mapping, **keywords)
+
+
+def test_a_run_and_what_can_be_asked_of_it(tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = tiny("train.steps=4", f"output.folder={tmp_path / 'run'}", "output.plots=false")
+    ends = [record for record in flatout.train(config) if isinstance(record, flatout.EndRecord)]
+    assert len(ends) == 1
+    model = flatout.load_model(tmp_path / "run")
+
+    ids = model.tokenizer.encode("the old fox").tolist()
+    logits = model(ids)
+    assert logits.shape == (len(ids), model.model.vocab)
+    assert torch.equal(model([ids, ids])[1], logits)
+    assert not logits.requires_grad
+    for bad in ([], [[[1]]], [10**6], ids * 1000):
+        with pytest.raises(DataError, match="were given to the model"):
+            model(bad)
+
+    assert "".join(flatout.chat(model, "the old ", tokens=5, temperature=0.0)) == "".join(
+        flatout.generate(model, "the old ", tokens=5, temperature=0.0)
+    ), "a model without a template continues the message"
+    with pytest.raises(DataError, match="does not end with a message"):
+        next(flatout.chat(model, []))
+
+    written = flatout.plot(tmp_path / "run", tmp_path / "plots", svg=True)
+    assert {path.suffix for path in written} == {".svg", ".csv"}
+    assert all(path.is_file() for path in written)
+    assert flatout.report(tmp_path / "run") == tmp_path / "run" / "report.html"
+    with pytest.raises(UsageError, match="no run was named"):
+        flatout.plot([])
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_doctor_takes_a_config_that_is_loaded(tiny: Tiny):
+    config = tiny("train.steps=4")
+    findings = list(flatout.doctor(config, quick=True))
+    assert all(isinstance(one, flatout.Finding) for one in findings)
+    assert not [one.found for one in findings if one.status == "bad" and one.area in ("config", "data")]
+    (steps,) = [one for one in flatout.doctor("shakespeare-char", ["train.stepz=1"], quick=True) if one.advice and
+                "train.steps" in one.advice]  # fmt: skip
+    assert steps.status == "bad"
+    with pytest.raises(UsageError, match="overrides are for a config by its name"):
+        flatout.doctor(config, ["train.steps=1"])
+
+
+def test_measuring_functions_return_what_their_verbs_show(
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = tiny("train.steps=4")
+    found = flatout.tune_lr(config, steps=20)
+    assert 1e-7 <= found.rate <= 1.0
+    assert "learning_rate" in found.fragment
+    with pytest.raises(UsageError, match="a factor of ten"):
+        flatout.tune_lr(config, low=0.1, high=0.2)
+    assert flatout.estimate(config, probe=False).problem == ""
+    done = flatout.profile(config, tmp_path / "profiled", steps=1)
+    assert done is not None
+    assert json.loads(json.dumps(done.figures)) == json.loads(
+        (done.folder / "profile.json").read_text(encoding="utf-8")
+    )
+    chat = flatout.load_config("lora", ["chat.source=rows.jsonl"])
+    for name in ("tune_lr", "estimate", "profile"):
+        with pytest.raises(UsageError, match=f"flatout.{name} is for pretraining"):
+            getattr(flatout, name)(chat)
+    with pytest.raises(UsageError, match=r"flatout\.search is for pretraining"):
+        flatout.search({"model.layers": {"range": [1, 2]}}, chat)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_search_takes_its_space_from_a_mapping(tiny: Tiny):
+    pytest.importorskip("optuna")
+    config = tiny("train.steps=2")
+    *rows, result = flatout.search({"model.layers": {"choices": [1, 2]}}, config, trials=1)
+    assert len(rows) == 1
+    assert isinstance(result, flatout.StudyResult)
+    for space, told in (({}, "names 0 fields"), ({"model.layers": 3}, "not one form"), ({"x": {}}, "not a known key")):
+        with pytest.raises(ConfigError, match=told):
+            flatout.search(space, config)
+
+
+def test_finetune_says_what_it_lacks(tiny: Tiny):
+    with pytest.raises(UsageError, match="nothing to fine-tune on"):
+        flatout.finetune(tiny("train.steps=2"))
+    with pytest.raises(UsageError, match="nothing was named to fine-tune on"):
+        flatout.finetune()

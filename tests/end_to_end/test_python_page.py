@@ -1,0 +1,57 @@
+"""docs/python.md as a reader follows it: every example runs, one after the other. docs/api.md is what the code says."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import flatout
+from tests.chat_models import write_chat_model
+
+DOCS = Path(__file__).parents[2] / "docs"
+SMALLER = ["model.layers=1", "model.width=32", "model.heads=2", "model.context=32", "train.batch_tokens=64",
+           "eval.tokens=256", "eval.sample_tokens=4", "speed.device=cpu", "output.plots=false"]  # fmt: skip
+TUNED = ["model.context=64", "eval.sample_tokens=4", "speed.device=cpu", "output.plots=false"]
+
+pytestmark = pytest.mark.usefixtures("children_stay")
+
+
+def test_every_example_of_the_python_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    write_chat_model(tmp_path / "base")
+    rows = [{"instruction": f"What is {n} and one?", "input": "", "output": f"It is {n + 1}."} for n in range(20)]
+    (tmp_path / "rows.json").write_text(json.dumps(rows), encoding="utf-8")
+    load = flatout.load_config
+
+    def smaller(target, overrides=(), **more):
+        return load(target, [*(TUNED if target == "lora" else SMALLER), *overrides], **more)
+
+    monkeypatch.setattr(flatout, "load_config", smaller)
+    text = (DOCS / "python.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(examples) == text.count("```python") > 8
+    namespace: dict[str, object] = {}
+    for number, example in enumerate(examples):
+        exec(compile(example, f"python.md, example {number + 1}", "exec"), namespace)
+    said = capsys.readouterr().out
+    assert re.search(r"^step 20: validation loss \d\.\d{3}$", said, flags=re.MULTILINE)
+    assert "0.002 command line" in said
+    assert re.search(r"^runs/second \d\.\d+ finished$", said, flags=re.MULTILINE)
+    assert namespace["problems"] == []
+    runs = {path.name for path in (tmp_path / "runs").iterdir()}
+    assert runs == {"demo", "second", "texts", "squared", "recurrent", "nadam", "signs", "chart", "tuned"}
+    assert (tmp_path / "both.html").is_file()
+    assert (tmp_path / "merged" / "config.json").is_file()
+
+
+def test_the_api_page_is_what_the_code_says():
+    spec = importlib.util.spec_from_file_location("make_api", DOCS / "make_api.py")
+    assert spec is not None
+    assert spec.loader is not None
+    make_api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_api)
+    assert (DOCS / "api.md").read_text(encoding="utf-8") == make_api.page(), "run `python docs/make_api.py`"

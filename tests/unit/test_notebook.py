@@ -1,0 +1,103 @@
+"""Runs in a notebook: one picture redrawn in its place, tables that hold no markup of a run, silence elsewhere."""
+
+import re
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from flatout.observe import notebook
+from flatout.observe.notebook import Chart, RunResult
+from flatout.records import NoticeRecord, StepRecord
+from tests.made_runs import end_of, eval_of, info_of, step_of
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.pictures: list[str] = []
+
+    def update(self, chart: Chart) -> None:
+        self.pictures.append(chart._repr_html_())
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Handle:
+    """A stand-in for IPython in a notebook; its `display` makes the one output that is updated."""
+    handle = Handle()
+
+    def display(chart: Chart, *, display_id: bool) -> Handle:
+        assert display_id
+        assert not handle.pictures, "one output"
+        handle.update(chart)
+        return handle
+
+    fake = types.SimpleNamespace(
+        get_ipython=lambda: types.SimpleNamespace(kernel=object()), display=types.SimpleNamespace(display=display)
+    )
+    monkeypatch.setitem(sys.modules, "IPython", fake)  # pyright: ignore[reportArgumentType]
+    return handle
+
+
+END = end_of(Path("runs/x"), 4)
+
+
+def step(number: int, loss: float = 2.0) -> StepRecord:
+    return step_of(number, loss=loss)
+
+
+def test_a_chart_is_one_picture_that_is_redrawn_and_ends_up_to_date(shown: Handle):
+    chart = Chart(seconds=0.0)
+    for record in (step(1, 3.0), step(2, 2.0), NoticeRecord(step=2, message="x"), eval_of(2, 2.5), END):
+        chart(record)
+    assert len(shown.pictures) == 4, "a notice draws nothing"
+    last = shown.pictures[-1]
+    assert last.count("<circle") == 1
+    assert len(re.findall(r"[\d.]+,[\d.]+", last)) == 2, "the points of the line"
+    assert "validation 2.5000, best 2.5000 · finished" in last
+
+
+def test_a_fast_run_is_not_drawn_at_every_step(shown: Handle):
+    chart = Chart(seconds=1000.0)
+    for number in range(1, 50):
+        chart(step(number))
+    assert len(shown.pictures) == 1
+    chart(END)
+    assert len(shown.pictures) == 2
+
+
+def test_a_long_run_keeps_few_points(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(notebook, "MOST_POINTS", 100)
+    chart = Chart()
+    for number in range(1, 5000):
+        chart(step(number, float("nan") if number == 7 else 1 / number))
+    assert 40 < len(chart.losses) <= 100
+    assert chart.losses[-1][0] > 4800
+    assert "nan" not in chart._repr_html_()
+
+
+@pytest.mark.parametrize("ipython", [None, types.SimpleNamespace(get_ipython=lambda: None),
+                                     types.SimpleNamespace(get_ipython=lambda: object())],
+                         ids=["absent", "imported", "terminal"])  # fmt: skip
+def test_elsewhere_nothing_is_shown(ipython, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    chart = Chart(seconds=0.0)
+    chart(step(1))
+    chart(END)
+    assert capsys.readouterr() == ("", "")
+    assert repr(chart) == "Chart(step 1, 0 evaluations)"
+
+
+def test_records_and_results_show_themselves_without_markup_of_the_run():
+    notice = NoticeRecord(step=3, message="<script>alert(1)</script>" + "x" * 500)
+    shown = notice._repr_html_()
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
+    assert len(shown) < 600
+    chart = Chart()
+    chart(step(1))
+    result = RunResult(Path("runs/<b>"), info_of(Path("runs/<b>")), END, chart)
+    assert "<b>" not in result._repr_html_()
+    assert "<svg" in result._repr_html_()
+    assert result.loss == END.val_loss
+    assert repr(result) == "RunResult('runs/<b>', finished)"

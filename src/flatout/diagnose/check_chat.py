@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import json
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 from flatout.config.load import LoadedConfig
@@ -24,6 +24,7 @@ from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
 from flatout.data.make_samples import many, row_files
+from flatout.data.sample_counts import ADVICE, count_told
 from flatout.data.sample_data import SampleData
 from flatout.device import detect_device, limit_memory
 from flatout.diagnose.check_folder import check_folder, folder_of
@@ -182,6 +183,7 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
         )
     else:
         yield Check("data", "learned").ok(words)
+    yield from _check_written(counts)
     dropped = sum(counts.get(name, 0) for name in ("dropped_too_long", "dropped_labels_cut"))
     if counts.get("truncated") or dropped:
         cut = counts.get("truncated", 0)
@@ -190,6 +192,16 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
             f"{cut:,} samples are cut to {sample_tokens(config):,} tokens, {dropped:,} dropped for their length",
             f"The longest has {counts.get('longest', 0):,} tokens; raise {sample_limit(config)} to keep all of it.",
         )
+
+
+def _check_written(counts: Mapping[str, int]) -> Iterator[Finding]:
+    """What the template made of the rows that need not be what was meant; a warning where it lost text."""
+    for name, advice in ADVICE.items():
+        if counts.get(name):
+            status = "warn" if name.endswith("_left_out") else "note"
+            yield Check("data", name.replace("_", " ")).told(
+                status, count_told(name, counts[name]), f"{advice[0].upper()}{advice[1:]}."
+            )
 
 
 def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: bool, here: bool) -> Iterator[Finding]:

@@ -101,6 +101,16 @@ def test_a_report_tells_base_rows_and_what_is_trained(words):
     assert "shakespeare" not in json.dumps({name: page[name] for name in ("summary", "facts", "figures", "commands")})
 
 
+def test_accumulation_that_packed_rows_do_not_need_is_told(words):
+    def about(*more: str) -> list[str]:
+        return [note for note in notes(run(words("train.steps=1", *more))) if "speed.accumulation" in note]
+
+    (told,) = about("speed.accumulation=4", "output.folder=runs/packed")
+    assert told.startswith("speed.accumulation is 4, but a step has one micro-batch: its samples share rows")
+    assert about("speed.accumulation=4", "chat.packing=false", "output.folder=runs/apart") == []
+    assert about("speed.micro_batch=1", "output.folder=runs/small") == []
+
+
 def test_a_report_of_all_weights_says_so(words):
     info = run(words("lora.rank=0", "train.steps=2"))[0]
     page, facts = told("runs/lora")

@@ -40,7 +40,7 @@ class OptimConfig(Section):
     warmup_steps: Natural = 100
     """Updates over which the rate rises to its peak; 0 starts at the peak."""
     min_ratio: Share = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a share of the peak; 0 is reached after the last update."""
     decay_fraction: Share = 0.2
     """Share of the run that wsd spends decaying at its end."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.1

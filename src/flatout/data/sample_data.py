@@ -38,6 +38,7 @@ class SampleData(TrainingData):
     seed: int
     val_samples: Samples
     val_tokens: int | None
+    accumulation: int | None = None  # micro-batches of a step, as speed.accumulation asks for
     opening_notices: tuple[str, ...] = ()
 
     @property
@@ -106,6 +107,13 @@ class SampleData(TrainingData):
             f"samples: {padding.share:.1%} of what the device works on is padding, in {many(padding.shapes, 'shape')} "
             f"(counted over {many(padding.steps, 'step')})"
         )
+        if self.accumulation is not None and padding.micro_batches < self.accumulation:
+            most = "one micro-batch" if padding.micro_batches == 1 else f"{padding.micro_batches} micro-batches at most"
+            yield (
+                f"speed.accumulation is {self.accumulation}, but a step has {most}: its samples share rows, of which a "
+                f"micro-batch takes up to {delivery.micro_batch}; set speed.micro_batch to fewer rows, or "
+                "chat.packing=false"
+            )
 
     def preview(self) -> tuple[tuple[str, bool], ...]:
         """The first sample in pieces that are learned or not, as people should see it before they train on it."""

@@ -185,6 +185,7 @@ def open_sample_data(
         seed=config.train.seed,
         val_samples=samples.val,
         val_tokens=config.eval.tokens,
+        accumulation=config.speed.accumulation,
         opening_notices=notices,
     )
 

@@ -107,6 +107,8 @@ OTHER: dict[str, str | list[str]] = {
     "lora.rank": [*CHAT, "lora.rank=2"],
     "lora.alpha": [*ADAPTERS, "lora.alpha=3.0"],
     "lora.targets": [*ADAPTERS, "lora.targets=[q_proj]"],
+    "lora.ranks": [*ADAPTERS, "lora.ranks=[q_proj=2]"],
+    "lora.alphas": [*ADAPTERS, "lora.alphas=[q_proj=2]"],
     "lora.dropout": [*ADAPTERS, "lora.dropout=0.5"],
     "lora.rank_stabilised": [*ADAPTERS, "lora.rank_stabilised=true"],
     "lora.dora": [*ADAPTERS, "lora.dora=true"],

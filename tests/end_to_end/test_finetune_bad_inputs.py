@@ -277,7 +277,8 @@ ADAPTER_CASES = {
     "another rank than it has": Case("lora.rank", (*FROM, "lora.rank=9")),
     "other targets than it has": Case("lora.targets", (*FROM, "lora.targets=[q_proj]")),
     "an adapter to go on from without one": Case("lora.init_from", (*FROM, "lora.rank=0")),
-    "ranks that differ": Case("cannot be trained on", FROM, change(ADAPTER, rank_pattern={"q_proj": 2})),
+    "ranks that its file has not": Case("has shape", FROM, change(ADAPTER, rank_pattern={"q_proj": 2})),
+    "other ranks than it has": Case("lora.ranks", (*FROM, "lora.ranks=[q_proj=2]")),
     "NaN in the adapter": Case(
         "not finite", FROM, tensors("adapter/adapter_model.safetensors", lambda t: t[LORA_A].fill_(torch.nan))
     ),

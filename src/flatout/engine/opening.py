@@ -262,6 +262,8 @@ def adapter_plan(config: LoraConfig) -> AdapterPlan:
         alpha=2.0 * config.rank if config.alpha is None else config.alpha,
         dropout=config.dropout,
         targets=plan_targets(config.targets),
+        ranks=config.named_ranks,
+        alphas=config.named_alphas,
         rank_stabilised=config.rank_stabilised,
         dora=config.dora,
     )

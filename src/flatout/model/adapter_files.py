@@ -211,7 +211,8 @@ def load_into(adapters: Adapters, folder: Path) -> AdapterOrigin:
     """Stored values into adapters that are on a model already. Ranks, targets, scales and kind must be the same."""
     origin = read_origin(folder)
     theirs, ours = origin.plan, adapters.plan
-    for name in ("dora", "rank_stabilised", "rank", "alpha", "ranks", "alphas"):
+    same = choose(theirs, targets_of(adapters.model), strict=False) == adapters.choices
+    for name in ("dora", "rank_stabilised", "rank", "alpha", *(() if same else ("ranks", "alphas"))):
         if getattr(theirs, name) != getattr(ours, name):
             raise CheckpointError(
                 f"{folder / CONFIG}: {name} is {getattr(theirs, name)!r}, here it is {getattr(ours, name)!r}",

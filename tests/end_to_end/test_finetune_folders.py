@@ -487,6 +487,7 @@ def peft_folder(**settings) -> torch.Tensor:
         {"layers_to_transform": [1]},
         {"rank_pattern": {"1.self_attn.q_proj": 5, "nothing": 2}, "alpha_pattern": {r".*v_proj": 7.5}},
         {"rank_pattern": {"q_proj": 5}, "layers_to_transform": [1]},
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
     ],
     ids=str,
 )

@@ -45,11 +45,12 @@ from flatout.engine.run_folder import is_checkpoint
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import UserError
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
-from flatout.model.count import parameter_count
+from flatout.model.count import parameter_count, whole_count
 from flatout.model.gpt import empty_model
 from flatout.model.hub_find import is_within_reach
 from flatout.model.hub_weights import inventory
 from flatout.model.quantize import check_quantizing
+from flatout.model.whole import weights_of
 
 _WHOLE, _WHOLE_QUICK = 32 * 2**20, 4 * 2**20  # bytes of a source that is read to its end
 _FIRST = 2000  # rows of a larger one
@@ -261,6 +262,7 @@ def _check_adapters(config: RunConfig, vocab: int) -> Iterator[Finding]:
     try:
         plan = adapter_plan(config.lora)
         choices = choose(plan, targets_of(model))
+        whole = weights_of(model, plan.also)
         if config.lora.quantize != "none":
             check_quantizing(detect_device(config.speed.device).torch_device)
     except UserError as error:
@@ -268,8 +270,10 @@ def _check_adapters(config: RunConfig, vocab: int) -> Iterator[Finding]:
         return
     names = sorted({choice.target.name for choice in choices})
     count = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
+    count += whole_count(config.model, vocab, plan.also)
     held = "" if config.lora.quantize == "none" else f", the base in 4 bits ({config.lora.quantize})"
-    where = f"adapters of rank {config.lora.rank} on {', '.join(names)}"
+    beside = f", and {' and '.join(config.lora.also)} whole" if whole else ""
+    where = f"adapters of rank {config.lora.rank} on {', '.join(names)}{beside}"
     yield Check("config", "trained").ok(f"{where}: {count:,} parameters{held}")
     for found in needless_rank(choices):
         yield Check("config", "rank").note(found)

@@ -36,11 +36,12 @@ from flatout.model.hub import Description
 from flatout.model.hub_weights import companions
 from flatout.model.patterns import endings
 from flatout.model.seal import SEAL, check_seal, read_seal
+from flatout.model.whole import BIASES, settled, weights_of
 
 ADAPTER = "adapter"
 # What makes up an adapter in our config, and in PEFT's plan under the same names.
 _SETTINGS = ("rank", "alpha", "rank_stabilised", "dora")
-_LISTS = ("targets", "ranks", "alphas")
+_LISTS = ("targets", "ranks", "alphas", "also")
 
 
 def files_beside(
@@ -201,6 +202,8 @@ def with_adapter(
 
 def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: Description) -> bool:
     """Whether two values of a setting make the same adapter: a null alpha is a number, and targets have many names."""
+    if field == "also":
+        return settled(ours, description.config) == tuple(theirs)
     if field == "alpha":
         return (2.0 * rank if ours is None else ours) == (2.0 * rank if theirs is None else theirs)
     if field != "targets" or sorted(ours) == sorted(theirs):
@@ -222,19 +225,23 @@ def _lists(origin: AdapterOrigin, description: Description) -> dict[str, list[st
 
     Refuses ranks that the adapter's file does not have, before a run takes memory for them.
     """
-    plan, targets = origin.plan, targets_of(empty_model(description.config, description.vocab, device="meta"))
+    plan, model = origin.plan, empty_model(description.config, description.vocab, device="meta")
+    targets = targets_of(model)
     try:
         choices = choose(plan, targets, strict=False)
+        also = settled(plan.also, model.config)
     except ConfigError as error:
         raise CheckpointError(f"{origin.folder / CONFIG}: {error.message}", error.hint) from error
-    check_stored(origin, choices)
+    check_stored(origin, model, choices)
     paths = tuple(choice.target.path for choice in choices)
     # Those that fit nothing do nothing there, and would be refused here.
     numbers = {
         field: [f"{pattern}={number}" for pattern, number in pairs if endings(pattern, paths)]
         for field, pairs in (("ranks", plan.ranks), ("alphas", plan.alphas))
     }
-    return {"targets": _targets(plan, targets, choices), **numbers}
+    # Biases of a model without any: PEFT lets them pass.
+    also = [name for name in also if name != BIASES or weights_of(model, [BIASES], strict=False)]
+    return {"targets": _targets(plan, targets, choices), "also": also, **numbers}
 
 
 def _targets(plan: AdapterPlan, targets: list[Target], choices: list[Choice]) -> list[str]:

@@ -264,6 +264,7 @@ def adapter_plan(config: LoraConfig) -> AdapterPlan:
         targets=plan_targets(config.targets),
         ranks=config.named_ranks,
         alphas=config.named_alphas,
+        also=tuple(config.also),
         rank_stabilised=config.rank_stabilised,
         dora=config.dora,
     )

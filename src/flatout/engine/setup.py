@@ -161,7 +161,8 @@ def _assembled(
     adapters = _attach(model, config) if config.lora.rank else None
     base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
     trained = all_weights(model, sharding) if adapters is None else only_adapters(adapters)
-    adapted = None if adapters is None else trained.count
+    adapted = None if adapters is None else trained.count - sum(one.frozen.numel() for one in adapters.whole.values())
+    head = "head" in config.lora.also or ("embedding" in config.lora.also and config.model.tied)
     run = Run(
         config=config,
         speed=speed,
@@ -173,7 +174,7 @@ def _assembled(
         step=_build_step(config, model, trained, speed, steps, later, world),
         random=RandomStream(config.train.seed, device.torch_device, world.rank),
         steps=steps,
-        flops_per_token=flops_per_token(config.model, vocab, facts.attended, adapters=adapted),
+        flops_per_token=flops_per_token(config.model, vocab, facts.attended, adapters=adapted, head=head),
         memory=memory,
         notices=(),
         new_notices=later,
@@ -269,7 +270,8 @@ def _attach(model: GPT, config: RunConfig) -> Adapters:
     try:
         return attach(model, adapter_plan(config.lora), config.train.seed)
     except ConfigError as error:
-        raise ConfigError(f"lora.targets: {error.message}", error.hint) from error
+        where = "lora.also" if "lora.also" in error.hint else "lora.targets"
+        raise ConfigError(f"{where}: {error.message}", error.hint) from error
 
 
 def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:

@@ -29,6 +29,7 @@ from flatout.model.hub import read_json
 from flatout.model.seal import SEAL, check_seal, refuse_link, seal, sealed_names
 from flatout.model.tensor_file import write_tensors
 from flatout.model.weights import read_safetensors, stored_shapes
+from flatout.model.whole import BIASES, EMBEDDING, HEAD, MODULES, module_names, settled, stored_as, weights_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -123,28 +124,30 @@ def _named(adapters: Adapters) -> dict[str, Tensor]:
         for kind, value in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
             if value is not None:
                 tensors[_PREFIX + part.choice.target.path + _KINDS[kind]] = value
-    return tensors
+    whole = {name: weight.own()[weight.attribute].detach() for name, weight in adapters.whole.items()}
+    stored = stored_as(adapters.model.config, whole, adapters.choices)
+    return tensors | {_PREFIX + name: value for name, value in stored.items()}
 
 
 def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
     """adapter_config.json. `all-linear` is written as the names it stands for: not every reader knows the word."""
-    plan = adapters.plan
+    plan, model = adapters.plan, adapters.model.config
     targets: Any = plan.targets
     if targets == ALL_LINEAR:
         targets = sorted({choice.target.name for choice in adapters.choices})
     return {
         "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in plan.alphas},
         "base_model_name_or_path": base,
-        "bias": "none",
+        "bias": "all" if BIASES in plan.also else "none",
         "exclude_modules": (plan.exclude if isinstance(plan.exclude, str) else list(plan.exclude)) or None,
-        "fan_in_fan_out": adapters.model.config.family == "gpt2",
+        "fan_in_fan_out": model.family == "gpt2",
         "inference_mode": True,
         "init_lora_weights": True,
         "layers_pattern": None,
         "layers_to_transform": None if plan.layers is None else list(plan.layers),
         "lora_alpha": _whole(plan.alpha),
         "lora_dropout": plan.dropout,
-        "modules_to_save": None,
+        "modules_to_save": module_names(model, plan.also) or None,
         "peft_type": "LORA",
         "r": plan.rank,
         "rank_pattern": dict(plan.ranks),
@@ -182,6 +185,7 @@ def read_origin(folder: Path) -> AdapterOrigin:
             alphas=tuple(_typed(values, "alpha_pattern", dict, {}, path).items()),
             exclude=_names(values, "exclude_modules", path),
             layers=_layers(values, path),
+            also=_also(values, path),
         )
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error.message}", "fetch the adapter again, or mend its config") from error
@@ -194,7 +198,7 @@ def load_adapter(model: GPT, folder: Path, *, dropout: float | None = None) -> t
     origin = read_origin(folder)
     plan = origin.plan if dropout is None else dataclasses.replace(origin.plan, dropout=dropout)
     try:
-        check_stored(origin, choose(plan, targets_of(model), strict=False))
+        check_stored(origin, model, choose(plan, targets_of(model), strict=False))
         tensors = read_safetensors(_weights_of(folder))
         adapters = attach(model, plan, 0, strict=False)
     except ConfigError as error:
@@ -212,6 +216,11 @@ def load_into(adapters: Adapters, folder: Path) -> AdapterOrigin:
     origin = read_origin(folder)
     theirs, ours = origin.plan, adapters.plan
     same = choose(theirs, targets_of(adapters.model), strict=False) == adapters.choices
+    if settled(theirs.also, adapters.model.config) != settled(ours.also, adapters.model.config):
+        raise CheckpointError(
+            f"{folder / CONFIG}: {_listed(theirs.also)} trained whole, here {_listed(ours.also)}",
+            "use the settings that the adapter was trained with (lora.also)",
+        )
     for name in ("dora", "rank_stabilised", "rank", "alpha", *(() if same else ("ranks", "alphas"))):
         if getattr(theirs, name) != getattr(ours, name):
             raise CheckpointError(
@@ -235,9 +244,26 @@ def _weights_of(folder: Path) -> Path:
     return path
 
 
-def check_stored(origin: AdapterOrigin, choices: Iterable[Choice]) -> None:
-    """Refuses an adapter whose file does not hold the tensors that its config says, before memory is taken for them."""
+def _listed(also: Iterable[str]) -> str:
+    return f"{' and '.join(also) or 'nothing'} {'are' if len(tuple(also)) > 1 else 'is'}"
+
+
+def check_stored(origin: AdapterOrigin, model: GPT, choices: list[Choice]) -> None:
+    """Refuses an adapter whose file does not hold the tensors that its config says, before memory is taken for them.
+
+    `model` may be one without memory.
+    """
     needed: dict[str, tuple[int, ...]] = {}
+    if EMBEDDING in origin.plan.also and HEAD not in origin.plan.also and model.config.tied:
+        raise CheckpointError(
+            f"{origin.folder / CONFIG}: modules_to_save has the embedding without the head, and this model has one "
+            "table for both",
+            "train it with both modules in PEFT (embed_tokens, lm_head), or merge it with PEFT first",
+        )
+    found = dict(model.named_parameters())
+    whole = {name: found[name] for name in weights_of(model, origin.plan.also, strict=False)}
+    for name, value in stored_as(model.config, whole, choices).items():
+        needed[_PREFIX + name] = tuple(value.shape)
     for choice in choices:
         prefix, target = _PREFIX + choice.target.path, choice.target
         needed[prefix + _KINDS["lora_A"]] = (choice.rank, target.inputs)
@@ -276,9 +302,22 @@ def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
             raise CheckpointError(f"{path}: {name} is of type {tensor.dtype}", "adapters are fp32, bf16, fp16 or fp64")
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{path}: {name} holds values that are not finite", "the adapter is of no use")
+    _refuse_untied(places, tensors, path)
     for name, place in places.items():
         place.copy_(tensors[name])
     adapters.forget()
+
+
+def _refuse_untied(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Refuses two tensors for the one table of a tied model that are not the same."""
+    first: dict[int, str] = {}
+    for name, place in places.items():
+        other = first.setdefault(place.data_ptr(), name)
+        if not torch.equal(tensors[name], tensors[other]):
+            raise CheckpointError(
+                f"{path}: {name} is not {other}, and this model has one table for both",
+                "the adapter untied them: merge it with PEFT, and take that as the model",
+            )
 
 
 def _several(names: list[str]) -> str:
@@ -288,7 +327,7 @@ def _several(names: list[str]) -> str:
 
 def _why(name: str) -> str:
     if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
-        return "adapters of embeddings and of the output head cannot be loaded here"
+        return "adapters of embeddings and of the output head cannot be loaded here, only whole ones (modules_to_save)"
     if name.endswith(_KINDS["magnitude"]):
         return "it has DoRA's magnitudes, but its config does not say use_dora"
     return "the adapter belongs to another base model, or its config does not name all of its targets"
@@ -303,15 +342,10 @@ def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
         raise CheckpointError(
             f"{path}: peft_type is {_told(kind)}", "only LORA adapters, DoRA among them, can be loaded"
         )
-    if values.get("modules_to_save"):
+    if values.get("lora_bias"):
         raise CheckpointError(
-            f"{path}: modules_to_save is {_told(values['modules_to_save'])}",
-            "whole modules that were trained beside the adapter cannot be loaded; merge with PEFT first",
-        )
-    if values.get("bias", "none") != "none" or values.get("lora_bias"):
-        name = "lora_bias" if values.get("lora_bias") else "bias"
-        raise CheckpointError(
-            f"{path}: {name} is {_told(values[name])}", "trained biases cannot be loaded; merge with PEFT first"
+            f"{path}: lora_bias is {_told(values['lora_bias'])}",
+            "biases of adapters cannot be loaded; merge with PEFT first",
         )
     start = values.get("init_lora_weights", True)
     if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_STARTS):
@@ -348,6 +382,22 @@ def _names(values: dict[str, Any], name: str, path: Path) -> tuple[str, ...] | s
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         raise CheckpointError(f"{path}: {name} is {_told(value)}, not a list of names", "fetch the adapter again")
     return tuple(value)
+
+
+def _also(values: dict[str, Any], path: Path) -> tuple[str, ...]:
+    """What is trained whole. PEFT's `lora_only` is its `all` where every bias has an adapter beside it; elsewhere the
+    file lacks the others, and is refused for that."""
+    modules = _names(values, "modules_to_save", path)
+    unknown = [name for name in modules if name not in MODULES]
+    if isinstance(modules, str) or unknown:
+        raise CheckpointError(
+            f"{path}: modules_to_save is {_told(values['modules_to_save'])}",
+            f"of whole modules only {', '.join(MODULES)} can be loaded; merge with PEFT first",
+        )
+    bias = values.get("bias") or "none"
+    if bias not in ("none", "all", "lora_only"):
+        raise CheckpointError(f"{path}: bias is {_told(bias)}", "it is none, all or lora_only; fetch the adapter again")
+    return (*dict.fromkeys(MODULES[name] for name in modules), *((BIASES,) if bias != "none" else ()))
 
 
 def _layers(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:

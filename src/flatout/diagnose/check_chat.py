@@ -39,13 +39,14 @@ from flatout.engine.opening import (
     sample_limit,
     sample_tokens,
     steps_of,
+    trained_count,
     why_samples_are_made,
 )
 from flatout.engine.run_folder import is_checkpoint
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import UserError
 from flatout.model.adapter_targets import choose, needless_rank, targets_of
-from flatout.model.count import parameter_count, whole_count
+from flatout.model.count import parameter_count
 from flatout.model.gpt import empty_model
 from flatout.model.hub_find import is_within_reach
 from flatout.model.hub_weights import inventory
@@ -262,17 +263,16 @@ def _check_adapters(config: RunConfig, vocab: int) -> Iterator[Finding]:
     try:
         plan = adapter_plan(config.lora)
         choices = choose(plan, targets_of(model))
-        whole = weights_of(model, plan.also)
+        weights_of(model, plan.also)
+        count = trained_count(config, vocab)
         if config.lora.quantize != "none":
             check_quantizing(detect_device(config.speed.device).torch_device)
     except UserError as error:
         yield finding_of(error, "config", "adapters")
         return
     names = sorted({choice.target.name for choice in choices})
-    count = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
-    count += whole_count(config.model, vocab, plan.also)
     held = "" if config.lora.quantize == "none" else f", the base in 4 bits ({config.lora.quantize})"
-    beside = f", and {' and '.join(config.lora.also)} whole" if whole else ""
+    beside = f", and {' and '.join(config.lora.also)} whole" if config.lora.also else ""
     where = f"adapters of rank {config.lora.rank} on {', '.join(names)}{beside}"
     yield Check("config", "trained").ok(f"{where}: {count:,} parameters{held}")
     for found in needless_rank(choices):

@@ -29,7 +29,9 @@ from flatout.engine.adapter_folder import plan_targets, with_adapter
 from flatout.engine.base_model import Base, open_base
 from flatout.engine.checkpoint import Checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
-from flatout.model.adapter_targets import AdapterPlan
+from flatout.model.adapter_targets import AdapterPlan, choose, targets_of
+from flatout.model.count import parameter_count, whole_count
+from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
 from flatout.world import World
 
@@ -268,6 +270,17 @@ def adapter_plan(config: LoraConfig) -> AdapterPlan:
         rank_stabilised=config.rank_stabilised,
         dora=config.dora,
     )
+
+
+def trained_count(config: RunConfig, vocab: int) -> int:
+    """The values that a run trains: all of its model, or its adapters and what is trained whole beside them."""
+    if not config.lora.rank:
+        return parameter_count(config.model, vocab)
+    plan = adapter_plan(config.lora)
+    choices = choose(plan, targets_of(empty_model(config.model, vocab, device="meta")))
+    adapters = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
+    magnitudes = sum(choice.target.rows for choice in choices) if plan.dora else 0
+    return adapters + magnitudes + whole_count(config.model, vocab, plan.also)
 
 
 # --- the model's vocabulary, and how long a run is --------------------------------------------------------------------

@@ -20,7 +20,7 @@ from flatout.folders import whole_folder
 from flatout.launch import Launch, launch
 from flatout.verbs.launching import told_by_one
 from flatout.verbs.measuring import ended_by_signals, free_folder
-from flatout.words import Parser, add_config, load_pretraining, quoted
+from flatout.words import Parser, add_config, load_any, quoted
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -48,7 +48,7 @@ def profile(words: list[str]) -> int:
 
     def checked() -> "tuple[argparse.Namespace, LoadedConfig]":
         parsed = parser.parse_words(words)
-        return parsed, load_pretraining(parsed, "profile", tell=found is None or found.rank == 0)
+        return parsed, load_any(parsed, tell=found is None or found.rank == 0)
 
     parsed, loaded = told_by_one(checked)
     folder = _folder(parsed.out, loaded) if found is None else None
@@ -126,14 +126,15 @@ def _practice_run(
     """A run of the config on data to measure on, and in words what data that is."""
     from flatout.diagnose.profile import fitted
     from flatout.tuning.measure import borrowed_run
-    from flatout.tuning.practice_data import practice_data, scratch_folder
+    from flatout.tuning.practice_data import scratch_folder
+    from flatout.tuning.practice_samples import practice_config
 
     with scratch_folder("flatout-profile-") as scratch:
-        data, described = loaded.config.data, str(loaded.config.data.source)
-        if not data.streaming:  # of a stream its reading and tokenizing is what there is to see
-            data, described = practice_data(loaded.config, scratch)
+        practice, described = loaded, str(loaded.config.data.source)
+        if not loaded.config.data.streaming:  # of a stream its reading and tokenizing is what there is to see
+            practice, described = practice_config(loaded, scratch, progress)
         progress("building the model")
-        with borrowed_run(fitted(loaded, data, steps), world) as run:
+        with borrowed_run(fitted(practice, steps), world) as run:
             yield run, described
 
 

@@ -349,7 +349,7 @@ def test_eval_measures_what_the_run_measured_and_merged_adapters_are_gone(words,
         api.merge(model, tmp_path / "two")
 
 
-@pytest.mark.parametrize("verb", ["estimate", "bench", "tune lr", "profile", "prepare"])
+@pytest.mark.parametrize("verb", ["prepare", "plan"])
 def test_verbs_for_pretraining_say_so(words, verb, capsys):
     assert main([*verb.split(), "lora", *words()]) == 2
     said = capsys.readouterr().err

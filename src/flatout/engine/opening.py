@@ -30,7 +30,7 @@ from flatout.engine.base_model import Base, open_base
 from flatout.engine.checkpoint import Checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError, UsageError
 from flatout.model.adapter_targets import AdapterPlan, choose, targets_of
-from flatout.model.count import parameter_count, whole_count
+from flatout.model.count import flops_per_token, parameter_count, whole_count
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
 from flatout.world import World
@@ -281,6 +281,16 @@ def trained_count(config: RunConfig, vocab: int) -> int:
     adapters = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
     magnitudes = sum(choice.target.rows for choice in choices) if plan.dora else 0
     return adapters + magnitudes + whole_count(config.model, vocab, plan.also)
+
+
+def training_flops(config: RunConfig, vocab: int, attended: float | None) -> float:
+    """FLOPs of one training token, by what the run trains. `attended` is the length that a token attends to."""
+    if not config.lora.rank:
+        return flops_per_token(config.model, vocab, attended)
+    also = config.lora.also
+    adapters = trained_count(config, vocab) - whole_count(config.model, vocab, also)
+    head = "head" in also or ("embedding" in also and config.model.tied)
+    return flops_per_token(config.model, vocab, attended, adapters=adapters, head=head)
 
 
 # --- the model's vocabulary, and how long a run is --------------------------------------------------------------------

@@ -37,6 +37,7 @@ from flatout.engine.opening import (
     schedule_of,
     sources_of,
     steps_of,
+    training_flops,
     vocabulary_of,
 )
 from flatout.engine.randomness import RandomStream
@@ -47,7 +48,7 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
-from flatout.model.count import MemoryEstimate, blocks_gathered, flops_per_token
+from flatout.model.count import MemoryEstimate, blocks_gathered
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
@@ -161,8 +162,6 @@ def _assembled(
     adapters = _attach(model, config) if config.lora.rank else None
     base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
     trained = all_weights(model, sharding) if adapters is None else only_adapters(adapters)
-    adapted = None if adapters is None else trained.count - sum(one.frozen.numel() for one in adapters.whole.values())
-    head = "head" in config.lora.also or ("embedding" in config.lora.also and config.model.tied)
     run = Run(
         config=config,
         speed=speed,
@@ -174,7 +173,7 @@ def _assembled(
         step=_build_step(config, model, trained, speed, steps, later, world),
         random=RandomStream(config.train.seed, device.torch_device, world.rank),
         steps=steps,
-        flops_per_token=flops_per_token(config.model, vocab, facts.attended, adapters=adapted, head=head),
+        flops_per_token=training_flops(config, vocab, facts.attended),
         memory=memory,
         notices=(),
         new_notices=later,

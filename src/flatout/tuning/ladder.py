@@ -27,13 +27,22 @@ import flatout
 from flatout.config.load import LoadedConfig
 from flatout.engine.features import Speed
 from flatout.errors import ResourceError, UserError
-from flatout.model.count import flops_per_token, parameter_count
+from flatout.model.count import parameter_count
 from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
-from flatout.tuning.measure import Measurement, Steps, borrowed_run, parity_losses, summary_of
-from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
+from flatout.tuning.measure import Measurement, Steps, parity_losses, summary_of
+from flatout.tuning.plan import Plan, absences, check_same, make_plan, refusals, run_of, rungs_for
 from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.rungs import REFERENCE, Rung, as_words, check_asked, choose_rungs, settings_of, tolerance_of
+from flatout.tuning.rungs import (
+    REFERENCE,
+    SAMPLES,
+    Rung,
+    as_words,
+    check_asked,
+    choose_rungs,
+    settings_of,
+    tolerance_of,
+)
 from flatout.tuning.tricks import PERIOD, PERIODIC, trick
 
 TIMED_SECONDS = 8.0  # a slow rung takes fewer steps than asked for, and never fewer than the next line says
@@ -101,7 +110,8 @@ def reference_losses(plan: Plan, notice: Callable[[str], None]) -> list[float]:
     size = int(REFERENCE["speed.micro_batch"])
     while True:
         try:
-            with borrowed_run(config_for(plan, {**REFERENCE, "speed.micro_batch": str(size)})) as run:
+            more = SAMPLES if plan.chosen else {}
+            with run_of(plan, {**REFERENCE, **more, "speed.micro_batch": str(size)}) as run:
                 return parity_losses(run, plan.parity_steps)
         except ResourceError:
             if size == 1:
@@ -214,7 +224,7 @@ def _try(
     plan: Plan, rung: Rung, settings: dict[str, str], reference: Sequence[float], tell: Callable[[str], None]
 ) -> Outcome:
     tolerance = tolerance_of(settings)
-    with borrowed_run(config_for(plan, settings)) as run, trick(rung.trick, plan.device) as after_step:
+    with run_of(plan, settings) as run, trick(rung.trick, plan.device) as after_step:
         notices = list(refusals(run.speed, settings).values())
         with Steps(run, after_step=after_step) as stepping:
             early = stepping.take(plan.parity_steps)
@@ -228,7 +238,8 @@ def _try(
                 return Outcome("red", "; ".join([differs, *notices]), parity, None, run.speed)
             tell("timing")
             typical = statistics.median(report.seconds for report in early[len(early) // 2 :])
-            timed = stepping.take(step_count(plan.steps, typical, whole=PERIOD if rung.trick in PERIODIC else 1))
+            whole = math.lcm(PERIOD if rung.trick in PERIODIC else 1, len(plan.chosen) or 1)
+            timed = stepping.take(step_count(plan.steps, typical, whole=whole))
         notices += run.new_notices.take()
         return Outcome("green", "; ".join(notices), parity, summary_of(run, early, timed), run.speed)
 
@@ -253,14 +264,13 @@ def step_count(steps: int, seconds: float, *, whole: int = 1) -> int:
 
 
 def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -> BenchRow:
-    speed, claim = outcome.speed, claim_of(rung.name)
+    speed, claim = outcome.speed, None if plan.chosen else claim_of(rung.name)  # guides tell of pretraining
     unmeasured = dict.fromkeys(field.name for field in dataclasses.fields(Measurement)) | {"steps": 0}
     timed: dict[str, Any] = unmeasured if outcome.measured is None else vars(outcome.measured)
-    # A trick that happens in some steps only is not seen by a median.
-    milliseconds = timed["mean_milliseconds" if rung.trick in PERIODIC else "milliseconds"]
-    rate = None if milliseconds is None else 1000 * plan.config.train.batch_tokens / max(milliseconds, 1e-6)
+    # A trick that happens in some steps only is not seen by a median, and steps over samples differ.
+    milliseconds = timed["mean_milliseconds" if rung.trick in PERIODIC or plan.chosen else "milliseconds"]
+    rate = None if milliseconds is None else 1000 * plan.batch_tokens / max(milliseconds, 1e-6)
     peak = plan.device.peak_flops
-    flops = flops_per_token(plan.config.model, plan.vocab)
     return BenchRow(
         rung=rung.name,
         group=rung.group,
@@ -275,7 +285,7 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         parity_steps=plan.parity_steps,
         tolerance=tolerance_of(settings),
         tokens_per_second=rate,
-        mfu=None if rate is None or peak is None else rate * flops / peak,
+        mfu=None if rate is None or peak is None else rate * plan.flops_per_token / peak,
         gain=None,
         factor=None,
         claim="" if claim is None else claim.text,
@@ -286,7 +296,7 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         data=plan.data,
         parameters=parameter_count(plan.config.model, plan.vocab),
         context=plan.config.model.context,
-        batch_tokens=plan.config.train.batch_tokens,
+        batch_tokens=plan.batch_tokens,
         micro_batch=None if speed is None else speed.micro_batch,
         accumulation=None if speed is None else speed.accumulation,
         device=plan.machine,

@@ -129,17 +129,17 @@ def test_whole_weights_are_trained_saved_merged_and_gone_on_with(words, tmp_path
         assert not torch.equal(weight.own()[weight.attribute], weight.frozen), f"{name} has learned nothing"
     assert records[0].trained_parameters == loaded.adapters.count
     tokens = torch.arange(24)[None]
+    on = words("lora.init_from=runs/lora", "optim.learning_rate=1e-12", "output.name=on", *few[:2])
+    list(api.train(load_config("lora", on)))
+    assert main(["merge", "runs/lora", "merged", "--dtype", "fp32"]) == 0
     with torch.no_grad():
         ours = loaded.model.logits(tokens)
         theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), "runs/lora/adapter")
         torch.testing.assert_close(theirs.eval()(tokens).logits, ours, rtol=1e-4, atol=1e-5)
-        on = words("lora.init_from=runs/lora", "optim.learning_rate=1e-12", "output.name=on", *few[:2])
-        list(api.train(load_config("lora", on)))
         again = api.load_model("runs/on", device="cpu")
         assert again.config is not None
         assert again.config.lora.also == ["embedding", "head", "biases"]
         torch.testing.assert_close(again.model.logits(tokens), ours, rtol=1e-4, atol=1e-5)
-        assert main(["merge", "runs/lora", "merged", "--dtype", "fp32"]) == 0
         torch.testing.assert_close(api.load_model("merged", device="cpu").model.logits(tokens), ours)
     assert main(["chat", "runs/lora", "--message", "Hello", "--tokens", "3"]) == 0
     with pytest.raises(UserError, match=r"lora\.also is \[head\], but the adapter"):

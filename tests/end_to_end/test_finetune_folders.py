@@ -485,7 +485,7 @@ def peft_folder(**settings) -> torch.Tensor:
         {"use_dora": True},
         {"target_modules": r".*\.1\..*proj"},
         {"layers_to_transform": [1]},
-        {"rank_pattern": {"1.self_attn.q_proj": 5, "nothing": 2}, "alpha_pattern": {r".*v_proj": 7.5}},
+        {"rank_pattern": {"1.self_attn.q_proj": 5}, "alpha_pattern": {r".*q_proj": 7.5}},
         {"rank_pattern": {"q_proj": 5}, "layers_to_transform": [1]},
         {"modules_to_save": ["lm_head", "embed_tokens"]},
     ],
@@ -547,7 +547,7 @@ def test_what_a_user_writes_against_an_adapter_is_refused_even_if_it_is_the_defa
 def test_ranks_and_alphas_by_name_are_written_as_patterns_and_kept_on_resume(words):
     run(words("lora.rank=4", "lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.5]", "output.name=first"))
     plan = read_origin(Path("runs/first/adapter")).plan
-    assert (plan.ranks, plan.alphas) == ((("q_proj", 2), ("1.mlp.up_proj", 6)), (("v_proj", 3.5),))
+    assert (plan.ranks, plan.alphas) == ((("1.mlp.up_proj", 6), ("q_proj", 2)), (("v_proj", 3.5),))
     run(words("lora.init_from=runs/first", "output.folder=runs/second", "train.steps=2"))
     list(api.train(api.stored_config(Path("runs/second"), ["train.steps=3"]), resume="runs/second"))
     assert read_origin(Path("runs/second/adapter")).plan == plan

@@ -103,8 +103,8 @@ def test_a_profile_of_adapters(words, capsys):
 
 
 def test_the_ladder_over_samples_has_rungs_of_its_own_and_is_green(words):
-    names = ["baseline", "packing", "micro-batch", "checkpointing-full", "loss-chunked"]
-    rows = list(api.bench(load_config("lora", words()), steps=4, parity_steps=4, rungs=names))
+    names = ["baseline", "packing", "loss-chunked"]
+    rows = list(api.bench(load_config("lora", words()), steps=4, parity_steps=3, rungs=names))
     assert {row.rung: row.status for row in rows if row.rung in names} == dict.fromkeys(names, "green")
     assert all(row.parity is not None and row.parity <= row.tolerance for row in rows)
     assert len({row.batch_tokens for row in rows}) == 1

@@ -91,6 +91,20 @@ def test_what_is_written_comes_back_bit_for_bit(tmp_path, plan):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+def test_patterns_whose_order_matters_mean_the_same_in_a_file(tmp_path):
+    ranks, alphas = ((r".*q_proj", 2), (r".*1.*_proj", 3)), ((r"v_proj", 2.0), (r".*_proj", 5.0))
+    adapters = trained(ranks=ranks, alphas=alphas)
+    save_adapter(adapters, tmp_path / "adapter")
+    again, origin = load_adapter(model(), tmp_path / "adapter")
+    assert again.choices == adapters.choices
+    assert len(origin.plan.ranks) == 2 * 1 + 6
+    other = trained(ranks=ranks[::-1], alphas=alphas[::-1])
+    assert other.choices != adapters.choices
+    save_adapter(other, tmp_path / "other")
+    assert read_origin(tmp_path / "other").plan.ranks == tuple(sorted(ranks))
+    assert load_adapter(model(), tmp_path / "other")[0].choices == other.choices
+
+
 def test_fused_matrices_are_written_apart(folder):
     tensors = load_file(folder / WEIGHTS)
     assert {name: tuple(t.shape) for name, t in tensors.items() if ".layers.0.self_attn.k_proj." in name} == {

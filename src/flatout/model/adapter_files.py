@@ -133,10 +133,11 @@ def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
     """adapter_config.json. `all-linear` is written as the names it stands for: not every reader knows the word."""
     plan, model = adapters.plan, adapters.model.config
     targets: Any = plan.targets
+    ranks, alphas = _patterns(adapters)
     if targets == ALL_LINEAR:
         targets = sorted({choice.target.name for choice in adapters.choices})
     return {
-        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in plan.alphas},
+        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in alphas.items()},
         "base_model_name_or_path": base,
         "bias": "all" if BIASES in plan.also else "none",
         "exclude_modules": (plan.exclude if isinstance(plan.exclude, str) else list(plan.exclude)) or None,
@@ -150,13 +151,24 @@ def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
         "modules_to_save": module_names(model, plan.also) or None,
         "peft_type": "LORA",
         "r": plan.rank,
-        "rank_pattern": dict(plan.ranks),
+        "rank_pattern": ranks,
         "revision": None,
         "target_modules": targets if isinstance(targets, str) else list(targets),
         "task_type": "CAUSAL_LM",
         "use_dora": plan.dora,
         "use_rslora": plan.rank_stabilised,
     }
+
+
+def _patterns(adapters: Adapters) -> tuple[dict[str, int], dict[str, float]]:
+    """Patterns for ranks and alphas. The first that fits counts, and files have them sorted, as PEFT's own: where that
+    would mean something else, every target has its own."""
+    plan = adapters.plan
+    filed = dataclasses.replace(plan, ranks=tuple(sorted(plan.ranks)), alphas=tuple(sorted(plan.alphas)))
+    if filed == plan or choose(filed, targets_of(adapters.model), strict=False) == adapters.choices:
+        return dict(plan.ranks), dict(plan.alphas)
+    ranks = {one.target.path: one.rank for one in adapters.choices if one.rank != plan.rank}
+    return ranks, {one.target.path: one.alpha for one in adapters.choices if one.alpha != plan.alpha}
 
 
 def _whole(number: float) -> float | int:

@@ -89,6 +89,7 @@ class Choice:
 
     target: Target
     rank: int
+    alpha: float
     scale: float
 
 
@@ -144,7 +145,7 @@ def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True)
             continue
         rank = next((rank for fitting, rank in ranks if target.path in fitting), plan.rank)
         alpha = next((alpha for fitting, alpha in alphas if target.path in fitting), plan.alpha)
-        chosen.append(Choice(target=target, rank=rank, scale=plan.scale(rank, alpha)))
+        chosen.append(Choice(target=target, rank=rank, alpha=alpha, scale=plan.scale(rank, alpha)))
     if not chosen:
         names = ", ".join(_names(targets))
         raise ConfigError(

@@ -13,12 +13,13 @@ Trap: all rungs share one process. `borrowed_run` clears up between them; a CUDA
 be cleared, and every rung after it will say so.
 """
 
+import contextlib
 import dataclasses
 import functools
 import gc
 import math
 import statistics
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ import torch
 import flatout
 from flatout.config.load import LoadedConfig
 from flatout.engine.features import Speed
+from flatout.engine.run import Run
 from flatout.errors import ResourceError, UserError
 from flatout.model.count import parameter_count
 from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
-from flatout.tuning.measure import Measurement, Steps, parity_losses, summary_of
-from flatout.tuning.plan import Plan, absences, check_same, make_plan, refusals, run_of, rungs_for
+from flatout.tuning.measure import Measurement, Steps, borrowed_run, of_steps, parity_losses, summary_of
+from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
 from flatout.tuning.practice_data import scratch_folder
 from flatout.tuning.rungs import (
     REFERENCE,
@@ -111,13 +113,20 @@ def reference_losses(plan: Plan, notice: Callable[[str], None]) -> list[float]:
     while True:
         try:
             more = SAMPLES if plan.chosen else {}
-            with run_of(plan, {**REFERENCE, **more, "speed.micro_batch": str(size)}) as run:
+            with _run_of(plan, {**REFERENCE, **more, "speed.micro_batch": str(size)}) as run:
                 return parity_losses(run, plan.parity_steps)
         except ResourceError:
             if size == 1:
                 raise
         size //= 2
         notice(f"the reference does not fit; trying it with {size} sequences at a time")
+
+
+@contextlib.contextmanager
+def _run_of(plan: Plan, settings: dict[str, str]) -> Iterator[Run]:
+    """The run of a rung for the length of a block; over samples, of the chosen steps."""
+    with borrowed_run(config_for(plan, settings)) as run:
+        yield of_steps(run, plan.chosen) if plan.chosen else run
 
 
 # --- the rungs --------------------------------------------------------------------------------------------------------
@@ -224,7 +233,7 @@ def _try(
     plan: Plan, rung: Rung, settings: dict[str, str], reference: Sequence[float], tell: Callable[[str], None]
 ) -> Outcome:
     tolerance = tolerance_of(settings)
-    with run_of(plan, settings) as run, trick(rung.trick, plan.device) as after_step:
+    with _run_of(plan, settings) as run, trick(rung.trick, plan.device) as after_step:
         notices = list(refusals(run.speed, settings).values())
         with Steps(run, after_step=after_step) as stepping:
             early = stepping.take(plan.parity_steps)

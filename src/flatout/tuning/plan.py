@@ -4,11 +4,10 @@ Contract: only the length, the batch's cap and the warm-up of the config are cha
 values count as a preset's, so that a device answers with a reason instead of an error.
 """
 
-import contextlib
 import dataclasses
 import platform
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,9 @@ from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed
 from flatout.engine.opening import training_flops
-from flatout.engine.run import Run
 from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.ops.attention import FA4
 from flatout.records import BenchRow
-from flatout.tuning.measure import borrowed_run, of_steps
 from flatout.tuning.practice_data import practice_data
 from flatout.tuning.practice_samples import practice_samples
 from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, all_rungs, as_words, settings_of
@@ -230,13 +227,6 @@ def config_for(plan: Plan, settings: dict[str, str]) -> LoadedConfig:
     """The config of a rung; its values count as a preset's, so that a device answers with a reason, not an error."""
     config = load_stored(plan.config.model_dump(), as_words(settings), where="bench").config
     return LoadedConfig(config, dict.fromkeys(field_facts(), Source("preset", "bench")))
-
-
-@contextlib.contextmanager
-def run_of(plan: Plan, settings: dict[str, str]) -> Iterator[Run]:
-    """The run of a rung for the length of a block."""
-    with borrowed_run(config_for(plan, settings)) as run:
-        yield of_steps(run, plan.chosen) if plan.chosen else run
 
 
 def resolved(plan: Plan, settings: dict[str, str]) -> Speed:

@@ -128,6 +128,7 @@ def test_whole_weights_are_trained_saved_merged_and_gone_on_with(words, tmp_path
     for name, weight in loaded.adapters.whole.items():
         assert not torch.equal(weight.own()[weight.attribute], weight.frozen), f"{name} has learned nothing"
     assert records[0].trained_parameters == loaded.adapters.count
+    assert any(isinstance(one, NoticeRecord) and one.message.startswith("adapter for PEFT: ") for one in records)
     tokens = torch.arange(24)[None]
     on = words("lora.init_from=runs/lora", "optim.learning_rate=1e-12", "output.name=on", *few[:2])
     list(api.train(load_config("lora", on)))

@@ -329,6 +329,16 @@ def test_the_doctor_looks_at_a_fine_tuning_config(words, capsys):
     assert "the rest" not in capsys.readouterr().out
 
 
+def test_the_doctor_tells_what_a_template_does_to_rows(words):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one", "reasoning_content": "two"}]
+    rows = [*([{"messages": turns}] * 3), {"messages": [*turns, *turns[:1], {"role": "assistant", "content": ""}]}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = visit(words("chat.source=rows.jsonl"))
+    assert (found["reasoning left out"].status, found["empty answers"].status) == ("warn", "note")
+    assert found["reasoning left out"].found == "4 turns whose reasoning the template leaves out"
+    assert "contents left out" not in found
+
+
 DOCTORED = {
     "rows": (["chat.source=nowhere.jsonl"], "data", "there is no source nowhere.jsonl", 3),
     "base": (["model.init_from=rows.json"], "data", "is a file", 3),

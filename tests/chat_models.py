@@ -106,6 +106,32 @@ THINKING = (
     "{{ '<|im_start|>' + message.role + '\n' + content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Reads its first message before anything else, and writes empty thoughts into what follows the last user's message.
+QWEN3 = """\
+{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- set last = namespace(user=messages | length - 1) %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set last.user = loop.index0 %}
+    {%- endif %}
+{%- endfor %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- if loop.index0 > last.user and (loop.last or message.reasoning_content) %}
+            {{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 MARKED = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"

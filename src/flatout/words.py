@@ -114,6 +114,13 @@ def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
     return loaded
 
 
+def load_any(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
+    """The config that parsed words ask for, of pretraining or fine-tuning; for rows alone, the preset `lora`."""
+    if not words.config_given and any(word.startswith("chat.source=") for word in words.overrides):
+        words.config = "lora"  # as `flatout finetune` does
+    return load(words, tell=tell)
+
+
 def load_pretraining(words: argparse.Namespace, verb: str, *, tell: bool = True) -> "LoadedConfig":
     """The config that parsed words ask for, in a verb that knows plain text alone."""
     loaded = load(words, tell=tell)

@@ -479,7 +479,17 @@ def peft_folder(**settings) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"use_dora": True}, {"target_modules": r".*\.1\..*proj"}, {"layers_to_transform": [1]}], ids=str
+    "settings",
+    [
+        {},
+        {"use_dora": True},
+        {"target_modules": r".*\.1\..*proj"},
+        {"layers_to_transform": [1]},
+        {"rank_pattern": {"1.self_attn.q_proj": 5}, "alpha_pattern": {r".*q_proj": 7.5}},
+        {"rank_pattern": {"q_proj": 5}, "layers_to_transform": [1]},
+        {"modules_to_save": ["lm_head", "embed_tokens"]},
+    ],
+    ids=str,
 )
 def test_an_adapter_of_peft_is_chatted_with_and_trained_on(words, settings, capsys):
     expected = peft_folder(**settings)
@@ -532,6 +542,21 @@ def test_what_a_user_writes_against_an_adapter_is_refused_even_if_it_is_the_defa
     run(words(*kind, "output.name=first"))
     with pytest.raises(UserError, match=r"command line: lora\.\w+ is .*, but the adapter in runs/first/adapter has"):
         run(words("lora.init_from=runs/first", word))
+
+
+def test_ranks_and_alphas_by_name_are_written_as_patterns_and_kept_on_resume(words):
+    run(words("lora.rank=4", "lora.ranks=[q_proj=2, 1.mlp.up_proj=6]", "lora.alphas=[v_proj=3.5]", "output.name=first"))
+    plan = read_origin(Path("runs/first/adapter")).plan
+    assert (plan.ranks, plan.alphas) == ((("1.mlp.up_proj", 6), ("q_proj", 2)), (("v_proj", 3.5),))
+    run(words("lora.init_from=runs/first", "output.folder=runs/second", "train.steps=2"))
+    list(api.train(api.stored_config(Path("runs/second"), ["train.steps=3"]), resume="runs/second"))
+    assert read_origin(Path("runs/second/adapter")).plan == plan
+    again = api.load_model("runs/second", device="cpu")
+    assert again.adapters is not None
+    assert sorted({choice.rank for choice in again.adapters.choices}) == [2, 4, 6]
+    for word, says in (("lora.ranks=[q_proj]", "no name with a number"), ("lora.ranks=[nope=2]", "no projection nope")):
+        with pytest.raises(UserError, match=says):
+            run(words("lora.rank=4", word, "output.name=bad"))
 
 
 def test_what_means_the_same_as_the_adapter_has_is_taken(words):

@@ -101,6 +101,17 @@ def test_a_report_tells_base_rows_and_what_is_trained(words):
     assert "shakespeare" not in json.dumps({name: page[name] for name in ("summary", "facts", "figures", "commands")})
 
 
+def test_accumulation_that_packed_rows_do_not_need_is_told(words):
+    def about(*more: str) -> list[str]:
+        records = run(words("train.steps=1", "model.context=256", *more))
+        return [note for note in notes(records) if "speed.accumulation" in note]
+
+    (told,) = about("speed.accumulation=4", "output.folder=runs/packed")
+    assert told.startswith("speed.accumulation is 4, but a step has one micro-batch: its samples share rows")
+    assert about("speed.accumulation=4", "chat.packing=false", "output.folder=runs/apart") == []
+    assert about("speed.micro_batch=1", "output.folder=runs/small") == []
+
+
 def test_a_report_of_all_weights_says_so(words):
     info = run(words("lora.rank=0", "train.steps=2"))[0]
     page, facts = told("runs/lora")
@@ -316,6 +327,16 @@ def test_the_doctor_looks_at_a_fine_tuning_config(words, capsys):
     assert not Path("data").exists()  # it leaves nothing behind
     assert main(["doctor", "lora", *words("optim.warmup_steps=1"), "--quick"]) == 0
     assert "the rest" not in capsys.readouterr().out
+
+
+def test_the_doctor_tells_what_a_template_does_to_rows(words):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one", "reasoning_content": "two"}]
+    rows = [*([{"messages": turns}] * 3), {"messages": [*turns, *turns[:1], {"role": "assistant", "content": ""}]}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    found = visit(words("chat.source=rows.jsonl"))
+    assert (found["reasoning left out"].status, found["empty answers"].status) == ("warn", "note")
+    assert found["reasoning left out"].found == "4 turns whose reasoning the template leaves out"
+    assert "contents left out" not in found
 
 
 DOCTORED = {

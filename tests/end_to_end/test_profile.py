@@ -253,7 +253,7 @@ def test_the_step_is_as_it_was_afterwards(tiny, tmp_path: Path):
 
 def test_a_slow_loader_is_found(tiny, tmp_path: Path):
     loaded = tiny("speed.workers=0")
-    with borrowed_run(fitted(loaded, loaded.config.data, 2)) as run:
+    with borrowed_run(fitted(loaded, 2)) as run:
         slow = SlowRun(**{field.name: getattr(run, field.name) for field in dataclasses.fields(run)})
         report = profile_run(slow, tmp_path, steps=2)
     assert report.verdict.bottleneck == "data-bound"

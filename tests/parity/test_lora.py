@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
+from flatout.errors import CheckpointError
+from flatout.model.adapter_files import _named as stored
 from flatout.model.adapter_files import load_adapter, read_origin, save_adapter
 from flatout.model.adapter_targets import AdapterPlan
 from flatout.model.adapters import Adapters, attach
@@ -52,6 +54,15 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
             "rank_pattern": {"layers.1.self_attn.k_proj": 2, "up_proj": 6, r".*\.q_.*": 5},
             "alpha_pattern": {"down_proj": 3},
+        },
+    ),
+    "embedding and head": (
+        {"rank": 4, "alpha": 8, "also": ("embedding", "head")},
+        {
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+            "modules_to_save": ["embed_tokens", "lm_head"],
         },
     ),
     "a pattern": (
@@ -106,6 +117,9 @@ def our_tensors(adapters: Adapters, *, gradients: bool = False) -> dict[str, tor
         tensors |= {f"{path}.lora_A.weight": part.a, f"{path}.lora_B.weight": part.b}
         if part.magnitude is not None:
             tensors[f"{path}.lora_magnitude_vector.weight"] = part.magnitude
+    names = {"embedding.weight": "model.embed_tokens", "head.weight": "lm_head"}
+    for name, weight in adapters.whole.items():
+        tensors[f"base_model.model.{names[name]}.modules_to_save.weight"] = weight.own()["weight"].detach()
     return tensors
 
 
@@ -173,7 +187,7 @@ def test_at_the_start_a_has_no_gradient_and_b_has_one():
 
 
 @pytest.mark.parametrize("steps", [20, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "q and v", "other ranks"])
+@pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "q and v", "other ranks", "embedding and head"])
 def test_steps_have_the_same_losses(kind, steps):
     """The same start, data and AdamW: theirs on every tensor, ours on the flat one."""
     plan, options = KINDS[kind]
@@ -265,7 +279,114 @@ def test_gpt2_has_names_of_its_own(tmp_path: Path, dora):
     assert torch.equal(back(x).logits, theirs(x).logits)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "other ranks"])
+WHOLE = {
+    "qwen2": (Qwen2ForCausalLM, ["embed_tokens", "lm_head"], ["q_proj", "down_proj"]),
+    "gpt2": (GPT2LMHeadModel, ["wte", "lm_head"], ["c_attn", "mlp.c_proj"]),
+}
+
+
+def whole_twin(kind: str, tied: bool, folder: Path) -> Any:
+    """A small base with biases, in a folder."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        config = GPT2Config(
+            vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=3, bos_token_id=0, eos_token_id=0,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        )  # fmt: skip
+    else:
+        config = Qwen2Config(
+            vocab_size=61, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=3,
+            num_key_value_heads=3, max_position_embeddings=16, tie_word_embeddings=tied,
+        )  # fmt: skip
+    base = WHOLE[kind][0](config).eval()
+    with torch.no_grad():
+        for parameter in base.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    base.save_pretrained(folder)
+    return base
+
+
+def whole_gradients(adapters: Adapters) -> dict[str, torch.Tensor]:
+    values = adapters.flat.detach().clone()
+    with torch.no_grad():
+        adapters.flat.copy_(adapters.flat.grad)
+        found = {name: tensor.clone() for name, tensor in stored(adapters).items()}
+        adapters.flat.copy_(values)
+    return found
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(("kind", "tied"), [("qwen2", False), ("qwen2", True), ("gpt2", True)])
+def test_weights_that_are_trained_whole_are_pefts(kind, tied, dora, tmp_path: Path):
+    base = whole_twin(kind, tied, tmp_path / "base")
+    ours = from_huggingface(tmp_path / "base")
+    _, modules, targets = WHOLE[kind]
+    options = {"modules_to_save": modules, "bias": "all", "use_dora": dora, "fan_in_fan_out": kind == "gpt2"}
+    theirs = quietly(get_peft_model, base, LoraConfig(r=3, lora_alpha=5, target_modules=targets, **options))
+    trained = {
+        name.replace(".modules_to_save", "").replace(".default", ""): parameter
+        for name, parameter in theirs.named_parameters()
+        if parameter.requires_grad
+    }
+    head = next(name for name in trained if "lm_head" in name)
+    table = next(name for name in trained if "embed_tokens" in name or "wte" in name)
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+        if tied:
+            trained[head].copy_(trained[table])
+    quietly(theirs.save_pretrained, tmp_path / "theirs")
+    adapters, origin = load_adapter(ours, tmp_path / "theirs")
+    assert origin.plan.also == ("embedding", "head", "biases")
+    x = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(3))
+    assert (ours.eval().logits(x) - theirs.eval()(x).logits).abs().max() < 1e-5
+    loss_of(theirs, x).backward()
+    ours.train()
+    adapters.zero_gradients()
+    our_loss(ours, x).backward()
+    found = whole_gradients(adapters)
+    assert {name.replace("_vector", "_vector.weight") for name in found if "magnitude" in name} <= trained.keys()
+    for name, parameter in trained.items():
+        gradient = parameter.grad
+        if tied and name in (head, table):  # two modules there, one table here
+            gradient = trained[head].grad + trained[table].grad
+        relative = (found[name.replace("_vector.weight", "_vector")] - gradient).norm() / gradient.norm()
+        assert relative < 1e-4, (name, float(relative))
+    save_adapter(adapters, tmp_path / "ours")
+    fresh = WHOLE[kind][0].from_pretrained(tmp_path / "base")
+    back = quietly(PeftModel.from_pretrained, fresh, tmp_path / "ours").eval()
+    assert torch.equal(back(x).logits, theirs(x).logits)
+    again, _ = load_adapter(from_huggingface(tmp_path / "base"), tmp_path / "ours")
+    ours.eval()
+    assert torch.equal(again.model.eval().logits(x), ours.logits(x)), "our own round trip changes no bit"
+    before = ours.logits(x)
+    report = merge(adapters, torch.float32)
+    assert report.total.kept == pytest.approx(1.0, abs=1e-5)
+    assert (ours.logits(x) - before).abs().max() < 1e-5
+    assert all(parameter.dtype == torch.float32 for parameter in ours.parameters())
+    again.detach()
+    assert torch.equal(again.model.logits(x), from_huggingface(tmp_path / "base").eval().logits(x))
+
+
+def test_tables_that_peft_untied_are_refused(tmp_path: Path):
+    base = whole_twin("qwen2", True, tmp_path / "base")
+    options = {"r": 3, "target_modules": ["q_proj"]}
+    theirs = quietly(get_peft_model, base, LoraConfig(modules_to_save=["embed_tokens", "lm_head"], **options))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if parameter.requires_grad and "lm_head" in name:
+                parameter.add_(0.1)
+    quietly(theirs.save_pretrained, tmp_path / "untied")
+    with pytest.raises(CheckpointError, match="one table for both"):
+        load_adapter(from_huggingface(tmp_path / "base"), tmp_path / "untied")
+    alone = whole_twin("qwen2", True, tmp_path / "base")
+    theirs = quietly(get_peft_model, alone, LoraConfig(modules_to_save=["embed_tokens"], **options))
+    quietly(theirs.save_pretrained, tmp_path / "alone")
+    with pytest.raises(CheckpointError, match="embedding without the head"):
+        load_adapter(from_huggingface(tmp_path / "base"), tmp_path / "alone")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "other ranks", "embedding and head"])
 def test_a_merge_is_what_peft_merges(kind):
     plan, options = KINDS[kind]
     theirs, ours = peft_twin(options)

@@ -72,6 +72,7 @@ def ours(tmp_path: Path) -> Path:
         {"targets": ("v_proj", "q_proj"), "ranks": (("v_proj", 7),), "alphas": (("q_proj", 3.5),)},
         {"targets": r".*\.1\..*proj", "exclude": r".*down.*"},
         {"layers": (1,), "exclude": ("gate_proj",), "dropout": 0.1},
+        {"also": ("embedding", "head"), "dora": True},
     ],
     ids=str,
 )
@@ -83,11 +84,25 @@ def test_what_is_written_comes_back_bit_for_bit(tmp_path, plan):
     assert torch.equal(all_values(again), all_values(adapters))
     assert torch.equal(again.model.eval().logits(TOKENS), adapters.model.eval().logits(TOKENS))
     assert origin.folder == tmp_path / "a"
-    for name in ("rank", "alpha", "dropout", "rank_stabilised", "dora", "ranks", "alphas", "layers"):
+    for name in ("rank", "alpha", "dropout", "rank_stabilised", "dora", "ranks", "alphas", "layers", "also"):
         assert getattr(origin.plan, name) == getattr(adapters.plan, name), name
     save_adapter(again, tmp_path / "b", base="a/model")
     for name in (CONFIG, WEIGHTS):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_patterns_whose_order_matters_mean_the_same_in_a_file(tmp_path):
+    ranks, alphas = ((r".*q_proj", 2), (r".*1.*_proj", 3)), ((r"v_proj", 2.0), (r".*_proj", 5.0))
+    adapters = trained(ranks=ranks, alphas=alphas)
+    save_adapter(adapters, tmp_path / "adapter")
+    again, origin = load_adapter(model(), tmp_path / "adapter")
+    assert again.choices == adapters.choices
+    assert len(origin.plan.ranks) == 2 * 1 + 6
+    other = trained(ranks=ranks[::-1], alphas=alphas[::-1])
+    assert other.choices != adapters.choices
+    save_adapter(other, tmp_path / "other")
+    assert read_origin(tmp_path / "other").plan.ranks == tuple(sorted(ranks))
+    assert load_adapter(model(), tmp_path / "other")[0].choices == other.choices
 
 
 def test_fused_matrices_are_written_apart(folder):
@@ -204,8 +219,11 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "a pickle": (pickled, "can run code"),
     "another method": (lambda f: change(f, peft_type="IA3"), "peft_type is 'IA3'"),
     "no method": (lambda f: change(f, peft_type=None), "peft_type is None"),
-    "saved modules": (lambda f: change(f, modules_to_save=["lm_head"]), "modules_to_save is ['lm_head']"),
-    "trained biases": (lambda f: change(f, bias="all"), "bias is 'all'"),
+    "other modules": (lambda f: change(f, modules_to_save=["score"]), "modules_to_save is ['score']"),
+    "modules as a word": (lambda f: change(f, modules_to_save="lm_head"), "modules_to_save is 'lm_head'"),
+    "a tied head alone": (lambda f: change(f, modules_to_save=["lm_head"]), "embedding's own table"),
+    "modules that are not there": (lambda f: change(f, modules_to_save=["lm_head", "embed_tokens"]), "has no tensor"),
+    "another kind of biases": (lambda f: change(f, bias="some"), "bias is 'some'"),
     "a bias of its own": (lambda f: change(f, lora_bias=True), "lora_bias is True"),
     "pissa": (lambda f: change(f, init_lora_weights="pissa_niter_4"), "'pissa_niter_4'"),
     "loftq": (lambda f: change(f, init_lora_weights="loftq"), "'loftq'"),

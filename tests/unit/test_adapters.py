@@ -348,6 +348,25 @@ def test_bf16_base_with_fp32_adapters(dora):
     assert gradient_of(adapters.flat).abs().max() > 0
 
 
+@pytest.mark.usefixtures("bf16_products")
+@pytest.mark.parametrize(
+    ("family", "targets"), [({"family": "gpt2"}, ("c_attn",)), ({"qkv_bias": True, "tied": False}, ("q_proj",))]
+)
+def test_a_trained_bias_beside_a_bf16_base_gets_its_gradient(family, targets):
+    model = build_model(ModelConfig(layers=2, width=32, heads=4, context=16, **family), 50)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    plan = AdapterPlan(rank=2, targets=targets, also=("embedding", "head", "biases"))
+    adapters = attach(model, plan, seed=0)
+    tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, tokens).backward()
+    for name, parameter in adapters.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None
+        assert "lora_a" in name or bool(parameter.grad.any()), f"{name} gets no gradient"
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_dropout_comes_again_when_a_block_is_recomputed(checkpointing):
     gradients = []

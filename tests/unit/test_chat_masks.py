@@ -14,7 +14,7 @@ from flatout.data.conversations import Conversation
 from flatout.data.masking import Rendered, TrainOn, preview, render, tokenize
 from flatout.data.model_folder import read_model_tokenizer
 from flatout.data.tokenizer import ModelTokenizer
-from tests.chat_models import FAMILIES, LLAMA3, MARKED, THINKING, Family, chat, write_model
+from tests.chat_models import FAMILIES, LLAMA3, MARKED, QWEN3, THINKING, ZEPHYR, Family, chat, write_model
 
 pytestmark = pytest.mark.usefixtures("children_stay")
 
@@ -285,6 +285,73 @@ def test_marks_and_prefixes_agree_where_history_is_rewritten(model):
     assert (len(samples), counts["turns_apart"]) == (2, 1)
 
 
+# Llama 3.1's asks its first message for a role before it writes; Zephyr's writes its prompt inside the loop.
+FIRST = {
+    **{name: (name, None) for name in FAMILIES if name != "mistral"},
+    "llama3.1": ("llama3", "{% if messages[0]['role'] == 'system' %}{% endif %}" + LLAMA3),
+    "qwen3": ("qwen", QWEN3),
+    "after users only": ("zephyr", ZEPHYR.replace("loop.last and", "loop.last and message['role'] == 'user' and")),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("system", [None, "one"])
+def test_a_row_may_begin_with_the_assistant(model, name: str, system: str | None):
+    family, text = FIRST[name]
+    tokenizer, template = model(family, text)
+    messages = [answer("Hello"), *chat("Hi", "one"), answer("two")]
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    for upto in (1, 3) if name == "qwen3" else (1, 3, 4):  # qwen3 writes an answer differently once another follows
+        turns = conversation(messages[: upto + (system is not None)])
+        rendered = render(turns, template, "assistant", tokenizer.special_texts, Counter())
+        assert isinstance(rendered, list), rendered
+        said = ["Hello", "one", "two"][: upto // 2 + 1]
+        learned = [sample.text[start:end] for sample in rendered for start, end in sample.spans]
+        empty = "<think>\n\n</think>\n\n"
+        assert sorted(part.replace(empty, "") for part in learned) == sorted(
+            said_ + FAMILIES[family].after for said_ in said
+        )
+        assert not any(part.startswith(empty) for part in learned) or name == "qwen3"
+
+
+def answer(content: str, **more: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def test_a_first_turn_in_a_text_that_spells_its_header(model):
+    template = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    shouting = "{{ '<|im_start|>assistant\n' }}" + template
+    _, loaded = model("marked", shouting)
+    rendered = render(conversation([answer("<|im_start|>assistant\none")]), loaded, "assistant", (), Counter())
+    assert isinstance(rendered, list)
+    start, end = rendered[0].spans[0]
+    assert rendered[0].text[start:end] == "<|im_start|>assistant\none<|im_end|>\n"
+
+
+def test_a_first_turn_that_cannot_be_found_is_refused(model):
+    template = (
+        "{{ messages | map(attribute='content') | join | length }}{% for message in messages %}{{ message.content }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ 'one' }}{% endif %}"
+    )
+    problem = problem_of(model("marked", template), [answer("Hello")])
+    assert "does not show where that begins" in problem.message
+
+
+def test_what_a_template_leaves_out_is_counted(model):
+    told = {"role": "developer", "content": "Be kind"}
+    messages = [told, {"role": "user", "content": "Hi"}, answer("one", reasoning_content="two two")]
+    for train_on in ("assistant", "last", "all"):
+        _, counts = samples_of(model("zephyr"), messages, train_on)
+        assert (counts["contents_left_out"], counts["reasoning_left_out"]) == (1, 1), train_on
+        _, counts = samples_of(model("qwen", QWEN3), messages[1:], train_on)
+        assert (counts["contents_left_out"], counts["reasoning_left_out"]) == (0, 0), train_on
+    # Changed is not left out, and what is said elsewhere, too, is there.
+    quoting = MARKED.replace("{% else %}{{ message.content", "{% else %}{{ (message.content | tojson)")
+    _, counts = samples_of(model("marked", quoting), [{"role": "user", "content": 'a "b"'}, answer("one")])
+    assert counts["contents_left_out"] == 0
+
+
 def test_a_template_without_a_prompt_or_end_token_teaches_what_it_writes(model):
     template = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     samples, counts = samples_of(model("marked", template), chat("Hi", "one"))
@@ -298,7 +365,6 @@ def test_a_template_without_a_prompt_or_end_token_teaches_what_it_writes(model):
         ("mistral", [*chat("Hi", "one"), {"role": "assistant", "content": "two"}], "alternate"),
         ("mistral", chat("Hi", "one", system="two"), "alternate"),
         ("marked", [{"role": "user", "content": "Hi"}], "no assistant turn"),
-        ("smollm2", [{"role": "assistant", "content": "Hi"}], "begins with an assistant turn"),
         ("marked", chat("Hi", "\ud83d"), "half of a surrogate pair"),
     ],
 )

@@ -8,21 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from flatout.data import chat_template
 from flatout.data import tokenizer as tokenizer_module
+from flatout.data.batch import Delivery
 from flatout.data.chat_template import ChatTemplate, load_template
-from flatout.data.make_samples import SampleRequest, count_told, prepare_samples
+from flatout.data.make_samples import SampleRequest, prepare_samples
 from flatout.data.masking import preview, stops_of
 from flatout.data.model_folder import read_model_tokenizer
+from flatout.data.sample_counts import ADVICE, COUNTS, count_told
+from flatout.data.sample_data import SampleData
 from flatout.data.samples import MANIFEST, SAMPLES, SampleSet, check_target, open_samples
 from flatout.data.tokenizer import ModelTokenizer
 from flatout.errors import ConfigError, DataError, ResourceError, UserError
 from flatout.files import canonical_json
 from flatout.observe.measured.sample_preview import drawn, print_sample
 from flatout.records import PrepareProgress
-from tests.chat_models import FAMILIES, THINKING, chat, write_model
+from tests.chat_models import FAMILIES, MARKED, THINKING, chat, write_model
 
 ROWS = [{"prompt": f"Hi {number}", "completion": f"one two {number}"} for number in range(40)]
 
@@ -352,6 +356,26 @@ def test_counts_of_one_are_told_as_one():
     assert count_told("rows_not_used", 1).startswith("1 row that could not be used, with the reason of each")
     assert count_told("labels_cut", 1) == "1 labelled token that was cut away"
     assert count_told("truncated", 2000) == "2,000 samples cut to the context"
+
+
+def test_what_a_template_did_to_rows_is_told_with_what_to_do(prepare, model):
+    assert ADVICE.keys() <= COUNTS.keys()
+    assert count_told("contents_left_out", 1) == "1 message that the template leaves out"
+    mute = ChatTemplate(
+        "mute",
+        {"default": MARKED.replace("in messages %}", "in messages if message.role != 'developer' %}")},
+        model[0].special,
+    )
+    row = {"messages": [{"role": "developer", "content": "Be kind"}, *chat("Hi", "one", "Hi", "")]}
+    samples = prepare([{"messages": chat("Hi", "two")}, row], template=mute, val_fraction=0.5)
+    data = SampleData(
+        sample_set=samples, tokenizer=model[0], template=mute, described={}, stops=(), row_tokens=64, packing=True,
+        batch_samples=1, seed=0, val_samples=samples.val, val_tokens=None,
+    )  # fmt: skip
+    told = list(data.notices(Delivery(device=torch.device("cpu"))))
+    assert f"samples: 1 message that the template leaves out; {ADVICE['contents_left_out']}" in told
+    assert f"samples: 1 empty assistant turn; {ADVICE['empty_answers']}" in told
+    assert not any("reasoning" in line for line in told)
 
 
 def test_special_tokens_in_content_are_counted(prepare):

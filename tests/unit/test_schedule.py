@@ -27,7 +27,31 @@ def test_warmup_rises_to_the_peak_then_never_rises_again(kind):
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "one-cycle"])
 def test_the_last_update_runs_at_the_floor(kind):
     assert rate_factors(OptimConfig(schedule=kind, warmup_steps=10, min_ratio=0.1), 200)[-1] == pytest.approx(0.1)
-    assert rate_factors(OptimConfig(schedule=kind, warmup_steps=10, min_ratio=0.0), 200)[-1] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("warmup", "updates"), [(0, 1), (0, 2), (10, 200), (9, 10), (10, 10)])
+def test_a_decay_to_zero_wastes_no_update(kind, warmup, updates):
+    factors = rate_factors(OptimConfig(schedule=kind, warmup_steps=warmup, min_ratio=0.0), updates)
+    assert all(0 < factor <= 1 for factor in factors)
+    assert updates < 200 or kind == "constant" or factors[-1] < 0.03
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_decay_to_zero_is_that_of_transformers_after_the_warm_up(kind, warmup):
+    import torch
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    theirs = transformers.get_scheduler(kind, optimizer, num_warmup_steps=warmup, num_training_steps=40)
+    rates = []
+    for _ in range(40):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        theirs.step()
+    factors = rate_factors(OptimConfig(schedule=kind, warmup_steps=warmup, min_ratio=0.0), 40)
+    assert factors[warmup:] == pytest.approx(rates[warmup:], abs=1e-12)
 
 
 def test_wsd_is_flat_until_its_decay():
@@ -38,7 +62,7 @@ def test_wsd_is_flat_until_its_decay():
 
 def test_cosine_is_half_way_down_in_the_middle():
     factors = rate_factors(OptimConfig(schedule="cosine", warmup_steps=0, min_ratio=0.0), 100)
-    assert factors[49] == pytest.approx(0.5)
+    assert factors[50] == pytest.approx(0.5)
 
 
 def test_a_decay_that_would_start_inside_the_warm_up_starts_after_it():

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from flatout.config.load import LoadedConfig, load_config, load_stored
+from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
-from flatout.errors import UsageError
 
 Config = LoadedConfig | RunConfig
 
@@ -35,14 +34,3 @@ def with_sources(config: Config) -> LoadedConfig:
 
 def plain(config: Config) -> RunConfig:
     return config.config if isinstance(config, LoadedConfig) else config
-
-
-def for_pretraining(config: Config | None, name: str) -> LoadedConfig:
-    """The config, or the default one, for a function that knows plain text alone."""
-    loaded = with_sources(config or load_config())
-    if loaded.config.chat.source is not None:
-        raise UsageError(
-            f"flatout.{name} is for pretraining, and this config has chat.source",
-            "leave chat.source out, or fine-tune it with flatout.finetune",
-        )
-    return loaded

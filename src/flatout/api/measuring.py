@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config, for_pretraining, with_sources
+from flatout.api.configs import Config, with_sources
 from flatout.config.load import load_config
 from flatout.errors import UsageError
 from flatout.files import disk_errors
@@ -116,7 +116,7 @@ def tune_lr(
             f"--from {low:g} and --to {high:g} are less than a factor of ten apart",
             "a range test needs rates from far too small to far too large, such as --from 1e-7 --to 1",
         )
-    return find_rate(for_pretraining(config, "tune_lr"), low=low, high=high, steps=steps, progress=progress)
+    return find_rate(with_sources(config or load_config()), low=low, high=high, steps=steps, progress=progress)
 
 
 def search(
@@ -132,7 +132,7 @@ def search(
     `space` is a YAML file of fields and ranges, or what it would hold: `{"model.layers": {"range": [2, 6]}}`.
     `trials` counts the finished ones in all; a `study` file (SQLite) keeps them, and the same call goes on with it.
     """
-    loaded = for_pretraining(config, "search")
+    loaded = with_sources(config or load_config())
     found = space_of(space, loaded) if isinstance(space, Mapping) else read_space(Path(space), loaded)
     kept = None if study is None else Path(study)
     return search_space(loaded, found, trials=trials, study=kept, progress=progress)
@@ -152,5 +152,5 @@ def estimate(
     `price` is per hour; steps are timed for about `seconds`, or not at all without `probe`. `imported` is how long
     importing took, to be counted into the start-up. A run that does not fit has a `problem` and a `way_out`.
     """
-    loaded = for_pretraining(config, "estimate")
+    loaded = with_sources(config or load_config())
     return look_ahead(loaded, price=price, seconds=seconds, probe=probe, imported=imported, notice=notice)

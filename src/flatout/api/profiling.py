@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from flatout.api.configs import Config, for_pretraining
-from flatout.config.load import LoadedConfig
+from flatout.api.configs import Config, with_sources
+from flatout.config.load import LoadedConfig, load_config
 from flatout.diagnose.profile import attend, fitted, profile_run
 from flatout.engine.run import Run
 from flatout.errors import UsageError, quoted
@@ -24,7 +24,8 @@ from flatout.launch import Launch, launch
 from flatout.observe.measured.profile_page import as_markdown, page_of
 from flatout.parallel.ranks import joined
 from flatout.tuning.measure import borrowed_run
-from flatout.tuning.practice_data import practice_data, scratch_folder
+from flatout.tuning.practice_data import scratch_folder
+from flatout.tuning.practice_samples import practice_config
 from flatout.world import World
 
 PAGE = "reading.md"
@@ -52,7 +53,7 @@ def profile(
     is written. Without `steps` it is 4, fewer if a step has many micro-batches. In the ranks of a launcher all but the
     first get None.
     """
-    loaded, found = for_pretraining(config, "profile"), launch()
+    loaded, found = with_sources(config or load_config()), launch()
     target = _free(folder, loaded) if found is None else None
     with _quiet_profiler(), contextlib.ExitStack() as held:
         world = None if found is None else held.enter_context(_met(found, loaded))
@@ -111,11 +112,11 @@ def _practice_run(
 ) -> Iterator[tuple[Run, str]]:
     """A run of the config on data to measure on, and in words what data that is."""
     with scratch_folder("flatout-profile-") as scratch:
-        data, described = loaded.config.data, str(loaded.config.data.source)
-        if not data.streaming:  # of a stream its reading and tokenizing is what there is to see
-            data, described = practice_data(loaded.config, scratch)
+        practice, described = loaded, str(loaded.config.data.source)
+        if not loaded.config.data.streaming:  # of a stream its reading and tokenizing is what there is to see
+            practice, described = practice_config(loaded, scratch, progress)
         progress("building the model")
-        with borrowed_run(fitted(loaded, data, steps), world) as run:
+        with borrowed_run(fitted(practice, steps), world) as run:
             yield run, described
 
 

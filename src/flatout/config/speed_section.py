@@ -47,7 +47,7 @@ class SpeedConfig(Section):
     micro_batch: Positive | None = None
     """Most sequences at once, rounded down to a divisor of the batch; null is the whole batch."""
     accumulation: Positive | None = None
-    """Micro-batches per optimizer step; null follows from batch_tokens, context and micro_batch."""
+    """Micro-batches per optimizer step, fewer if packed samples need fewer; null follows from the other fields."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     """What backward recomputes instead of keeping: nothing, the cheap parts of a block, or all of it."""
     activation_offload: bool = False

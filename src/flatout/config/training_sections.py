@@ -1,10 +1,13 @@
 """`lora`, `optim`, `train`, `eval`, `checkpoint`, `parallel`, `output`: how a run learns, is judged, saved, shown."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Callable
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from flatout.config.section import Conflict, Name, Natural, Positive, Section, Share, Switch
+
+_Number = TypeVar("_Number", int, float)
 
 
 class LoraConfig(Section):
@@ -14,6 +17,12 @@ class LoraConfig(Section):
     """Adapters count alpha / rank times; null is twice the rank."""
     targets: list[Name] = Field(default=["all-linear"])
     """Projections with an adapter, such as [q_proj, v_proj]; all-linear is all."""
+    ranks: list[Name] = Field(default=[])
+    """Ranks of some projections, such as [q_proj=8, mlp.down_proj=32]; a name is a pattern for the end of a path."""
+    alphas: list[Name] = Field(default=[])
+    """Alphas of some projections, in the same form."""
+    also: list[Literal["embedding", "head", "biases"]] = Field(default=[])
+    """Weights of the base that are trained whole beside the adapters."""
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Dropout share on what adapters read, in training."""
     rank_stabilised: bool = False
@@ -29,7 +38,30 @@ class LoraConfig(Section):
     def _check(self) -> Self:
         if self.quantize != "none" and self.rank == 0:
             raise Conflict("weights in 4 bits cannot be trained, only adapters beside them", "set rank, such as 16")
+        for field, number, pairs in (("ranks", int, self.ranks), ("alphas", float, self.alphas)):
+            for pair in pairs:
+                try:
+                    sound = bool(_pair(pair, number)[0])
+                except ValueError:
+                    sound = False
+                if not sound:
+                    raise Conflict(f"{field} has {pair!r}, which is no name with a number", f"write {field}=[q_proj=8]")
         return self
+
+    @property
+    def named_ranks(self) -> tuple[tuple[str, int], ...]:
+        """`ranks` as pairs."""
+        return tuple(_pair(pair, int) for pair in self.ranks)
+
+    @property
+    def named_alphas(self) -> tuple[tuple[str, float], ...]:
+        """`alphas` as pairs."""
+        return tuple(_pair(pair, float) for pair in self.alphas)
+
+
+def _pair(text: str, number: Callable[[str], _Number]) -> tuple[str, _Number]:
+    name, _, value = text.rpartition("=")  # the last sign: a name is a regular expression, which may have one
+    return name, number(value)
 
 
 class OptimConfig(Section):
@@ -40,7 +72,7 @@ class OptimConfig(Section):
     warmup_steps: Natural = 100
     """Updates over which the rate rises to its peak; 0 starts at the peak."""
     min_ratio: Share = 0.1
-    """Final learning rate as a share of the peak."""
+    """Final learning rate as a share of the peak; 0 is reached after the last update."""
     decay_fraction: Share = 0.2
     """Share of the run that wsd spends decaying at its end."""
     weight_decay: Annotated[float, Field(ge=0.0, le=10.0)] = 0.1

@@ -60,6 +60,8 @@ _PLAIN = (
     "{% else %}{{ '### Response:\n' + message.content + eos_token + '\n\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '### Response:\n' }}{% endif %}"
 )
+# Answers that begin differently: what two renderings have in common is what the template writes before any answer.
+DIFFERENT = ("x", "y")
 # Each with the tokens that it needs: by their text, or by the name of a special token.
 BUILT_IN: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "chatml": (_CHATML, ("<|im_start|>", "<|im_end|>")),
@@ -90,6 +92,7 @@ class ChatTemplate:
         for form in texts:
             self._ask(form, (), {})
         self._always = functools.cache(self._tries_prompt)
+        self._header = functools.cache(self._tries_header)
         described = json.dumps([self.texts, self.variables], sort_keys=True)
         self.fingerprint = hashlib.sha256(described.encode("ascii")).hexdigest()
 
@@ -121,6 +124,23 @@ class ChatTemplate:
         alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one[::-1], two[::-1], strict=False))
         header = one[len(one) - len(list(alike)) :].strip()
         return asked == one and two.startswith(one) and not three.startswith(two) and len(header) > 3
+
+    def header(self, tools: Objects = None) -> str:
+        """What it writes between a user's message and any answer, as its prompt does; nothing if it has no such."""
+        return self._header(self._form(tools))
+
+    def _tries_header(self, form: str) -> str:
+        user = {"role": "user", "content": "u"}
+        texts: list[str] = []
+        try:
+            for turns in ([user, answer_of(said)] for said in DIFFERENT):
+                asks = [(1, False), (1, True), (2, False)]
+                texts += map(_text, self._ask(form, asks, self._values(turns, None, None)))
+        except TemplateRefusal:
+            return ""
+        before, prompt, one, *_, other = texts
+        alike = common_beginning([prompt, one, other])
+        return alike[len(before) :] if alike.startswith(before) else ""
 
     def render(self, messages: Messages, *, tools: Objects = None, add_generation_prompt: bool = False) -> str:
         """The text of a conversation; with `add_generation_prompt`, up to where the assistant would begin to write."""
@@ -283,10 +303,26 @@ def template_from_json(description: Mapping[str, Any]) -> ChatTemplate:
     return template
 
 
+def common_beginning(texts: Sequence[str]) -> str:
+    """As much as all of the texts begin with."""
+    alike = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    return texts[0][: len(list(alike))]
+
+
+def answer_of(said: str) -> dict[str, Any]:
+    """A message of the assistant."""
+    return {"role": "assistant", "content": said}
+
+
+def reasoning_of(message: Mapping[str, Any]) -> Any:
+    """What a message holds of reasoning, under any of its names; None if nothing."""
+    return next((message[name] for name in _REASONING if message.get(name) is not None), None)
+
+
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message, with what it holds of reasoning under all the names that templates know it by."""
     result = dict(message)
-    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    reasoning = reasoning_of(message)
     if reasoning is not None:
         result = {"thinking": reasoning, **result, "reasoning_content": reasoning}
     return result

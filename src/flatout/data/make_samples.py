@@ -33,6 +33,7 @@ from flatout.corpus.sources import find_files
 from flatout.data.chat_template import ChatTemplate
 from flatout.data.conversations import LOOK_AT, Conversation, Reading, choose_reading, conversation_of
 from flatout.data.masking import Rendered, TrainOn, render, tokenize
+from flatout.data.sample_counts import COUNTS
 from flatout.data.samples import VERSION, Samples, SampleSet, check_target, open_samples, why_not, write_samples
 from flatout.data.tokenizer import Ids, ModelTokenizer, token_dtype
 from flatout.errors import ConfigError, DataError
@@ -65,43 +66,6 @@ class SampleRequest:
     too_long: TooLong = "truncate"
     val_fraction: float = 0.0
     limit: str = "model.context"
-
-
-# What is counted, in the order in which it is of interest.
-COUNTS: Mapping[str, str] = {
-    "rows": "rows that were read",
-    "rows_not_used": "rows that could not be used, with the reason of each in problems.jsonl beside the samples",
-    "turns": "assistant turns that are learned",
-    "turns_apart": "turns in samples of their own, since the template writes them differently later on",
-    "prompts_apart": "turns that do not begin as the template's prompt does",
-    "turns_without_end_token": "turns that end without a special token, so that only text tells a model to stop",
-    "contents_changed": "turns that the template does not write as they stand in the file",
-    "tools_left_out": "rows with tools that the template does not mention",
-    "turns_unlabelled": "turns of which no token begins inside",
-    "straddling": "tokens across the border of a turn",
-    "empty_answers": "empty assistant turns",
-    "special_in_content": "rows whose own text spells a special token",
-    "truncated": "samples cut to the context",
-    "labels_cut": "labelled tokens that were cut away",
-    "dropped_too_long": "samples dropped for their length",
-    "dropped_labels_cut": "samples dropped since all their labels were cut away",
-    "dropped_unlabelled": "samples dropped since no token of them is labelled",
-    "longest": "tokens of the longest sample before it was cut",
-}
-
-
-def count_told(name: str, count: int) -> str:
-    """A count with the words that say what it is of."""
-    what, comma, more = COUNTS[name].partition(",")
-    if count == 1:
-        what = " ".join(_OF_ONE.get(word, word) for word in what.split())
-    return f"{count:,} {what}{comma}{more}"
-
-
-_OF_ONE = {
-    "rows": "row", "turns": "turn", "samples": "sample", "tokens": "token", "were": "was", "are": "is", "end": "ends",
-    "do": "does", "their": "its", "them": "it",
-}  # fmt: skip
 
 
 def prepare_samples(

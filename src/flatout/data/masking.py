@@ -12,13 +12,16 @@ across the border of a turn is counted, and learned only if it begins inside.
 Trap: some templates write earlier turns differently once later ones are there, such as without their reasoning. Then
 no one text shows every turn as the model would write it, and each such turn becomes a sample of its own, which ends
 with it. And some prompts hold more than a finished turn begins with; there the turn begins where the two part.
+Nothing comes before a first message of the assistant, so no prompt can be rendered for it, and some templates write no
+prompt after every role. The turn then begins behind the header that the template writes before any answer, the last
+one in the text that does not depend on what the assistant says.
 """
 
 import bisect
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, final
 
@@ -26,7 +29,14 @@ import numpy as np
 import numpy.typing as npt
 
 from flatout.corpus.document import Problem
-from flatout.data.chat_template import ChatTemplate, TemplateRefusal
+from flatout.data.chat_template import (
+    DIFFERENT,
+    ChatTemplate,
+    TemplateRefusal,
+    answer_of,
+    common_beginning,
+    reasoning_of,
+)
 from flatout.data.conversations import Conversation, RowError
 from flatout.data.tokenizer import Ids, ModelTokenizer, Tokenizer, token_dtype
 
@@ -61,7 +71,7 @@ def render(
                 "of a turn cannot be told",
             )
         elif train_on == "all":
-            rendered = [_everything(conversation, template)]
+            rendered = [_everything(conversation, template, counts)]
         else:
             rendered = _turns(conversation, template, train_on, special_texts, counts)
         for sample in rendered:
@@ -81,7 +91,7 @@ def _bare(conversation: Conversation) -> Rendered:
     return Rendered(prompt + completion, ((len(prompt), len(prompt) + len(completion)),), bare=True)
 
 
-def _everything(conversation: Conversation, template: ChatTemplate) -> Rendered:
+def _everything(conversation: Conversation, template: ChatTemplate, counts: Counter[str]) -> Rendered:
     """The whole text, less the messages that are marked as not to be learned."""
     count = len(conversation.messages)
     left_out = [number for number, flag in enumerate(conversation.train) if flag is False]
@@ -99,6 +109,9 @@ def _everything(conversation: Conversation, template: ChatTemplate) -> Rendered:
             spans.append((begin, len(before)))
             begin = len(upto)
     spans.append((begin, len(text)))
+    for message in conversation.messages:
+        counts["reasoning_left_out"] += _lacks_reasoning(message, text)
+    _count_left_out(conversation, template, range(count), text, counts)
     return Rendered(text, tuple(span for span in spans if span[0] < span[1]))
 
 
@@ -125,7 +138,7 @@ def _turns(
     last = learned[-1]
     asks = [(number + 1, False) for number in learned]
     if not template.has_marks(conversation.tools):
-        asks += [(number, True) for number in learned]
+        asks += [(number, True) for number in learned if number]
     texts = _Texts(template, conversation, asks)
     whole = texts(last + 1)
     marks = _marks(template, conversation, last, whole, spoken)
@@ -151,10 +164,24 @@ def _turns(
         else:
             apart.append(Rendered(upto, ((start, end),)))
     counts["turns_apart"] += len(apart)
-    if conversation.tools:
-        without = dataclasses.replace(conversation, tools=None)
-        counts["tools_left_out"] += _Texts(template, without)(last + 1) == whole
+    about = dataclasses.replace(conversation, messages=messages[: last + 1])
+    _count_left_out(about, template, [number for number in range(last) if number not in spoken], whole, counts)
     return [*apart, Rendered(whole, tuple(spans))]
+
+
+def _count_left_out(
+    conversation: Conversation, template: ChatTemplate, numbers: Iterable[int], whole: str, counts: Counter[str]
+) -> None:
+    """Notice tools, and messages of these numbers, that make no difference to the text: some templates have no form for
+    a role, such as developer, and say nothing."""
+    if conversation.tools:
+        counts["tools_left_out"] += _text_of(template, conversation, tools=None) == whole
+    for number in numbers:
+        message = conversation.messages[number]
+        if (said := message["content"].strip()) and said not in whole:
+            other = {**message, "content": message["content"] + DIFFERENT[0]}
+            messages = (*conversation.messages[:number], other, *conversation.messages[number + 1 :])
+            counts["contents_left_out"] += _text_of(template, conversation, messages=messages) == whole
 
 
 def _check_written(message: dict[str, Any], number: int, turn: str, counts: Counter[str]) -> None:
@@ -163,17 +190,28 @@ def _check_written(message: dict[str, Any], number: int, turn: str, counts: Coun
         if call["function"]["name"] not in turn:
             raise RowError("template", f"the template leaves out the tool call of message {number + 1}")
     counts["contents_changed"] += message["content"].strip() not in turn
+    counts["reasoning_left_out"] += _lacks_reasoning(message, turn)
+
+
+def _lacks_reasoning(message: dict[str, Any], text: str) -> bool:
+    reasoning = reasoning_of(message)
+    return isinstance(reasoning, str) and reasoning.strip() not in text
 
 
 def _is_empty(message: dict[str, Any]) -> bool:
-    return not message["content"].strip() and not message.get("tool_calls") and not message.get("reasoning_content")
+    return not message["content"].strip() and not message.get("tool_calls") and not reasoning_of(message)
 
 
 def _start(texts: "_Texts", number: int, upto: str, counts: Counter[str]) -> int:
     """Where in `upto` the turn begins that ends it: after the prompt that makes a model answer."""
-    prompt = texts(number, prompt=True)
+    header = texts.template.header(texts.conversation.tools)
+    prompt = texts(number, prompt=True) if number or not header else ""
     if upto.startswith(prompt):
-        return len(prompt)
+        if prompt.endswith(header) or (number and prompt != texts(number)):
+            return len(prompt)
+        found = _after_header(texts, number, upto, header, len(prompt))
+        if found is not None or number:
+            return len(prompt) if found is None else found
     if not number:
         raise RowError("turns", "it begins with an assistant turn, and the template does not show where that begins")
     before = texts(number)
@@ -185,6 +223,23 @@ def _start(texts: "_Texts", number: int, upto: str, counts: Counter[str]) -> int
         )
     counts["prompts_apart"] += 1
     return next(place for place, (one, other) in enumerate(zip(prompt, upto, strict=False)) if one != other)
+
+
+def _after_header(texts: "_Texts", number: int, upto: str, header: str, least: int) -> int | None:
+    """Where in `upto` the turn begins that ends it, for which there is no prompt: behind `least` characters after the
+    last header that is there whatever the answer is. None if there is no header."""
+    template, about = texts.template, texts.conversation
+    before = about.messages[:number]
+    others = [_text_of(template, about, messages=(*before, answer_of(said))) for said in DIFFERENT]
+    alike = common_beginning([upto, *others])
+    place = alike.rfind(header, least)
+    return None if place < 0 else place + len(header)
+
+
+def _text_of(template: ChatTemplate, conversation: Conversation, **other: Any) -> str:
+    """The whole text of a conversation in which something is different."""
+    changed = dataclasses.replace(conversation, **other)
+    return _Texts(template, changed)(len(changed.messages))
 
 
 def _marks(
@@ -221,7 +276,7 @@ class _Texts:
     def __init__(
         self, template: ChatTemplate, conversation: Conversation, asks: Sequence[tuple[int, bool]] = ()
     ) -> None:
-        self._template, self._conversation = template, conversation
+        self.template, self.conversation = template, conversation
         self._found: dict[tuple[int, bool], str | TemplateRefusal] = {}
         self._render(list(dict.fromkeys(asks)))
 
@@ -234,11 +289,11 @@ class _Texts:
         return found
 
     def _render(self, asks: list[tuple[int, bool]]) -> None:
-        about = self._conversation
+        about = self.conversation
         # No more than is asked for: a refusal of what comes later is none of a turn before it.
         messages = about.messages[: max((count for count, _ in asks), default=0)]
         if asks:
-            texts = self._template.beginnings(messages, asks, about.tools, about.documents)
+            texts = self.template.beginnings(messages, asks, about.tools, about.documents)
             self._found |= dict(zip(asks, texts, strict=True))
 
 

@@ -6,9 +6,10 @@ from typing import Any, final
 
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.chat_template import ChatTemplate
-from flatout.data.make_samples import count_told, many
+from flatout.data.make_samples import many
 from flatout.data.masking import preview
 from flatout.data.positions import Schedule
+from flatout.data.sample_counts import ADVICE, count_told
 from flatout.data.sample_loader import LargestRows, SampleLoader, SampleOrder, SampleRows
 from flatout.data.samples import Samples, SampleSet
 from flatout.data.shards import HeldTokens
@@ -17,7 +18,7 @@ from flatout.data.training_data import DataFacts, TrainingData
 
 _COUNTS = (
     "rows_not_used", "truncated", "labels_cut", "dropped_too_long", "dropped_labels_cut", "dropped_unlabelled",
-    "turns_without_end_token", "turns_unlabelled", "special_in_content",
+    "turns_without_end_token", "turns_unlabelled", "special_in_content", *ADVICE,
 )  # fmt: skip
 
 
@@ -37,6 +38,7 @@ class SampleData(TrainingData):
     seed: int
     val_samples: Samples
     val_tokens: int | None
+    accumulation: int | None = None  # micro-batches of a step, as speed.accumulation asks for
     opening_notices: tuple[str, ...] = ()
 
     @property
@@ -97,12 +99,21 @@ class SampleData(TrainingData):
             f"{facts['labelled_share']:.1%} of {facts['tokens']:,} tokens are learned"
         )
         yield f"samples: {f'made now, since {made}' if made else 'used again'}, in {self.sample_set.folder}"
-        yield from (f"samples: {count_told(name, counts[name])}" for name in _COUNTS if counts.get(name))
+        for name in _COUNTS:
+            if counts.get(name):
+                yield f"samples: {count_told(name, counts[name])}{f'; {ADVICE[name]}' if name in ADVICE else ''}"
         padding = self.rows(delivery).padding(self.order, delivery.micro_batch or self.order.batch_samples)
         yield (
             f"samples: {padding.share:.1%} of what the device works on is padding, in {many(padding.shapes, 'shape')} "
             f"(counted over {many(padding.steps, 'step')})"
         )
+        if self.accumulation is not None and padding.micro_batches < self.accumulation:
+            most = "one micro-batch" if padding.micro_batches == 1 else f"{padding.micro_batches} micro-batches at most"
+            yield (
+                f"speed.accumulation is {self.accumulation}, but a step has {most}: its samples share rows, of which a "
+                f"micro-batch takes up to {delivery.micro_batch}; set speed.micro_batch to fewer rows, or "
+                "chat.packing=false"
+            )
 
     def preview(self) -> tuple[tuple[str, bool], ...]:
         """The first sample in pieces that are learned or not, as people should see it before they train on it."""

@@ -113,6 +113,7 @@ class Padding:
 
     steps: int
     shapes: int  # different ones of their micro-batches
+    micro_batches: int  # the most that a step has
     tokens: int
     places: int  # tokens that a device works on, padding included
 
@@ -199,13 +200,14 @@ class SampleRows:
 
     def padding(self, order: SampleOrder, micro_batch: int, most_steps: int = 64) -> Padding:
         """How much of the first steps is padding."""
-        steps, tokens, places, shapes = min(most_steps, order.steps_per_epoch), 0, 0, set()
+        steps, tokens, places, most, shapes = min(most_steps, order.steps_per_epoch), 0, 0, 0, set()
         for step in range(steps):
             packed = self.packed(order.indices(step))
-            tokens, places = tokens + packed.tokens, places + packed.places(micro_batch)
-            for part in packed.cuts(micro_batch):
+            cuts = packed.cuts(micro_batch)
+            tokens, places, most = tokens + packed.tokens, places + packed.places(micro_batch), max(most, len(cuts))
+            for part in cuts:
                 shapes.add(packed.part(part, torch.device("cpu"))[2].sizes)
-        return Padding(steps, len(shapes), tokens, places)
+        return Padding(steps, len(shapes), most, tokens, places)
 
     def _best_fit(self, sizes: npt.NDArray[np.int64]) -> Packing:
         """As few rows as best fit finds, and of the lengths with which it finds no more the shortest."""

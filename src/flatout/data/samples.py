@@ -35,7 +35,7 @@ from flatout.files import canonical_json, disk_errors, hash_file, parse_json, sy
 from flatout.folders import foreign_entry, sweep, whole_folder
 
 FORMAT = SAMPLES_FORMAT
-VERSION = 1  # also changes when the same rows would give other tokens or labels
+VERSION = 2  # also changes when the same rows would give other tokens or labels
 MANIFEST = "manifest.json"
 SAMPLES = "samples.safetensors"
 PROBLEMS = "problems.jsonl"

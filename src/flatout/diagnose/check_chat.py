@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import json
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 
 from flatout.config.load import LoadedConfig
@@ -24,6 +24,7 @@ from flatout.corpus.document import Row
 from flatout.corpus.readers import read_rows
 from flatout.corpus.sources import find_files
 from flatout.data.make_samples import many, row_files
+from flatout.data.sample_counts import ADVICE, count_told
 from flatout.data.sample_data import SampleData
 from flatout.device import detect_device, limit_memory
 from flatout.diagnose.check_config import check_fine_tuning
@@ -39,6 +40,7 @@ from flatout.engine.opening import (
     sample_limit,
     sample_tokens,
     steps_of,
+    trained_count,
     why_samples_are_made,
 )
 from flatout.engine.run_folder import is_checkpoint
@@ -50,6 +52,7 @@ from flatout.model.gpt import empty_model
 from flatout.model.hub_find import is_within_reach
 from flatout.model.hub_weights import inventory
 from flatout.model.quantize import check_quantizing
+from flatout.model.whole import weights_of
 
 _WHOLE, _WHOLE_QUICK = 32 * 2**20, 4 * 2**20  # bytes of a source that is read to its end
 _FIRST = 2000  # rows of a larger one
@@ -183,6 +186,7 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
         )
     else:
         yield Check("data", "learned").ok(words)
+    yield from _check_written(counts)
     dropped = sum(counts.get(name, 0) for name in ("dropped_too_long", "dropped_labels_cut"))
     if counts.get("truncated") or dropped:
         cut = counts.get("truncated", 0)
@@ -191,6 +195,16 @@ def _check_samples(config: RunConfig, data: SampleData, *, whole: bool) -> Itera
             f"{cut:,} samples are cut to {sample_tokens(config):,} tokens, {dropped:,} dropped for their length",
             f"The longest has {counts.get('longest', 0):,} tokens; raise {sample_limit(config)} to keep all of it.",
         )
+
+
+def _check_written(counts: Mapping[str, int]) -> Iterator[Finding]:
+    """What the template made of the rows that need not be what was meant; a warning where it lost text."""
+    for name, advice in ADVICE.items():
+        if counts.get(name):
+            status = "warn" if name.endswith("_left_out") else "note"
+            yield Check("data", name.replace("_", " ")).told(
+                status, count_told(name, counts[name]), f"{advice[0].upper()}{advice[1:]}."
+            )
 
 
 def _check_run(loaded: LoadedConfig, base: Base, data: SampleData, *, whole: bool, here: bool) -> Iterator[Finding]:
@@ -253,15 +267,17 @@ def _check_adapters(config: RunConfig, vocab: int) -> Iterator[Finding]:
     try:
         plan = adapter_plan(config.lora)
         choices = choose(plan, targets_of(model))
+        weights_of(model, plan.also)
+        count = trained_count(config, vocab)
         if config.lora.quantize != "none":
             check_quantizing(detect_device(config.speed.device).torch_device)
     except UserError as error:
         yield finding_of(error, "config", "adapters")
         return
     names = sorted({choice.target.name for choice in choices})
-    count = sum(choice.rank * (choice.target.rows + choice.target.inputs) for choice in choices)
     held = "" if config.lora.quantize == "none" else f", the base in 4 bits ({config.lora.quantize})"
-    where = f"adapters of rank {config.lora.rank} on {', '.join(names)}"
+    beside = f", and {' and '.join(config.lora.also)} whole" if config.lora.also else ""
+    where = f"adapters of rank {config.lora.rank} on {', '.join(names)}{beside}"
     yield Check("config", "trained").ok(f"{where}: {count:,} parameters{held}")
     for found in needless_rank(choices):
         yield Check("config", "rank").note(found)

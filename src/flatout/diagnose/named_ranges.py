@@ -38,9 +38,9 @@ def named_ranges(step: TrainStep) -> Iterator[None]:
     micro_batch, update = step.run_micro_batch, step._update
     model = _NamedModel(step.model)
 
-    def named_micro_batch(tokens_BT: Tensor, targets_BT: Tensor, labelled: Tensor) -> Tensor:
+    def named_micro_batch(*values: Any) -> Tensor:  # with a layout, where rows hold several samples
         with record_function("micro-batch"), model.backward_until_the_end():
-            return micro_batch(tokens_BT, targets_BT, labelled)
+            return micro_batch(*values)
 
     def named_update(loss: Tensor) -> Tensor:
         with record_function("optimizer"):

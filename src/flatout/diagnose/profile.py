@@ -36,7 +36,6 @@ from torch.profiler import ProfilerActivity, record_function
 
 import flatout
 from flatout.config.load import LoadedConfig, load_stored
-from flatout.config.schema import DataConfig
 from flatout.config.source import DEFAULT, IN_PYTHON
 from flatout.cores import CoreUse, ThreadTrial, core_clock, core_use, usable_cores
 from flatout.device import Device
@@ -46,7 +45,7 @@ from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
 from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import resolve_speed
-from flatout.engine.fit_check import memory_of, out_of_memory
+from flatout.engine.fit_check import memory_on, out_of_memory
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.errors import HardwareError, UserError
@@ -115,13 +114,14 @@ _FOLLOWING = ("idle_for_data_seconds", "idle_for_host_seconds", "tokens_per_seco
 _FOLLOWING += ("product_flops_per_second", "kernels_per_second", "mean_kernel_seconds")
 
 
-def fitted(loaded: LoadedConfig, data: DataConfig, steps: int | None) -> LoadedConfig:
-    """The config with other data and long enough to be profiled; its weights are drawn: values cost no time."""
+def fitted(loaded: LoadedConfig, steps: int | None) -> LoadedConfig:
+    """The config, long enough to be profiled. In pretraining its weights are drawn, because values cost no time; what
+    is fine-tuned has its shape from its base."""
     needed = WARMUP + MOST_TIMED + (steps or MICRO_BATCHES) + 1
     train = loaded.config.train.model_copy(update={"steps": needed, "tokens": None, "epochs": None})
-    model = loaded.config.model.model_copy(update={"init_from": None})
-    update = {"data": data, "train": train, "model": model}
-    return LoadedConfig(loaded.config.model_copy(update=update), loaded.sources)
+    drawn = {"init_from": None} if loaded.config.chat.source is None else {}
+    model = loaded.config.model.model_copy(update=drawn)
+    return LoadedConfig(loaded.config.model_copy(update={"train": train, "model": model}), loaded.sources)
 
 
 def profile_run(
@@ -312,7 +312,7 @@ def _measurements(
     ranks: RankTimes | None = None,
     cores: CoreUse | None = None,
 ) -> Measurements:
-    tokens, slowest = run.config.train.batch_tokens, None if ranks is None else ranks.slowest
+    tokens, slowest = run.step_tokens, None if ranks is None else ranks.slowest
     return Measurements(
         device_kind=run.speed.device.kind,
         step_seconds=step_seconds,
@@ -357,13 +357,14 @@ def can_have(run: Run, words: str) -> bool:
             corpus_bytes,
             lambda path: sources.get(path, DEFAULT),
             vocab=vocab,
+            step_tokens=run.data.facts.step_tokens,
             probes=answers,
             ranks=run.world.size,
             dealing=Dealing(run.speed.parallel, run.speed.shards),
         )
     except UserError:
         return False
-    needed = memory_of(config, vocab, speed).total + (corpus_bytes or 0 if speed.loader == "device" else 0)
+    needed = memory_on(run.data, config, vocab, speed).total + (corpus_bytes or 0 if speed.loader == "device" else 0)
     return device.kind != "cuda" or device.memory_bytes is None or needed < device.memory_bytes
 
 
@@ -385,7 +386,7 @@ def _update_rate(run: Run, measured: Measurements) -> float | None:
     plain = speed.fused_optimizer and speed.optimizer_state == "fp32" and not speed.optimizer_offload
     if speed.device.kind != "cuda" or not plain or seconds <= 0:
         return None
-    return _UPDATE_BYTES * sum(parameter.numel() for parameter in run.model.parameters()) / seconds
+    return _UPDATE_BYTES * sum(one.numel() for one in run.model.parameters() if one.requires_grad) / seconds
 
 
 def _peak_bandwidth(device: Device) -> float | None:

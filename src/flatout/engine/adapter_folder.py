@@ -7,7 +7,7 @@ base model, whose name is in adapter_config.json.
 Contract: the folder is replaced as a whole, and only if it holds nothing but what we wrote (`OccupiedError`). Among the
 hashes in flatout.json is that of the base, and an adapter of ours is not put on another base; so is whether the base
 was in 4 bits, for us to round it again. Other programs pass over that file.
-`lora.init_from` takes over rank, alpha, targets and kind from the folder; what a user wrote that says otherwise is
+`lora.init_from` takes over ranks, alphas, targets and kind from the folder; what a user wrote that says otherwise is
 refused. A run that was begun so and is resumed has them from its checkpoint.
 """
 
@@ -29,16 +29,19 @@ from flatout.data.tokenizer import Tokenizer
 from flatout.engine.run_folder import checkpoints_of, is_checkpoint
 from flatout.errors import CheckpointError, ConfigError, DataError
 from flatout.model.adapter_files import CONFIG, AdapterOrigin, check_stored, read_origin, save_adapter
-from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, choose, targets_of
+from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, Target, choose, targets_of
 from flatout.model.adapters import Adapters
 from flatout.model.gpt import empty_model
 from flatout.model.hub import Description
 from flatout.model.hub_weights import companions
+from flatout.model.patterns import endings
 from flatout.model.seal import SEAL, check_seal, read_seal
+from flatout.model.whole import BIASES, settled, weights_of
 
 ADAPTER = "adapter"
 # What makes up an adapter in our config, and in PEFT's plan under the same names.
 _SETTINGS = ("rank", "alpha", "rank_stabilised", "dora")
+_LISTS = ("targets", "ranks", "alphas", "also")
 
 
 def files_beside(
@@ -177,14 +180,14 @@ def with_adapter(
     if not config.lora.rank:
         raise ConfigError("lora.init_from is set, but lora.rank is 0", "leave one of the two out")
     if begun is not None and begun.rank and begun.init_from is not None and Path(begun.init_from) == Path(name):
-        found = {field: getattr(begun, field) for field in (*_SETTINGS, "targets")}
+        found = {field: getattr(begun, field) for field in (*_SETTINGS, *_LISTS)}
         whose, hint = "the run", "leave lora.{} out: a resumed run keeps the adapter that it has"
     elif begun is not None and not os.path.isdir(name):
         return config
     else:
         origin = read_origin(adapter_at(name))
         found = {field: getattr(origin.plan, field) for field in _SETTINGS}
-        found |= {"alpha": float(origin.plan.alpha), "targets": _targets(origin, description)}
+        found |= {"alpha": float(origin.plan.alpha), **_lists(origin, description)}
         whose = f"the adapter in {origin.folder}"
         hint = "leave lora.{} out, or begin a new adapter without lora.init_from"
     for field, value in found.items():
@@ -199,6 +202,8 @@ def with_adapter(
 
 def _mean_the_same(field: str, ours: Any, theirs: Any, rank: int, description: Description) -> bool:
     """Whether two values of a setting make the same adapter: a null alpha is a number, and targets have many names."""
+    if field == "also":
+        return settled(ours, description.config) == tuple(theirs)
     if field == "alpha":
         return (2.0 * rank if ours is None else ours) == (2.0 * rank if theirs is None else theirs)
     if field != "targets" or sorted(ours) == sorted(theirs):
@@ -215,26 +220,32 @@ def plan_targets(names: list[str]) -> str | tuple[str, ...]:
     return ALL_LINEAR if names == [ALL_LINEAR] else tuple(names)
 
 
-def _targets(origin: AdapterOrigin, description: Description) -> list[str]:
-    """The adapter's targets as our config can say them: its names, or whole paths.
+def _lists(origin: AdapterOrigin, description: Description) -> dict[str, list[str]]:
+    """The adapter's targets, ranks and alphas as our config can say them: targets by its names, or by whole paths.
 
     Refuses ranks that the adapter's file does not have, before a run takes memory for them.
     """
-    plan, targets = origin.plan, targets_of(empty_model(description.config, description.vocab, device="meta"))
+    plan, model = origin.plan, empty_model(description.config, description.vocab, device="meta")
+    targets = targets_of(model)
     try:
         choices = choose(plan, targets, strict=False)
+        also = settled(plan.also, model.config)
     except ConfigError as error:
         raise CheckpointError(f"{origin.folder / CONFIG}: {error.message}", error.hint) from error
-    everywhere = plan.targets == ALL_LINEAR and plan.layers is None and not plan.exclude
-    if not everywhere and {(choice.rank, choice.scale) for choice in choices} != {
-        (plan.rank, plan.scale(plan.rank, plan.alpha))
-    }:
-        raise CheckpointError(
-            f"{origin.folder} has ranks or alphas that differ between its targets, which cannot be trained on here",
-            "merge it into its base first, and begin a new adapter on that",
-        )
-    check_stored(origin, choices)
-    if everywhere:
+    check_stored(origin, model, choices)
+    paths = tuple(choice.target.path for choice in choices)
+    # Those that fit nothing do nothing there, and would be refused here.
+    numbers = {
+        field: [f"{pattern}={number}" for pattern, number in pairs if endings(pattern, paths)]
+        for field, pairs in (("ranks", plan.ranks), ("alphas", plan.alphas))
+    }
+    # Biases of a model without any: PEFT lets them pass.
+    also = [name for name in also if name != BIASES or weights_of(model, [BIASES], strict=False)]
+    return {"targets": _targets(plan, targets, choices), "also": also, **numbers}
+
+
+def _targets(plan: AdapterPlan, targets: list[Target], choices: list[Choice]) -> list[str]:
+    if plan.targets == ALL_LINEAR and plan.layers is None and not plan.exclude:
         return [ALL_LINEAR]
     names = [name for name in plan.targets if isinstance(plan.targets, tuple)]
     plain = dataclasses.replace(plan, targets=tuple(names) or ALL_LINEAR, exclude=(), layers=None)

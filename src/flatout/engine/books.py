@@ -142,7 +142,7 @@ def run_info(run: Run, folder: Path, start_step: int, resumed_from: str | None) 
         flops_per_token=run.flops_per_token,
         memory_estimate_bytes=run.memory.total,
         steps=run.steps,
-        batch_tokens=config.train.batch_tokens if facts.step_tokens is None else round(facts.step_tokens),
+        batch_tokens=run.step_tokens,
         micro_batch=run.speed.micro_batch,
         accumulation=run.speed.accumulation,
         context=config.model.context,

@@ -40,7 +40,9 @@ _SAVINGS: tuple[dict[str, Any], ...] = (
 def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | None = None) -> MemoryEstimate:
     """What a step of this config needs with these switches; `rows` is the most that packed samples fill."""
     lora = config.lora
-    frozen = FrozenModel(rank=lora.rank, dora=lora.dora, dropout=lora.dropout > 0, quantized=lora.quantize != "none")
+    rank = max(lora.rank, *(rank for _, rank in lora.named_ranks), 0)
+    kind = {"dora": lora.dora, "dropout": lora.dropout > 0, "quantized": lora.quantize != "none"}
+    frozen = FrozenModel(rank=rank, also=frozenset(lora.also), **kind)
     row_tokens = config.model.context if config.documents_apart and config.model.attends else None
     return estimate_memory(
         config.model,

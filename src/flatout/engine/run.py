@@ -57,6 +57,12 @@ class Run:
         return self.step.world
 
     @property
+    def step_tokens(self) -> int:
+        """Tokens of a step; of samples, which differ, on average."""
+        mean = self.data.facts.step_tokens
+        return self.config.train.batch_tokens if mean is None else round(mean)
+
+    @property
     def full_disk_wait(self) -> float:
         """How many seconds a save or a record may wait for space. Other ranks wait meanwhile, and not forever."""
         wait = self.config.checkpoint.full_disk_wait

@@ -187,7 +187,9 @@ def notice_on_adapter(run: Run, folder: Path) -> Iterator[str]:
     if run.adapters is None or step is None:
         return
     limit = who_loads(name, base.description) if base is not None and name is not None else None
-    known = f"adapter{' for PEFT and vLLM' if limit is None else ''}: {place}, of step {step}"
+    whole = bool(run.config.lora.also)  # which vLLM does not load
+    who = "" if limit is not None else " for PEFT" if whole else " for PEFT and vLLM"
+    known = f"adapter{who}: {place}, of step {step}"
     yield "; ".join(filter(None, [known, limit, IN_4_BITS if run.config.lora.quantize != "none" else None]))
 
 

@@ -38,6 +38,7 @@ from flatout.engine.opening import (
     schedule_of,
     sources_of,
     steps_of,
+    training_flops,
     vocabulary_of,
 )
 from flatout.engine.randomness import RandomStream
@@ -48,7 +49,7 @@ from flatout.errors import CheckpointError, ConfigError
 from flatout.model.adapter_files import load_into
 from flatout.model.adapter_targets import needless_rank
 from flatout.model.adapters import Adapters, attach
-from flatout.model.count import MemoryEstimate, flops_per_token
+from flatout.model.count import MemoryEstimate
 from flatout.model.gpt import GPT, build_model, empty_model
 from flatout.model.hub import Description
 from flatout.model.quantize import check_quantizing, quantize_linears, quantized_base
@@ -147,7 +148,6 @@ def _assembled(
     adapters = _attach(model, config) if config.lora.rank else None
     base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
     trained = all_weights(model, sharding) if adapters is None else only_adapters(adapters)
-    adapted = None if adapters is None else trained.count
     run = Run(
         config=config,
         speed=speed,
@@ -160,7 +160,7 @@ def _assembled(
         step=_build_step(config, model, trained, speed, steps, later, world, given),
         random=RandomStream(config.train.seed, device.torch_device, world.rank),
         steps=steps,
-        flops_per_token=given.flops(model, flops_per_token(config.model, vocab, facts.attended, adapters=adapted)),
+        flops_per_token=given.flops(model, training_flops(config, vocab, facts.attended)),
         memory=memory,
         notices=(),
         new_notices=later,
@@ -259,7 +259,8 @@ def _attach(model: GPT, config: RunConfig) -> Adapters:
     try:
         return attach(model, adapter_plan(config.lora), config.train.seed)
     except ConfigError as error:
-        raise ConfigError(f"lora.targets: {error.message}", error.hint) from error
+        where = "lora.also" if "lora.also" in error.hint else "lora.targets"
+        raise ConfigError(f"{where}: {error.message}", error.hint) from error
 
 
 def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:

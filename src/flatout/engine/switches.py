@@ -84,7 +84,8 @@ def _adapters_beyond_kernels(case: Case) -> str | None:
         return None
     if case.model.residual_scale is not None:
         return "under adapters they have no residual scales"
-    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, offload=case.asked.activation_offload, fp8=())
+    asked = {"offload": case.asked.activation_offload, "whole": bool(lora.also)}
+    return adapter_kernels_missing(dora=lora.dora, dropout=lora.dropout, fp8=(), **asked)
 
 
 def _wide(case: Case) -> bool:
@@ -95,7 +96,7 @@ def _wide(case: Case) -> bool:
 def _residual(case: Case) -> Answer:
     asked, precision = case.asked.residual, case.used.precision
     if case.used.kernels == "torch" and case.adapters and precision == "bf16":
-        return Answer("bf16", "" if asked in ("auto", "bf16") else "it has the type of the frozen embedding")
+        return Answer("bf16", "" if asked in ("auto", "bf16") else "it has the type of the frozen weights")
     if case.used.kernels == "torch":
         return Answer("fp32", "" if asked == "fp32" else "torch's operations keep it in fp32")
     if precision != "bf16":

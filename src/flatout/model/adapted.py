@@ -168,20 +168,23 @@ class AdaptedLinear(nn.Linear):
         return tuple((version_of(value), value.data_ptr()) for value in (self.lora_a, *self.b))
 
 
-def unsupported(execution: Execution, *, dora: bool = False, dropout: float = 0.0) -> str | None:
+def unsupported(execution: Execution, *, dora: bool = False, dropout: float = 0.0, whole: bool = False) -> str | None:
     """Why adapters cannot go with these switches, or None."""
     if execution.kernels == "torch":
         return None
-    reason = kernels_missing(dora=dora, dropout=dropout, offload=execution.activation_offload, fp8=execution.fp8)
+    how = {"offload": execution.activation_offload, "fp8": execution.fp8}
+    reason = kernels_missing(dora=dora, dropout=dropout, whole=whole, **how)
     return None if reason is None else f"adapters do not go with speed.kernels={execution.kernels}: {reason}"
 
 
-def kernels_missing(*, dora: bool, dropout: float, offload: bool, fp8: Sequence[str]) -> str | None:
+def kernels_missing(*, dora: bool, dropout: float, whole: bool, offload: bool, fp8: Sequence[str]) -> str | None:
     """Why our kernels cannot have adapters like these, or None."""
     if dora:
         return "they have no DoRA"
     if dropout > 0:
         return "they have no dropout on adapters"
+    if whole:
+        return "beside adapters they train no whole weights (lora.also)"
     if offload:
         return "under adapters they cannot offload activations"
     if fp8:

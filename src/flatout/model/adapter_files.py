@@ -2,8 +2,7 @@
 
 What we stack and fuse is written as separate projections under PEFT's names, so PEFT, vLLM and others load our files
 and we load theirs. A folder is written whole or not at all, and read whole or not at all: everything is checked before
-the first value is taken over. Nothing in a config is passed over in silence: a field that would change the result and
-is not known here is refused by its name. No pickle: adapter_model.bin is not read.
+the first value is taken over. No pickle: adapter_model.bin is not read. `adapter_config` reads adapter_config.json.
 
 Contract: tensors are fp32 on disk, as PEFT writes them; fp16, bf16 and fp64 are read as well.
 """
@@ -22,6 +21,7 @@ from flatout.config.yaml_loader import shorten
 from flatout.errors import CheckpointError, ConfigError
 from flatout.files import canonical_json, disk_errors, write_new
 from flatout.folders import foreign_entry, sweep, whole_folder
+from flatout.model.adapter_config import read_plan
 from flatout.model.adapter_targets import ALL_LINEAR, AdapterPlan, Choice, choose, targets_of
 from flatout.model.adapters import Adapters, attach
 from flatout.model.gpt import GPT
@@ -29,23 +29,11 @@ from flatout.model.hub import read_json
 from flatout.model.seal import SEAL, check_seal, refuse_link, seal, sealed_names
 from flatout.model.tensor_file import write_tensors
 from flatout.model.weights import read_safetensors, stored_shapes
+from flatout.model.whole import BIASES, EMBEDDING, HEAD, module_names, settled, stored_as, weights_of
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _KINDS = {"lora_A": ".lora_A.weight", "lora_B": ".lora_B.weight", "magnitude": ".lora_magnitude_vector"}
-
-# Fields of a config that have no say in what an adapter computes.
-_WITHOUT_EFFECT = {
-    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "fan_in_fan_out",
-    "inference_mode", "layers_pattern", "loftq_config", "lora_ga_config", "megatron_core", "peft_version",
-    "qalora_group_size", "revision", "runtime_config", "task_type",
-}  # fmt: skip
-_READ = {
-    "peft_type", "r", "lora_alpha", "lora_dropout", "bias", "use_rslora", "use_dora", "target_modules", "rank_pattern",
-    "alpha_pattern", "exclude_modules", "layers_to_transform", "modules_to_save", "init_lora_weights", "lora_bias",
-}  # fmt: skip
-# Ways to draw the first values that leave the base as it is. The others (PiSSA, OLoRA, CorDA, LoftQ) change it.
-_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,37 +111,51 @@ def _named(adapters: Adapters) -> dict[str, Tensor]:
         for kind, value in {"lora_A": part.a, "lora_B": part.b, "magnitude": part.magnitude}.items():
             if value is not None:
                 tensors[_PREFIX + part.choice.target.path + _KINDS[kind]] = value
-    return tensors
+    whole = {name: weight.own()[weight.attribute].detach() for name, weight in adapters.whole.items()}
+    stored = stored_as(adapters.model.config, whole, adapters.choices)
+    return tensors | {_PREFIX + name: value for name, value in stored.items()}
 
 
 def peft_config(adapters: Adapters, base: str | None) -> dict[str, Any]:
     """adapter_config.json. `all-linear` is written as the names it stands for: not every reader knows the word."""
-    plan = adapters.plan
+    plan, model = adapters.plan, adapters.model.config
     targets: Any = plan.targets
+    ranks, alphas = _patterns(adapters)
     if targets == ALL_LINEAR:
         targets = sorted({choice.target.name for choice in adapters.choices})
     return {
-        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in plan.alphas},
+        "alpha_pattern": {pattern: _whole(alpha) for pattern, alpha in alphas.items()},
         "base_model_name_or_path": base,
-        "bias": "none",
+        "bias": "all" if BIASES in plan.also else "none",
         "exclude_modules": (plan.exclude if isinstance(plan.exclude, str) else list(plan.exclude)) or None,
-        "fan_in_fan_out": adapters.model.config.family == "gpt2",
+        "fan_in_fan_out": model.family == "gpt2",
         "inference_mode": True,
         "init_lora_weights": True,
         "layers_pattern": None,
         "layers_to_transform": None if plan.layers is None else list(plan.layers),
         "lora_alpha": _whole(plan.alpha),
         "lora_dropout": plan.dropout,
-        "modules_to_save": None,
+        "modules_to_save": module_names(model, plan.also) or None,
         "peft_type": "LORA",
         "r": plan.rank,
-        "rank_pattern": dict(plan.ranks),
+        "rank_pattern": ranks,
         "revision": None,
         "target_modules": targets if isinstance(targets, str) else list(targets),
         "task_type": "CAUSAL_LM",
         "use_dora": plan.dora,
         "use_rslora": plan.rank_stabilised,
     }
+
+
+def _patterns(adapters: Adapters) -> tuple[dict[str, int], dict[str, float]]:
+    """Patterns for ranks and alphas. The first that fits counts, and files have them sorted, as PEFT's own: where that
+    would mean something else, every target has its own."""
+    plan = adapters.plan
+    filed = dataclasses.replace(plan, ranks=tuple(sorted(plan.ranks)), alphas=tuple(sorted(plan.alphas)))
+    if filed == plan or choose(filed, targets_of(adapters.model), strict=False) == adapters.choices:
+        return dict(plan.ranks), dict(plan.alphas)
+    ranks = {one.target.path: one.rank for one in adapters.choices if one.rank != plan.rank}
+    return ranks, {one.target.path: one.alpha for one in adapters.choices if one.alpha != plan.alpha}
 
 
 def _whole(number: float) -> float | int:
@@ -169,22 +171,7 @@ def read_origin(folder: Path) -> AdapterOrigin:
     check_seal(folder)
     refuse_link(folder / WEIGHTS, folder)
     values = read_json(path, f"name a folder with {CONFIG} and {WEIGHTS}")
-    _refuse_unknown(values, path)
-    try:
-        plan = AdapterPlan(
-            rank=_typed(values, "r", int, 8, path),
-            alpha=_typed(values, "lora_alpha", (int, float), 8, path),
-            dropout=_typed(values, "lora_dropout", (int, float), 0.0, path),
-            targets=_names(values, "target_modules", path),
-            rank_stabilised=_typed(values, "use_rslora", bool, False, path),
-            dora=_typed(values, "use_dora", bool, False, path),
-            ranks=tuple(_typed(values, "rank_pattern", dict, {}, path).items()),
-            alphas=tuple(_typed(values, "alpha_pattern", dict, {}, path).items()),
-            exclude=_names(values, "exclude_modules", path),
-            layers=_layers(values, path),
-        )
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: {error.message}", "fetch the adapter again, or mend its config") from error
+    plan = read_plan(values, path)
     base = values.get("base_model_name_or_path")
     return AdapterOrigin(folder=folder, plan=plan, base=str(base) if base else None)
 
@@ -194,7 +181,7 @@ def load_adapter(model: GPT, folder: Path, *, dropout: float | None = None) -> t
     origin = read_origin(folder)
     plan = origin.plan if dropout is None else dataclasses.replace(origin.plan, dropout=dropout)
     try:
-        check_stored(origin, choose(plan, targets_of(model), strict=False))
+        check_stored(origin, model, choose(plan, targets_of(model), strict=False))
         tensors = read_safetensors(_weights_of(folder))
         adapters = attach(model, plan, 0, strict=False)
     except ConfigError as error:
@@ -211,7 +198,13 @@ def load_into(adapters: Adapters, folder: Path) -> AdapterOrigin:
     """Stored values into adapters that are on a model already. Ranks, targets, scales and kind must be the same."""
     origin = read_origin(folder)
     theirs, ours = origin.plan, adapters.plan
-    for name in ("dora", "rank_stabilised", "rank", "alpha", "ranks", "alphas"):
+    same = choose(theirs, targets_of(adapters.model), strict=False) == adapters.choices
+    if settled(theirs.also, adapters.model.config) != settled(ours.also, adapters.model.config):
+        raise CheckpointError(
+            f"{folder / CONFIG}: {_listed(theirs.also)} trained whole, here {_listed(ours.also)}",
+            "use the settings that the adapter was trained with (lora.also)",
+        )
+    for name in ("dora", "rank_stabilised", "rank", "alpha", *(() if same else ("ranks", "alphas"))):
         if getattr(theirs, name) != getattr(ours, name):
             raise CheckpointError(
                 f"{folder / CONFIG}: {name} is {getattr(theirs, name)!r}, here it is {getattr(ours, name)!r}",
@@ -234,9 +227,26 @@ def _weights_of(folder: Path) -> Path:
     return path
 
 
-def check_stored(origin: AdapterOrigin, choices: Iterable[Choice]) -> None:
-    """Refuses an adapter whose file does not hold the tensors that its config says, before memory is taken for them."""
+def _listed(also: Iterable[str]) -> str:
+    return f"{' and '.join(also) or 'nothing'} {'are' if len(tuple(also)) > 1 else 'is'}"
+
+
+def check_stored(origin: AdapterOrigin, model: GPT, choices: list[Choice]) -> None:
+    """Refuses an adapter whose file does not hold the tensors that its config says, before memory is taken for them.
+
+    `model` may be one without memory.
+    """
     needed: dict[str, tuple[int, ...]] = {}
+    if EMBEDDING in origin.plan.also and HEAD not in origin.plan.also and model.config.tied:
+        raise CheckpointError(
+            f"{origin.folder / CONFIG}: modules_to_save has the embedding without the head, and this model has one "
+            "table for both",
+            "train it with both modules in PEFT (embed_tokens, lm_head), or merge it with PEFT first",
+        )
+    found = dict(model.named_parameters())
+    whole = {name: found[name] for name in weights_of(model, origin.plan.also, strict=False)}
+    for name, value in stored_as(model.config, whole, choices).items():
+        needed[_PREFIX + name] = tuple(value.shape)
     for choice in choices:
         prefix, target = _PREFIX + choice.target.path, choice.target
         needed[prefix + _KINDS["lora_A"]] = (choice.rank, target.inputs)
@@ -275,9 +285,22 @@ def _assign(adapters: Adapters, tensors: dict[str, Tensor], path: Path) -> None:
             raise CheckpointError(f"{path}: {name} is of type {tensor.dtype}", "adapters are fp32, bf16, fp16 or fp64")
         if not bool(torch.isfinite(tensor).all()):
             raise CheckpointError(f"{path}: {name} holds values that are not finite", "the adapter is of no use")
+    _refuse_untied(places, tensors, path)
     for name, place in places.items():
         place.copy_(tensors[name])
     adapters.forget()
+
+
+def _refuse_untied(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Refuses two tensors for the one table of a tied model that are not the same."""
+    first: dict[int, str] = {}
+    for name, place in places.items():
+        other = first.setdefault(place.data_ptr(), name)
+        if not torch.equal(tensors[name], tensors[other]):
+            raise CheckpointError(
+                f"{path}: {name} is not {other}, and this model has one table for both",
+                "the adapter untied them: merge it with PEFT, and take that as the model",
+            )
 
 
 def _several(names: list[str]) -> str:
@@ -287,73 +310,7 @@ def _several(names: list[str]) -> str:
 
 def _why(name: str) -> str:
     if "lora_embedding" in name or "embed_tokens" in name or "lm_head" in name:
-        return "adapters of embeddings and of the output head cannot be loaded here"
+        return "adapters of embeddings and of the output head cannot be loaded here, only whole ones (modules_to_save)"
     if name.endswith(_KINDS["magnitude"]):
         return "it has DoRA's magnitudes, but its config does not say use_dora"
     return "the adapter belongs to another base model, or its config does not name all of its targets"
-
-
-# --- the config, field by field ---------------------------------------------------------------------------------------
-
-
-def _refuse_unknown(values: dict[str, Any], path: Path) -> None:
-    kind = values.get("peft_type")
-    if kind != "LORA":
-        raise CheckpointError(
-            f"{path}: peft_type is {_told(kind)}", "only LORA adapters, DoRA among them, can be loaded"
-        )
-    if values.get("modules_to_save"):
-        raise CheckpointError(
-            f"{path}: modules_to_save is {_told(values['modules_to_save'])}",
-            "whole modules that were trained beside the adapter cannot be loaded; merge with PEFT first",
-        )
-    if values.get("bias", "none") != "none" or values.get("lora_bias"):
-        name = "lora_bias" if values.get("lora_bias") else "bias"
-        raise CheckpointError(
-            f"{path}: {name} is {_told(values[name])}", "trained biases cannot be loaded; merge with PEFT first"
-        )
-    start = values.get("init_lora_weights", True)
-    if not any(start is plain or (isinstance(start, str) and start == plain) for plain in _PLAIN_STARTS):
-        raise CheckpointError(
-            f"{path}: init_lora_weights is {_told(start)}, which changes the base weights too",
-            "convert it to a plain adapter with PEFT (path_initial_model_for_weight_conversion)",
-        )
-    for name, value in values.items():
-        if name not in _READ | _WITHOUT_EFFECT and value:
-            raise CheckpointError(
-                f"{path}: {name} is {_told(value)}, which is not known here", "merge the adapter with PEFT first"
-            )
-
-
-def _told(value: Any) -> str:
-    return repr(value) if value is None or isinstance(value, bool) else shorten(value)
-
-
-def _typed(values: dict[str, Any], name: str, kind: Any, default: Any, path: Path) -> Any:
-    value = values.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise CheckpointError(f"{path}: {name} is {_told(value)}, which it cannot be", "fetch the adapter again")
-    return value
-
-
-def _names(values: dict[str, Any], name: str, path: Path) -> tuple[str, ...] | str:
-    value = values.get(name)
-    if value is None:
-        return ()
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
-        raise CheckpointError(f"{path}: {name} is {_told(value)}, not a list of names", "fetch the adapter again")
-    return tuple(value)
-
-
-def _layers(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:
-    value = values.get("layers_to_transform")
-    if value is None or value == []:
-        return None
-    layers = value if isinstance(value, list) else [value]
-    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
-        raise CheckpointError(f"{path}: layers_to_transform is {_told(value)}, not numbers", "fetch the adapter again")
-    return tuple(layers)

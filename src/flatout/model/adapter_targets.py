@@ -57,6 +57,7 @@ class AdapterPlan:
     alphas: tuple[tuple[str, float], ...] = ()
     exclude: tuple[str, ...] | str = ()
     layers: tuple[int, ...] | None = None  # None means all
+    also: tuple[str, ...] = ()  # trained whole: embedding, head, biases
 
     def __post_init__(self) -> None:
         for what, rank in [("rank", self.rank), *((f"the rank of {pattern!r}", rank) for pattern, rank in self.ranks)]:
@@ -88,6 +89,7 @@ class Choice:
 
     target: Target
     rank: int
+    alpha: float
     scale: float
 
 
@@ -143,7 +145,7 @@ def choose(plan: AdapterPlan, targets: Iterable[Target], *, strict: bool = True)
             continue
         rank = next((rank for fitting, rank in ranks if target.path in fitting), plan.rank)
         alpha = next((alpha for fitting, alpha in alphas if target.path in fitting), plan.alpha)
-        chosen.append(Choice(target=target, rank=rank, scale=plan.scale(rank, alpha)))
+        chosen.append(Choice(target=target, rank=rank, alpha=alpha, scale=plan.scale(rank, alpha)))
     if not chosen:
         names = ", ".join(_names(targets))
         raise ConfigError(
@@ -191,7 +193,7 @@ def _names(targets: Iterable[Target]) -> list[str]:
 def _unknown(name: str, targets: list[Target]) -> ConfigError:
     if name.rpartition(".")[2] in _NO_ADAPTER:
         return ConfigError(
-            f"{name} cannot have an adapter here", "leave it out: embeddings and the output head stay frozen"
+            f"{name} cannot have an adapter here", "leave it out; lora.also=[embedding, head] trains those whole"
         )
     names = _names(targets)
     near = difflib.get_close_matches(name, names, n=1)

@@ -4,8 +4,9 @@
 PEFT draws it (uniform within 1/√inputs), on the CPU from a generator of its own for each (seed, layer, target), so
 neither the device nor the other targets matter. B is zero: the first pass gives what the base gives, bit for bit.
 
-All A, B and magnitudes are views of one flat fp32 tensor, and their gradients views of another: the optimizer, the norm
-of the gradient and zeroing are one kernel each, not one per tensor. Autograd adds into the views in place.
+All A, B and magnitudes, and the weights that are trained whole (model/whole.py), are views of one flat fp32 tensor, and
+their gradients views of another: the optimizer, the norm of the gradient and zeroing are one kernel each, not one per
+tensor. Autograd adds into the views in place.
 Contract: `flat.grad` stays what it is; zero it with `zero_gradients`, never with set_to_none. After `model.to(device)`
 call `gather`, which makes the flat tensor anew where the parameters are now, before an optimizer is built on it.
 Trap: torch's fused optimizers change `flat` without moving its version. Nothing goes stale where steps begin with
@@ -27,6 +28,7 @@ from flatout.model.adapted import AdaptedLinear, unsupported
 from flatout.model.adapter_targets import AdapterPlan, Choice, choose, targets_of
 from flatout.model.gpt import GPT
 from flatout.model.layers import Block
+from flatout.model.whole import taken_over, weights_of
 from flatout.ops.lora import LoraLayout, LoraPart, dora_norm
 from flatout.ops.scales import version_of
 
@@ -48,18 +50,19 @@ class AdapterTensors:
 
 def attach(model: GPT, plan: AdapterPlan, seed: int, *, strict: bool = True) -> "Adapters":
     """Freezes the model and gives it adapters."""
-    reason = unsupported(model.execution, dora=plan.dora, dropout=plan.dropout)
+    reason = unsupported(model.execution, dora=plan.dora, dropout=plan.dropout, whole=bool(plan.also))
     if reason is not None:
         raise ConfigError(reason, "set speed.kernels=torch")
     if any(isinstance(module, AdaptedLinear) for module in model.modules()):
         raise RuntimeError("the model has adapters already: detach those first")
-    return Adapters(model, plan, choose(plan, targets_of(model), strict=strict), seed)
+    choices, whole = choose(plan, targets_of(model), strict=strict), weights_of(model, plan.also, strict=strict)
+    return Adapters(model, plan, choices, whole, seed)
 
 
 class Adapters:
     """The adapters of one model."""
 
-    def __init__(self, model: GPT, plan: AdapterPlan, choices: list[Choice], seed: int) -> None:
+    def __init__(self, model: GPT, plan: AdapterPlan, choices: list[Choice], whole: list[str], seed: int) -> None:
         self.model, self.plan, self.choices = model, plan, choices
         self.detached = False
         self._trained_before = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -80,6 +83,7 @@ class Adapters:
                 here = [c for c in choices if (c.target.layer, c.target.linear) == (layer, linear)]
                 if here:
                     self.layers[layer, linear] = self._replace(block, linear, module, here)
+        self.whole = taken_over(model, whole)
         self.flat: nn.Parameter
         self.optimizer_parameters: list[nn.Parameter]
         self.gather()
@@ -103,6 +107,8 @@ class Adapters:
         for layer in self.layers.values():
             for name, parameter in layer.own().items():
                 yield f"{names[id(layer)]}.{name}", parameter
+        for name, weight in self.whole.items():
+            yield name, weight.own()[weight.attribute]
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
@@ -123,11 +129,14 @@ class Adapters:
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:
-        """Values of the start: A drawn, B zero, magnitudes the norms of the weights. Without memory (meta) none."""
+        """Values of the start: A drawn, B zero, magnitudes the norms of the weights, whole weights those of the base.
+        Without memory (meta) none."""
         if self.flat.device.type == "meta":
             return
-        self.flat.zero_()
+        for weight in self.whole.values():
+            weight.start()
         for part in self.tensors():
+            part.b.zero_()
             rank, inputs = part.a.shape
             bound = 1 / math.sqrt(inputs)
             generator = torch.Generator().manual_seed(_seed_of(seed, part.choice.target.layer, part.choice.target.path))
@@ -141,18 +150,18 @@ class Adapters:
     def gather(self) -> None:
         """Puts all adapters into one flat tensor, where they are now; nothing is done if they lie in it already.
 
-        Matrices come first, magnitudes last: `optimizer_parameters` has them as one tensor each, because weight decay
-        is for matrices. Without DoRA there is one, and it is `flat` itself.
+        Matrices come first, magnitudes and biases last: `optimizer_parameters` has them as one tensor each, because
+        weight decay is for matrices. Without those there is one, and it is `flat` itself.
         """
-        slots = [(layer, name) for layer in self.layers.values() for name in layer.own()]
-        slots.sort(key=lambda slot: slot[1] == "magnitude")
+        slots = [(layer, name) for layer in (*self.layers.values(), *self.whole.values()) for name in layer.own()]
+        slots.sort(key=lambda slot: slot[0].own()[slot[1]].dim() < 2)
         if self._gathered():
             return
         places, end, matrices_end = [], 0, 0
         for layer, name in slots:
             places.append(end)
             end += -(-layer.own()[name].numel() // ALIGNED) * ALIGNED
-            matrices_end = end if name != "magnitude" else matrices_end
+            matrices_end = end if layer.own()[name].dim() > 1 else matrices_end
         device = self.layers[next(iter(self.layers))].lora_a.device
         self.flat = nn.Parameter(torch.zeros(end, dtype=torch.float32, device=device))
         self._placed: list[tuple[nn.Parameter, int]] = []
@@ -273,6 +282,8 @@ class Adapters:
     def detach(self) -> None:
         """Takes the adapters off: the model is the base again, and what was trained before may be trained again."""
         self.unfold()
+        for weight in self.whole.values():
+            weight.restore()
         for (layer, linear), module in self.layers.items():
             block = self.model.blocks[layer]
             assert isinstance(block, Block)

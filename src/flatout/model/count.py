@@ -16,11 +16,12 @@ takes them at once, and backward keeps the wide ones.
 """
 
 import dataclasses
+from collections.abc import Collection
 
 from flatout.config.schema import ModelConfig
 from flatout.model.execution import Execution
 from flatout.model.feature import LINEARS, Form, mixer_widths, mlp_widths
-from flatout.model.fields import FEATURES, projections
+from flatout.model.fields import FEATURES, bias_values, has_bias, projections
 from flatout.model.layers import mlp_width_of
 from flatout.ops.documents import BY_BOUNDS
 from flatout.ops.quantized import BYTES as QUANTIZED_BYTES
@@ -65,18 +66,30 @@ def adapter_count(config: ModelConfig, rank: int) -> int:
     return config.layers * rank * total
 
 
+def whole_count(config: ModelConfig, vocab: int, also: Collection[str]) -> int:
+    """Trained values of weights that are trained whole beside adapters; a tied head comes with its embedding."""
+    tables = ("embedding" in also) + ("head" in also and not config.tied)
+    return tables * vocab * config.width + (bias_count(config) if "biases" in also else 0)
+
+
+def bias_count(config: ModelConfig) -> int:
+    """Biases of all layers and norms."""
+    return config.layers * bias_values(config, "A") + (config.width if has_bias(config, "norm") else 0)
+
+
 def flops_per_token(
-    config: ModelConfig, vocab: int, context: float | None = None, *, adapters: int | None = None
+    config: ModelConfig, vocab: int, context: float | None = None, *, adapters: int | None = None, head: bool = False
 ) -> float:
     """Forward and backward FLOPs of one training token, by the convention at the top of this file.
 
     `context` is the length of what attends to itself, where rows hold several samples. `adapters` is how many values
-    are trained beside frozen weights; None trains them all.
+    are trained beside frozen weights; None trains them all. `head` says that the head is trained beside them, too.
     """
     weights = vocab * config.width
     for kind in config.kinds:
         weights += sum(_matrices(config, kind).values()) + sum(feature.work(config, kind) for feature in FEATURES)
     products = 6.0 * weights if adapters is None else 4.0 * weights + 6.0 * adapters
+    products += 2.0 * vocab * config.width if head and adapters is not None else 0.0
     context = context or config.context
     windows = (context if window is None else min(context, window) for window in config.windows)
     # The first tokens of a context have less before them than the window, or the context, would let them see.
@@ -92,6 +105,7 @@ class FrozenModel:
     dora: bool = False
     dropout: bool = False
     quantized: bool = False  # linear layers in 4 bits
+    also: frozenset[str] = frozenset()  # trained whole: embedding, head, biases
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,6 +155,7 @@ def estimate_memory(
     Packed samples have rows of `row_tokens`, of all of which only `labels` tokens reach the head. Under adapters the
     model is `frozen`, and held in the type of its products. Of a sharded model a process holds one of so many `shards`.
     """
+    whole = frozenset() if frozen is None else frozen.also
     form = Form(half=half, compiled=compiled, execution=execution, frozen=frozen is not None)
     parameters, tokens = parameter_count(config, vocab), micro_batch * (row_tokens or config.context)
     labels = tokens if labels is None else labels
@@ -150,7 +165,8 @@ def estimate_memory(
         activations, working = _trained_bytes(config, vocab, tokens, labels, row_tokens or config.context, form)
     else:
         trained, recorded = adapter_count(config, frozen.rank), labels
-        weights = form.cell * parameters + (4 + form.cell) * trained
+        weights = form.cell * parameters + (4 + form.cell) * trained + 4 * whole_count(config, vocab, whole)
+        trained += whole_count(config, vocab, whole)
         weights -= round((form.cell - QUANTIZED_BYTES) * linear_count(config)) if frozen.quantized else 0
         activations, working = _frozen_bytes(config, vocab, tokens, labels, form, frozen)
     if row_tokens is not None:
@@ -257,7 +273,9 @@ def _frozen_bytes(
     chunk = labels if how.loss == "plain" else min(labels, how.loss_chunk)
     loss = chunk * padded * each + labels * cell * config.width
     backward = tokens * (again + 2 * cell * config.width + cell * (up + hidden))
-    return tokens * (kept + (cell + form.stream) * config.width), max(loss, backward)
+    # Gradients of whole tables are made before they are added to their places.
+    tables = 4 * padded * config.width if frozen.also & {"embedding", "head"} else 0
+    return tokens * (kept + (cell + form.stream) * config.width), max(loss, backward) + tables
 
 
 def _mask_bytes(config: ModelConfig, tokens: int, row_tokens: int, form: Form) -> int:

@@ -172,7 +172,8 @@ def has_bias(model: ModelConfig, module: str) -> bool:
     return model.bias and (model.norm == "layernorm" or not module.endswith("norm"))
 
 
-def _bias_values(model: ModelConfig, kind: str) -> int:
+def bias_values(model: ModelConfig, kind: str) -> int:
+    """Biases of a block, in its linear layers and norms."""
     total = mixer_widths(model, kind)[0] if kind != "E" and model.has_qkv_bias else 0
     if model.bias:
         total += 2 * model.width + mlp_widths(model)[0]  # after the mixer, and of the MLP
@@ -196,7 +197,7 @@ def _write_bias(model: ModelConfig, kind: str) -> dict[str, Any]:
 
 BIAS = Feature(
     fields=("bias", "qkv_bias"),
-    values=_bias_values,
+    values=bias_values,
     outside=lambda model, vocab: model.width if model.bias and model.norm == "layernorm" else 0,
     llama=Format(read=_read_bias, write=_write_bias),
 )

@@ -134,7 +134,10 @@ class GPT(nn.Module):
         dropout, count = config.dropout if self.training else 0.0, 1 + 2 * len(layers)
         first, *seeds = do.seeds(count, tokens_BT.device) if dropout > 0.0 else [None] * count
         pairs = zip(seeds[::2], seeds[1::2], strict=True)
-        stream = Stream(self.embedding(tokens_BT, do, positions_TW, dropout, first))
+        x_BTW = self.embedding(tokens_BT, do, positions_TW, dropout, first)
+        if self.embedding.weight.requires_grad and not self.norm.weight.requires_grad:
+            x_BTW = x_BTW.to(self.norm.weight.dtype)  # a table that is trained beside adapters is wider than the blocks
+        stream = Stream(x_BTW)
         inferring = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with self._eager(decoding=cache is not None or inferring):
             for block, narrow, layer, pair in zip(self.blocks, all_narrow, layers, pairs, strict=True):

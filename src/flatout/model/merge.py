@@ -21,6 +21,7 @@ from torch import Tensor
 from flatout.errors import CheckpointError
 from flatout.model.adapted import AdaptedLinear
 from flatout.model.adapters import Adapters
+from flatout.model.whole import Whole
 from flatout.ops.lora import adapted_weight, dora_norm
 
 ROWS_AT_ONCE = 2048  # of a matrix in fp32 and wider
@@ -70,6 +71,19 @@ class _Sums:
         for field in dataclasses.fields(self):
             setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
+    def rounded(self, base: Tensor, whole: Tensor, dtype: torch.dtype) -> Tensor:
+        """Weights in `dtype`, whose way from the base is counted."""
+        rounded, before = whole.to(dtype), base.to(dtype)
+        update = (whole - base).double()
+        moved = rounded.double() - before.double()
+        self.weights += update.numel()
+        self.unchanged += int((rounded == before).sum())
+        self.along += float((moved * update).sum())
+        self.wrong += float((moved - update).square().sum())
+        self.update += float(update.square().sum())
+        self.base += float(base.double().square().sum())
+        return rounded
+
     def retention(self, name: str) -> Retention:
         return Retention(
             name=name,
@@ -99,19 +113,18 @@ def merged_matrix(layer: AdaptedLinear, dtype: torch.dtype) -> tuple[Tensor, lis
             whole = adapted_weight(weight, a, b, layout, index, rows)
             if factors is not None:
                 whole *= factors[index][rows, None]
-            base = weight[part.span][rows].to(whole.dtype)
-            rounded, before = whole.to(dtype), base.to(dtype)
-            update = (whole - base).double()
-            moved = rounded.double() - before.double()
-            total.weights += update.numel()
-            total.unchanged += int((rounded == before).sum())
-            total.along += float((moved * update).sum())
-            total.wrong += float((moved - update).square().sum())
-            total.update += float(update.square().sum())
-            total.base += float(base.double().square().sum())
-            merged[part.span][rows] = rounded
+            merged[part.span][rows] = total.rounded(weight[part.span][rows].to(whole.dtype), whole, dtype)
         sums.append(total)
     return merged, sums
+
+
+@torch.no_grad()
+def _whole_sums(weight: Whole, dtype: torch.dtype) -> _Sums:
+    """The sums of a weight that was trained whole, some rows at a time."""
+    total, trained = _Sums(), weight.own()[weight.attribute].detach()
+    for base, rows in zip(weight.frozen.detach().split(ROWS_AT_ONCE), trained.split(ROWS_AT_ONCE), strict=True):
+        total.rounded(base.to(rows.device, rows.dtype), rows, dtype)
+    return total
 
 
 def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
@@ -132,6 +145,11 @@ def merge(adapters: Adapters, dtype: torch.dtype) -> MergeReport:
         rows += [sums.retention(path) for path, sums in parts.items()]
         for sums in parts.values():
             total.add(sums)
+    for name, weight in adapters.whole.items():
+        sums = _whole_sums(weight, dtype)
+        rows.append(sums.retention(name))
+        total.add(sums)
+        weight.merge(dtype)
     adapters.detach()
     for parameter in adapters.model.parameters():  # and no buffers: tables of positions stay in fp32
         parameter.data = parameter.data.to(dtype)
@@ -147,6 +165,9 @@ def _merged(adapters: Adapters, dtype: torch.dtype) -> Iterator[tuple[AdaptedLin
 
 
 def _refuse_broken(adapters: Adapters) -> None:
+    for name, weight in adapters.whole.items():
+        if not bool(torch.isfinite(weight.own()[weight.attribute]).all()):
+            raise CheckpointError(f"{name} holds values that are not finite", "take an earlier checkpoint")
     for part in adapters.tensors():
         for value in (part.a, part.b, part.magnitude):
             if value is not None and not bool(torch.isfinite(value).all()):

@@ -33,7 +33,9 @@ class LayerNorm(Norm):
     centred = True
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (x.shape[-1],), self.weight, self.bias, self.eps)
+        # A bias that is trained beside adapters is wider than the frozen weight.
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return F.layer_norm(x, (x.shape[-1],), self.weight, bias, self.eps)
 
 
 def build_norm(config: ModelConfig, width: int) -> Norm:

@@ -24,7 +24,7 @@ DoRA: y = f · (x Wᵀ + s (x Aᵀ) Bᵀ) + bias with f = magnitude / ‖W + s B
 a constant. Rows without an adapter have f = 1. Backward then keeps y as it is before the factor, too.
 
 Contract: products are in the type of the weight (under autocast in autocast's), with sums in fp32. The result has
-that type. x may be of another one. Weight and bias must be frozen.
+that type. x may be of another one. The weight must be frozen; a bias may be trained.
 Trap: `JoinedWeight` holds copies of A and B. Whoever changes those must `refresh` it, and not between a forward pass
 and its backward pass: that is refused by the buffer's version. A kernel that writes into it without moving its version
 is not found out.
@@ -283,9 +283,11 @@ class _LoraProduct(torch.autograd.Function):
         layout, how, needed = ctx.layout, ctx.how, ctx.needs_input_grad
         shape = dy.shape
         dy = dy.reshape(-1, shape[-1]).to(x.dtype)
-        dx = da = dmagnitude = None
+        dx = da = dbias = dmagnitude = None
         db: list[Tensor | None] = [None] * len(layout.parts)
         with torch.autocast(dy.device.type, enabled=False):
+            if needed[2]:
+                dbias = dy.sum(dim=0, dtype=torch.promote_types(dy.dtype, torch.float32))
             if factor is not None:
                 along = (dy.to(factor.dtype) * plain).sum(dim=0)
                 if bias is not None:
@@ -302,7 +304,7 @@ class _LoraProduct(torch.autograd.Function):
             if needed[3] or any(needed[9:]):
                 seen = x if mask is None else x * mask * (1 / (1 - how.dropout))
                 da, db[:] = adapter_gradients(dy, g, seen, u, layout)
-        return dx, None, None, da, dmagnitude, None, None, None, None, *db
+        return dx, None, dbias, da, dmagnitude, None, None, None, None, *db
 
 
 def lora_product(
@@ -317,10 +319,10 @@ def lora_product(
     norm_P: Tensor | None = None,
     how: LoraCall | None = None,
 ) -> Tensor:
-    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients of x, A, B and DoRA's magnitude; `norm_P` is `dora_norm`, for DoRA."""
+    """x Wᵀ + bias + s (x Aᵀ) Bᵀ, with gradients of all but W; `norm_P` is `dora_norm`, for DoRA."""
     how = how or LoraCall()
-    if weight_OI.requires_grad or (bias_O is not None and bias_O.requires_grad):
-        raise ValueError("the weight and bias under an adapter must be frozen: they get no gradient here")
+    if weight_OI.requires_grad:
+        raise ValueError("the weight under an adapter must be frozen: it gets no gradient here")
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight_OI.dtype
     if magnitude_P is not None and how.dropout > 0:

@@ -2,6 +2,9 @@
 
 A table, because an update skipped for a non-finite gradient must not advance the schedule, and only the device knows
 about the skip: it looks the rate up by its own count of applied updates, without telling the host.
+
+Contract: no update has a rate of zero, which would waste it. A decay to a share of the peak ends with the last update.
+One to zero would reach it one update later, as the schedules of transformers do, whose rates it has after the warm-up.
 """
 
 import math
@@ -10,7 +13,7 @@ from flatout.config.schema import OptimConfig
 
 
 def rate_factors(config: OptimConfig, updates: int) -> list[float]:
-    """Factor of the peak rate for updates 0 .. updates-1. Never zero at the start, never rising again past the end."""
+    """Factor of the peak rate for updates 0 .. updates-1. Never zero, never rising again past the end."""
     return [_factor(config, update, updates) for update in range(max(updates, 1))]
 
 
@@ -26,14 +29,14 @@ def _factor(config: OptimConfig, update: int, updates: int) -> float:
     floor, start = config.min_ratio, warmup
     if config.schedule == "wsd":
         start = max(warmup, updates - max(1, round(config.decay_fraction * updates)))
-    share = _share(update, start, updates)
+    share = _share(update, start, updates, ends_after=floor == 0.0)
     if config.schedule in ("linear", "wsd"):
         return 1.0 - (1.0 - floor) * share
     return floor + (1.0 - floor) * (1 + math.cos(math.pi * share)) / 2
 
 
-def _share(update: int, start: int, end: int) -> float:
-    """How far `update` is from `start` to the last update, in 0 .. 1."""
+def _share(update: int, start: int, end: int, *, ends_after: bool) -> float:
+    """How far `update` is from `start` to the last update, or to the one that would come after it, in 0 .. 1."""
     if update < start:
         return 0.0
-    return min(1.0, (update - start + 1) / max(1, end - start))
+    return min(1.0, (update - start + (not ends_after)) / max(1, end - start))

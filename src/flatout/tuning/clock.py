@@ -45,12 +45,15 @@ class Clock:
     def check(self, plan: Plan, seconds: float) -> None:
         """Refuses a limit that cannot hold the reference and one rung, when a step takes so many seconds."""
         self.typical = seconds
+        self.steps = plan.parity_steps + 2 * LOOKS[0] * max(1, len(plan.chosen))  # a turn takes all chosen steps
         needed = (plan.parity_steps + self.steps) * seconds
         if self.limit is None or needed <= self.limit:
             return
-        context, tokens = plan.config.model.context, plan.config.train.batch_tokens
+        context, tokens = plan.config.model.context, plan.batch_tokens
         fewer = int(tokens * self.limit / needed) // context * context
         smaller = f", or a smaller step: --batch-tokens {fewer}" if fewer else ""
+        if plan.chosen:
+            smaller = ", or a smaller step: chat.batch_samples"
         raise UsageError(
             f"a step of {tokens:,} tokens takes {seconds:.3g} s here, and one rung with its parity check about "
             f"{needed:.1f} s: more than --seconds {self.limit:g}",

@@ -35,14 +35,15 @@ from flatout.data.shards import TokenShards, open_dataset
 from flatout.data.training_data import DataFacts
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import check_fits, memory_of, ways
-from flatout.engine.opening import steps_of
+from flatout.engine.fit_check import check_fits, check_samples_fit, memory_of, memory_on, ways
+from flatout.engine.opening import steps_of, trained_count
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, ResourceError
-from flatout.model.count import parameter_count
+from flatout.model.count import MemoryEstimate, parameter_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
+from flatout.tuning.practice_samples import PracticeSamples, practice_samples
 
 SECONDS = 15.0  # of timed steps; what else is timed comes on top
 _UNTIMED = "it needs timed steps, and there were none"
@@ -136,14 +137,19 @@ def estimate(
     began = time.monotonic()
     with scratch_folder("flatout-estimate-") as scratch:
         notice("opening the data")
-        data, described = practice_data(loaded.config, scratch)
+        practice = None if loaded.config.chat.source is None else practice_samples(loaded, scratch, notice)
+        if practice is None:
+            data, described = practice_data(loaded.config, scratch)
+        else:
+            data, described = practice.config.data, practice.described
+        fitted = dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data}))
         made_up = Path(data.folder or "") == scratch / "random"
         if made_up and loaded.config.train.epochs is not None:
             raise DataError(
                 "train.epochs counts passes over data that is not prepared, so the length of the run is not known",
                 "prepare it with `flatout prepare`, or give train.tokens or train.steps instead",
             )
-        looked = _Look(loaded, loaded.config.model_copy(update={"data": data}), made_up, began)
+        looked = _Look(loaded, fitted, practice, made_up=made_up, began=began)
         problem, way_out, timed = "", "", None
         try:
             if probe:
@@ -152,6 +158,7 @@ def estimate(
                     validation_tokens=looked.validation_tokens,
                     seconds=seconds,
                     notice=notice,
+                    practice=practice,
                 )
             else:
                 looked.check_fits()
@@ -169,9 +176,12 @@ class Visits:
     checkpoints: int
 
 
-def visits_of(config: RunConfig, steps: int, windows: int | None) -> Visits:
-    """The loop's own rules, counted instead of walked through: a run can have millions of steps."""
-    sequences = config.train.batch_tokens // config.model.context
+def visits_of(config: RunConfig, steps: int, windows: int | None, sequences: int | None = None) -> Visits:
+    """The loop's own rules, counted instead of walked through: a run can have millions of steps.
+
+    `windows` are those of an epoch, `sequences` those of a step, or samples.
+    """
+    sequences = sequences or config.train.batch_tokens // config.model.context
     every, save = config.eval.every, config.checkpoint.every
     ends: set[int] = {steps} if steps else set()
     if config.eval.epoch_end and windows is not None:
@@ -196,31 +206,49 @@ def visits_of(config: RunConfig, steps: int, windows: int | None) -> Visits:
 class _Look:
     """What is known of a config's run without building it."""
 
-    def __init__(self, loaded: LoadedConfig, config: RunConfig, made_up: bool, began: float) -> None:
-        self.loaded = dataclasses.replace(loaded, config=config)
-        self.config, self.made_up, self.streaming, self.began = config, made_up, loaded.config.data.streaming, began
-        dataset = open_dataset(config.data.folder or "")
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        fitted: LoadedConfig,
+        practice: PracticeSamples | None,
+        *,
+        made_up: bool,
+        began: float,
+    ) -> None:
+        self.loaded, self.practice, self.made_up, self.began = fitted, practice, made_up, began
+        self.config = config = fitted.config if practice is None else practice.config
+        self.streaming = loaded.config.data.streaming
         self.device = limit_memory(detect_device(config.speed.device), config.speed.memory_limit)
-        self.vocab = config.model.vocab or dataset.tokenizer.vocab
-        self.speed = resolve_speed(
-            config,
-            self.device,
-            None if self.streaming else dataset.train.tokens * dataset.train.dtype.itemsize,
-            loaded.sources.__getitem__,
-            vocab=self.vocab,
-        )
+        corpus = self._look_at_text(config) if practice is None else self._look_at_samples(practice)
+        how = {"vocab": self.vocab, "step_tokens": self.facts.step_tokens}
+        self.speed = resolve_speed(config, self.device, corpus, loaded.sources.__getitem__, **how)
         self.parameters = parameter_count(config.model, self.vocab)
+        self.trained = trained_count(config, self.vocab)
         self.base = _resident_bytes() if self.device.kind == "cpu" else 0
-        self.sequences = config.train.batch_tokens // config.model.context
+
+    def _look_at_samples(self, practice: PracticeSamples) -> None:
+        self.vocab, self.facts = practice.vocab, practice.data.facts
+        self.sequences, self.batch_tokens = practice.data.order.batch_samples, round(practice.step_tokens)
+        self.validation_tokens = None  # an evaluation goes by samples
+
+    def _look_at_text(self, config: RunConfig) -> int | None:
+        """Returns the bytes of the corpus, where they are known."""
+        made_up, dataset = self.made_up, open_dataset(config.data.folder or "")
+        self.vocab = config.model.vocab or dataset.tokenizer.vocab
+        self.sequences, self.batch_tokens = config.train.batch_tokens // config.model.context, config.train.batch_tokens
         windows = None if made_up or self.streaming else _windows(config, dataset.train)
         self.facts = DataFacts(fingerprint="", place=config.data.folder or "", train_tokens=None, windows=windows)
         asked = config.eval.tokens
         there = None if made_up or self.streaming else dataset.val.tokens - 1
         self.validation_tokens = min((count for count in (asked, there) if count is not None), default=None)
+        return None if self.streaming else dataset.train.tokens * dataset.train.dtype.itemsize
 
     def check_fits(self) -> None:
         """Refuses what a run would refuse at its start."""
-        memory = memory_of(self.config, self.vocab, self.speed)
+        memory = self._step_memory(self.config, self.speed)
+        if self.practice is not None:
+            check_samples_fit(self.practice.data, self.config, self.vocab, self.speed, memory)
+            return
         check_fits(memory, self.device, lambda: ways(self.loaded, self.vocab, self.speed))
 
     def result(
@@ -228,8 +256,8 @@ class _Look:
     ) -> EstimateResult:
         config, speed = self.config, self.speed
         steps = timed.steps if timed is not None else steps_of(config, self.facts)
-        visits = visits_of(config, steps, self.facts.windows)
-        tokens = steps * config.train.batch_tokens
+        visits = visits_of(config, steps, self.facts.windows, self.sequences)
+        tokens = steps * self.batch_tokens
         parts = () if timed is None else self._parts(timed, steps, visits, imported)
         missing = "without what libraries load at the first step" if self.device.kind == "cpu" else ""
         epochs = None if self.facts.windows is None else steps * self.sequences / self.facts.windows
@@ -241,9 +269,9 @@ class _Look:
             data=data,
             problem=problem[0],
             way_out=problem[1],
-            parameters=Figure(self.parameters, "counted"),
+            parameters=Figure(self.parameters, "counted", self._trained_words()),
             steps=Figure(steps, "counted"),
-            batch_tokens=config.train.batch_tokens,
+            batch_tokens=self.batch_tokens,
             micro_batch=speed.micro_batch,
             accumulation=speed.accumulation,
             context=config.model.context,
@@ -251,7 +279,11 @@ class _Look:
             epochs=_told(
                 epochs, "counted", why="the data is not prepared" if self.made_up else "a stream is not counted"
             ),
-            tokens_per_parameter=Figure(tokens / self.parameters, "counted"),
+            tokens_per_parameter=_told(
+                None if self.practice is not None else tokens / self.parameters,
+                "counted",
+                why=f"the model has learned before; {self._trained_words()}",
+            ),
             spread=None if timed is None else timed.spread,
             parts=parts,
             price=price,
@@ -268,7 +300,7 @@ class _Look:
     def _disk(self, timed: Timed | None, visits: Visits) -> dict[str, Figure]:
         """What a checkpoint takes, and all that are there at once."""
         config = self.config
-        size = Figure(checkpoint_size(self.parameters, config.optim, config.speed), "estimated", _MOMENTS)
+        size = Figure(checkpoint_size(self.trained, config.optim, config.speed), "estimated", _MOMENTS)
         if timed is not None and timed.checkpoint_bytes is not None:
             size = Figure(timed.checkpoint_bytes, "measured")
         # Kept ones, the best, and the one being written before an older one goes.
@@ -296,11 +328,20 @@ class _Look:
             part("checkpoints", visits.checkpoints, timed.checkpoint),
         )
 
+    def _trained_words(self) -> str:
+        return "" if self.practice is None else f"{self.trained:,} values are trained"
+
     def _memory(self, config: RunConfig, speed: Speed) -> int:
-        return self.base + memory_of(config, self.vocab, speed).total
+        return self.base + self._step_memory(config, speed).total
+
+    def _step_memory(self, config: RunConfig, speed: Speed) -> MemoryEstimate:
+        if self.practice is None:
+            return memory_of(config, self.vocab, speed)
+        return memory_on(self.practice.data, config, self.vocab, speed)
 
     def _table(self, timed: Timed | None) -> tuple[Cell, ...]:
-        """Every power of two around the config's own micro-batch and context.
+        """Every power of two around the config's own micro-batch and context; of samples, which have their own lengths,
+        around the micro-batch alone.
 
         On a CPU the process itself is most of it, so what was measured beyond the formula is added to every cell.
         """
@@ -310,7 +351,8 @@ class _Look:
             beyond = max(0, timed.peak_bytes - self._memory(self.config, self.speed))
         rate = None if timed is None else timed.tokens_per_second
         cells = []
-        for context in sorted({max(16, own[1] * 2**power // 4) for power in range(5)} | {own[1]}):
+        contexts = {max(16, own[1] * 2**power // 4) for power in range(5)} if self.practice is None else set()
+        for context in sorted(contexts | {own[1]}):
             for size in sorted({max(1, own[0] * 2**power // 4) for power in range(5)} | {own[0]}):
                 model = self.config.model.model_copy(update={"context": context})
                 speed = dataclasses.replace(self.speed, micro_batch=size)

@@ -10,6 +10,7 @@ seconds of steps, or one hiccup of the machine would be in every step of the run
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import shutil
 import statistics
 import tempfile
@@ -32,7 +33,8 @@ from flatout.engine.trained import checkpoint_size
 from flatout.errors import ResourceError
 from flatout.files import disk_errors, readable_sizes
 from flatout.generation.decode import generate_tokens
-from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, summary_of, with_sequences
+from flatout.tuning.measure import WARMUP, Steps, borrowed_run, free_memory, of_steps, summary_of, with_sequences
+from flatout.tuning.practice_samples import PracticeSamples
 
 FEWEST, MOST = 8, 400  # timed steps
 SHARE = 0.25  # of the time for steps; an evaluation and a sample may take so much each
@@ -75,10 +77,12 @@ def time_run(
     validation_tokens: int | None,
     seconds: float,
     notice: Callable[[str], None],
+    practice: PracticeSamples | None = None,
 ) -> Timed:
     """Builds the run of a config, whose data is here, and times its parts; `seconds` are for the steps.
 
-    `validation_tokens` is how many an evaluation will have, None where that is not known.
+    `validation_tokens` is how many an evaluation will have, None where that is not known. `practice` are the samples of
+    a run that is fine-tuned.
     """
     notice("building the model")
     free_memory()  # of whatever was here before: that is not this run's time
@@ -87,9 +91,16 @@ def time_run(
         built = time.perf_counter() - began
         device = run.speed.device.torch_device
         notice("timing training steps")
-        found = _time_steps(dataclasses.replace(run, steps=max(run.steps, 4 * MOST)), seconds)
+        longer = dataclasses.replace(run, steps=max(run.steps, 4 * MOST))
+        if practice is None:
+            found = _time_steps(longer, seconds)
+        else:
+            found = _time_sample_steps(longer, practice, seconds)
         notice("timing an evaluation")
-        evaluation, once = _time_evaluation(run, validation_tokens, SHARE * seconds)
+        if practice is None:
+            evaluation, once = _time_evaluation(run, validation_tokens, SHARE * seconds)
+        else:
+            evaluation, once = _time_sample_evaluation(run, SHARE * seconds)
         notice("timing a sample")
         sample = _time_sample(run, SHARE * seconds)
         peak = run.peak_memory_bytes()
@@ -129,15 +140,39 @@ def _time_steps(run: Run, seconds: float) -> dict[str, Any]:
         step, spread, note = found.mean_milliseconds / 1000, found.spread, f"mean of {len(timed)} steps"
     else:
         step, spread, note = _put_together(run, short, seconds, meter)
-    rate, peak = run.config.train.batch_tokens / step, run.speed.device.peak_flops
+    return _step_figures(run, step, run.config.train.batch_tokens / step, spread, note, first - short, meter.watts)
+
+
+def _time_sample_steps(run: Run, practice: PracticeSamples, seconds: float) -> dict[str, Any]:
+    """Whole steps, the fullest ones first, for the peak. The others differ, so the rate is over all their tokens."""
+    fullest = tuple(practice.largest(run.speed))
+    with Steps(of_steps(run, fullest)) as steps:
+        first = steps.take(1)[0].seconds
+        short = min(report.seconds for report in steps.take(max(WARMUP, len(fullest))))
+    meter = EnergyMeter(run.speed.device.torch_device)
+    with Steps(run) as steps:
+        untimed = steps.take(2)
+        wanted = int(seconds / max(*(report.seconds for report in untimed), 1e-6))
+        with meter:
+            timed = steps.take(max(FEWEST, min(MOST, wanted)))
+    tokens = sum(practice.tokens(report.step - 1) for report in timed)
+    rate = tokens / max(sum(report.seconds for report in timed), 1e-9)
+    spread, note = summary_of(run, untimed, timed).spread, f"mean of {len(timed)} steps"
+    return _step_figures(run, practice.step_tokens / rate, rate, spread, note, first - short, meter.watts)
+
+
+def _step_figures(
+    run: Run, step: float, rate: float, spread: float, note: str, first: float, watts: float | None
+) -> dict[str, Any]:
+    peak = run.speed.device.peak_flops
     return {
-        "first": max(0.0, first - short),
+        "first": max(0.0, first),
         "step": step,
         "note": note,
         "tokens_per_second": rate,
         "spread": spread,
         "mfu": None if peak is None else rate * run.flops_per_token / peak,
-        "watts": meter.watts,
+        "watts": watts,
     }
 
 
@@ -183,11 +218,29 @@ def _time_evaluation(run: Run, tokens: int | None, seconds: float) -> tuple[Figu
     return part, max(0.0, cold - warm)
 
 
+def _time_sample_evaluation(run: Run, seconds: float) -> tuple[Figure, float]:
+    """Seconds of an evaluation of the held-out samples, and what the first costs beyond that."""
+    batches = sum(1 for _ in run.evaluation())
+
+    def timed(most: int) -> float:
+        began = time.perf_counter()
+        with out_of_memory():
+            evaluate(run.model, itertools.islice(run.evaluation(), most), run.scope)
+        return time.perf_counter() - began
+
+    cold, warm = timed(1), timed(1)
+    most = min(batches, max(1, int(seconds / max(warm, 1e-6))))
+    spent, once = timed(most), max(0.0, cold - warm)
+    if most == batches:
+        return Figure(spent, "measured"), once
+    return Figure(spent * batches / most, "projected", f"from {most:,} of {batches:,} micro-batches"), once
+
+
 def _time_sample(run: Run, seconds: float) -> Figure:
     wanted = run.config.eval.sample_tokens
     if not wanted:
         return Figure(0.0, "counted", "eval.sample_tokens is 0")
-    prompt = run.data.val.read(0, 1).tolist()
+    prompt = run.data.val.read(0, 1).tolist() if run.base is None else run.data.prompt("")
     taken, began = 0, time.perf_counter()
     with run.scope(), out_of_memory():
         for _ in generate_tokens(run.model, prompt, count=wanted, seed=0, vocab=run.data.tokenizer.vocab):

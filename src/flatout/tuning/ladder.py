@@ -30,16 +30,25 @@ import flatout
 from flatout.config.load import LoadedConfig
 from flatout.engine.features import Speed
 from flatout.errors import ResourceError, UserError
-from flatout.model.count import flops_per_token, parameter_count
+from flatout.model.count import parameter_count
 from flatout.records import BenchProgress, BenchRow
 from flatout.tuning.claims import claim_of
 from flatout.tuning.clock import Clock
 from flatout.tuning.compare import Comparison, chained
-from flatout.tuning.measure import Measurement, borrowed_run, parity_losses, summary_of
+from flatout.tuning.measure import Measurement, parity_losses, summary_of
 from flatout.tuning.plan import Plan, absences, check_same, config_for, make_plan, refusals, rungs_for
 from flatout.tuning.practice_data import scratch_folder
-from flatout.tuning.rungs import REFERENCE, Rung, as_words, check_asked, choose_rungs, settings_of, tolerance_of
-from flatout.tuning.tricks import PERIOD, PERIODIC
+from flatout.tuning.rungs import (
+    REFERENCE,
+    SAMPLES,
+    Rung,
+    as_words,
+    check_asked,
+    choose_rungs,
+    settings_of,
+    tolerance_of,
+)
+from flatout.tuning.tricks import PERIODIC
 from flatout.tuning.turns import Side, sit
 
 # Of a rung that is compared with none, whose figure is no part of a gain.
@@ -118,13 +127,18 @@ def reference_losses(plan: Plan, notice: Callable[[str], None], clock: Clock) ->
     size = int(REFERENCE["speed.micro_batch"])
     while True:
         try:
-            with borrowed_run(config_for(plan, {**REFERENCE, "speed.micro_batch": str(size)})) as run:
-                return parity_losses(run, plan.parity_steps, functools.partial(clock.check, plan))
+            more = SAMPLES if plan.chosen else {}
+            with _side(plan, "reference", {**REFERENCE, **more, "speed.micro_batch": str(size)}) as side:
+                return parity_losses(side.run, plan.parity_steps, functools.partial(clock.check, plan))
         except ResourceError:
             if size == 1:
                 raise
         size //= 2
         notice(f"the reference does not fit; trying it with {size} sequences at a time")
+
+
+def _side(plan: Plan, name: str, settings: dict[str, str], trick: str | None = None) -> Side:
+    return Side(name, config_for(plan, settings), plan.device, trick, plan.chosen)
 
 
 # --- the rungs --------------------------------------------------------------------------------------------------------
@@ -246,7 +260,7 @@ def _try(
     tell: Callable[[str], None],
 ) -> Outcome:
     plan, clock, tolerance = ground.plan, ground.clock, tolerance_of(settings)
-    with Side(rung.name, config_for(plan, settings), plan.device, rung.trick) as side:
+    with _side(plan, rung.name, settings, rung.trick) as side:
         run = side.run
         notices = list(refusals(run.speed, settings).values())
         early = side.take(plan.parity_steps)
@@ -264,10 +278,9 @@ def _try(
         found: Comparison | None = None
         seconds, most = clock.sitting(waiting)
         if beside is None:
-            whole = PERIOD if rung.trick in PERIODIC else 1
-            timed = side.take(step_count(plan.steps, clock.typical, seconds, whole=whole))
+            timed = side.take(step_count(plan.steps, clock.typical, seconds, whole=side.period))
         else:
-            other = Side(beside.rung, config_for(plan, _as_settings(beside.settings)), plan.device)
+            other = _side(plan, beside.rung, _as_settings(beside.settings))
             sitting = sit(side, other, steps=plan.steps, typical=clock.typical, seconds=seconds, most=most)
             found, timed = sitting.compared, sitting.timed
             notices += [f"too large to stand in memory beside {beside.rung}: built anew for every turn"] * sitting.apart
@@ -298,14 +311,13 @@ def step_count(steps: int, seconds: float, limit: float = TIMED_SECONDS, *, whol
 
 
 def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -> BenchRow:
-    speed, claim = outcome.speed, claim_of(rung.name)
+    speed, claim = outcome.speed, None if plan.chosen else claim_of(rung.name)  # guides tell of pretraining
     unmeasured = dict.fromkeys(field.name for field in dataclasses.fields(Measurement)) | {"steps": 0}
     timed: dict[str, Any] = unmeasured if outcome.measured is None else vars(outcome.measured)
-    # A trick that happens in some steps only is not seen by a median.
-    milliseconds = timed["mean_milliseconds" if rung.trick in PERIODIC else "milliseconds"]
-    rate = None if milliseconds is None else 1000 * plan.config.train.batch_tokens / max(milliseconds, 1e-6)
+    # A trick that happens in some steps only is not seen by a median, and steps over samples differ.
+    milliseconds = timed["mean_milliseconds" if rung.trick in PERIODIC or plan.chosen else "milliseconds"]
+    rate = None if milliseconds is None else 1000 * plan.batch_tokens / max(milliseconds, 1e-6)
     peak = plan.device.peak_flops
-    flops = flops_per_token(plan.config.model, plan.vocab)
     return BenchRow(
         rung=rung.name,
         group=rung.group,
@@ -320,7 +332,7 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         parity_steps=plan.parity_steps,
         tolerance=tolerance_of(settings),
         tokens_per_second=rate,
-        mfu=None if rate is None or peak is None else rate * flops / peak,
+        mfu=None if rate is None or peak is None else rate * plan.flops_per_token / peak,
         gain=None,
         factor=None,
         claim="" if claim is None else claim.text,
@@ -331,7 +343,7 @@ def row_of(plan: Plan, rung: Rung, settings: dict[str, str], outcome: Outcome) -
         data=plan.data,
         parameters=parameter_count(plan.config.model, plan.vocab),
         context=plan.config.model.context,
-        batch_tokens=plan.config.train.batch_tokens,
+        batch_tokens=plan.batch_tokens,
         micro_batch=None if speed is None else speed.micro_batch,
         accumulation=None if speed is None else speed.accumulation,
         device=plan.machine,

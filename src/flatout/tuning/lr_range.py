@@ -36,7 +36,8 @@ from flatout.ops.gradients import clear_gradients
 from flatout.tuning.fragment import config_text, words_of
 from flatout.tuning.measure import Steps, borrowed_run
 from flatout.tuning.plan import machine_of
-from flatout.tuning.practice_data import practice_data, scratch_folder
+from flatout.tuning.practice_data import scratch_folder
+from flatout.tuning.practice_samples import practice_config
 
 LOW, HIGH, STEPS = 1e-7, 1.0, 100
 DIVERGED = 4.0  # times the best smoothed loss
@@ -121,9 +122,8 @@ def find_rate(
     """The learning rate for a config, from `steps` training steps with rates from `low` to `high`."""
     began = time.monotonic()
     with scratch_folder("flatout-lr-") as scratch:
-        data, described = practice_data(loaded.config, scratch)
-        config = loaded.config.model_copy(update={"data": data})
-        with borrowed_run(dataclasses.replace(loaded, config=config)) as run:
+        fitted, described = practice_config(loaded, scratch)
+        with borrowed_run(fitted) as run:
             device = machine_of(run.speed.device)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
     reading = read_curve([point.rate for point in points], [point.loss for point in points])

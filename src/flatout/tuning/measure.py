@@ -113,6 +113,11 @@ def with_sequences(run: Run, sequences: int) -> Run:
     return dataclasses.replace(run, schedule=Schedule.constant(sequences, run.config.model.context))
 
 
+def of_steps(run: Run, steps: tuple[int, ...]) -> Run:
+    """The same run, which takes these of its steps over and over."""
+    return dataclasses.replace(run, schedule=dataclasses.replace(run.schedule, chosen=steps))
+
+
 def summary_of(run: Run, untimed: Sequence[StepReport], timed: Sequence[StepReport]) -> Measurement:
     """The figures of `timed` steps, of which `untimed` went before; peak memory is that of now."""
     seconds = [report.seconds for report in timed]

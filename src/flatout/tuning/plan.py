@@ -9,6 +9,7 @@ import platform
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,14 +22,17 @@ from flatout.config.yaml_loader import format_value
 from flatout.data.shards import open_dataset
 from flatout.device import Device, allocator_words, detect_device
 from flatout.engine.features import Speed, resolve_speed
+from flatout.engine.opening import training_flops
 from flatout.errors import ConfigError, HardwareError, UsageError
 from flatout.ops.attention import FA4
 from flatout.records import BenchRow
 from flatout.tuning.compare import LOOKS
 from flatout.tuning.practice_data import practice_data
+from flatout.tuning.practice_samples import practice_samples
 from flatout.tuning.rungs import BASELINE, OWN_SWITCHES, Rung, all_rungs, as_words, settings_of
 from flatout.tuning.tricks import PERIOD, tricks_for
 
+CHOSEN = 4  # steps of a run over samples that are taken
 MOST_SEQUENCES = 64  # of a step, unless told otherwise: the naive baseline takes seconds for them on any card
 # Fields of `speed` that legitimately end up as something else than was written.
 _NOT_CHECKED = ("micro_batch", "accumulation", "workers")
@@ -36,14 +40,20 @@ _NOT_CHECKED = ("micro_batch", "accumulation", "workers")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a ladder is about: one config, one device, one dataset, and the same facts in every row."""
+    """What a ladder is about: one config, one device, one dataset, and the same facts in every row.
+
+    `chosen` are the steps that a ladder over samples takes, over and over: they differ, so all rungs take the same.
+    """
 
     config: RunConfig
     device: Device
     machine: str
-    corpus_bytes: int
+    corpus_bytes: int | None
     data: str
     vocab: int
+    batch_tokens: int  # of a step; of the chosen ones on average
+    flops_per_token: float
+    chosen: tuple[int, ...]
     steps: int
     parity_steps: int
     config_words: tuple[str, ...]
@@ -60,11 +70,11 @@ def make_plan(
 ) -> Plan:
     """Fits a config for measuring, and says what was changed for that."""
     config = loaded.config
+    if config.chat.source is not None:
+        return _plan_for_samples(loaded, scratch, steps, parity_steps, batch_tokens, notice)
     data, described = practice_data(config, scratch)
     notice(f"data: {described}")
-    unused = [f"{path}={_written(config, path)}" for path in OWN_SWITCHES if _sets(loaded, path)]
-    if unused:
-        notice(f"the ladder sets its switches itself; of the config it does not use {', '.join(unused)}")
+    _tell_unused(loaded, notice)
     context = config.model.context
     tokens = batch_tokens or config.train.batch_tokens
     if tokens % context:
@@ -76,26 +86,81 @@ def make_plan(
     if tokens > MOST_SEQUENCES * context and not written:
         tokens = MOST_SEQUENCES * context
         notice(f"a step has {tokens:,} tokens instead of {config.train.batch_tokens:,}; --batch-tokens sets it")
-    warmup = config.optim.warmup_steps
+    words = [f"train.batch_tokens={tokens}", *_length(loaded, steps, parity_steps, notice)]
+    values = config.model_copy(update={"data": data}).model_dump()
+    fitted = load_stored(values, words, where="bench").config
+    dataset = open_dataset(data.folder or "")
+    vocab = config.model.vocab or dataset.tokenizer.vocab
+    return _plan(
+        loaded,
+        fitted,
+        corpus_bytes=dataset.train.tokens * dataset.train.dtype.itemsize,
+        data=described,
+        vocab=vocab,
+        batch_tokens=tokens,
+        flops_per_token=training_flops(fitted, vocab, None),
+        chosen=(),
+        steps=steps,
+        parity_steps=parity_steps,
+    )
+
+
+def _plan_for_samples(
+    loaded: LoadedConfig,
+    scratch: Path,
+    steps: int,
+    parity_steps: int,
+    batch_tokens: int | None,
+    notice: Callable[[str], None],
+) -> Plan:
+    if batch_tokens is not None:
+        raise UsageError("--batch-tokens is for pretraining, and this config has chat.source", "set chat.batch_samples")
+    practice = practice_samples(loaded, scratch, notice)
+    notice(f"data: {practice.described}")
+    _tell_unused(loaded, notice)
+    words = _length(loaded, steps, parity_steps, notice)
+    fitted = load_stored(practice.config.model_dump(), words, where="bench").config
+    chosen = practice.spread(CHOSEN)
+    return _plan(
+        loaded,
+        fitted,
+        corpus_bytes=None,
+        data=practice.described,
+        vocab=practice.vocab,
+        batch_tokens=round(sum(map(practice.tokens, chosen)) / len(chosen)),
+        flops_per_token=training_flops(fitted, practice.vocab, practice.data.facts.attended),
+        chosen=chosen,
+        steps=steps,
+        parity_steps=parity_steps,
+    )
+
+
+def _tell_unused(loaded: LoadedConfig, notice: Callable[[str], None]) -> None:
+    unused = [f"{path}={_written(loaded.config, path)}" for path in OWN_SWITCHES if _sets(loaded, path)]
+    if unused:
+        notice(f"the ladder sets its switches itself; of the config it does not use {', '.join(unused)}")
+
+
+def _length(loaded: LoadedConfig, steps: int, parity_steps: int, notice: Callable[[str], None]) -> list[str]:
+    """Words for a run that is long enough to be measured, and whose rate rises soon."""
+    warmup = loaded.config.optim.warmup_steps
     if warmup > parity_steps and loaded.sources["optim.warmup_steps"].kind != "override":
         warmup = parity_steps
         notice(f"the learning rate reaches its peak in {warmup} steps, so that the parity gate sees weights move")
     turns = LOOKS[-1]  # each with a step that is not timed
-    words = [f"train.batch_tokens={tokens}", f"train.steps={max(1000, parity_steps + steps + turns + PERIOD)}"]
-    words += [f"optim.warmup_steps={warmup}"]
-    values = config.model_copy(update={"data": data}).model_dump()
-    fitted = load_stored(values, words, where="bench").config
-    dataset = open_dataset(data.folder or "")
-    device = detect_device(config.speed.device)
+    return [f"train.steps={max(1000, parity_steps + steps + turns + PERIOD)}", f"optim.warmup_steps={warmup}"]
+
+
+def _plan(loaded: LoadedConfig, fitted: RunConfig, **known: Any) -> Plan:
+    config, device = loaded.config, detect_device(loaded.config.speed.device)
+    threads = resolve_speed(fitted, device, None, lambda _: DEFAULT, vocab=known["vocab"]).threads
+    if device.kind == "cpu":  # one number for all rungs
+        fitted = load_stored(fitted.model_dump(), [f"speed.threads={threads}"], where="bench").config
     return Plan(
+        **known,
         config=fitted,
         device=device,
-        machine=machine_of(device),
-        corpus_bytes=dataset.train.tokens * dataset.train.dtype.itemsize,
-        data=described,
-        vocab=config.model.vocab or dataset.tokenizer.vocab,
-        steps=steps,
-        parity_steps=parity_steps,
+        machine=machine_of(device, threads),
         config_words=tuple(
             f"{path}={_written(config, path)}"
             for path, source in loaded.sources.items()
@@ -117,8 +182,8 @@ def _sets(loaded: LoadedConfig, path: str) -> bool:
     return loaded.sources[path].kind != "default" and getattr(loaded.config.speed, name) != default
 
 
-def machine_of(device: Device) -> str:
-    """The device by a name that tells it from others; a CPU by its model and by how many threads torch uses."""
+def machine_of(device: Device, threads: int) -> str:
+    """The device by a name that tells it from others; a CPU by its model and by how many threads compute."""
     if device.kind != "cpu":
         return device.name
     try:
@@ -126,7 +191,6 @@ def machine_of(device: Device) -> str:
     except OSError:  # only Linux has it
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    threads = torch.get_num_threads()
     model = models[0] if models else platform.processor() or platform.machine()
     return f"cpu ({model}, {threads} {'thread' if threads == 1 else 'threads'})"
 
@@ -135,7 +199,7 @@ def check_same(plan: Plan, earlier: Sequence[BenchRow]) -> None:
     """Refuses to go on with rows of another config, machine or code: their speeds would not compare."""
     facts: dict[str, tuple[str, object]] = {
         "config": ("the config", plan.config.output.name),
-        "batch_tokens": ("train.batch_tokens", plan.config.train.batch_tokens),
+        "batch_tokens": ("train.batch_tokens", plan.batch_tokens),
         "parity_steps": ("--parity-steps", plan.parity_steps),
         "device": ("the device", plan.machine),
         "torch": ("torch", torch.__version__),
@@ -172,7 +236,8 @@ def config_for(plan: Plan, settings: dict[str, str]) -> LoadedConfig:
 
 def resolved(plan: Plan, settings: dict[str, str]) -> Speed:
     config = config_for(plan, settings).config
-    return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: DEFAULT, vocab=plan.vocab)
+    how = {"vocab": plan.vocab, "step_tokens": plan.batch_tokens if plan.chosen else None}
+    return resolve_speed(config, plan.device, plan.corpus_bytes, lambda _: DEFAULT, **how)
 
 
 def rungs_for(plan: Plan) -> list[Rung]:
@@ -187,6 +252,7 @@ def rungs_for(plan: Plan) -> list[Rung]:
         attention=attention,
         plain_attention=plain_attention,
         eigenstates="E" in plan.config.model.kinds,
+        samples=bool(plan.chosen),
     )
 
 
@@ -226,6 +292,8 @@ def refusals(speed: Speed, settings: dict[str, str]) -> dict[str, str]:
     refused: dict[str, str] = {}
     for path, asked in settings.items():
         name, feature = path.removeprefix("speed."), found.get(path)
+        if name == path:  # no switch of `speed`
+            continue
         if feature is None:  # whoever says nothing of a switch has done nothing with it
             refused |= {} if asked == BASELINE.get(path) else {path: f"{name} is not told of"}
         elif name not in _NOT_CHECKED and feature.used.partition(" (")[0] != asked:

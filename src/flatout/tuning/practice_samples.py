@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
+from flatout.config.schema import DataConfig, RunConfig
 from flatout.config.unused import check_used
 from flatout.data.batch import Delivery
 from flatout.data.sample_data import SampleData
@@ -25,6 +25,7 @@ from flatout.data.sample_loader import LargestRows, fullest_steps
 from flatout.engine.features import Speed
 from flatout.engine.opening import described_config, open_sample_data, steps_of, why_samples_are_made
 from flatout.engine.run import delivery_of
+from flatout.tuning.practice_data import practice_data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,7 @@ class PracticeSamples:
 
     config: RunConfig
     data: SampleData
+    vocab: int
     fullest: tuple[int, ...]
     described: str
 
@@ -70,8 +72,31 @@ class PracticeSamples:
         return dict(max(found, key=lambda one, way=way: way(one[1])) for way in reversed(ways))
 
 
+def practice_config(
+    loaded: LoadedConfig, scratch: Path, say: Callable[[str], None] = lambda _: None
+) -> tuple[LoadedConfig, str]:
+    """The config on data to measure on, text or samples, and in words what data that is.
+
+    `scratch` is a folder for what has to be made, which `say` is told of.
+    """
+    if loaded.config.chat.source is None:
+        data, described = practice_data(loaded.config, scratch)
+    else:
+        data, described = _sample_folder(loaded, scratch, say)
+    return dataclasses.replace(loaded, config=loaded.config.model_copy(update={"data": data})), described
+
+
 def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> PracticeSamples:
     """The samples that a config names. `scratch` is a folder for what has to be made, which `say` is told of."""
+    fitted, described = practice_config(loaded, scratch, say)
+    base, data = open_sample_data(fitted.config, None, written=loaded.sources["model.context"])
+    config = described_config(fitted.config, base, loaded.sources)
+    fullest = fullest_steps(data.train, data.order, steps_of(config, data.facts))
+    vocab = base.description.vocab
+    return PracticeSamples(config=config, data=data, vocab=vocab, fullest=fullest, described=described)
+
+
+def _sample_folder(loaded: LoadedConfig, scratch: Path, say: Callable[[str], None]) -> tuple[DataConfig, str]:
     check_used(loaded)
     config, written = loaded.config, loaded.sources["model.context"]
     folder, why = why_samples_are_made(config, written=written)
@@ -82,8 +107,4 @@ def practice_samples(loaded: LoadedConfig, scratch: Path, say: Callable[[str], N
             described = f"samples made for the occasion, since there are none in {folder} yet"
         say(f"making the samples of {config.chat.source}, in a folder for the occasion")
         folder = scratch / "samples"
-    config = config.model_copy(update={"data": config.data.model_copy(update={"folder": str(folder)})})
-    base, data = open_sample_data(config, None, written=written)
-    config = described_config(config, base, loaded.sources)
-    fullest = fullest_steps(data.train, data.order, steps_of(config, data.facts))
-    return PracticeSamples(config=config, data=data, fullest=fullest, described=described)
+    return config.data.model_copy(update={"folder": str(folder)}), described

@@ -51,6 +51,9 @@ BASELINE: dict[str, str] = {
     "speed.expandable_segments": "off",
 }
 
+# What a baseline over samples is beside that: each of them has a row of its own.
+SAMPLES: dict[str, str] = {"chat.packing": "false"}
+
 # What every rung's losses are held against: exact arithmetic, nothing fused, a micro-batch that fits most cards.
 REFERENCE: dict[str, str] = {**BASELINE, "speed.micro_batch": "8"}
 
@@ -95,17 +98,26 @@ class Rung:
 
 
 def all_rungs(
-    *, kind: str, micro_batch: int, attention: str, plain_attention: str | None = None, eigenstates: bool = False
+    *,
+    kind: str,
+    micro_batch: int,
+    attention: str,
+    plain_attention: str | None = None,
+    eigenstates: bool = False,
+    samples: bool = False,
 ) -> list[Rung]:
     """Every rung for a kind of device, in the order they are measured; `linked` says against what.
 
     `micro_batch` is what the config asks for, `attention` the backend that `auto` takes on this device, and
     `plain_attention` the one it takes beside torch's own operations, where that is another. Models with `eigenstates`
-    have a rung for their scan.
+    have a rung for their scan, runs over `samples` one for packing them and none for tokens on the device.
     """
     plain_attention = plain_attention or attention
     steps = _steps(micro_batch, attention, plain_attention)
-    steps = [step for step in steps if eigenstates or step.name != "scan"]
+    left_out = {"scan": eigenstates, "packing": samples, "device-loader": not samples}
+    steps = [step for step in steps if left_out.get(step.name, True)]
+    if samples:
+        steps[0] = dataclasses.replace(steps[0], words=SAMPLES)
     climbed = [step for step in steps if kind in step.kinds]
     beside = [dataclasses.replace(step, group="extra", against=FULL) for step in steps if kind not in step.kinds]
     without = [Rung(f"{WITHOUT}{step.name}", "without", step.out, FULL) for step in climbed if step.out is not None]
@@ -156,6 +168,7 @@ def _steps(micro_batch: int, attention: str, plain_attention: str) -> list[Rung]
         cuda("bf16", _speed(precision="bf16"), no_bf16),
         step("fused-qkv", _speed(fused_qkv="true"), _speed(fused_qkv="false")),
         step("sdpa", _speed(attention="sdpa"), _speed(attention="reference")),
+        step("packing", {"chat.packing": "true"}, SAMPLES),
         step("micro-batch", _speed(micro_batch=str(micro_batch)), two, shrinks=True),
         step("fused-adamw", _speed(fused_optimizer="on"), _speed(fused_optimizer="off")),
         step("pad-vocab", _speed(pad_vocab="64"), _speed(pad_vocab="1")),
@@ -258,7 +271,11 @@ def asked_for(rung: Rung, *, names: Sequence[str] | None, only: str | None) -> b
 
 def every_name() -> list[str]:
     """The names that rungs have on any device, and `full`, the top of whatever ladder there is."""
-    return [*(rung.name for rung in all_rungs(kind="cuda", micro_batch=1, attention="sdpa", eigenstates=True)), FULL]
+    listed = [
+        all_rungs(kind="cuda", micro_batch=1, attention="sdpa", eigenstates=True, samples=samples)
+        for samples in (False, True)
+    ]
+    return [*dict.fromkeys(rung.name for rungs in listed for rung in rungs), FULL]
 
 
 def check_asked(loaded: "LoadedConfig", names: Sequence[str] | None) -> None:

@@ -11,7 +11,6 @@ Trap: packed rows come in several shapes, and a recording of one is made when it
 micro-batches that were not recorded. Where CUDA graphs are on, steps are taken so often before they are timed.
 """
 
-import dataclasses
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from flatout.engine.graphs import WARM_UPS
 from flatout.engine.run import Run, delivery_of
 from flatout.engine.spans import StepReport
 from flatout.tuning import probe
-from flatout.tuning.measure import Steps
+from flatout.tuning.measure import Steps, of_steps
 from flatout.tuning.practice_samples import PracticeSamples
 from flatout.tuning.probe import Probe, Timing, divisors
 from flatout.tuning.search import Candidate
@@ -79,7 +78,7 @@ class SampleProbe(Probe):
         """None where `seconds` are not enough for the fullest steps."""
         fullest, graphs = tuple(self._largest(run.speed)), run.speed.cuda_graphs
         untimed = 1 + WARM_UPS if graphs else 1
-        with Steps(_of_steps(run, fullest)) as steps:
+        with Steps(of_steps(run, fullest)) as steps:
             reports = steps.take(len(fullest))
             if seconds is not None and reports[0].seconds * (untimed + 1) * len(fullest) > seconds:
                 return None
@@ -92,7 +91,7 @@ class SampleProbe(Probe):
         chosen = self.steps
         if chosen:
             repeats = REPEATS if REPEATS * len(chosen) * longest <= 4 * probe.TIMED_SECONDS or seconds else 1
-            with Steps(_of_steps(run, chosen)) as steps:
+            with Steps(of_steps(run, chosen)) as steps:
                 steps.take((2 if graphs else 1) * len(chosen))
                 reports = steps.take(repeats * len(chosen))
                 peak = None if peak is None else max(peak, self._peak(self._held_by_graphs(run)) or 0)
@@ -112,7 +111,3 @@ def _how_many(seconds: float) -> int:
     if seconds > 2 * probe.TIMED_SECONDS:
         return 0
     return max(2, min(MOST_STEPS, int(probe.TIMED_SECONDS / max(seconds, 1e-4))))
-
-
-def _of_steps(run: Run, steps: tuple[int, ...]) -> Run:
-    return dataclasses.replace(run, schedule=dataclasses.replace(run.schedule, chosen=steps))

@@ -32,6 +32,8 @@ MOST_FIELDS, MOST_CHOICES = 30, 100
 _REFUSED = {
     "data": "trials with other text could not be compared by their loss",
     "clean": "trials with other text could not be compared by their loss",
+    "chat": "trials with other samples could not be compared by their loss",
+    "lora.init_from": "it is a path to weights, not a setting",
     "eval": "all trials have to be evaluated alike",
     "checkpoint": "it does not change what is learned",
     "output": "it does not change what is learned",
@@ -44,6 +46,7 @@ _REFUSED = {
     "model.vocab": "trials with other tokens could not be compared by their loss",
     "model.init_from": "it is a path to weights, not a setting",
 }
+_ALLOWED = ("chat.batch_samples",)  # of a section that is refused otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +139,7 @@ def _dimension(path: str, node: Node, where: str) -> Dimension:
             )
         raise unknown_key(path, where)
     reason = _REFUSED.get(path) or _REFUSED.get(path.partition(".")[0])
-    if reason is not None:
+    if reason is not None and path not in _ALLOWED:
         raise ConfigError(f"{where}: {path} cannot be searched over: {reason}", "leave it out of the space")
     form, items = _form(path, node, where)
     annotation = field_facts()[path].annotation

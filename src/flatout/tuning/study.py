@@ -113,7 +113,8 @@ def search(
         for trial in kept.get_trials(deepcopy=False, states=(optuna.trial.TrialState.RUNNING,)):
             # What was under way when a search was killed will not end any more.
             kept.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-        prepare_data(base.config.data, base.config.clean)
+        if loaded.config.chat.source is None:  # samples are made by the first trial
+            prepare_data(base.config.data, base.config.clean)
         scratch = stack.enter_context(scratch_folder("flatout-search-"))
         while len(rows := rows_of(kept)) < trials:
             # A fresh seed for every trial: one that is taken again after a kill must not repeat an earlier draw.

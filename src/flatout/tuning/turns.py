@@ -28,7 +28,7 @@ from flatout.engine.run import Run
 from flatout.engine.spans import StepReport
 from flatout.errors import ResourceError
 from flatout.tuning.compare import LOOKS, Comparison, compare, looks_up_to
-from flatout.tuning.measure import WARMUP, Steps, borrowed_run
+from flatout.tuning.measure import WARMUP, Steps, borrowed_run, of_steps
 from flatout.tuning.tricks import PERIOD, PERIODIC, trick
 
 TURN_SECONDS = 0.2  # short beside the changes of a load, long beside the start of a step
@@ -36,13 +36,26 @@ TURN_SECONDS = 0.2  # short beside the changes of a load, long beside the start 
 
 @final
 class Side:
-    """One rung on the device: its run, its place in the data, and what is done around its steps."""
+    """One rung on the device: its run, its place in the data, and what is done around its steps.
 
-    def __init__(self, name: str, config: LoadedConfig, device: Device, trick_name: str | None = None) -> None:
+    `chosen` are the steps that it takes over and over, where they differ; none stands for all. After `period` steps
+    everything has happened once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: LoadedConfig,
+        device: Device,
+        trick_name: str | None = None,
+        chosen: tuple[int, ...] = (),
+    ) -> None:
         self.name = name
         self.config = config
         self.device = device
         self.trick = trick_name
+        self.chosen = chosen
+        self.period = math.lcm(PERIOD if trick_name in PERIODIC else 1, len(chosen) or 1)
         self.stack = contextlib.ExitStack()
         self.steps: Steps | None = None
 
@@ -54,7 +67,7 @@ class Side:
     def open(self, *, beside: bool = False) -> Self:
         """Builds the run; `beside` another one that stays."""
         run = self.stack.enter_context(borrowed_run(self.config, beside=beside))
-        self.steps = self.stack.enter_context(Steps(run))
+        self.steps = self.stack.enter_context(Steps(of_steps(run, self.chosen) if self.chosen else run))
         return self
 
     def close(self) -> None:
@@ -116,14 +129,13 @@ def sit(rung: Side, reference: Side, *, steps: int, typical: float, seconds: flo
 
 def _turns(rung: Side, steps: int, typical: float, seconds: float, most: float) -> Turns:
     count = max(1, min(math.ceil(TURN_SECONDS / max(typical, 1e-9)), steps // LOOKS[0]))
-    if rung.trick in PERIODIC:
-        count = PERIOD * -(-count // PERIOD)
+    count = rung.period * -(-count // rung.period)
     # A trick such as emptying the cache leaves its cost to the first step of the other rung.
     return Turns(count, 0 if rung.trick is None else 1, max(1, steps // count), seconds, most)
 
 
 def _sitting(rung: Side, reference: Side, turns: Turns, *, apart: bool) -> Sitting:
-    figure = statistics.fmean if rung.trick in PERIODIC else statistics.median  # a median sees nothing periodic
+    figure = statistics.fmean if rung.period > 1 else statistics.median  # a median sees nothing periodic
     coin = random.Random(f"{rung.name} {reference.name}")
     ratios: list[float] = []
     timed: list[StepReport] = []

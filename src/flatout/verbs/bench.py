@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flatout.errors import HardwareError, ResourceError, UsageError
 from flatout.files import check_folder_writable, disk_errors
 from flatout.folders import free_folder, make_folders, remove_empty
-from flatout.words import Parser, add_config, load_pretraining, quoted
+from flatout.words import Parser, add_config, load_any, quoted
 
 if TYPE_CHECKING:
     from flatout.records import BenchRow
@@ -40,7 +40,7 @@ def bench(words: list[str]) -> int:
         raise UsageError("--go-on needs the folder of the rows", "name it with --out FOLDER")
     from flatout.tuning.rungs import check_asked
 
-    loaded = load_pretraining(parsed, "bench")
+    loaded = load_any(parsed)
     check_asked(loaded, names)
     folder = _free_folder(loaded.config.output.name) if parsed.out is None else Path(parsed.out)
     _check_folder(folder, "" if parsed.out == "" else str(folder))
@@ -71,7 +71,8 @@ def bench(words: list[str]) -> int:
         reader.close()
     bad = any(row.status in ("red", "failed") for row in rows[before:])
     measured = any(row.status != "absent" for row in rows)
-    ladder = _ladder_names(loaded.config.speed.device) if rows else []
+    samples = loaded.config.chat.source is not None
+    ladder = _ladder_names(loaded.config.speed.device, samples=samples) if rows else []
     _finish(rows, folder, ladder, quiet=parsed.json, claims=parsed.claims)
     if stopped is not None:
         kept = (
@@ -147,12 +148,13 @@ def _check_picture(folder: Path, rows: "Sequence[BenchRow]", *, going_on: bool) 
         raise UsageError(f"{picture} is there{why}", "name another folder with --out, or move the picture away")
 
 
-def _ladder_names(device: str) -> list[str]:
+def _ladder_names(device: str, *, samples: bool) -> list[str]:
     """The ladder of this kind of device, bottom to top, also what this very one cannot have."""
     from flatout.device import detect_device
     from flatout.tuning.rungs import all_rungs
 
-    listed = all_rungs(kind=detect_device(device).kind, micro_batch=1, attention="sdpa", eigenstates=True)
+    kind = detect_device(device).kind
+    listed = all_rungs(kind=kind, micro_batch=1, attention="sdpa", eigenstates=True, samples=samples)
     return [rung.name for rung in listed if rung.group == "ladder"]
 
 

@@ -10,7 +10,7 @@ import time
 
 from flatout.errors import ResourceError
 from flatout.verbs.measuring import Line, ended_by_signals
-from flatout.words import Parser, add_config, load_pretraining
+from flatout.words import Parser, add_config, load_any
 
 
 def estimate(words: list[str]) -> int:
@@ -30,7 +30,7 @@ def estimate(words: list[str]) -> int:
     parser.flag("--no-probe", "build and time nothing: sizes and counts only")
     parser.flag("--json", "print one JSON line instead of the sheet")
     parsed = parser.parse_words(words)
-    loaded = load_pretraining(parsed, "estimate")
+    loaded = load_any(parsed)
     began = time.perf_counter()
     import flatout.api.training  # noqa: F401 - what `flatout train` imports is part of its start-up
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from flatout.launch import launch
 from flatout.verbs.launching import told_by_one
 from flatout.verbs.measuring import ended_by_signals
-from flatout.words import Parser, add_config, load_pretraining
+from flatout.words import Parser, add_config, load_any
 
 if TYPE_CHECKING:
     from flatout.config.load import LoadedConfig
@@ -36,7 +36,7 @@ def profile(words: list[str]) -> int:
 
     def checked() -> "tuple[argparse.Namespace, LoadedConfig]":
         parsed = parser.parse_words(words)
-        return parsed, load_pretraining(parsed, "profile", tell=found is None or found.rank == 0)
+        return parsed, load_any(parsed, tell=found is None or found.rank == 0)
 
     parsed, loaded = told_by_one(checked)
     with ended_by_signals(lambda: "nothing was written"):

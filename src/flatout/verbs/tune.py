@@ -28,9 +28,10 @@ from flatout.verbs.measuring import (
     study_target,
     write_config,
 )
-from flatout.words import Parser, add_config, load, load_pretraining
+from flatout.words import Parser, add_config, load_any
 
 if TYPE_CHECKING:
+    from flatout.config.load import LoadedConfig
     from flatout.records import TuneResult, TuneRow
     from flatout.tuning.lr_range import Point
 
@@ -61,10 +62,8 @@ def _tune_speed(words: list[str]) -> int:
     parser.flag("--json", "print rows as JSON lines instead of the table")
     parsed = parser.parse_words(words)
     out = None if parsed.out is None else config_target(Path(parsed.out), overwrite=parsed.overwrite)
-    if not parsed.config_given and any(word.startswith("chat.source=") for word in parsed.overrides):
-        parsed.config = "lora"  # as `flatout finetune` does
-    loaded = load(parsed)
-    verb = "train" if loaded.config.chat.source is None else "finetune"
+    loaded = load_any(parsed)
+    verb = _verb_of(loaded)
     from flatout import api
     from flatout.observe.measured.tune_table import TuneReader
     from flatout.records import TuneResult, record_to_json
@@ -139,7 +138,7 @@ def tune_lr(words: list[str]) -> int:
     parsed = parser.parse_words(words)
     low, high, steps = parsed.start, parsed.end, parsed.steps
     out, plot = _targets(parsed)
-    loaded = load_pretraining(parsed, "tune lr")
+    loaded = load_any(parsed)
     from flatout import api
     from flatout.observe.measured.lr_picture import draw_rates, print_rates
 
@@ -149,7 +148,7 @@ def tune_lr(words: list[str]) -> int:
     line = Line()
     with ended_by_signals(lambda: "nothing was written"), contextlib.closing(line):
         result = api.tune_lr(loaded, low=low, high=high, steps=steps, progress=progress)
-    return _hand_over(result, print_rates, draw_rates, out, plot, parsed)
+    return _hand_over(result, _verb_of(loaded), print_rates, draw_rates, out, plot, parsed)
 
 
 def tune_search(words: list[str]) -> int:
@@ -176,7 +175,7 @@ def tune_search(words: list[str]) -> int:
         )
     out, plot = _targets(parsed)
     study = None if parsed.study is None else study_target(Path(parsed.study))
-    loaded = load_pretraining(parsed, "tune search")
+    loaded = load_any(parsed)
     from flatout import api
     from flatout.observe.measured.study_picture import draw_study, print_study, trial_line
 
@@ -202,7 +201,7 @@ def tune_search(words: list[str]) -> int:
                 print(json.dumps({"type": "trial", **dataclasses.asdict(record)}, ensure_ascii=False), flush=True)
             else:
                 print(trial_line(dataclasses.asdict(record)), file=sys.stderr, flush=True)
-    return _hand_over(result, print_study, draw_study, out, plot, parsed)
+    return _hand_over(result, _verb_of(loaded), print_study, draw_study, out, plot, parsed)
 
 
 def _targets(parsed: argparse.Namespace) -> tuple[Path | None, Path | None]:
@@ -213,8 +212,14 @@ def _targets(parsed: argparse.Namespace) -> tuple[Path | None, Path | None]:
     return out, None if plot is None else picture_target(plot, "--plot", overwrite=parsed.overwrite)
 
 
+def _verb_of(loaded: "LoadedConfig") -> str:
+    """The verb that trains a config."""
+    return "train" if loaded.config.chat.source is None else "finetune"
+
+
 def _hand_over(
     result: Any,
+    verb: str,
     show: Callable[[dict[str, Any]], None],
     draw: Callable[..., None],
     out: Path | None,
@@ -230,7 +235,7 @@ def _hand_over(
     unwritten = None if out is None else _failure_of(_writing(out, result.fragment, parsed))
     undrawn = None if plot is None else _failure_of(lambda: draw(body, plot, overwrite=parsed.overwrite))
     if not parsed.json:
-        print(_train_with("train", None if unwritten else out, result.words, parsed))
+        print(_train_with(verb, None if unwritten else out, result.words, parsed))
         if unwritten is not None:
             print(result.fragment, end="")
         if plot is not None and undrawn is None:

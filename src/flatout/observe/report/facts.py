@@ -127,6 +127,9 @@ def _base_rows(info: dict[str, Any]) -> Rows:
     more += ["rank-stabilised"] if _at(info, "lora.rank_stabilised") else []
     more += [f"dropout {dropout:g}"] if dropout else []
     rows.append(("Adapters", ", ".join(more)))
+    for label, name in (("Ranks by name", "ranks"), ("Alphas by name", "alphas"), ("Trained whole", "also")):
+        values = _at(info, f"lora.{name}")
+        rows.append((label, ", ".join(map(str, values)) if isinstance(values, list) and values else None))
     rows.append(("Targets", ", ".join(map(str, targets)) if isinstance(targets, list) else None))
     rows.append(("Went on from", _at(info, "lora.init_from")))
     if _at(info, "lora.quantize") not in (None, "none"):

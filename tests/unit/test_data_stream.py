@@ -127,6 +127,15 @@ def test_weights_take_documents_as_prepare_does(source: Path, tmp_path: Path):
     check_against_prepared(settings(mixture), tmp_path / "data")
 
 
+@pytest.mark.parametrize("kept", [2**22, 100], ids=["kept", "read again"])
+@pytest.mark.parametrize("limit", [{"max_documents": 33}, {"max_tokens": 1500}, {"max_bytes": 2000}], ids=str)
+def test_limits_take_documents_as_prepare_does(source, tmp_path, monkeypatch, limit, kept):
+    monkeypatch.setattr(stream, "_SMALL_SOURCE", kept)
+    write_rows(tmp_path / "more.jsonl", range(500, 560))
+    mixture = [SourceConfig(path=str(source)), SourceConfig(path=str(tmp_path / "more.jsonl"), weight=2.5)]
+    check_against_prepared(settings(mixture, **limit), tmp_path / "data")
+
+
 def test_validation_may_have_a_source_of_its_own(source: Path, tmp_path: Path):
     write_rows(tmp_path / "val.jsonl", range(500, 530))
     check_against_prepared(settings(source, val_source=str(tmp_path / "val.jsonl")), tmp_path / "data")

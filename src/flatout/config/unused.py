@@ -72,6 +72,9 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     why += f" where model.layers={config.model.layers}"
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
+    if config.optim.warmup is not None:
+        why, hint = "optim.warmup says how long the warm-up is", "leave one of the two out, or set optim.warmup=null"
+        yield "optim.warmup_steps", why, hint
     if not config.lora.rank:
         for path in _fields("lora", but="rank"):
             yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flatout.config.load import resolve_from_mapping
-from flatout.config.schema import LoraConfig, RunConfig
+from flatout.config.schema import LoraConfig, OptimConfig, RunConfig
 from flatout.config.source import IN_PYTHON, Source
 from flatout.data.array_data import Arrays, open_arrays
 from flatout.data.chat_template import ChatTemplate
@@ -96,8 +96,14 @@ def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Array
 
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:
-    if config.eval.epoch_end:
-        raise ConfigError(f"eval.epoch_end is set, but where an epoch of {what} ends is not known", "set eval.every")
+    asked = {
+        "eval.epoch_end": (config.eval.epoch_end, "set eval.every"),
+        "checkpoint.epochs": (config.checkpoint.epochs, "set checkpoint.every"),
+        "optim.warmup": (config.optim.warmup_epochs, "set optim.warmup_steps, or a share as optim.warmup"),
+    }
+    for path, (value, hint) in asked.items():
+        if value:
+            raise ConfigError(f"{path} is set, but where an epoch of {what} ends is not known", hint)
 
 
 def _schedule_of(config: RunConfig) -> Schedule:
@@ -299,6 +305,18 @@ def schedule_of(data: TrainingData, resumed: Checkpoint | None) -> Schedule:
     """The data's table from a checkpoint's step on. Before it, what the checkpoint says was read."""
     earlier = None if resumed is None else stored_schedule(data, resumed)
     return data.schedule if resumed is None or earlier is None else data.schedule.after(earlier, resumed.step)
+
+
+def optim_of(config: RunConfig, facts: DataFacts, schedule: Schedule, steps: int) -> OptimConfig:
+    """The config's, with its warm-up in steps."""
+    per_epoch = facts.steps_per_epoch
+
+    def steps_in(epochs: float) -> int:
+        if per_epoch is not None:
+            return math.ceil(epochs * per_epoch)
+        return schedule.steps_until(epochs * (facts.windows or 0))
+
+    return config.optim.with_warmup_steps(steps, steps_in)
 
 
 def steps_of(config: RunConfig, facts: DataFacts, schedule: Schedule | None = None) -> int:

@@ -173,9 +173,16 @@ def visits_of(config: RunConfig, steps: int, windows: int | None) -> Visits:
     """The loop's own rules, counted instead of walked through: a run can have millions of steps."""
     sequences = config.train.batch_tokens // config.model.context
     every, save = config.eval.every, config.checkpoint.every
-    ends: set[int] = {steps} if steps else set()
-    if config.eval.epoch_end and windows is not None:
-        ends |= {-(-epoch * windows // sequences) for epoch in range(1, steps * sequences // windows + 1)}
+    last = {steps} if steps else set()
+
+    def ends_of_epochs(every: int) -> set[int]:
+        if not every or windows is None:
+            return set()
+        return {-(-epoch * windows // sequences) for epoch in range(every, steps * sequences // windows + 1, every)}
+
+    ends = last | ends_of_epochs(int(config.eval.epoch_end))
+    best = config.checkpoint.best
+    saved = ends_of_epochs(config.checkpoint.epochs) | (ends if best else last)
 
     def due(intervals: list[int], also: set[int]) -> int:
         """Steps that are a multiple of one of the intervals, or among `also`."""
@@ -185,11 +192,10 @@ def visits_of(config: RunConfig, steps: int, windows: int | None) -> Visits:
             counted -= steps // math.lcm(*intervals)
         return counted + sum(1 for step in also if all(step % interval for interval in intervals))
 
-    last = {steps} if steps else set()
     return Visits(
         evaluations=due([every], ends),
         samples=due([config.eval.sample_every], last) if config.eval.sample_tokens else 0,
-        checkpoints=due([save, every] if config.checkpoint.best else [save], ends if config.checkpoint.best else last),
+        checkpoints=due([save, every] if best else [save], saved),
     )
 
 

@@ -75,12 +75,13 @@ def make_plan(
     if tokens > MOST_SEQUENCES * context and not written:
         tokens = MOST_SEQUENCES * context
         notice(f"a step has {tokens:,} tokens instead of {config.train.batch_tokens:,}; --batch-tokens sets it")
-    warmup = config.optim.warmup_steps
-    if warmup > parity_steps and loaded.sources["optim.warmup_steps"].kind != "override":
+    asked = config.optim.warmup is not None  # a share of a run, or epochs of data, that are not measured
+    warmup = parity_steps + 1 if asked else config.optim.warmup_steps
+    if warmup > parity_steps and (asked or loaded.sources["optim.warmup_steps"].kind != "override"):
         warmup = parity_steps
         notice(f"the learning rate reaches its peak in {warmup} steps, so that the parity gate sees weights move")
     words = [f"train.batch_tokens={tokens}", f"train.steps={max(1000, parity_steps + steps + PERIOD)}"]
-    words += [f"optim.warmup_steps={warmup}"]
+    words += [f"optim.warmup_steps={warmup}", "optim.warmup=null"]
     values = config.model_copy(update={"data": data}).model_dump()
     fitted = load_stored(values, words, where="bench").config
     dataset = open_dataset(data.folder or "")

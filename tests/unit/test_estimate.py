@@ -139,6 +139,16 @@ def test_an_estimate_without_a_probe_tells_no_time(tiny):
     assert "--price" in free.cost.note
 
 
+def test_parts_of_the_memory_add_up_to_the_estimate(tiny):
+    found = estimate(tiny(), probe=False)
+    parts = dict(found.memory_parts)
+    assert sum(parts.values()) - 2 * parts["later"] == found.peak_estimate.value
+    assert sum(row.times * row.parameters for row in found.layers) == found.parameters.value
+    lines = shown(found.to_json())
+    assert any("weights" in line and "estimated" in line for line in lines)
+    assert any(line.startswith("block A") for line in lines)
+
+
 def test_power_is_not_told_without_a_card():
     import torch
 

@@ -23,7 +23,8 @@ from flatout.engine.features import Speed
 from flatout.engine.run import delivery_of
 from flatout.errors import ConfigError, DoesNotFitError, ResourceError
 from flatout.files import readable_sizes
-from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory
+from flatout.model.count import FrozenModel, LayerRow, MemoryEstimate, estimate_memory, layer_rows
+from flatout.model.feature import Form
 from flatout.optim.rules import state_bytes
 
 ROOM = 0.92  # of the memory may be taken: fragmentation and evaluation want the rest
@@ -57,6 +58,13 @@ def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | N
         labels=None if rows is None else rows.labels,
         shards=speed.shards,
     )
+
+
+def layers_of(config: RunConfig, vocab: int, speed: Speed) -> tuple[LayerRow, ...]:
+    """The model of a pretraining run by its layers, in a micro-batch under these switches."""
+    half, compiled = speed.precision in ("bf16", "fp16"), speed.compile != "off"
+    form = Form(half=half, compiled=compiled, execution=speed.execution, frozen=False)
+    return layer_rows(config.model, vocab, speed.micro_batch * config.model.context, form)
 
 
 def memory_on(

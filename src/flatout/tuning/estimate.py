@@ -35,11 +35,11 @@ from flatout.data.shards import TokenShards, open_dataset
 from flatout.data.training_data import DataFacts
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import check_fits, memory_of, ways
+from flatout.engine.fit_check import check_fits, layers_of, memory_of, ways
 from flatout.engine.opening import steps_of
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, ResourceError
-from flatout.model.count import parameter_count
+from flatout.model.count import LayerRow, parameter_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
@@ -111,6 +111,8 @@ class EstimateResult:
     device_bytes: int | None
     checkpoint_bytes: Figure
     disk_bytes: Figure
+    memory_parts: dict[str, int]  # of `peak_estimate`; `later` is to be taken off
+    layers: tuple[LayerRow, ...]
     table: tuple[Cell, ...]
     notes: tuple[str, ...]
     probe_seconds: float
@@ -263,6 +265,8 @@ class _Look:
             price=price,
             peak_estimate=Figure(self._memory(config, speed), "estimated", missing),
             device_bytes=self.device.memory_bytes,
+            memory_parts={"process": self.base} | dataclasses.asdict(memory_of(config, self.vocab, speed)),
+            layers=layers_of(config, self.vocab, speed),
             table=self._table(timed),
             notes=tuple(self._notes()),
             probe_seconds=time.monotonic() - self.began,

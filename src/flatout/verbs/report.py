@@ -19,6 +19,7 @@ def report(words: list[str]) -> int:
     )
     _add_runs(parser)
     parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, or here for several")
+    parser.number("--price", 0, 1e6, metavar="PER_HOUR", help="what an hour of the machine costs, in any currency")
     parser.flag("--overwrite", "also replace a file that is no report of flatout")
     parser.flag("--json", "print what the page would show as JSON, and write no page")
     parsed = parser.parse_mixed(words)
@@ -28,12 +29,12 @@ def report(words: list[str]) -> int:
     if parsed.json:
         from flatout.observe.report.data import report_data
 
-        print(json.dumps(report_data(read_runs(folders)), allow_nan=False))
+        print(json.dumps(report_data(read_runs(folders), price=parsed.price), allow_nan=False))
         return 0
     beside = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
     target = beside if parsed.out is None else Path(parsed.out)
     check_target(target, overwrite=parsed.overwrite)  # before anything is read
-    size = write_report(folders, target, overwrite=parsed.overwrite)
+    size = write_report(folders, target, overwrite=parsed.overwrite, price=parsed.price)
     print(f"wrote {target} ({size / 1000:,.0f} kB); open it in a browser")
     return 0
 

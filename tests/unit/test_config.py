@@ -35,7 +35,7 @@ from flatout.config.load import (
     with_hardware,
 )
 from flatout.config.model_section import GPT2, ModelConfig
-from flatout.config.schema import RunConfig, micro_batch_of
+from flatout.config.schema import CleanConfig, RunConfig, micro_batch_of
 from flatout.config.source import Source
 from flatout.config.suggest import FIELD_ELSEWHERE_CALLED, ITEM_ELSEWHERE_CALLED
 from flatout.config.yaml_loader import has_control_character, parse_yaml
@@ -653,6 +653,16 @@ def test_schema_is_a_json_schema_and_agrees_with_the_loader() -> None:
 # Presets and overlays
 
 
+def test_cleaning_is_switched_off_by_one_word() -> None:
+    assert load_config("common-crawl").config.clean != CleanConfig()
+    assert load_config("common-crawl", ["clean=off"]).config.clean == CleanConfig()
+    later = load_config("common-crawl", ["clean=off", "clean.min_characters=7"]).config.clean
+    assert later == CleanConfig(min_characters=7)
+    with pytest.raises(ConfigError, match="clean is a section") as error:
+        load_config("common-crawl", ["clean=on"])
+    assert "clean=off" in (error.value.hint or "")
+
+
 def test_the_shipped_names() -> None:
     assert PRESETS == [
         "common-crawl",
@@ -668,6 +678,7 @@ def test_the_shipped_names() -> None:
         "medium-32k-hybrid",
         "shakespeare-bpe",
         "shakespeare-char",
+        "shakespeare-eigenstate",
         "small-32k",
         "small-32k-eigenstate",
         "small-32k-hybrid",

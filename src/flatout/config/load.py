@@ -286,6 +286,9 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
                 f"command line: {path} cannot be set by an override",
                 f"a file names it as `{path}: NAME` in its first lines; the names are {', '.join(shipped_names(path))}",
             )
+        if path == "clean":
+            layer |= _no_cleaning(text, source)
+            continue
         if path not in field_facts():
             raise unknown_key(path, "command line")
         where, fact = f"command line: {path}", field_facts()[path]
@@ -294,6 +297,17 @@ def _override_layer(overrides: Sequence[str]) -> _Layer:
         value = yaml_loader.parse_collection(text, where).plain if as_list else yaml_loader.parse_scalar(text, where)
         layer[path] = _Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
+
+
+def _no_cleaning(text: str, source: Source) -> _Layer:
+    """Every rule of `clean` switched off: the one section with a value of its own, since presets have many rules on."""
+    paths = [f"clean.{name}" for name in names_in("clean")]
+    if text.strip() != "off":
+        raise ConfigError(
+            "command line: clean is a section, not a value",
+            f"clean=off switches every rule off; or give one of {', '.join(paths)}",
+        )
+    return {path: _Setting(field_facts()[path].default, source) for path in paths}
 
 
 def _merge(layers: Sequence[_Layer]) -> _Layer:

@@ -45,13 +45,12 @@ def print_estimate(body: Mapping[str, Any], stream: TextIO | None = None) -> Non
         sheet.add_row(*(printable(cell) for cell in cells), style="bold" if cells[0] == "time to finish" else "")
     console.print(sheet)
     console.print()
-    console.print(Text("memory of a step by micro-batch and context, estimated"), style="bold")
-    console.print(_memory_table(body))
     if body.get("layers"):
-        console.print()
         console.print(Text("layers, each; what is kept for backward is of one micro-batch"), style="bold")
         console.print(_layer_table(body))
         console.print()
+    console.print(Text("memory of a step by micro-batch and context, estimated"), style="bold")
+    console.print(_memory_table(body))
     for line in _closing(body):
         say(console, line)
 

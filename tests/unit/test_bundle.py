@@ -17,7 +17,7 @@ HOME = Path("/home/somebody")
 def run_with_data(folder: Path) -> Path:
     key = "hf_" + "a1" * 17
     records = [
-        info_of(),
+        info_of(folder),
         PreviewRecord(step=0, pieces=(("a row of private data", True),)),
         step_of(1),
         SampleRecord(step=1, prompt="private prompt", text="private sample"),

@@ -237,6 +237,17 @@ def test_any_step_can_be_gone_on_from(source: Path, monkeypatch: pytest.MonkeyPa
     assert {file for _, _, file, _ in places} == {0, 4}, "counted from the file on that follows one read in one go"
 
 
+def test_a_limited_stream_can_be_gone_on_from(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
+    write_rows(tmp_path / "more.jsonl", range(500, 560))
+    mixture = [SourceConfig(path=str(source)), SourceConfig(path=str(tmp_path / "more.jsonl"), weight=2)]
+    opened = open_stream(settings(mixture, max_documents=44))
+    steps = len(row_of_epoch(opened)) // (7 * CONTEXT) + 3
+    places = check_resume(opened, steps, batch=7, every=7)
+    assert {lap for _, lap, *_ in places} == {0, 1, 2}
+
+
 def test_places_after_a_resume_are_those_of_the_whole_reading(source: Path):
     write_rows(source / "e.jsonl.gz", range(200, 260))  # a second file that is read in one go
     parts_from = open_stream(settings(source)).train.parts

@@ -180,7 +180,7 @@ def test_energy_and_cost_of_a_run(tmp_path: Path):
         dataclasses.replace(machine_of(step, elapsed), power_watts=watts)
         for step, elapsed, watts in zip((1, 2, 3, 4), (10.0, 3610.0, 5.0, 1805.0), power, strict=True)
     ]  # the third is the first of another start
-    records = [info_of(), *(step_of(step, seconds=1800.0) for step in (1, 2, 3, 4)), *readings]
+    records = [info_of(tmp_path / "run"), *(step_of(step, seconds=1800.0) for step in (1, 2, 3, 4)), *readings]
     history = read_history(write_run(tmp_path / "run", records))
     (run,) = report_data([history], price=2.5)["runs"]
     assert figure(run, "energy") == "0.725 kWh", "an hour at 550 W and half an hour at 350 W"

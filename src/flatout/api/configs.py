@@ -7,6 +7,7 @@ from flatout.config.load import LoadedConfig, load_stored
 from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
 from flatout.engine.checkpoint import read_checkpoint
+from flatout.engine.overlays import fitted
 from flatout.engine.run_folder import checkpoint_to_load
 
 Config = LoadedConfig | RunConfig
@@ -19,9 +20,9 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 
 def with_sources(config: Config) -> LoadedConfig:
-    """A config made in Python counts as written by the user in every field that was set."""
+    """A config made in Python counts as written by the user in every field that was set; an overlay is applied."""
     if isinstance(config, LoadedConfig):
-        return config
+        return fitted(config)
     set_or_not = {True: Source("python", "config"), False: DEFAULT}
     sources = {
         f"{section}.{name}": set_or_not[name in getattr(config, section).model_fields_set]

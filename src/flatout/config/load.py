@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config import yaml_loader
-from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
+from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, check_shipped, preset_path, run_name, shipped_names
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
 from flatout.config.model_section import GPT2
@@ -32,20 +32,20 @@ _ALTERNATIVES = (
     ("train.steps", "train.epochs", "train.tokens"),
     ("speed.micro_batch", "speed.accumulation"),
 )
-# A hardware overlay says what fits, so it may lower these and never raises them.
-_LOWERED_BY_HARDWARE = ("model.context", "speed.micro_batch")
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
     """A valid config and, for every leaf by dotted path, the source of its value.
 
-    `notices` are lines for whoever trains it: what a layer changed that nobody may have meant.
+    `notices` are lines for whoever trains it. `hardware` is an overlay that was named; what it sets depends on the
+    memory that the model needs, which `flatout.engine.overlays` works out.
     """
 
     config: RunConfig
     sources: Mapping[str, Source]
     notices: tuple[str, ...] = ()
+    hardware: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,11 @@ _Layer = dict[str, _Setting]
 def load_config(
     target: str | Path | None = None, overrides: Sequence[str] = (), *, hardware: str | None = None
 ) -> LoadedConfig:
-    """Merge defaults < preset < hardware overlay < file < `a.b=c` overrides, and check the result.
+    """Merge defaults < preset < file < `a.b=c` overrides, and check the result.
 
     `target` is a preset's name or a config file; None is the default preset. A file may name a `preset:` to stand on
-    and a `hardware:` overlay; the `hardware` argument wins over the file's.
+    and a `hardware:` overlay; the `hardware` argument wins over the file's. An overlay comes between preset and file,
+    and is only named in the result: `flatout.engine.overlays.fitted` applies it.
     """
     path = _path_of(target)
     _refuse_data(Path(str(target)) if path is None else path)
@@ -93,12 +94,10 @@ def load_config(
         hardware_where = "command line"
 
     layers: list[_Layer] = []
-    below: _Layer = {}
     if preset is not None:
-        layers.append(_shipped_layer("preset", preset, preset_where))
+        layers.append(_preset_layer(preset, preset_where))
     if hardware is not None:
-        below = _merge(layers)
-        layers.append(_only_lowering(_shipped_layer("hardware", hardware, hardware_where), below))
+        check_shipped("hardware", hardware, hardware_where)
     values = {key: node for key, node in tree.items() if key not in _FILE_KEYS}
     layers.append(dict(_settings(values, "file", file_name, extras=_FILE_KEYS)))
     layers.append(_override_layer(overrides))
@@ -107,17 +106,7 @@ def load_config(
     name = run_name(path.stem if path is not None else str(preset))
     merged.setdefault("output.name", _Setting(name, Source("default", "name of the config")))
     loaded = _validated(merged, file_name if path is not None else f"preset {preset}")
-    return replace(loaded, notices=tuple(_notices(merged, below)))
-
-
-def _notices(merged: _Layer, below: _Layer) -> Iterator[str]:
-    """A shorter context is another model, which a flag about memory does not say. `below` is what an overlay met."""
-    context, before = merged.get("model.context"), below.get("model.context")
-    if context is not None and before is not None and context.source.kind == "hardware":
-        yield (
-            f"{context.source.where} lowers model.context from {before.value:,} to {context.value:,} tokens, which "
-            f"changes what is learned; model.context={before.value} keeps it"
-        )
+    return replace(loaded, hardware=hardware)
 
 
 # Files of these kinds are never configs. JSON may be one: YAML holds all of it.
@@ -154,12 +143,13 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = (), *, whe
     return _validated(_merge([stored, _override_layer(overrides)]), where)
 
 
-def with_hardware(loaded: LoadedConfig, name: str) -> RunConfig:
-    """A loaded config as `--hardware` would have made it: what a user wrote stays, and nothing is raised."""
-    below = _layer_of(loaded.config, "config")
-    overlay = _only_lowering(_shipped_layer("hardware", name, "command line"), below)
-    free = {path: setting for path, setting in overlay.items() if not loaded.sources[path].by_user}
-    return _validated(_merge([below, free]), f"hardware {name}").config
+def with_values(loaded: LoadedConfig, values: Mapping[str, Any], source: Source) -> LoadedConfig:
+    """A loaded config with other values of some fields, which come from `source`."""
+    layer = {
+        path: replace(setting, source=loaded.sources[path]) for path, setting in _layer_of(loaded.config, "").items()
+    }
+    layer |= {path: _Setting(value, source) for path, value in values.items()}
+    return replace(loaded, **vars(_validated(layer, source.where)) | {"notices": loaded.notices})
 
 
 def _layer_of(config: RunConfig, where: str) -> _Layer:
@@ -330,16 +320,6 @@ def _merge(layers: Sequence[_Layer]) -> _Layer:
     return merged
 
 
-def _only_lowering(overlay: _Layer, below: _Layer) -> _Layer:
-    """The overlay without the entries that would raise what the preset or the schema says."""
-
-    def raises(path: str) -> bool:
-        now = below[path].value if path in below else field_facts()[path].default
-        return path in _LOWERED_BY_HARDWARE and isinstance(now, int) and now <= overlay[path].value
-
-    return {path: setting for path, setting in overlay.items() if not raises(path)}
-
-
 def _validated(merged: _Layer, fallback: str) -> LoadedConfig:
     """The config that a layer makes; `fallback` is named in errors about what nobody wrote."""
     # Every section is there, so that its own checks run instead of `missing`.
@@ -369,6 +349,6 @@ def _lines_in(path: str, node: yaml_loader.Node, where: str) -> Iterator[tuple[s
 
 
 @cache
-def _shipped_layer(kind: ShippedKind, name: str, where: str) -> _Layer:
-    tree = yaml_loader.read_yaml(shipped_path(kind, name, where))
-    return dict(_settings(tree, kind, f"{kind} {name}"))
+def _preset_layer(name: str, where: str) -> _Layer:
+    tree = yaml_loader.read_yaml(preset_path(name, where))
+    return dict(_settings(tree, "preset", f"preset {name}"))

@@ -45,6 +45,10 @@ class Position:
     hub: dict[str, Any] | None = None
     taken: Count = NONE_TAKEN
 
+    def __post_init__(self) -> None:
+        documents, tokens, size = self.taken  # a list where it comes from JSON
+        object.__setattr__(self, "taken", (documents, tokens, size))
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

@@ -45,7 +45,8 @@ from flatout.diagnose.reading import Measurements, Verdict, judge
 from flatout.diagnose.trace import STEP, Kernel, Range, TraceFacts, read_trace
 from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import resolve_speed
-from flatout.engine.fit_check import memory_of, out_of_memory
+from flatout.engine.fit_check import out_of_memory
+from flatout.engine.memory import memory_of
 from flatout.engine.run import Run
 from flatout.engine.spans import PendingReports, SpanTotals
 from flatout.errors import HardwareError, UserError

@@ -35,7 +35,8 @@ from flatout.data.shards import TokenShards, open_dataset
 from flatout.data.training_data import DataFacts
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import check_fits, layers_of, memory_of, ways
+from flatout.engine.fit_check import check_fits, ways
+from flatout.engine.memory import layers_of, memory_of
 from flatout.engine.opening import steps_of
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, ResourceError

@@ -118,7 +118,7 @@ OTHER: dict[str, str | list[str]] = {
     "optim.learning_rate": "1e-3",
     "optim.schedule": "linear",
     "optim.warmup_steps": "1",
-    "optim.warmup": "0.5",
+    "optim.warmup": ["optim.warmup=1.0", "optim.warmup_steps=100"],
     "optim.min_ratio": "0.9",
     "optim.decay_fraction": ["optim.schedule=wsd", "optim.decay_fraction=0.9"],
     "optim.weight_decay": "1.0",

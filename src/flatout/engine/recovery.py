@@ -67,7 +67,8 @@ def _compile_failure(run: Run, error: RuntimeError) -> CompileFailure:
     """The error as a sentence where it is the compiler's and the step can be taken without it; raised otherwise."""
     if run.speed.compile == "off" or not is_compile_error(error) or run.step.updating:
         raise error
-    told = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:120]}"
+    cause = getattr(error, "inner_exception", error)  # of the backend, where that failed
+    told = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
     if _needs_a_restart(run):  # other ranks may have compiled it, and are in the middle of the step
         raise HardwareError(f"torch.compile failed: {told}", "set speed.compile=off") from error
     return CompileFailure(told)

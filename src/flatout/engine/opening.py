@@ -15,6 +15,7 @@ from flatout.config.schema import LoraConfig, OptimConfig, RunConfig
 from flatout.config.source import IN_PYTHON, Source
 from flatout.data.array_data import Arrays, open_arrays
 from flatout.data.chat_template import ChatTemplate
+from flatout.data.limits import limits_of
 from flatout.data.loader import windows_of
 from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
 from flatout.data.masking import stops_of
@@ -87,6 +88,11 @@ def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Array
         raise ConfigError(
             "arrays that are given to train are joined as they come",
             "set data.packing=concat, data.stride=null, data.documents=joined and data.streaming=false",
+        )
+    if limits_of(data) is not None:
+        raise ConfigError(
+            "limits on documents, tokens or bytes are for text that is read, and train was given data=",
+            "leave data.max_documents, data.max_tokens and data.max_bytes out, and give fewer arrays",
         )
     if config.train.epochs is not None:
         raise ConfigError("train.epochs is set, but how long an epoch of data= is, is not known", "set train.steps")

@@ -25,8 +25,10 @@ _OVERLAYS = (4, 8, 12, 16, 24, 48, 80)  # gigabytes of cards
 def summary(kind: ShippedKind, name: str) -> str:
     """The sentence that the first line of a shipped preset or overlay gives."""
     if kind == "hardware":
-        larger = next((f", below {size}" for size in _OVERLAYS if size > gigabytes(name)), " and more")
-        return f"For cards from {gigabytes(name)} GB{larger}: micro-batch and checkpointing by the model's memory."
+        size = gigabytes(name)
+        larger = next((other for other in _OVERLAYS if other > size), None)
+        cards = f"of {size} GB and more" if larger is None else f"from {size} GB, below {larger}"
+        return f"For cards {cards}: micro-batch and checkpointing by the memory that the model needs."
     with (_PRESETS / f"{name}.yaml").open(encoding="utf-8") as file:
         return file.readline().removeprefix("# summary:").strip()
 

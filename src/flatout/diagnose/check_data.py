@@ -18,6 +18,7 @@ from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of, told_by_type
 from flatout.data.inspect import read_report
+from flatout.data.limits import LIMITS
 from flatout.data.plan import STDIN, Inputs, Request, find_inputs, request_of
 from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset

@@ -148,8 +148,10 @@ class _Steps:
         report = attempt_step(run, batch)
         while not isinstance(report, torch.Tensor):  # it failed, and nothing has changed: again, with less
             yield from settle(run, self.progress, self.totals, self.pending.drain())
-            failed = isinstance(report, CompileFailure)
-            message = use_no_compiler(run, report) if failed else use_less_memory(run, batch, report)
+            if isinstance(report, CompileFailure):
+                message = use_no_compiler(run, report)
+            else:
+                message = use_less_memory(run, batch, report)
             yield NoticeRecord(step=step, message=message)
             self.pending.restart()
             report = attempt_step(run, batch)

@@ -17,6 +17,7 @@ from flatout.launch import OtherProcessError, check_one_process
 from flatout.streams import go_nowhere, usable_streams
 from flatout.verbs import (
     bench,
+    bundle,
     config,
     data,
     doctor,
@@ -144,6 +145,7 @@ VERBS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "plot": (plot.plot, "curves of one run or several, as pictures and CSV"),
     "report": (report.report, "one run or several as a page; serve-report shows it live"),
     "serve-report": (report.serve_report, ""),
+    "bundle": (bundle.bundle, "one zip file of a run for a bug report, without data, weights or keys"),
     "chat": (models.chat, "talk to a fine-tuned model"),
     "merge": (models.merge, "write a fine-tuned model as one folder, its adapters inside the weights"),
     "export": (models.export, "write a trained model as a Hugging Face folder"),

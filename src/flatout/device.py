@@ -16,25 +16,77 @@ import torch
 
 from flatout.errors import HardwareError
 
-# (pattern in the device's name, dense bf16 or fp16 TFLOP/s). First match wins, so longer names stand first.
-_PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    (r"B300", 2250.0),
-    (r"B200|GB200", 2250.0),
-    (r"H100 PCIe", 756.0),
-    (r"H100 NVL", 835.0),
+# (pattern in the device's name, dense bf16 or fp16 TFLOP/s with sums in fp32; None where a name does not tell it).
+# First match wins, so longer names stand first. Sources: NVIDIA's data sheets of each card for data centres and
+# workstations; for GeForce the appendices of its architecture whitepapers (Turing, GA102, Ada, RTX Blackwell), and for
+# models that came later the rate of the same tensor cores, 512 FLOP per SM and clock (half of what they reach with sums
+# in fp16), times SMs and boost clock on NVIDIA's page of the card.
+_PEAK_TFLOPS: tuple[tuple[str, float | None], ...] = (
+    (r"Laptop|Max-Q|Mobile", None),  # the clock depends on how much power the laptop gives
+    (r"GB200|GB300", 2500.0),
+    (r"B200|B300", 2250.0),
+    (r"H[12]00 NVL", 835.0),
+    (r"H[18]00 PCIe", 756.0),
     (r"H100|H200|H800|GH200", 989.4),
+    (r"\bH20\b", 148.0),
     (r"A100|A800", 312.0),
+    (r"\bA30\b", 165.0),
     (r"L40S", 362.0),
+    (r"\bL40\b", 181.0),
     (r"\bL4\b", 121.0),
-    (r"A40\b|RTX A6000", 149.7),
-    (r"A10\b", 125.0),
+    (r"\bA40\b", 149.7),
+    (r"\bA10\b", 125.0),
+    (r"V100S", 130.0),
+    (r"V100-PCIE", 112.0),
     (r"V100", 125.0),
-    (r"\bT4\b", 65.0),
+    (r"\bT4G?\b", 65.0),
+    (r"RTX 6000 Ada", 364.2),
+    (r"RTX 5000 Ada", 261.1),
+    (r"RTX 4500 Ada", 158.5),
+    (r"RTX 4000 Ada", 106.9),
+    (r"RTX 2000 Ada", 48.0),
+    (r"RTX A6000", 154.8),
+    (r"RTX A5000", 111.1),
+    (r"RTX A4500", 94.6),
+    (r"RTX A4000", 76.7),
+    (r"RTX A2000", 31.9),
+    (r"TITAN RTX|Quadro RTX (6|8)000", 130.5),
+    (r"Quadro RTX 5000", 89.2),
+    (r"Quadro RTX 4000", 57.0),
+    (r"TITAN V\b", 110.0),
+    (r"RTX 5090 D", None),  # the same chip with a limit on tensor cores that no data sheet tells for fp16
     (r"RTX 5090", 209.5),
+    (r"RTX 5080", 112.6),
+    (r"RTX 5070 Ti", 87.9),
+    (r"RTX 5070", 61.7),
+    (r"RTX 5060 Ti", 47.4),
+    (r"RTX 5060", 38.4),
+    (r"RTX 4090 D", 147.1),
     (r"RTX 4090", 165.2),
+    (r"RTX 4080 SUPER", 104.4),
     (r"RTX 4080", 97.5),
+    (r"RTX 4070 Ti SUPER", 88.2),
+    (r"RTX 4070 Ti", 80.2),
+    (r"RTX 4070 SUPER", 71.0),
+    (r"RTX 4070", 58.3),
+    (r"RTX 4060 Ti", 44.1),
+    (r"RTX 4060", 30.2),
+    (r"RTX 3090 Ti", 80.0),
     (r"RTX 3090", 71.0),
+    (r"RTX 3080 Ti", 68.2),
     (r"RTX 3080", 59.5),
+    (r"RTX 3070 Ti", 43.5),
+    (r"RTX 3070", 40.6),
+    (r"RTX 3060 Ti", 32.4),
+    (r"RTX 3060", 25.5),
+    (r"RTX 3050", None),  # one name for chips of 2304 and of 2560 cores
+    (r"RTX 2080 Ti", 53.8),
+    (r"RTX 2080 SUPER", 44.6),
+    (r"RTX 2080", 40.3),
+    (r"RTX 2070 SUPER", 36.2),
+    (r"RTX 2070", 29.9),
+    (r"RTX 2060 SUPER", 28.7),
+    (r"RTX 2060", 25.8),
 )
 
 
@@ -53,8 +105,9 @@ class Device:
     @property
     def peak_flops(self) -> float | None:
         """Dense half-precision FLOP/s by the data sheet, or None where the card is not known."""
-        known = (teraflops * 1e12 for pattern, teraflops in _PEAK_TFLOPS if re.search(pattern, self.name))
-        return next(known, None) if self.kind == "cuda" else None
+        known = (teraflops for pattern, teraflops in _PEAK_TFLOPS if re.search(pattern, self.name))
+        teraflops = next(known, None) if self.kind == "cuda" else None
+        return None if teraflops is None else teraflops * 1e12
 
     @property
     def bf16(self) -> bool:

@@ -109,6 +109,10 @@ def load(words: argparse.Namespace, *, tell: bool = True) -> "LoadedConfig":
         load_config(words.config, words.overrides)
         hardware = _hardware_here()
     loaded = load_config(words.config, words.overrides, hardware=hardware)
+    if loaded.hardware is not None:
+        from flatout.engine.overlays import fitted  # it needs torch: only where an overlay was asked for
+
+        loaded = fitted(loaded)
     for notice in loaded.notices if tell else ():
         print(f"note: {one_line(notice)}", file=sys.stderr)
     return loaded

@@ -17,6 +17,7 @@ from flatout.engine.books import Progress
 from flatout.engine.checkpoint import list_checkpoints
 from flatout.engine.saving import capture
 from flatout.errors import DataError, DivergedError, DoesNotFitError, HardwareError, UserError
+from flatout.generation import decode
 from flatout.model.count import estimate_memory
 from flatout.model.execution import Execution
 from flatout.model.gpt import GPT
@@ -107,6 +108,49 @@ def test_epoch_ends_are_reported_and_evaluated(tiny):
         tokens = (epoch.step - before) * info.batch_tokens
         assert epoch.tokens_per_second * epoch.seconds == pytest.approx(tokens)
         assert epoch.windows_per_second * epoch.seconds == pytest.approx(tokens / info.context)
+
+
+def test_checkpoints_at_the_ends_of_every_second_epoch(tiny):
+    words = ("train.epochs=3", "train.batch_tokens=2048", "eval.every=0", "checkpoint.every=0", "checkpoint.best=false")
+    records = list(flatout.train(tiny(*words, "checkpoint.epochs=2", "eval.sample_tokens=0")))
+    ends = [epoch.step for epoch in of(records, EpochRecord)]
+    assert [record.step for record in of(records, CheckpointRecord)] == [ends[1], ends[2]]
+
+
+def test_a_warm_up_in_epochs_or_as_a_share_ends_where_it_says(tiny):
+    words = ("train.epochs=2", "train.batch_tokens=1024", "optim.schedule=constant", "eval.sample_tokens=0")
+    for warmup in ("1 epoch", "0.5"):
+        records = list(flatout.train(tiny(*words, "optim.warmup_steps=100", f"optim.warmup={warmup}")))
+        rates = [record.learning_rate for record in of(records, StepRecord)]
+        end = of(records, EpochRecord)[0].step if "epoch" in warmup else round(0.5 * len(rates))
+        assert rates == sorted(rates)
+        assert rates[end - 2] < rates[end - 1] == rates[-1], warmup
+
+
+def test_samples_are_greedy_at_temperature_0(tiny, monkeypatch):
+    seen = []
+    plain = decode.sample_token
+    monkeypatch.setattr(decode, "sample_token", lambda *a, **how: seen.append(how["temperature"]) or plain(*a, **how))
+    list(flatout.train(tiny("train.steps=1", "eval.sample_tokens=3", "eval.sample_temperature=0")))
+    assert seen == [0.0] * 3
+
+
+@pytest.mark.parametrize("mode", ["default", "regional"])
+def test_a_compiler_that_fails_in_the_first_step_is_left_out(tiny, monkeypatch, mode):
+    def fails(*_: object) -> None:
+        raise ValueError("no such luck")
+
+    real = torch.compile
+    trial = "<lambda>"  # by which it is found out whether there is a compiler at all
+    compiled = lambda f, **how: f if f.__name__ == trial else real(f, backend=fails, dynamic=False)  # noqa: E731
+    monkeypatch.setattr(torch, "compile", compiled)
+    words = ("train.steps=2", "eval.sample_tokens=3", "model.dropout=0.1")
+    plain = list(flatout.train(tiny(*words, "speed.compile=off")))
+    records = list(flatout.train(tiny(*words, f"speed.compile={mode}", "output.name=other")))
+    told = [record.message for record in of(records, NoticeRecord) if "compile became off" in record.message]
+    assert len(told) == 1
+    assert "no such luck" in told[0]
+    assert [step.loss for step in of(records, StepRecord)] == [step.loss for step in of(plain, StepRecord)]
 
 
 def test_samples_come_where_nothing_else_is_due(tiny):

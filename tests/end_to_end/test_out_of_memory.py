@@ -9,7 +9,7 @@ import torch
 import flatout
 from flatout.config.load import load_config
 from flatout.device import detect_device, is_out_of_memory, limit_memory, memory_limit
-from flatout.engine.fit_check import memory_of
+from flatout.engine.memory import memory_of
 from flatout.engine.setup import setup_run
 from flatout.errors import ResourceError
 from flatout.model.gpt import GPT

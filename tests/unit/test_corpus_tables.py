@@ -796,6 +796,10 @@ def test_hub_names_have_three_parts_at_most() -> None:
     assert hub_parts("hf:a/b:c") == ("a/b", "c", "train")
     assert hub_parts("hf:a/b::d") == ("a/b", None, "d")
     assert hub_parts("hf:a/b:c:d") == ("a/b", "c", "d")
+    assert hub_parts("hf:c4") == ("allenai/c4", "en", "train")
+    assert hub_parts("hf:c4:de:validation") == ("allenai/c4", "de", "validation")
+    assert hub_parts("hf:TinyStories") == ("roneneldan/TinyStories", None, "train")
+    assert hub_parts("hf:mine/c4") == ("mine/c4", None, "train")
     for wrong in ("hf:", "hf:a:b:c:d", "a/b", "hf::train"):
         with pytest.raises(DataError):
             hub_parts(wrong)

@@ -20,10 +20,13 @@ from flatout.model.count import (
     adapter_count,
     estimate_memory,
     flops_per_token,
+    layer_rows,
     parameter_count,
     whole_count,
 )
 from flatout.model.execution import Execution
+from flatout.model.feature import Form
+from flatout.model.fields import FEATURES
 from flatout.model.gpt import GPT, build_model
 from flatout.optim.adamw import EightBitAdamW
 from flatout.optim.rules import state_bytes
@@ -49,6 +52,18 @@ VARIANTS = [
 def test_parameter_count_is_numel(variant):
     config = ModelConfig(**SHAPE, **variant)
     assert parameter_count(config, VOCAB) == sum(p.numel() for p in build_model(config, VOCAB).parameters())
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, {"pattern": "WWA", "window": 8}])
+def test_layers_add_up_to_the_model(variant):
+    config = ModelConfig(**SHAPE, **variant)
+    form = Form(half=False, compiled=False, execution=Execution(), frozen=False)
+    rows = layer_rows(config, VOCAB, 64, form)
+    assert sum(row.times * row.parameters for row in rows) == parameter_count(config, VOCAB)
+    assert sum(row.times * row.flops for row in rows) == pytest.approx(flops_per_token(config, VOCAB))
+    how = {"micro_batch": 2, "half": False, "compiled": False, "execution": Execution()}
+    fixed = sum(feature.fixed(config, config.context, form)[0] for feature in FEATURES)
+    assert sum(row.times * row.kept_bytes for row in rows) + fixed == estimate_memory(config, VOCAB, **how).activations
 
 
 def test_swiglu_holds_as_much_as_two_matrices_would():

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import Mock
@@ -312,6 +313,84 @@ def test_weights_repeat_or_thin_out_training_documents(tmp_path: Path, small_par
     assert report["records"] == 100 == sum(report["kept"].values()) + sum(report["dropped"].values())
 
 
+LIMITS_HERE = [("max_documents", 17), ("max_tokens", 400), ("max_bytes", 400), ("max_documents", 1000)]
+
+
+@pytest.mark.parametrize(("limit", "most"), LIMITS_HERE)
+def test_limits_take_the_first_whole_documents(tmp_path: Path, small_parts: None, limit: str, most: int) -> None:
+    manifest = pack(rows(tmp_path), tmp_path / "data", split="document", more={limit: most}, workers=0)
+    sizes = {"max_documents": [1] * len(TEXTS), "max_tokens": [len(text) + 1 for text in TEXTS]}
+    count = int(np.count_nonzero(np.cumsum(sizes.get(limit, [len(text) for text in TEXTS])) <= most))
+    train, val = texts_of(tmp_path / "data")
+    assert sorted(train + val) == sorted(TEXTS[:count])
+    assert manifest.settings[limit] == most
+    report = read_report(tmp_path / "data")
+    assert report is not None
+    assert report["records"] - report["dropped"].get("limit", 0) == count
+    assert report["records"] < len(TEXTS) or most == 1000, "the rest is not read"
+    again = pack(rows(tmp_path), tmp_path / "again", split="document", more={limit: most}, workers=2)
+    assert again.to_bytes() == manifest.to_bytes()
+
+
+def test_a_limit_is_of_each_source_and_not_of_the_validation_source(tmp_path: Path, small_parts: None) -> None:
+    names = [tmp_path / f"{name}.jsonl" for name in ("a", "b", "val")]
+    for name in names:
+        name.write_text("".join(f'{{"text": "{name.stem}{number:03d} words"}}\n' for number in range(50)))
+    mixture = [{"path": str(names[0]), "weight": 2}, str(names[1])]
+    pack(mixture, tmp_path / "data", more={"val_source": str(names[2]), "max_documents": 3}, workers=0)
+    train, val = texts_of(tmp_path / "data")
+    first, second = ([f"{name}{number:03d} words" for number in range(3)] for name in "ab")
+    assert train == first + first + second
+    assert len(val) == 50
+
+
+def test_a_limited_prepare_goes_on_where_it_was_stopped(
+    tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Journal.write
+    names = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    for name in names:
+        Path(name).write_text("".join(f'{{"text": "{Path(name).stem}{n:03d} words"}}\n' for n in range(90)))
+    limit = {"max_documents": 31}
+    whole = pack(names, tmp_path / "whole", more=limit, workers=0)
+    for stop in (1, 3, 5):
+        left = iter(range(stop))
+
+        def dies(journal: Journal, number: int, result: PartResult, left: Iterator[int] = left) -> None:
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            write(journal, number, result)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Journal, "write", dies)
+            with pytest.raises(KeyboardInterrupt):
+                pack(names, tmp_path / f"data{stop}", more=limit, workers=0)
+        assert pack(names, tmp_path / f"data{stop}", more=limit, workers=0).to_bytes() == whole.to_bytes()
+
+
+def test_the_characters_of_a_limited_source_are_those_of_what_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "aab bab"}\n{"text": "abba b"}\n{"text": "xyz"}\n')
+    manifest = pack(str(tmp_path / "a.jsonl"), tmp_path / "data", "char", more={"max_documents": 2}, workers=0)
+    assert manifest.vocab == 3
+
+
+def test_a_first_document_past_the_limit_is_an_error(tmp_path: Path) -> None:
+    for tokenizer in ("bytes", "char"):
+        with pytest.raises(DataError, match=r"first document of .* is larger than data.max_bytes=10,") as error:
+            pack(rows(tmp_path), tmp_path / "data", tokenizer, more={"max_bytes": 10})
+        assert "data.document_start" in (error.value.hint or "")
+        assert not (tmp_path / "data").exists()
+
+
+def test_another_limit_is_another_dataset(tmp_path: Path) -> None:
+    data = DataConfig(source=rows(tmp_path), tokenizer="bytes", folder=str(tmp_path / "data"), max_documents=20)
+    prepare_data(data)
+    assert prepare_data(data)[1] is False
+    for other in (None, 21):
+        with pytest.raises(DataError, match="was prepared with max_documents 20"):
+            prepare_data(data.model_copy(update={"max_documents": other}))
+
+
 @pytest.mark.parametrize("weight", [1.0, 2.0, 3.0])
 def test_copies_of_a_text_over_several_parts_are_whole(
     tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch, weight: float
@@ -528,7 +607,7 @@ def test_a_compressed_file_is_cut_by_what_is_in_it_and_goes_on_from_any_part(
             self.parts, self.first = parts, first
             self.noted: dict[int, int] = {}
 
-        def has(self, number: int) -> bool:
+        def has(self, number: int, source: int) -> bool:
             return number < self.parts
 
         def parts_of(self, file: int) -> int | None:
@@ -635,7 +714,7 @@ def test_a_journal_keeps_what_belongs_to_its_plan_and_nothing_else(tmp_path: Pat
     journal.note(0, 3)
     journal.note(4, 1)
     again = Journal(tmp_path, {"plan": 1})
-    assert [again.has(number) for number in (6, 7, 8)] == [False, True, False]
+    assert [again.has(number, result.head.source) for number in (6, 7, 8)] == [False, True, False]
     assert [again.parts_of(file) for file in (0, 1, 4)] == [3, None, 1]
     assert again.head(7) == result.head
     read = again.read(7)
@@ -646,10 +725,10 @@ def test_a_journal_keeps_what_belongs_to_its_plan_and_nothing_else(tmp_path: Pat
     assert (index.tokens, index.pieces.tobytes(), index.signatures) == (b"", result.pieces.tobytes(), b"")
     (tmp_path / "parts" / "mine.txt").touch()
     other = Journal(tmp_path, {"plan": 2})
-    assert not other.has(7)
+    assert not other.has(7, result.head.source)
     assert other.parts_of(0) is None
     assert [path.name for path in (tmp_path / "parts").iterdir()] == ["mine.txt"], "what is not ours stays"
-    assert not Journal(tmp_path, {"plan": 1}).has(7), "what was of the first plan is gone for good"
+    assert not Journal(tmp_path, {"plan": 1}).has(7, 1), "what was of the first plan is gone for good"
 
 
 def test_a_journal_believes_nothing_that_was_changed(tmp_path: Path) -> None:
@@ -659,10 +738,10 @@ def test_a_journal_believes_nothing_that_was_changed(tmp_path: Path) -> None:
     path = tmp_path / "parts" / "00000007.part"
     whole = path.read_bytes()
     (tmp_path / "parts" / "00000008.part").write_bytes(whole)
-    assert not journal.has(8), "another part's"
+    assert not journal.has(8, 1), "another part's"
     for damaged in (whole[:-1], whole + b"x", whole[:20], b"", whole[:-1] + b"x", whole[:50] + b"x" + whole[51:]):
         path.write_bytes(damaged)
-        assert not Journal(tmp_path, {"plan": 1}).has(7)
+        assert not Journal(tmp_path, {"plan": 1}).has(7, 1)
         with pytest.raises(DataError, match="was damaged meanwhile"):
             journal.read(7, tokens=False)
     path.write_bytes(whole + b"x")

@@ -127,6 +127,15 @@ def test_weights_take_documents_as_prepare_does(source: Path, tmp_path: Path):
     check_against_prepared(settings(mixture), tmp_path / "data")
 
 
+@pytest.mark.parametrize("kept", [2**22, 100], ids=["kept", "read again"])
+@pytest.mark.parametrize("limit", [{"max_documents": 33}, {"max_tokens": 1500}, {"max_bytes": 2000}], ids=str)
+def test_limits_take_documents_as_prepare_does(source, tmp_path, monkeypatch, limit, kept):
+    monkeypatch.setattr(stream, "_SMALL_SOURCE", kept)
+    write_rows(tmp_path / "more.jsonl", range(500, 560))
+    mixture = [SourceConfig(path=str(source)), SourceConfig(path=str(tmp_path / "more.jsonl"), weight=2.5)]
+    check_against_prepared(settings(mixture, **limit), tmp_path / "data")
+
+
 def test_validation_may_have_a_source_of_its_own(source: Path, tmp_path: Path):
     write_rows(tmp_path / "val.jsonl", range(500, 530))
     check_against_prepared(settings(source, val_source=str(tmp_path / "val.jsonl")), tmp_path / "data")
@@ -226,6 +235,17 @@ def test_any_step_can_be_gone_on_from(source: Path, monkeypatch: pytest.MonkeyPa
     places = check_resume(opened, steps, batch=7, every=7)
     assert {epoch for epoch, *_ in places} == {0, 1, 2}
     assert {file for _, _, file, _ in places} == {0, 4}, "counted from the file on that follows one read in one go"
+
+
+def test_a_limited_stream_can_be_gone_on_from(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(stream_loader, "BLOCK_WINDOWS", 10)
+    monkeypatch.setattr(stream, "_SMALL_SOURCE", 0)
+    write_rows(tmp_path / "more.jsonl", range(500, 560))
+    mixture = [SourceConfig(path=str(source)), SourceConfig(path=str(tmp_path / "more.jsonl"), weight=2)]
+    opened = open_stream(settings(mixture, max_documents=44))
+    steps = len(row_of_epoch(opened)) // (7 * CONTEXT) + 3
+    places = check_resume(opened, steps, batch=7, every=7)
+    assert {lap for _, lap, *_ in places} == {0, 1, 2}
 
 
 def test_places_after_a_resume_are_those_of_the_whole_reading(source: Path):

@@ -614,7 +614,9 @@ def test_what_is_said_to_fit_does_fit(here: Path):
         hardware = way.removeprefix("--hardware ").split()[0] if way.startswith("--hardware") else None
         words = [] if hardware else way.split()
         again = visit(*words, target="gpt2-350m", machine=small, hardware=hardware)
-        assert not [one for one in told(again, "warn", "bad") if one.area == "memory"], way
+        # The overlay of a smaller card may leave room on this one, which is advice and not a step that does not fit.
+        tight = [one for one in told(again, "warn", "bad") if one.area == "memory" and one.name != "micro-batch"]
+        assert not tight, way
 
 
 def test_tokens_of_text_that_is_not_ascii_are_reckoned_by_its_bytes(here: Path):

@@ -28,7 +28,10 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
         epoch = windows is not None and step * sequences // windows > (step - 1) * sequences // windows
         evaluating = ending or is_due(step, config.eval.every) or (config.eval.epoch_end and epoch)
         sampling = ending or is_due(step, config.eval.sample_every)
-        saving = ending or is_due(step, config.checkpoint.every) or (evaluating and config.checkpoint.best)
+        every = config.checkpoint.epochs
+        span = (windows or 1) * every
+        whole = bool(epoch and every) and step * sequences // span > (step - 1) * sequences // span
+        saving = ending or whole or is_due(step, config.checkpoint.every) or (evaluating and config.checkpoint.best)
         evaluations += evaluating
         samples += sampling and config.eval.sample_tokens > 0
         saves += saving
@@ -46,6 +49,8 @@ def walked(config: RunConfig, steps: int, windows: int | None) -> Visits:
         ["eval.every=8", "eval.epoch_end=true", "checkpoint.every=9", "eval.sample_every=3"],
         ["eval.every=0", "eval.epoch_end=true", "checkpoint.best=false", "checkpoint.every=11"],
         ["eval.every=1", "checkpoint.every=1"],
+        ["eval.every=0", "checkpoint.every=11", "checkpoint.epochs=2"],
+        ["eval.every=9", "eval.epoch_end=true", "checkpoint.every=0", "checkpoint.epochs=1", "checkpoint.best=false"],
     ],
 )
 @pytest.mark.parametrize(("steps", "windows"), [(100, 131), (99, 40), (1, 7), (0, 7), (57, None)])
@@ -132,6 +137,16 @@ def test_an_estimate_without_a_probe_tells_no_time(tiny):
     assert found.notes == ()
     free = estimate(tiny(), probe=False)
     assert "--price" in free.cost.note
+
+
+def test_parts_of_the_memory_add_up_to_the_estimate(tiny):
+    found = estimate(tiny(), probe=False)
+    parts = dict(found.memory_parts)
+    assert sum(parts.values()) - 2 * parts["later"] == found.peak_estimate.value
+    assert sum(row.times * row.parameters for row in found.layers) == found.parameters.value
+    lines = shown(found.to_json())
+    assert any("weights" in line and "estimated" in line for line in lines)
+    assert any(line.startswith("block A") for line in lines)
 
 
 def test_power_is_not_told_without_a_card():

@@ -12,8 +12,9 @@ from flatout.config.schema import ModelConfig, RunConfig
 from flatout.config.source import DEFAULT
 from flatout.engine.case import Dealing
 from flatout.engine.features import resolve_speed
-from flatout.engine.fit_check import fits_well, memory_of
+from flatout.engine.fit_check import fits_well
 from flatout.engine.form import check_switches, dealings
+from flatout.engine.memory import memory_of
 from flatout.engine.slices import entry_of, joined_entries, slice_file, well_formed
 from flatout.errors import ConfigError
 from flatout.model.count import estimate_memory, parameter_count

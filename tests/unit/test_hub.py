@@ -23,7 +23,7 @@ from flatout.config.yaml_loader import format_value
 from flatout.data.prepare import data_folder
 from flatout.errors import CheckpointError, UsageError, UserError
 from flatout.model.gpt import GPT, build_model
-from flatout.model.hub import model_type_of, read_description
+from flatout.model.hub import check_same_model, model_type_of, read_description
 from flatout.model.hub_find import FoundModel, find_model
 from flatout.model.hub_weights import export_huggingface, load_huggingface
 from tests.chat_models import as_a_stranger
@@ -104,16 +104,31 @@ def test_a_shorter_context_is_the_same_model(tmp_path):
         ("llama", {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 16}),
     ],
 )
-def test_a_sliding_window_must_hold_the_context(kind, values, tmp_path):
+def test_a_sliding_window_becomes_ours_where_it_is_shorter_than_the_context(kind, values, tmp_path):
     write(tmp_path / "m", kind)
     change(tmp_path / "m", **values)
-    with pytest.raises(CheckpointError, match="slides over 16 tokens, less than the context of 32") as error:
-        read_description(tmp_path / "m")
-    assert "at most 16" in error.value.hint
-    assert read_description(tmp_path / "m", context=16).config.context == 16
+    found = read_description(tmp_path / "m").config
+    assert (found.kinds, found.window) == ("WW", 16)
+    short = read_description(tmp_path / "m", context=16)
+    assert (short.config.context, short.config.kinds) == (16, "AA")
+    check_same_model(short.config, read_description(tmp_path / "m"), "")
     for window in (32, None):
         change(tmp_path / "m", sliding_window=window)
-        assert read_description(tmp_path / "m").config.context == 32
+        plain = read_description(tmp_path / "m")
+        assert (plain.config.context, plain.config.kinds) == (32, "AA")
+        with pytest.raises(CheckpointError, match="pattern 'W' and window 16"):
+            check_same_model(found, plain, "")
+
+
+def test_layers_that_slide_become_a_pattern(tmp_path):
+    write(tmp_path / "m", "qwen2")
+    change(tmp_path / "m", use_sliding_window=True, sliding_window=16, max_window_layers=1)
+    assert read_description(tmp_path / "m").config.kinds == "AW"
+    change(tmp_path / "m", layer_types=["sliding_attention", "full_attention"])
+    assert read_description(tmp_path / "m").config.kinds == "WA"
+    change(tmp_path / "m", layer_types=["sliding_attention"])
+    with pytest.raises(CheckpointError, match="layer_types names 1 layers, and there are 2"):
+        read_description(tmp_path / "m")
 
 
 def test_windows_that_no_layer_uses_do_not_matter(tmp_path):

@@ -16,7 +16,7 @@ from flatout.config.load import load_config
 from flatout.config.source import DEFAULT
 from flatout.engine.case import Dealing
 from flatout.engine.features import resolve_speed
-from flatout.engine.fit_check import memory_of
+from flatout.engine.memory import memory_of
 from flatout.errors import UsageError
 from flatout.model.count import parameter_count
 from flatout.observe.measured.plan_picture import draw_plan

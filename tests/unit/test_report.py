@@ -174,6 +174,21 @@ def test_figures_of_a_finished_run(tmp_path: Path):
     assert table["Slowest step"] == "38.1 s"
 
 
+def test_energy_and_cost_of_a_run(tmp_path: Path):
+    power = [600.0, 500.0, 400.0, 300.0]
+    readings = [
+        dataclasses.replace(machine_of(step, elapsed), power_watts=watts)
+        for step, elapsed, watts in zip((1, 2, 3, 4), (10.0, 3610.0, 5.0, 1805.0), power, strict=True)
+    ]  # the third is the first of another start
+    records = [info_of(tmp_path / "run"), *(step_of(step, seconds=1800.0) for step in (1, 2, 3, 4)), *readings]
+    history = read_history(write_run(tmp_path / "run", records))
+    (run,) = report_data([history], price=2.5)["runs"]
+    assert figure(run, "energy") == "0.725 kWh", "an hour at 550 W and half an hour at 350 W"
+    assert figure(run, "cost") == "5.00", "two hours"
+    (free,) = report_data([history])["runs"]
+    assert not any(found["key"] == "cost" for found in free["figures"])
+
+
 def test_the_table_of_switches_is_what_the_run_said(tmp_path: Path):
     run = run_of(finished_run(tmp_path / "run"))
     assert ["attention", "fa4", "cudnn", "flash-attn-4 is not installed"] in run["switches"]

@@ -76,3 +76,11 @@ def test_a_warm_up_longer_than_the_run_reaches_the_peak_with_its_last_update(kin
     factors = rate_factors(OptimConfig(schedule=kind, warmup_steps=50), 10)
     assert factors == rate_factors(OptimConfig(schedule=kind, warmup_steps=10), 10)
     assert factors[-1] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps"), [(None, 7), (0.05, 10), (0.0, 0), (1.0, 200), ("2 epochs", 80), ("0.5 epochs", 20)]
+)
+def test_a_warm_up_is_told_in_steps_as_a_share_or_in_epochs(warmup, steps):
+    optim = OptimConfig(warmup_steps=7, warmup=warmup).with_warmup_steps(200, lambda epochs: round(40 * epochs))
+    assert (optim.warmup_steps, optim.warmup) == (steps, None)

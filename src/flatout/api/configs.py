@@ -20,9 +20,11 @@ def stored_config(path: Path, overrides: Sequence[str] = ()) -> LoadedConfig:
 
 
 def with_sources(config: Config) -> LoadedConfig:
-    """A config made in Python counts as written by the user in every field that was set."""
+    """A config made in Python counts as written by the user in every field that was set; an overlay is applied."""
     if isinstance(config, LoadedConfig):
-        return config
+        from flatout.engine.overlays import fitted  # here: the doctor must do without torch
+
+        return fitted(config)
     set_or_not = {True: Source("python", "config"), False: DEFAULT}
     sources = {
         f"{section}.{name}": set_or_not[name in getattr(config, section).model_fields_set]

@@ -94,17 +94,22 @@ def _target(out: str | None, runs: list[Path], *, svg: bool) -> tuple[Path, str,
 
 
 def report(
-    runs: str | Path | Sequence[str | Path] = (), out: str | Path | None = None, *, overwrite: bool = False
+    runs: str | Path | Sequence[str | Path] = (),
+    out: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    price: float | None = None,
 ) -> Path:
     """Writes one HTML page that shows a run, or several side by side, and returns its path.
 
     `runs` are folders or names under runs/; without any it is the newest run there. The page is report.html in the
     run's folder, for several runs ./report.html. A file that is no report is replaced only with `overwrite`.
+    `price` is what an hour of the machine costs.
     """
     named = [runs] if isinstance(runs, str | Path) else list(runs)
     folders = [find_run(str(run)) for run in named] or [find_run(None)]
     beside = folders[0] / "report.html" if len(folders) == 1 else Path("report.html")
     target = beside if out is None else Path(out)
     check_target(target, overwrite=overwrite)  # before anything is read
-    write_report(folders, target, overwrite=overwrite)
+    write_report(folders, target, overwrite=overwrite, price=price)
     return target

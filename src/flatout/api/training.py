@@ -9,7 +9,7 @@ from typing import Any, overload
 
 from flatout.api.configs import Config, plain, stored_config
 from flatout.api.resuming import Origin, check_resumed, check_shape, find_origin, own_settings
-from flatout.config.load import load_config, show
+from flatout.config.load import LoadedConfig, load_config, show
 from flatout.config.schema import RunConfig
 from flatout.data.array_data import Arrays
 from flatout.data.pack import Progress
@@ -22,6 +22,7 @@ from flatout.engine.fit_check import check_disk
 from flatout.engine.full_disk import when_there_is_room
 from flatout.engine.given import Given
 from flatout.engine.loop import train_loop
+from flatout.engine.overlays import fitted
 from flatout.engine.recovery import use_at_most
 from flatout.engine.run import Run
 from flatout.engine.run_files import check_own
@@ -156,6 +157,7 @@ def _train(
         resume = "auto"  # started again by the launcher: the same command resumes
     if config is None:
         config = load_config() if resume in (None, "auto") else stored_config(Path(resume))
+    config = fitted(config) if isinstance(config, LoadedConfig) else config
     settings = plain(config)
     try_threads.cache_clear()  # who uses the cores may have changed since the last run of this process
     waits = {"join": settings.parallel.join, "timeout": settings.parallel.timeout}

@@ -1,10 +1,10 @@
-"""What is shipped: presets and hardware overlays, as YAML files beside this module.
+"""What is shipped: presets, as YAML files beside this module, and the names of hardware overlays.
 
 The idea: a preset is an ordinary config file whose first line is `# summary: one sentence`, so a user can read it, copy
-it and change it. An overlay makes a run fit a card's memory; its name is the card's gigabytes.
+it and change it. An overlay makes a run fit a card's memory; its name is the card's gigabytes, and what it sets is
+worked out for each model (`engine/overlays.py`).
 
-The contract: a name that is not shipped is a `ConfigError` that offers the nearest one. The trap: overlays are sized
-for GPT-2 124M in bf16; a larger model may still not fit.
+The contract: a name that is not shipped is a `ConfigError` that offers the nearest one.
 """
 
 import re
@@ -16,19 +16,26 @@ from flatout.config.yaml_loader import printable
 from flatout.errors import ConfigError
 
 DEFAULT_PRESET = "shakespeare-char"
+_PRESETS = Path(__file__).with_name("presets")
 
 ShippedKind = Literal["preset", "hardware"]
+_OVERLAYS = (4, 8, 12, 16, 24, 48, 80)  # gigabytes of cards
 
 
 def summary(kind: ShippedKind, name: str) -> str:
     """The sentence that the first line of a shipped preset or overlay gives."""
-    with (_shipped_folder(kind) / f"{name}.yaml").open(encoding="utf-8") as file:
+    if kind == "hardware":
+        size = gigabytes(name)
+        larger = next((other for other in _OVERLAYS if other > size), None)
+        cards = f"of {size} GB and more" if larger is None else f"from {size} GB, below {larger}"
+        return f"For cards {cards}: micro-batch and checkpointing by the memory that the model needs."
+    with (_PRESETS / f"{name}.yaml").open(encoding="utf-8") as file:
         return file.readline().removeprefix("# summary:").strip()
 
 
 def preset_text(name: str) -> str:
     """The YAML of a preset, with its comments."""
-    return shipped_path("preset", name, "command line").read_text(encoding="utf-8")
+    return preset_path(name, "command line").read_text(encoding="utf-8")
 
 
 def copy_preset(name: str, destination: Path) -> Path:
@@ -58,7 +65,7 @@ def hardware_for(vram_bytes: int) -> str:
     Cards report less than their name says, because ECC and firmware take a share, so nine tenths are enough.
     """
     names = shipped_names("hardware")
-    fitting = [name for name in names if vram_bytes >= 0.9 * _gigabytes(name) * 2**30]
+    fitting = [name for name in names if vram_bytes >= 0.9 * gigabytes(name) * 2**30]
     return fitting[-1] if fitting else names[0]
 
 
@@ -67,8 +74,14 @@ def run_name(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).lstrip("._-")[:100] or "run"
 
 
-def shipped_path(kind: ShippedKind, name: str, where: str) -> Path:
-    """The file of a preset or overlay; `where` says in the error who named one that is not shipped."""
+def preset_path(name: str, where: str) -> Path:
+    """The file of a preset; `where` says in the error who named one that is not shipped."""
+    check_shipped("preset", name, where)
+    return _PRESETS / f"{name}.yaml"
+
+
+def check_shipped(kind: ShippedKind, name: str, where: str) -> None:
+    """Refuses a preset or an overlay that is not shipped; `where` says who named it."""
     from difflib import get_close_matches  # here: keeps the command line's start short
 
     names = shipped_names(kind)
@@ -83,19 +96,15 @@ def shipped_path(kind: ShippedKind, name: str, where: str) -> Path:
             hint = f"a setting with blanks in it needs quotes around all of it; {listed}"
         noun = "preset" if kind == "preset" else "hardware overlay"
         raise ConfigError(f"{where}: there is no {noun} {shorten_path(name)}", hint)
-    return _shipped_folder(kind) / f"{name}.yaml"
 
 
 def shipped_names(kind: ShippedKind) -> list[str]:
     """Names of the presets in alphabetical order, or of the overlays from small to large."""
-    names = [path.stem for path in _shipped_folder(kind).glob("*.yaml")]
-    return sorted(names, key=_gigabytes) if kind == "hardware" else sorted(names)
+    if kind == "hardware":
+        return [f"{size}gb" for size in _OVERLAYS]
+    return sorted(path.stem for path in _PRESETS.glob("*.yaml"))
 
 
-def _shipped_folder(kind: ShippedKind) -> Path:
-    presets = Path(__file__).with_name("presets")
-    return presets if kind == "preset" else presets / "hardware"
-
-
-def _gigabytes(overlay: str) -> int:
+def gigabytes(overlay: str) -> int:
+    """The memory that an overlay is for."""
     return int(overlay.removesuffix("gb"))

@@ -43,6 +43,12 @@ class DataConfig(Section):
     """In text files, each line that begins with this, after spaces, begins a document; null has one."""
     invalid_utf8: Literal["strict", "replace", "skip"] = "strict"
     """Documents with bytes that are not UTF-8: list and leave out, repair with U+FFFD, or drop."""
+    max_documents: Positive | None = None
+    """Take at most this many documents of each source, the first ones; null takes all."""
+    max_tokens: Positive | None = None
+    """Take whole documents of each source up to this many tokens; null takes all."""
+    max_bytes: Positive | None = None
+    """Take whole documents of each source up to this many bytes of text; null takes all."""
     split: Literal["contiguous", "document"] = "contiguous"
     """Take validation from the end of the text, or choose whole documents by hash."""
     val_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1

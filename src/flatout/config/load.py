@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config import yaml_loader
-from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
+from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, check_shipped, preset_path, run_name, shipped_names
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
 from flatout.config.from_python import python_layer
@@ -33,20 +33,20 @@ _ALTERNATIVES = (
     ("train.steps", "train.epochs", "train.tokens"),
     ("speed.micro_batch", "speed.accumulation"),
 )
-# A hardware overlay says what fits, so it may lower these and never raises them.
-_LOWERED_BY_HARDWARE = ("model.context", "speed.micro_batch")
 
 
 @dataclass(frozen=True)
 class LoadedConfig:
     """A valid config and, for every leaf by dotted path, the source of its value.
 
-    `notices` are lines for whoever trains it: what a layer changed that nobody may have meant.
+    `notices` are lines for whoever trains it. `hardware` is an overlay that was named; what it sets depends on the
+    memory that the model needs, which `flatout.engine.overlays` works out.
     """
 
     config: RunConfig
     sources: Mapping[str, Source]
     notices: tuple[str, ...] = ()
+    hardware: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,13 @@ def load_config(
     hardware: str | None = None,
     **settings: Any,
 ) -> LoadedConfig:
-    """Merges defaults < preset < hardware overlay < file < overrides < settings, and checks the result.
+    """Merges defaults < preset < file < overrides < settings, and checks the result.
 
     `target` is a preset's name, a config file, or a mapping of what such a file holds; None is the default preset. A
     file may name a `preset:` whose values it changes and a `hardware:` overlay; the `hardware` argument wins over the
     file's. `overrides` are words such as `train.steps=100`, `settings` the same as keywords, by section or by path:
-    `train={"steps": 100}`, `**{"train.steps": 100}`.
+    `train={"steps": 100}`, `**{"train.steps": 100}`. An overlay comes between preset and file, and is only named in the
+    result: `flatout.engine.overlays.fitted` applies it.
     """
     written = python_layer(settings, "keyword")
     if isinstance(target, Mapping):
@@ -117,29 +118,16 @@ def _from_mapping(target: Mapping[str, Any], above: Sequence[Layer], hardware: s
 def _layered(
     shipped: Mapping[str, tuple[str | None, str]], above: Sequence[Layer], name: str, where: str
 ) -> LoadedConfig:
-    """Preset and overlay, each with who named it, below the layers of the user."""
+    """A preset below the layers of the user, with an overlay; each with who named it."""
     layers: list[Layer] = []
-    below: Layer = {}
     (preset, preset_where), (hardware, hardware_where) = shipped["preset"], shipped["hardware"]
     if preset is not None:
-        layers.append(_shipped_layer("preset", preset, preset_where))
+        layers.append(_preset_layer(preset, preset_where))
     if hardware is not None:
-        below = _merge(layers)
-        layers.append(_only_lowering(_shipped_layer("hardware", hardware, hardware_where), below))
+        check_shipped("hardware", hardware, hardware_where)
     merged = _merge([*layers, *above])
     merged.setdefault("output.name", Setting(name, Source("default", "name of the config")))
-    loaded = _validated(merged, where)
-    return replace(loaded, notices=tuple(_notices(merged, below)))
-
-
-def _notices(merged: Layer, below: Layer) -> Iterator[str]:
-    """A shorter context is another model, which a flag about memory does not say. `below` is what an overlay met."""
-    context, before = merged.get("model.context"), below.get("model.context")
-    if context is not None and before is not None and context.source.kind == "hardware":
-        yield (
-            f"{context.source.where} lowers model.context from {before.value:,} to {context.value:,} tokens, which "
-            f"changes what is learned; model.context={before.value} keeps it"
-        )
+    return replace(_validated(merged, where), hardware=hardware)
 
 
 # Files of these kinds are never configs. JSON may be one: YAML holds all of it.
@@ -176,12 +164,13 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = (), *, whe
     return _validated(_merge([stored, _override_layer(overrides)]), where)
 
 
-def with_hardware(loaded: LoadedConfig, name: str) -> RunConfig:
-    """A loaded config as `--hardware` would have made it: what a user wrote stays, and nothing is raised."""
-    below = _layer_of(loaded.config, "config")
-    overlay = _only_lowering(_shipped_layer("hardware", name, "command line"), below)
-    free = {path: setting for path, setting in overlay.items() if not loaded.sources[path].by_user}
-    return _validated(_merge([below, free]), f"hardware {name}").config
+def with_values(loaded: LoadedConfig, values: Mapping[str, Any], source: Source) -> LoadedConfig:
+    """A loaded config with other values of some fields, which come from `source`."""
+    layer = {
+        path: replace(setting, source=loaded.sources[path]) for path, setting in _layer_of(loaded.config, "").items()
+    }
+    layer |= {path: Setting(value, source) for path, value in values.items()}
+    return replace(loaded, **vars(_validated(layer, source.where)) | {"notices": loaded.notices})
 
 
 def _layer_of(config: RunConfig, where: str) -> Layer:
@@ -308,6 +297,9 @@ def _override_layer(overrides: Sequence[str]) -> Layer:
                 f"command line: {path} cannot be set by an override",
                 f"a file names it as `{path}: NAME` in its first lines; the names are {', '.join(shipped_names(path))}",
             )
+        if path == "clean":
+            layer |= _no_cleaning(text, source)
+            continue
         if path not in field_facts():
             raise unknown_key(path, "command line")
         where, fact = f"command line: {path}", field_facts()[path]
@@ -316,6 +308,17 @@ def _override_layer(overrides: Sequence[str]) -> Layer:
         value = yaml_loader.parse_collection(text, where).plain if as_list else yaml_loader.parse_scalar(text, where)
         layer[path] = Setting(with_whole_numbers(fact.annotation, value), source)
     return layer
+
+
+def _no_cleaning(text: str, source: Source) -> Layer:
+    """Every rule of `clean` switched off: the one section with a value of its own, since presets have many rules on."""
+    paths = [f"clean.{name}" for name in names_in("clean")]
+    if text.strip() != "off":
+        raise ConfigError(
+            "command line: clean is a section, not a value",
+            f"clean=off switches every rule off; or give one of {', '.join(paths)}",
+        )
+    return {path: Setting(field_facts()[path].default, source) for path in paths}
 
 
 def _merge(layers: Sequence[Layer]) -> Layer:
@@ -336,16 +339,6 @@ def _merge(layers: Sequence[Layer]) -> Layer:
                 merged.pop(f"model.{name}", None)
         merged.update(layer)
     return merged
-
-
-def _only_lowering(overlay: Layer, below: Layer) -> Layer:
-    """The overlay without the entries that would raise what the preset or the schema says."""
-
-    def raises(path: str) -> bool:
-        now = below[path].value if path in below else field_facts()[path].default
-        return path in _LOWERED_BY_HARDWARE and isinstance(now, int) and now <= overlay[path].value
-
-    return {path: setting for path, setting in overlay.items() if not raises(path)}
 
 
 def _validated(merged: Layer, fallback: str) -> LoadedConfig:
@@ -377,6 +370,6 @@ def _lines_in(path: str, node: yaml_loader.Node, where: str) -> Iterator[tuple[s
 
 
 @cache
-def _shipped_layer(kind: ShippedKind, name: str, where: str) -> Layer:
-    tree = yaml_loader.read_yaml(shipped_path(kind, name, where))
-    return dict(_settings(tree, kind, f"{kind} {name}"))
+def _preset_layer(name: str, where: str) -> Layer:
+    tree = yaml_loader.read_yaml(preset_path(name, where))
+    return dict(_settings(tree, "preset", f"preset {name}"))

@@ -71,6 +71,8 @@ class OptimConfig(Section):
     """Shape of the learning rate after warm-up; wsd is warm-up, stable, decay."""
     warmup_steps: Natural = 100
     """Updates over which the rate rises to its peak; 0 starts at the peak."""
+    warmup: Share | Annotated[str, Field(pattern=r"^[0-9]{1,6}(\.[0-9]{1,6})? epochs?$")] | None = None
+    """Warm-up as a share of the run (0.05) or in epochs (`2 epochs`), instead of warmup_steps; null takes those."""
     min_ratio: Share = 0.1
     """Final learning rate as a share of the peak; 0 is reached after the last update."""
     decay_fraction: Share = 0.2
@@ -85,6 +87,20 @@ class OptimConfig(Section):
     """AdamW's guard against division by zero."""
     clip: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest gradient norm, larger ones are scaled down; 0 never clips."""
+
+    @property
+    def warmup_epochs(self) -> float | None:
+        """The warm-up in epochs, where that is how it is told."""
+        return float(self.warmup.split()[0]) if isinstance(self.warmup, str) else None
+
+    def with_warmup_steps(self, steps: int, epochs_to_steps: Callable[[float], int]) -> Self:
+        """The same with the warm-up in steps, for a run of `steps`."""
+        if self.warmup is None:
+            return self
+        epochs = self.warmup_epochs
+        share = self.warmup if isinstance(self.warmup, float) else 0.0
+        count = round(share * steps) if epochs is None else epochs_to_steps(epochs)
+        return self.model_copy(update={"warmup_steps": count, "warmup": None})
 
 
 class TrainConfig(Section):
@@ -131,6 +147,8 @@ class EvalConfig(Section):
     """Length of each sample in tokens; 0 never samples."""
     sample_prompt: str = "\n"
     """Text the samples continue."""
+    sample_temperature: Annotated[float, Field(ge=0.0, le=100.0)] = 0.8
+    """Randomness of the samples; 0 is greedy, the likeliest token each time."""
 
 
 class CheckpointConfig(Section):
@@ -138,6 +156,8 @@ class CheckpointConfig(Section):
     """Steps between checkpoints; 0 saves only at the end and when interrupted."""
     minutes: Annotated[float, Field(ge=0.0, le=1e6)] = 0.0
     """Also save when this many minutes have passed since the last checkpoint; 0 never does."""
+    epochs: Natural = 0
+    """Also save at the end of every so many epochs; 0 never does."""
     keep: Annotated[int, Field(ge=1, le=10000)] = 2
     """Newest checkpoints to keep."""
     best: bool = True

@@ -57,6 +57,9 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     if config.chat.source is None:
         for path in _fields("chat", but="source"):
             yield path, "there is no chat.source", f"set chat.source, or leave {path} out"
+        for name in ("max_documents", "max_tokens", "max_bytes") if config.data.source is None else ():
+            why = "data.source is null, and shards that are prepared are taken whole"
+            yield f"data.{name}", why, f"set data.source, or leave data.{name} out"
     else:
         for path in dict.fromkeys([*_fields("data", but="folder"), *_fields("clean"), *_INSTEAD]):
             instead = f": {_INSTEAD[path]}" if path in _INSTEAD else ""
@@ -72,6 +75,9 @@ def _unused(config: RunConfig) -> Iterator[tuple[str, str, str]]:
                     why += f" where model.layers={config.model.layers}"
                 pattern = {"W": "WWWA", "E": "EEEA", "AW": "EEEA"}[letters]
                 yield path, why, f"set a pattern with {told}, such as model.pattern={pattern}, or leave {path} out"
+    if config.optim.warmup is not None:
+        why, hint = "optim.warmup says how long the warm-up is", "leave one of the two out, or set optim.warmup=null"
+        yield "optim.warmup_steps", why, hint
     if not config.lora.rank:
         for path in _fields("lora", but="rank"):
             yield path, "lora.rank is 0, which trains all weights", f"set lora.rank=16, or leave {path} out"

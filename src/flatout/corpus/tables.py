@@ -15,6 +15,7 @@ has all of its rows end so.
 
 import codecs
 import logging
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,14 @@ from flatout.corpus.streams import CHUNK, LINE_LIMIT, ByteStream
 from flatout.errors import DataError
 
 HUB = "hf:"
+# Corpora by the names that people use: the dataset on the hub, and the config of it that is taken if none is named.
+ALIASES = {
+    "c4": ("allenai/c4", "en"),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", ""),
+    "tinystories": ("roneneldan/TinyStories", ""),
+}
 DEFAULT_SPLIT = "train"
 
 # Up to the first line end that is not inside of quotes.
@@ -287,6 +296,9 @@ def hub_parts(path: str) -> tuple[str, str | None, str]:
     if not path.startswith(HUB) or not name or len(others) > 2:
         raise DataError(f"{shown(path)} names no dataset", "write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT")
     config, split = [*others, "", ""][:2]
+    if name.lower() in ALIASES and not os.path.isdir(name):
+        name, usual = ALIASES[name.lower()]
+        config = config or usual
     return name, config or None, split or DEFAULT_SPLIT
 
 
@@ -365,7 +377,9 @@ def _is_network(error: BaseException) -> bool:
 
 
 def _hub_error(path: str, error: Exception) -> DataError:
-    message = f"the dataset {shown(path)} cannot be read: {reason(error)}"
+    name, config, _ = hub_parts(path)
+    alias = "" if path.startswith(f"{HUB}{name}") else f" ({':'.join(filter(None, (name, config)))})"
+    message = f"the dataset {shown(path)}{alias} cannot be read: {reason(error)}"
     if _is_network(error):
         return DataError(
             message, "check the network and HF_HUB_OFFLINE, run `hf auth login` if it needs a login, or give a folder"

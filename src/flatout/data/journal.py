@@ -68,15 +68,14 @@ class Journal(Done):
             write_whole(plan_file, wanted, durable=True)
         self._parts.mkdir(exist_ok=True)
         sync_folder(folder)
-        self._good: set[int] = set()
+        self._good: dict[int, int] = {}  # the source of each
         self._known = self._read_notes()
 
-    def has(self, number: int) -> bool:
+    def has(self, number: int, source: int) -> bool:
         if number not in self._good:
             with contextlib.suppress(DataError):
-                self.read(number)
-                self._good.add(number)
-        return number in self._good
+                self._good[number] = self.read(number).head.source
+        return self._good.get(number) == source
 
     def parts_of(self, file: int) -> int | None:
         return self._known.get(str(file))
@@ -99,7 +98,7 @@ class Journal(Done):
         raw = canonical_json(described)
         lead = _LEAD.pack(hashlib.sha256(raw).digest(), len(raw))
         write_whole(self._path(number), b"".join([lead, raw, *body]), durable=True)
-        self._good.add(number)
+        self._good[number] = result.head.source
 
     def head(self, number: int) -> PartHead:
         """All of a finished part but its arrays."""

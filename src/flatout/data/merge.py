@@ -29,6 +29,7 @@ import numpy.typing as npt
 from flatout.corpus.document import Document
 from flatout.corpus.near import SLOTS, near_duplicates
 from flatout.data.journal import SIGNATURES, Journal
+from flatout.data.limits import NONE_TAKEN, dropped_by_then
 from flatout.data.manifest import (
     MANIFEST,
     OFFSET_DTYPE,
@@ -47,8 +48,8 @@ from flatout.data.tokenizer import Ids, Tokenizer, token_dtype
 from flatout.errors import DataError
 from flatout.files import canonical_json
 
-KEPT, DROPPED, EXACT, NEAR, UNCHOSEN = range(5)
-_REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight"}
+KEPT, DROPPED, EXACT, NEAR, UNCHOSEN, PAST = range(6)
+_REASONS = {EXACT: "exact_duplicate", NEAR: "near_duplicate", UNCHOSEN: "weight", PAST: "limit"}
 _DOCUMENTS_AT_ONCE = 4_000_000
 Flags = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[np.uint64]
@@ -94,6 +95,7 @@ class Decisions:
         self._long: dict[int, _Long] = {}
         self.dropped: Counter[str] = sum((Counter(head.dropped) for head in self.heads), Counter())
         self._find_long_documents()
+        self._cut_at_limits()
         if request.clean.exact_duplicates and parts:
             self._drop_exact()
         if request.clean.near_duplicates is not None:
@@ -141,6 +143,20 @@ class Decisions:
             if long.reason is not None:
                 self.status[document] = DROPPED
                 self.dropped[long.reason] += 1
+
+    def _cut_at_limits(self) -> None:
+        source, count, rejected = -1, NONE_TAKEN, False
+        for number, head in enumerate(self.heads):
+            if head.source != source:
+                source, count, rejected = head.source, NONE_TAKEN, False
+            if (limits := self._request.limits(source)) is None:
+                continue
+            stored = self._journal.read(number, tokens=False, signatures=False)
+            dropped, rejected = dropped_by_then(stored.pieces, rejected)
+            taken, count, _ = limits.within(stored.pieces, dropped, count)
+            documents, _, _ = self.index(number, stored)
+            past = np.unique(documents[~taken & (documents >= 0)])
+            self.status[past[self.status[past] == KEPT]] = PAST
 
     def _drop_exact(self) -> None:
         buckets = len(self.status) // _DOCUMENTS_AT_ONCE + 1
@@ -230,10 +246,12 @@ def _border(finished: Finished, decisions: Decisions) -> int | None:
     return int(characters * (1.0 - data.val_fraction))
 
 
-def _text_of(finished: Finished, number: int, piece: Any) -> str:
+def _text_of(finished: Finished, decisions: Decisions, number: int, piece: Any) -> str:
     """The text of a piece of the part of that number, read again."""
+    source = decisions.heads[number].source
+    first = next(n for n, head in enumerate(decisions.heads) if head.source == source)
     wanted = int(piece["high"]).to_bytes(8, "big") + int(piece["low"]).to_bytes(8, "big")
-    for _, item in judged(finished.recipe, find_part(finished.inputs, finished.recipe.options, number)):
+    for _, item in judged(finished.recipe, find_part(finished.inputs, finished.recipe.options, number, source, first)):
         if isinstance(item, Document):
             raw = item.text.encode("utf-8", "surrogatepass")
             if hashlib.sha256(raw).digest()[:16] == wanted:
@@ -342,7 +360,7 @@ class _Splitter:
 
     def _add_cut(self, name: str, number: int, piece: Any, border: int, *, first_copy: bool) -> None:
         """Write the head of the piece in which the border falls to training, its tail to validation."""
-        text = _text_of(self._finished, number, piece)
+        text = _text_of(self._finished, self._decisions, number, piece)
         text = text[:border] if name == "train" else text[border:]
         ids = self._tokenizer.encode(text)
         if name == "val" and piece["flags"] & ENDS and self._tokenizer.end_of_text is not None:

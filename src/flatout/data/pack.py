@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import final
 
 import flatout
-from flatout.corpus.document import shown
+from flatout.corpus.document import Document, shown
 from flatout.data.journal import Journal, PassingError, clear, foreign_in
+from flatout.data.limits import Tally, limits_of
 from flatout.data.manifest import FILE_NAME, MANIFEST, REPORT, Manifest, read_manifest
 from flatout.data.merge import Finished, merge_parts
 from flatout.data.part import Part, PartHead, Recipe
-from flatout.data.plan import PART_BYTES, STDIN_NAME, Done, Request, check_free, find_inputs, parts_of
+from flatout.data.plan import PART_BYTES, STDIN_NAME, Done, Request, check_free, documents_of, find_inputs, parts_of
 from flatout.data.tokenizer import CharTokenizer, Tokenizer, load_tokenizer, token_dtype
 from flatout.data.workers import Engine, EngineName, open_engine
 from flatout.errors import DataError, ResourceError
@@ -135,7 +136,10 @@ class _Packer:
         stamps = inputs.stamps()
         with open_engine(self._engine, count) as engine:
             tokenizer = self._find_tokenizer(engine)
-            check_free(work, inputs, token_dtype(tokenizer.vocab).itemsize, tokenizer.kind not in ("char", "bytes"))
+            subword = tokenizer.kind not in ("char", "bytes")
+            check_free(
+                work, inputs, token_dtype(tokenizer.vocab).itemsize, subword, limits_of(request.data) is not None
+            )
             self.began = True
             plan = {  # all that a finished part depends on
                 "flatout": flatout.__version__,
@@ -158,12 +162,16 @@ class _Packer:
         data = self._request.data
         if data.tokenizer != "char":
             return load_tokenizer(data.tokenizer, None)
-        recipe = self._recipe(None)
-        parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, Part))
         found: set[str] = set()
-        for part, characters in engine.run("characters", recipe, parts):
-            found.update(characters)
-            self.tell("characters", files=part.files, bytes=part.bytes)
+        if limits_of(data) is not None:  # in order, since what is taken depends on what came before
+            for item in documents_of(self._request, self._inputs):
+                found.update(item.text if isinstance(item, Document) else "")
+        else:
+            recipe = self._recipe(None)
+            parts = (part for part in parts_of(self._inputs, recipe.options, Done()) if isinstance(part, Part))
+            for part, characters in engine.run("characters", recipe, parts):
+                found.update(characters)
+                self.tell("characters", files=part.files, bytes=part.bytes)
         self._told = replace(self._told, phase="reading", files=0, bytes=0)
         if not found:
             found = {"\n"}  # there is no text; what became of the input is told when it has been read
@@ -171,21 +179,40 @@ class _Packer:
 
     def _tokenize(self, engine: Engine, journal: Journal, recipe: Recipe) -> int:
         """Make sure that every part is in the journal, and return how many there are."""
+        if limits_of(self._request.data) is None:
+            return self._tokenize_parts(engine, journal, recipe, None, 0)
         parts = 0
+        for source in range(len(self._request.sources)):
+            parts = self._tokenize_parts(engine, journal, recipe, source, parts)
+        return parts
+
+    def _tokenize_parts(self, engine: Engine, journal: Journal, recipe: Recipe, source: int | None, first: int) -> int:
+        """The parts of one source, or of all, numbered from `first`; the number after the last that counts.
+
+        Where limits end a source, workers may have gone further by then. The next source uses those numbers again.
+        """
+        parts = first
+        given = (None, "") if source is None else (self._request.limits(source), self._request.sources[source].path)
+        tally = Tally(*given, first)
 
         def missing() -> Iterator[Part]:
             nonlocal parts
-            for part in parts_of(self._inputs, recipe.options, journal):
+            for part in parts_of(self._inputs, recipe.options, journal, source=source, first=first):
                 parts += 1
                 if isinstance(part, Part):
                     yield part
                 else:
                     self._tell_of(journal.head(part))
+                    if source is not None:
+                        tally.add(part, journal.read(part, tokens=False, signatures=False).pieces)
+                if tally.full:
+                    return
 
         for part, result in engine.run("tokens", recipe, missing()):
             journal.write(part.number, result)
             self._tell_of(result.head)
-        return parts
+            tally.add(part.number, result.pieces)
+        return tally.parts if tally.full else parts
 
     def _tell_of(self, head: PartHead) -> None:
         more = {"documents": head.documents, "tokens": head.tokens, "problems": len(head.problems)}

@@ -28,7 +28,8 @@ from flatout.corpus.document import Document, InputFile, Problem, ReadOptions, S
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import Found, find_files, slices_of
 from flatout.corpus.streams import PIECE
-from flatout.data.part import Part
+from flatout.data.limits import LIMITS, NONE_TAKEN, Limits, limits_of
+from flatout.data.part import Part, Recipe, judged
 from flatout.errors import DataError, ResourceError
 from flatout.files import readable_sizes
 
@@ -83,10 +84,16 @@ class Request:
         """Whether some of it comes from standard input, which cannot be looked at again."""
         return any(source.path == STDIN for source in self.sources)
 
+    def limits(self, source: int) -> Limits | None:
+        """The most that is taken of a source; validation text has `eval.tokens` instead."""
+        validation = self.data.val_source is not None and source == len(self.sources) - 1
+        return None if validation else limits_of(self.data)
+
     def settings(self, source_bytes: int, source_sha256: str | None) -> dict[str, Any]:
         """What the manifest keeps of the request and of what it found."""
         data = self.data.model_dump(mode="json")
-        chosen = {name: data[name] for name in _DECISIVE}
+        limits = {name: data[name] for name in LIMITS if data[name] is not None}
+        chosen = {name: data[name] for name in _DECISIVE} | limits
         return {**chosen, "clean": self.rules.to_json(), "source_bytes": source_bytes, "source_sha256": source_sha256}
 
 
@@ -157,8 +164,8 @@ def find_inputs(request: Request, work: Path) -> Inputs:
 class Done:
     """What a prepare that was stopped had finished; here, of one that has only begun: nothing."""
 
-    def has(self, number: int) -> bool:
-        """Whether the result of that part is there."""
+    def has(self, number: int, source: int) -> bool:
+        """Whether the result of that part is there; where limits end sources, its number may be another source's."""
         return False
 
     def parts_of(self, file: int) -> int | None:
@@ -169,9 +176,14 @@ class Done:
         """Keep in mind that a file has been read to its end and gave that many parts."""
 
 
-def parts_of(inputs: Inputs, options: tuple[ReadOptions, ...], done: Done) -> Iterator[Part | int]:
-    """The parts that are still to be done, in order, and the numbers of those that are done."""
-    number = 0
+def parts_of(
+    inputs: Inputs, options: tuple[ReadOptions, ...], done: Done, *, source: int | None = None, first: int = 0
+) -> Iterator[Part | int]:
+    """The parts that are still to be done, in order, and the numbers of those that are done.
+
+    Numbers begin with `first`. `source` asks for the parts of one source alone.
+    """
+    number = first
     waiting: list[Slice] = []
     size = 0
 
@@ -183,6 +195,8 @@ def parts_of(inputs: Inputs, options: tuple[ReadOptions, ...], done: Done) -> It
 
     ended = 0  # files that end in the group
     for index, file in enumerate(inputs.files):
+        if source is not None and file.source != source:
+            continue
         slices = slices_of(file, _slice_bytes(file, options[file.source]))
         if waiting and (slices is None or waiting[0].file.source != file.source):
             yield _unless_done(group(ended), done)
@@ -212,13 +226,13 @@ def _slice_bytes(file: InputFile, options: ReadOptions) -> int:
 
 
 def _unless_done(part: Part, done: Done) -> Part | int:
-    return part.number if done.has(part.number) else part
+    return part.number if done.has(part.number, part.source) else part
 
 
 def _read_here(file: InputFile, index: int, options: ReadOptions, first: int, done: Done) -> Iterator[Part | int]:
     """The parts of a file that only one process can read, cut by the size of their texts."""
     known = done.parts_of(index)
-    if known is not None and all(done.has(number) for number in range(first, first + known)):
+    if known is not None and all(done.has(number, file.source) for number in range(first, first + known)):
         yield from range(first, first + known)
         return
     number = first
@@ -248,9 +262,33 @@ def _batches(file: InputFile, options: ReadOptions) -> Iterator[tuple[tuple[Docu
     yield tuple(batch), max(file.bytes - told, 0), 1
 
 
-def find_part(inputs: Inputs, options: tuple[ReadOptions, ...], number: int) -> Part:
-    """The part of that number, cut anew."""
-    for part in parts_of(inputs, options, Done()):
+def documents_of(request: Request, inputs: Inputs) -> Iterator[Document | Problem]:
+    """Every document that is kept, up to the limits of its source, and every problem on the way, one by one.
+
+    For what there is no tokenizer yet: tokens are counted as characters.
+    """
+    recipe = Recipe(request.options, request.rules)
+    for source in range(len(request.sources)):
+        limits, count, rejected = request.limits(source), NONE_TAKEN, False
+        parts = parts_of(inputs, request.options, Done(), source=source)
+        for item in (item for part in parts if isinstance(part, Part) for _, item in judged(recipe, part)):
+            if isinstance(item, Problem):
+                yield item
+                continue
+            rejected = item.rejected is not None or (rejected and not item.begins)
+            if rejected or not item.text:
+                continue
+            size = len(item.text.encode("utf-8", "surrogatepass"))
+            count = (count[0] + item.begins, count[1] + len(item.text), count[2] + size)
+            if limits is not None and limits.exceeded(count):
+                limits.check((count[0] - item.begins, 0, 0), True, request.sources[source].path)
+                break
+            yield item
+
+
+def find_part(inputs: Inputs, options: tuple[ReadOptions, ...], number: int, source: int, first: int) -> Part:
+    """The part of that number, cut anew; `first` is the number of the first part of its source."""
+    for part in parts_of(inputs, options, Done(), source=source, first=first):
         if isinstance(part, Part) and part.number == number:
             return part
     raise DataError("the source has become shorter while it was read", "prepare it again when nothing writes to it")
@@ -289,8 +327,13 @@ def size_and_time(path: str) -> tuple[int, int]:
     return found.st_size, found.st_mtime_ns
 
 
-def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool) -> None:
-    """Refuse to begin where the parts and the shards that come from them cannot fit."""
+def check_free(folder: Path, inputs: Inputs, bytes_per_token: int, subword: bool, limited: bool) -> None:
+    """Refuse to begin where the parts and the shards that come from them cannot fit.
+
+    What a limit leaves of the input is not known before it is read.
+    """
+    if limited:
+        return
     packed = [file.compression != "none" or file.format == "parquet" for file in inputs.files]
     text = sum(file.bytes * (4 if small else 1) for file, small in zip(inputs.files, packed, strict=True))
     tokens = text // 3 if subword else text

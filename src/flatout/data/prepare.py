@@ -10,6 +10,7 @@ from pathlib import Path
 
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.data.inspect import read_problems, read_report
+from flatout.data.limits import LIMITS
 from flatout.data.manifest import MANIFEST, PROBLEMS, Manifest, read_manifest
 from flatout.data.pack import Progress, pack_corpus
 from flatout.data.plan import STDIN, Request, find_inputs, request_of
@@ -129,7 +130,7 @@ def _check_settings(data: DataConfig, clean: CleanConfig | None, folder: Path) -
         return
     manifest = read_manifest(folder)
     request = request_of(data, clean)
-    asked = request.settings(0, None)
+    asked = {**dict.fromkeys(LIMITS), **request.settings(0, None)}
     defaults = request_of(DataConfig(), CleanConfig()).settings(0, None)
     for name, wanted in {**asked, "tokenizer": None}.items():
         if name in ("source_bytes", "source_sha256"):

@@ -10,7 +10,8 @@ blocks and parts, except that validation text is held. A `Position`, which is pl
 Input that cannot be used is left out and told. A source without training text is an error, not an endless loop.
 
 Trap: a document of more than 16 MiB comes in pieces, and there is no room to wait for its last one. Each piece goes to
-training or validation by its own hash, and a rule that rejects a later piece drops the document from there on.
+training or validation by its own hash, and a rule that rejects a later piece, or a limit, drops the document from there
+on.
 
 Trap: a shuffle within blocks does not mix a source that is sorted, by topic or language. Prepare such a source instead.
 """
@@ -21,7 +22,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -32,8 +33,9 @@ import numpy.typing as npt
 from flatout.config.schema import CleanConfig, DataConfig
 from flatout.corpus.document import Problem
 from flatout.corpus.sources import HUB
+from flatout.data.limits import NONE_TAKEN, Choice, dropped_by_then, limits_of
 from flatout.data.pack import Progress, worker_count
-from flatout.data.part import BEGINS, ENDS, REJECTED, Part, PartHead, PartResult, Pieces, Recipe, copies_of, share_of
+from flatout.data.part import BEGINS, ENDS, Part, PartHead, PartResult, Pieces, Recipe, copies_of, share_of
 from flatout.data.plan import PART_BYTES, STDIN, Inputs, Request, find_inputs, request_of, size_and_time
 from flatout.data.shards import HeldTokens
 from flatout.data.stream_parts import Lap, Position, parts_of_lap
@@ -50,8 +52,6 @@ _MOST_WORKERS = 8
 # A source of no more tokens is kept, since reading it again for each epoch would cost more than it is worth.
 _SMALL_SOURCE = 2**22
 _PREPARE = "prepare the source instead: leave out data.streaming"
-_WHOLE = BEGINS | ENDS
-Choice = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class TokenStream:
         self._workers = _worker_count(inputs) if workers is None else workers
         own_val = request.data.val_source is not None
         laps = [
-            Lap(copy, source.weight, tuple(file for file in inputs.files if file.source == number))
+            Lap(copy, source.weight, tuple(f for f in inputs.files if f.source == number), request.limits(number))
             for number, source in enumerate(request.sources)
             for copy in range(math.ceil(source.weight))
         ]
@@ -165,7 +165,8 @@ class TokenStream:
             with contextlib.closing(results):
                 for place, result in results:
                     pieces, lap = result.pieces, self._val_laps[place.lap]
-                    dropped, rejected = _dropped(pieces, tail.rejected and place.lap == tail.lap)
+                    dropped, rejected = dropped_by_then(pieces, tail.rejected and place.lap == tail.lap)
+                    dropped |= ~lap.taken(pieces, dropped, place)
                     chosen = self._in_val(pieces) & ~dropped & (copies_of(lap.weight, pieces["low"]) > 0)
                     ids, joins = self._chosen(result, chosen, tail.joins)
                     tail = replace(place, joins=joins, rejected=rejected)
@@ -177,27 +178,47 @@ class TokenStream:
     def results(
         self, workers: ProcessEngine, position: Position, laps: Sequence[Lap] | None = None
     ) -> Generator[tuple[Position, PartResult]]:
-        """What became of the parts of an epoch from `position` on, each with its place in the epoch."""
+        """What became of the parts of an epoch from `position` on, each with its place in the epoch.
+
+        A lap ends with the part in which its source has given all that its limits allow.
+        """
+        laps = self.laps if laps is None else laps
+        full: set[int] = set()
+        lap, rejected, taken = position.lap, position.rejected, position.taken
         try:
-            yield from workers.in_order("tokens", self._recipe, self.parts(position, laps))
+            for place, result in workers.in_order("tokens", self._recipe, self.parts(position, laps, full)):
+                if place.lap in full:
+                    continue
+                if place.lap != lap:
+                    lap, rejected, taken = place.lap, False, NONE_TAKEN
+                yield replace(place, taken=taken), result
+                if (limits := laps[lap].limits) is not None:
+                    dropped, rejected = dropped_by_then(result.pieces, rejected)
+                    _, taken, ended = limits.within(result.pieces, dropped, taken)
+                    limits.check(taken, ended, laps[lap].files[0].path)
+                    full |= {lap} if ended else set()
         except ResourceError as error:
             hint = "if the machine ran out of memory, free some; go on with --resume auto"
             gone = isinstance(error, WorkerGoneError)  # again: the first one is replaced
             raise (LoaderError if gone else ResourceError)(error.message, hint) from error
 
-    def parts(self, position: Position, laps: Sequence[Lap] | None = None) -> Iterator[tuple[Position, Part]]:
-        """The parts of an epoch from `position` on, each with its place in the epoch."""
+    def parts(
+        self, position: Position, laps: Sequence[Lap] | None = None, full: Collection[int] = ()
+    ) -> Iterator[tuple[Position, Part]]:
+        """The parts of an epoch from `position` on, each with its place in the epoch; none of laps that are full."""
         laps = self.laps if laps is None else laps
         for number in range(position.lap, len(laps)):
             start = position if number == position.lap else Position()
             for place, part in parts_of_lap(laps[number].files, self._request.options, start):
+                if number in full:
+                    break
                 yield replace(place, lap=number), part
 
     def train_ids(self, position: Position, result: PartResult) -> tuple[Ids, bool, bool]:
         """The training tokens of the part at `position`, and `joins` and `rejected` for the part after it."""
         lap, pieces = self.laps[position.lap], result.pieces
-        dropped, rejected = _dropped(pieces, position.rejected)
-        chosen = ~dropped & (copies_of(lap.weight, pieces["low"]) > lap.copy)
+        dropped, rejected = dropped_by_then(pieces, position.rejected)
+        chosen = ~dropped & lap.taken(pieces, dropped, position) & (copies_of(lap.weight, pieces["low"]) > lap.copy)
         if self._val_fraction is not None:
             chosen &= ~self._in_val(pieces)
         ids, joins = self._chosen(result, chosen, position.joins)
@@ -255,18 +276,6 @@ def _stamps(inputs: Inputs) -> list[list[Any]]:
 # --- parts, and what of them is trained on ----------------------------------------------------------------------------
 
 
-def _dropped(pieces: Pieces, rejected: bool) -> tuple[Choice, bool]:
-    """Which pieces belong to a document that has been rejected by then, and whether the last one does."""
-    dropped = np.zeros(len(pieces), dtype=bool)
-    flags = pieces["flags"]
-    for row in np.flatnonzero(flags & _WHOLE != _WHOLE):
-        if flags[row] & BEGINS:
-            rejected = False
-        rejected = rejected or bool(flags[row] & REJECTED)
-        dropped[row] = rejected
-    return dropped, rejected
-
-
 def _breaks(pieces: Pieces, chosen: Choice, joins: bool) -> tuple[npt.NDArray[np.int64], bool]:
     """Where among the chosen tokens a document breaks off, and whether the last piece goes on in the next part.
 
@@ -319,7 +328,8 @@ class _Flow:
         stream, lap = self._stream, self._now.lap
         notices = epoch_notices(self._now.epoch, self._now.tokens) if self._now.begins_epoch else ()
         for place, result in stream.results(self._workers, self._now):
-            here = replace(self._now, lap=place.lap, file=place.file, part=place.part, hub=place.hub)
+            at = {"lap": place.lap, "file": place.file, "part": place.part, "hub": place.hub, "taken": place.taken}
+            here = replace(self._now, **at)
             if place.lap != lap:
                 lap, here = place.lap, replace(here, rejected=False)
             ids, joins, rejected = stream.train_ids(here, result)
@@ -400,6 +410,7 @@ class _Validation:
                 hint = "set data.field to where the text is"
             elif own is None:
                 hint += ", data.val_fraction higher, or data.document_start where a file holds many documents"
+                hint += "" if limits_of(request.data) is None else ", or a higher limit on documents, tokens or bytes"
             raise DataError(f"{folder if own is None else own} gives no validation text: {self.seen}", hint)
         ids = np.concatenate(self._ids)[: self._wanted]
         # Only whole pieces have a size in bytes. What is cut off is taken to have as many bytes a token.

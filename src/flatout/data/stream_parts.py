@@ -12,8 +12,11 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, cast, final
 
+import numpy as np
+
 from flatout.corpus.document import Document, InputFile, Problem, ReadOptions
-from flatout.data.part import Part
+from flatout.data.limits import NONE_TAKEN, Choice, Count, Limits
+from flatout.data.part import Part, Pieces
 from flatout.data.plan import Done, Inputs, parts_of
 
 # Hub datasets are read by this process, so we use smaller parts: the first one is ready sooner.
@@ -27,7 +30,8 @@ class Position:
     """Where a part begins: the epoch, the lap over a source in it, and in that the part, counted from a file on.
 
     `tokens` and `problems` are how many came before it. `joins` says that the row ends inside a document, `rejected`
-    that the document which may go on here is rejected. `hub` is the state of a hub dataset at this place.
+    that the document which may go on here is rejected. `hub` is the state of a hub dataset at this place, `taken` what
+    of the lap counts towards the limits of its source.
     """
 
     epoch: int = 0
@@ -39,6 +43,11 @@ class Position:
     joins: bool = False
     rejected: bool = False
     hub: dict[str, Any] | None = None
+    taken: Count = NONE_TAKEN
+
+    def __post_init__(self) -> None:
+        documents, tokens, size = self.taken  # a list where it comes from JSON
+        object.__setattr__(self, "taken", (documents, tokens, size))
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -55,6 +64,13 @@ class Lap:
     copy: int
     weight: float
     files: tuple[InputFile, ...]
+    limits: Limits | None = None
+
+    def taken(self, pieces: Pieces, dropped: Choice, position: Position) -> Choice:
+        """Which pieces of the part at a position are within the limits of the source."""
+        if self.limits is None:
+            return np.ones(len(pieces), dtype=bool)
+        return self.limits.within(pieces, dropped, position.taken)[0]
 
 
 @final
@@ -65,7 +81,7 @@ class _Started(Done):
         self.ended: int | None = None
         self._parts = parts
 
-    def has(self, number: int) -> bool:
+    def has(self, number: int, source: int) -> bool:
         return number < self._parts
 
     def note(self, file: int, parts: int) -> None:

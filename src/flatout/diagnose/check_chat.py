@@ -13,6 +13,7 @@ own, which is marked so. Needs a torch that works.
 import dataclasses
 import itertools
 import json
+import math
 import tempfile
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
@@ -250,10 +251,12 @@ def _check_steps(config: RunConfig, samples: int, steps: int) -> Iterator[Findin
             f"chat.batch_samples is {batch:,}, and there are {samples:,} samples",
             "Every step takes all of them once and is an epoch. Lower chat.batch_samples for more steps in an epoch.",
         )
-    if 0 < steps < config.optim.warmup_steps:
+    optim = config.optim.with_warmup_steps(steps, lambda epochs: math.ceil(epochs * samples / batch))
+    if 0 < steps < optim.warmup_steps:
         yield Check("config", "warm-up").warn(
-            f"optim.warmup_steps is {config.optim.warmup_steps:,}, and the run has {steps:,} steps",
-            "It is cut to the run: the rate would reach its peak in the last step. Lower optim.warmup_steps.",
+            f"the warm-up has {optim.warmup_steps:,} steps, and the run has {steps:,}",
+            "It is cut to the run: the rate would reach its peak in the last step. Lower optim.warmup_steps, or "
+            "optim.warmup where that is set.",
         )
 
 

@@ -5,6 +5,7 @@ work and waste time, or never take effect. No torch here; what torch has to coun
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 
 from flatout.config.schema import RunConfig, micro_batch_of
@@ -36,7 +37,7 @@ def check_config(
     yield _batch(config)
     if steps is not None:
         yield _length(config, steps)
-        yield _warmup(config, steps)
+        yield _warmup(config, data, steps)
     if parameters is not None:
         yield _learning_rate(config, parameters)
     yield from _stability(config)
@@ -108,20 +109,21 @@ def _length(config: RunConfig, steps: int) -> Finding:
     return _check("length").ok(found)
 
 
-def _warmup(config: RunConfig, steps: int) -> Finding:
-    warmup = config.optim.warmup_steps
+def _warmup(config: RunConfig, data: DataFacts, steps: int) -> Finding:
+    tokens, batch = data.train_tokens or 0, config.train.batch_tokens
+    warmup = config.optim.with_warmup_steps(steps, lambda epochs: math.ceil(epochs * tokens / batch)).warmup_steps
     found = f"{warmup:,} of {steps:,} steps"
     usual = max(1, steps // 20)
     if warmup >= steps:
         return _check("warm-up").warn(
             f"{found}: it is as long as the run, or longer",
             "It is cut to the run: the learning rate reaches its peak at the end, and never falls. Set "
-            f"optim.warmup_steps={usual}, a twentieth of the run, or train longer.",
+            f"optim.{_shorter(config, usual)}, a twentieth of the run, or train longer.",
         )
     if warmup > steps // 2 and warmup > 20:
         return _check("warm-up").warn(
             f"{found}: more than half of the run",
-            f"Little is left for the peak and the decay. 1 to 10% is usual: set optim.warmup_steps={usual}.",
+            f"Little is left for the peak and the decay. 1 to 10% is usual: set optim.{_shorter(config, usual)}.",
         )
     decay = config.optim.decay_fraction * steps
     if config.optim.schedule == "wsd" and warmup + decay > steps:
@@ -130,6 +132,10 @@ def _warmup(config: RunConfig, steps: int) -> Finding:
             "The schedule has no stable part. Lower one of them.",
         )
     return _check("warm-up").ok(found)
+
+
+def _shorter(config: RunConfig, steps: int) -> str:
+    return f"warmup_steps={steps}" if config.optim.warmup is None else "warmup=0.05"
 
 
 def usual_rate(parameters: int) -> float:
@@ -240,9 +246,11 @@ def _sampling(config: RunConfig, steps: int, step_seconds: float | None) -> Find
 def _saving(
     config: RunConfig, steps: int, parameters: int | None, step_seconds: float | None, disk: Disk | None
 ) -> Finding:
-    every, minutes = config.checkpoint.every, config.checkpoint.minutes
-    if minutes and (every > steps or every == 0):
-        return _check("saving").ok(f"every {minutes:g} minutes")
+    every, minutes, epochs = config.checkpoint.every, config.checkpoint.minutes, config.checkpoint.epochs
+    if (minutes or epochs) and (every > steps or every == 0):
+        told = [f"every {minutes:g} minutes"] if minutes else []
+        told += ["at the end of every epoch" if epochs == 1 else f"every {epochs:,} epochs"] if epochs else []
+        return _check("saving").ok(" and ".join(told))
     if every > steps:
         return _check("saving").warn(
             f"checkpoint.every is {every:,}, which a run of {steps:,} steps never reaches",

@@ -18,6 +18,7 @@ from flatout.corpus.document import Document, Problem, Slice
 from flatout.corpus.readers import read_slice
 from flatout.corpus.sources import slices_of, told_by_type
 from flatout.data.inspect import read_report
+from flatout.data.limits import LIMITS
 from flatout.data.plan import STDIN, Inputs, Request, find_inputs, request_of
 from flatout.data.prepare import data_folder, has_dataset, lies_inside, prepare_data
 from flatout.data.shards import Dataset, open_dataset
@@ -275,6 +276,8 @@ def _extrapolated(
         lengths, vocab = [len(ids) for ids in tokenizer.encode_batch(first)], tokenizer.vocab
     share_of_text, size = _share_of_text(sample, inputs), _bytes_of(first)
     tokens = None if share_of_text is None or not size else round(inputs.bytes * share_of_text * sum(lengths) / size)
+    if tokens is not None:
+        tokens = min([tokens, *_limits(config, sum(lengths) / len(lengths), sum(lengths) / size)])
     own_val = config.data.val_source is not None
     share = 0.0 if own_val else config.data.val_fraction
     width = token_dtype(max(1, vocab)).itemsize
@@ -286,6 +289,14 @@ def _extrapolated(
         token_bytes=width,
         to_prepare_bytes=None if tokens is None or config.data.streaming else tokens * width,
     )
+
+
+def _limits(config: RunConfig, tokens_of_document: float, tokens_of_byte: float) -> list[int]:
+    """The most tokens that each limit of the config leaves of all sources."""
+    data = config.data
+    sources = len(data.source) if isinstance(data.source, list) else 1
+    each = {"max_documents": tokens_of_document, "max_tokens": 1.0, "max_bytes": tokens_of_byte}
+    return [round(sources * most * each[name]) for name in LIMITS if (most := getattr(data, name)) is not None]
 
 
 def _bytes_of(text: list[str]) -> int:

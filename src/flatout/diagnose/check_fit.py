@@ -191,7 +191,7 @@ def _fastest(trials: Trials, speed: "Speed", device: "Device") -> tuple[float | 
 
 
 def _needed(config: RunConfig, vocab: int, speed: "Speed", corpus_bytes: int | None) -> int:
-    from flatout.engine.fit_check import memory_of
+    from flatout.engine.memory import memory_of
 
     # A memory limit holds torch's tensors only; on a real card CUDA's own share has to fit as well.
     own = CONTEXT_BYTES if speed.device.kind == "cuda" and speed.device.limit_bytes is None else 0

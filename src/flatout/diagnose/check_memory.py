@@ -1,7 +1,7 @@
 """Whether a step fits the memory there is, and if not, an overlay or switches with which it does.
 
 The contract: every way that is named was reckoned through and fits, with room to spare. What is learned stays the same
-with all of them but an overlay that shortens the context, which is said. torch is needed, through `check_fit`.
+with all of them. torch is needed, through `check_fit`.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,8 +58,6 @@ def check_memory(
         return
     if ways:
         advice = f"It will run out of memory. What fits: {'; or '.join(ways)}. What is learned stays the same."
-        if any("--hardware" in way and "context" in way for way in ways):
-            advice = advice.replace(" What is learned stays the same.", "")
     else:
         advice = (
             "No switch makes it fit: weights, gradients and moments alone take 16 bytes for each parameter. Lower "
@@ -103,10 +101,8 @@ def _ways(
         other = with_hardware(name)
         need = None if other is None else fitted.need_of(other.config)
         if other is not None and need is not None and need <= _TIGHT * have:
-            shorter = other.config.model.context < loaded.config.model.context
-            note = f" and model.context {other.config.model.context}" if shorter else ""
             told += 1
-            yield f"--hardware {name} (about {in_gib(need)}{note})"
+            yield f"--hardware {name} (about {in_gib(need)})"
     for saving in _SAVINGS:
         if told >= 3:
             return

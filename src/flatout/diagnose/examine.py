@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flatout.config.catalogue import hardware_for
-from flatout.config.load import LoadedConfig, load_config, with_hardware
+from flatout.config.load import LoadedConfig, load_config
 from flatout.diagnose import check_fit, links
 from flatout.diagnose.check_card import check_cards
 from flatout.diagnose.check_config import check_config
@@ -116,13 +116,16 @@ class _Visit:
         progress("looking at the machine; importing torch")
         self.here = machine is None
         self.machine = gather_machine() if machine is None else machine
+        self.works = usable(self.machine.torch)
         if hardware == "auto" and self.loaded is not None:
-            self.loaded, more = _load_for_card(target, overrides, self.machine, self.loaded)
+            self.loaded, more = _for_card(self.machine, self.loaded)
+            self.complaints += more
+        if self.loaded is not None and self.loaded.hardware is not None:
+            self.loaded, more = _fitted(self.loaded, works=self.works)
             self.complaints += more
         self.config = None if self.loaded is None else self.loaded.config
         self.kind, self.index, complaint = check_fit.kind_of(self.machine, self.config)
         self.complaints += [] if complaint is None else [complaint]
-        self.works = usable(self.machine.torch)
         self.trials = Trials()
         self.package_missing = False  # told with how to get it, and not once more among the switches
         self.about_data: list[Finding] = []
@@ -267,8 +270,10 @@ class _Visit:
         fitted, config, host = self.fitted, loaded.config, self.machine.available_bytes
 
         def on_hardware(name: str) -> LoadedConfig | None:
+            from flatout.engine.overlays import fitted_to  # the doctor starts without torch
+
             with contextlib.suppress(UserError):
-                return _loaded(self.target, self.overrides, name)
+                return fitted_to(_loaded(self.target, self.overrides, None), name)
             return None
 
         yield from guarded("memory", "a step", lambda: check_memory(loaded, fitted, host, on_hardware))
@@ -294,7 +299,7 @@ def _fine_tuning(chat: LoadedConfig, *, quick: bool, here: bool, works: bool) ->
 def _loaded(target: str | LoadedConfig | None, overrides: Sequence[str], hardware: str | None) -> LoadedConfig:
     if not isinstance(target, LoadedConfig):
         return load_config(target, overrides, hardware=hardware)
-    return target if hardware is None else dataclasses.replace(target, config=with_hardware(target, hardware))
+    return target if hardware is None else dataclasses.replace(target, hardware=hardware)
 
 
 def _load(
@@ -326,19 +331,24 @@ def _load(
     return loaded, complaints
 
 
-def _load_for_card(
-    target: str | LoadedConfig | None, overrides: Sequence[str], machine: Machine, loaded: LoadedConfig
-) -> tuple[LoadedConfig, list[Finding]]:
+def _for_card(machine: Machine, loaded: LoadedConfig) -> tuple[LoadedConfig, list[Finding]]:
     """The config with the memory overlay of this machine's card."""
     memory = machine.cards[0].memory_bytes if machine.cards else None
     if memory is None:
         found = "--hardware auto looks for a GPU, and there is none whose memory is known"
         advice = "Leave it out, or name an overlay: `flatout config presets` lists them."
         return loaded, [Check("config", "hardware").bad(found, advice)]
-    try:
-        return _loaded(target, overrides, hardware_for(memory)), []
-    except UserError:
-        return loaded, []  # its mistake is told already
+    return dataclasses.replace(loaded, hardware=hardware_for(memory)), []
+
+
+def _fitted(loaded: LoadedConfig, *, works: bool) -> tuple[LoadedConfig, list[Finding]]:
+    """The config with the overlay that it names; without torch there is no estimate to go by."""
+    if not works:
+        found = f"the overlay {loaded.hardware} was left out: what fits is reckoned with torch, which does not work"
+        return loaded, [Check("config", "hardware").note(found, "Mend torch first, then ask again.")]
+    from flatout.engine.overlays import fitted
+
+    return fitted(loaded), []
 
 
 def _peak(machine: Machine, kind: str, index: int) -> float | None:

@@ -239,6 +239,7 @@ class Boundary:
                     run.model,
                     prompt,
                     count=settings.sample_tokens,
+                    temperature=settings.sample_temperature,
                     seed=run.config.train.seed,
                     stops=run.data.stops,
                     vocab=tokenizer.vocab,

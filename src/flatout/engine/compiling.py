@@ -40,6 +40,19 @@ def compile_model(model: GPT, mode: str, *, our_graphs: bool = False, any_shape:
     model.compile(dynamic=any_shape, **({} if mode == "default" else {"mode": mode}))
 
 
+def use_uncompiled(model: GPT) -> None:
+    """Takes compiled code away from a model: it runs as it was before `compile_model`."""
+    for part in (model, *model.blocks, model.head):
+        part._compiled_call_impl = None  # what nn.Module.compile sets; torch has no other way back
+    model.compiled_apart = False
+
+
+def is_compile_error(error: BaseException) -> bool:
+    """Whether torch's compiler gave up, by the module of the error's class: not all of them have one parent."""
+    homes = [cls.__module__ for cls in type(error).__mro__]
+    return any(home.startswith(("torch._dynamo", "torch._inductor")) for home in homes)
+
+
 def compile_failure(device: torch.device) -> str | None:
     """Why torch.compile does not work here, or None. Compilation is lazy: only a call shows whether it works."""
     try:

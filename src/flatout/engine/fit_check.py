@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config.catalogue import hardware_for, shipped_names
-from flatout.config.load import LoadedConfig, with_hardware
+from flatout.config.load import LoadedConfig
 from flatout.config.schema import RunConfig, micro_batch_of
-from flatout.data.sample_loader import LargestRows
 from flatout.data.training_data import TrainingData
 from flatout.device import Device, is_out_of_memory
 from flatout.engine.features import Speed
+from flatout.engine.memory import memory_of
+from flatout.engine.overlays import fitted_to
 from flatout.engine.run import delivery_of
-from flatout.errors import ConfigError, DoesNotFitError, ResourceError
+from flatout.errors import DoesNotFitError, ResourceError
 from flatout.files import readable_sizes
-from flatout.model.count import FrozenModel, MemoryEstimate, estimate_memory
-from flatout.optim.rules import state_bytes
+from flatout.model.count import MemoryEstimate
 
 ROOM = 0.92  # of the memory may be taken: fragmentation and evaluation want the rest
 _SHORTEST = 256  # tokens: a context below is another task
@@ -35,30 +35,6 @@ _SAVINGS: tuple[dict[str, Any], ...] = (
     {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048},
     {"checkpointing": "full", "loss": "fused", "loss_chunk": 2048, "optimizer_state": "8bit"},
 )
-
-
-def memory_of(config: RunConfig, vocab: int, speed: Speed, rows: LargestRows | None = None) -> MemoryEstimate:
-    """What a step of this config needs with these switches; `rows` is the most that packed samples fill."""
-    lora = config.lora
-    rank = max(lora.rank, *(rank for _, rank in lora.named_ranks), 0)
-    kind = {"dora": lora.dora, "dropout": lora.dropout > 0, "quantized": lora.quantize != "none"}
-    frozen = FrozenModel(rank=rank, also=frozenset(lora.also), **kind)
-    row_tokens = config.model.context if config.documents_apart and config.model.attends else None
-    return estimate_memory(
-        config.model,
-        vocab,
-        micro_batch=speed.micro_batch if rows is None else rows.rows,
-        half=speed.precision in ("bf16", "fp16"),
-        compiled=speed.compile != "off",
-        execution=speed.execution,
-        state_bytes=state_bytes(config.optim, state=speed.optimizer_state, offload=speed.optimizer_offload).device,
-        accumulated=speed.accumulation > 1 or speed.parallel == "data",  # whose gradients stay in their buckets
-        graphs=speed.cuda_graphs,
-        frozen=frozen if lora.rank else None,
-        row_tokens=row_tokens if rows is None else rows.row_tokens,
-        labels=None if rows is None else rows.labels,
-        shards=speed.shards,
-    )
 
 
 def memory_on(
@@ -176,7 +152,7 @@ def ways(loaded: LoadedConfig | RunConfig, vocab: int, speed: Speed, *, resumed:
     if not resumed:
         yield from _first_fitting(_shorter(config), config, speed, fits)
     if isinstance(loaded, LoadedConfig):
-        yield from _by_overlay(loaded, speed, fits, have, resumed=resumed)
+        yield from _by_overlay(loaded, speed, fits, have)
 
 
 def _amount(size: int) -> str:
@@ -209,21 +185,14 @@ def _shorter(config: RunConfig) -> Iterator[Change]:
             return
 
 
-def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int, *, resumed: bool) -> Iterator[str]:
+def _by_overlay(loaded: LoadedConfig, speed: Speed, fits: Fits, have: int) -> Iterator[str]:
     """The largest overlay that is not above the memory, and with which it fits."""
     names = shipped_names("hardware")
     for name in reversed(names[: names.index(hardware_for(have)) + 1]):
-        try:
-            other = with_hardware(loaded, name)
-        except ConfigError:
-            continue
-        if resumed and other.model.context != loaded.config.model.context:
-            continue
+        other = fitted_to(loaded, name).config
         size, _ = micro_batch_of(other)
         if found := fits(other, _switched(other, speed, size, {"checkpointing": other.speed.checkpointing})):
-            context = other.model.context
-            shorter = f"model.context {context:,}, " if context < loaded.config.model.context else ""
-            yield f"--hardware {name} ({shorter}{found})"
+            yield f"--hardware {name} ({found})"
             return
 
 

@@ -19,7 +19,7 @@ from flatout.engine.checkpoint import Checkpoint, checkpoint_bytes
 from flatout.engine.drift import check_alike, check_start
 from flatout.engine.eigenstates import look_at_eigenstates
 from flatout.engine.machine import MachineWatch
-from flatout.engine.recovery import attempt_step, use_less_memory
+from flatout.engine.recovery import CompileFailure, attempt_step, use_less_memory, use_no_compiler
 from flatout.engine.run import Run
 from flatout.engine.run_folder import read_best
 from flatout.engine.saving import due_of, lacks_verdict, mend_run_adapter, notice_on_adapter, restore
@@ -141,14 +141,18 @@ class _Steps:
                     return
 
     def _take(self, batch: Batch, data_seconds: float, loader: BatchLoader) -> Iterator[Record]:
-        """One step, in smaller pieces where memory runs out, and the reports that have arrived by then."""
+        """One step, taken again with less where it fails, and the reports that have arrived by then."""
         run, step = self.training, batch.step + 1
         run.world.pulse.at_step(step)
         run.step.with_parameter_norm = step == 1 or step % PARAMETER_NORM_EVERY == 0 or step == run.steps
         report = attempt_step(run, batch)
-        while not isinstance(report, torch.Tensor):  # out of memory, and nothing has changed: again, in smaller pieces
+        while not isinstance(report, torch.Tensor):  # it failed, and nothing has changed: again, with less
             yield from settle(run, self.progress, self.totals, self.pending.drain())
-            yield NoticeRecord(step=step, message=use_less_memory(run, batch, report))
+            if isinstance(report, CompileFailure):
+                message = use_no_compiler(run, report)
+            else:
+                message = use_less_memory(run, batch, report)
+            yield NoticeRecord(step=step, message=message)
             self.pending.restart()
             report = attempt_step(run, batch)
         tokens, stopping, asked = run.world.totals([batch.count, self.stop(), self.save() or self._late()])
@@ -165,7 +169,8 @@ class _Steps:
         run, progress = self.training, self.progress
         stopping, ending = self.stopping, step == run.steps
         due = due_after(run, step)
-        every = is_due(step, run.config.checkpoint.every)
+        settings = run.config.checkpoint
+        every = is_due(step, settings.every) or run.ends_epoch(step, settings.epochs)
         saving = self.boundary.saves and (ending or stopping or self.owed or self.asked or every)
         if not (due.evaluate or due.sample or saving):
             return False

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from flatout.config.load import resolve_from_mapping
-from flatout.config.schema import LoraConfig, RunConfig
+from flatout.config.schema import LoraConfig, OptimConfig, RunConfig
 from flatout.config.source import IN_PYTHON, Source
 from flatout.data.array_data import Arrays, open_arrays
 from flatout.data.chat_template import ChatTemplate
+from flatout.data.limits import limits_of
 from flatout.data.loader import windows_of
 from flatout.data.make_samples import SampleRequest, prepare_samples, why_made
 from flatout.data.masking import stops_of
@@ -90,6 +91,11 @@ def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Array
             "arrays that are given to train are joined as they come",
             "set data.packing=concat, data.stride=null, data.documents=joined and data.streaming=false",
         )
+    if limits_of(data) is not None:
+        raise ConfigError(
+            "limits on documents, tokens or bytes are for text that is read, and train was given data=",
+            "leave data.max_documents, data.max_tokens and data.max_bytes out, and give fewer arrays",
+        )
     if config.train.epochs is not None:
         raise ConfigError("train.epochs is set, but how long an epoch of data= is, is not known", "set train.steps")
     _check_no_epoch_end(config, "data=")
@@ -98,8 +104,14 @@ def _open_arrays(config: RunConfig, sources: Mapping[str, Source], arrays: Array
 
 
 def _check_no_epoch_end(config: RunConfig, what: str) -> None:
-    if config.eval.epoch_end:
-        raise ConfigError(f"eval.epoch_end is set, but where an epoch of {what} ends is not known", "set eval.every")
+    asked = {
+        "eval.epoch_end": (config.eval.epoch_end, "set eval.every"),
+        "checkpoint.epochs": (config.checkpoint.epochs, "set checkpoint.every"),
+        "optim.warmup": (config.optim.warmup_epochs, "set optim.warmup_steps, or a share as optim.warmup"),
+    }
+    for path, (value, hint) in asked.items():
+        if value:
+            raise ConfigError(f"{path} is set, but where an epoch of {what} ends is not known", hint)
 
 
 def _schedule_of(config: RunConfig) -> Schedule:
@@ -326,6 +338,18 @@ def schedule_of(data: TrainingData, resumed: Checkpoint | None) -> Schedule:
     """The data's table from a checkpoint's step on. Before it, what the checkpoint says was read."""
     earlier = None if resumed is None else stored_schedule(data, resumed)
     return data.schedule if resumed is None or earlier is None else data.schedule.after(earlier, resumed.step)
+
+
+def optim_of(config: RunConfig, facts: DataFacts, schedule: Schedule, steps: int) -> OptimConfig:
+    """The config's, with its warm-up in steps."""
+    per_epoch = facts.steps_per_epoch
+
+    def steps_in(epochs: float) -> int:
+        if per_epoch is not None:
+            return math.ceil(epochs * per_epoch)
+        return schedule.steps_until(epochs * (facts.windows or 0))
+
+    return config.optim.with_warmup_steps(steps, steps_in)
 
 
 def steps_of(config: RunConfig, facts: DataFacts, schedule: Schedule | None = None) -> int:

@@ -1,5 +1,7 @@
 """Out of memory, and on with less: the same batch in smaller pieces, the same loss, and a word to the user.
 
+A compiler that fails in a step is handled in the same way: the step is taken again without it.
+
 Idea: a step's memory grows with its micro-batch, and its result does not depend on it. So where a step does not fit,
 the micro-batch is halved and the step is taken again. The config stays as it is: the next run tries anew.
 
@@ -17,17 +19,26 @@ import torch
 
 from flatout.data.batch import Batch
 from flatout.device import free_memory, is_out_of_memory
+from flatout.engine.compiling import is_compile_error, use_uncompiled
 from flatout.engine.evaluate import evaluate
 from flatout.engine.fit_check import first_sentence, memory_error
 from flatout.engine.graphs import MicroBatchGraph
 from flatout.engine.run import Run
-from flatout.errors import ResourceError, UserError
+from flatout.errors import HardwareError, ResourceError, UserError
 from flatout.launch import OtherProcessError
 from flatout.pulse import State
 
 
+class CompileFailure(str):
+    """What a compiler said that failed in a step."""
+
+    __slots__ = ()
+
+
 def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
     """Takes one step and returns its report; or, where memory ran out and less would do, a sentence about that.
+
+    A compiler that failed gives a `CompileFailure`.
 
     Nothing has changed then: the update comes last, and the random stream is put back to before the step. The failed
     step's tensors hang on its error, so this function must have returned before anybody asks for memory again.
@@ -37,7 +48,9 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
         return run.take_step(batch)
     except RuntimeError as error:
         if not is_out_of_memory(error):
-            raise
+            sentence = _compile_failure(run, error)
+            run.random.assign(before)
+            return sentence
         rows = min(run.step.micro_batch, _windows_in(batch))  # packed samples may have fewer than a micro-batch
         recording = _rows_vary(run) and run.step.run_micro_batch != run.step.forward_backward
         if _needs_a_restart(run):
@@ -48,6 +61,28 @@ def attempt_step(run: Run, batch: Batch) -> torch.Tensor | str:
         sentence = first_sentence(error)
     run.random.assign(before)
     return sentence
+
+
+def _compile_failure(run: Run, error: RuntimeError) -> CompileFailure:
+    """The error as a sentence where it is the compiler's and the step can be taken without it; raised otherwise."""
+    if run.speed.compile == "off" or not is_compile_error(error) or run.step.updating:
+        raise error
+    cause = getattr(error, "inner_exception", error)  # of the backend, where that failed
+    told = f"{type(cause).__name__}: {str(cause).strip().partition(chr(10))[0][:120]}"
+    if _needs_a_restart(run):  # other ranks may have compiled it, and are in the middle of the step
+        raise HardwareError(f"torch.compile failed: {told}", "set speed.compile=off") from error
+    return CompileFailure(told)
+
+
+def use_no_compiler(run: Run, failure: CompileFailure) -> str:
+    """Goes on in eager mode; returns a notice."""
+    use_uncompiled(run.model)
+    run.step.use_micro_batch(run.step.micro_batch)  # drops gradients, recordings, and the compiler's state
+    free_memory(run.speed.device.torch_device)
+    return (
+        f"compile became off: torch.compile failed in this step, and training goes on without it ({failure}); batch "
+        "and loss stay the same (next time: speed.compile=off)"
+    )
 
 
 def use_less_memory(run: Run, batch: Batch, sentence: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flatout.config.schema import RunConfig
+from flatout.config.schema import OptimConfig, RunConfig
 from flatout.data.batch import Batch, BatchLoader, Delivery, Span
 from flatout.data.positions import Schedule
 from flatout.data.training_data import TrainingData
@@ -44,6 +44,7 @@ class Run:
     step: TrainStep
     random: RandomStream
     steps: int
+    optim: OptimConfig  # the config's, with the warm-up in steps
     flops_per_token: float
     memory: MemoryEstimate
     notices: tuple[str, ...]  # known before the first step
@@ -113,8 +114,10 @@ class Run:
         windows = self.data.facts.windows
         return None if windows is None else self.schedule.at(step).start // windows
 
-    def ends_epoch(self, step: int) -> bool:
-        return self.epochs_before(step) != self.epochs_before(step - 1)
+    def ends_epoch(self, step: int, every: int = 1) -> bool:
+        """Whether an epoch ends with this step, of which every so many count; 0 counts none."""
+        before, now = self.epochs_before(step - 1), self.epochs_before(step)
+        return bool(every) and before is not None and now is not None and before // every != now // every
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         return device_scope(self.speed, self.config.train.deterministic)

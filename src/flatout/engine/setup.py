@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flatout.config.load import LoadedConfig
-from flatout.config.schema import RunConfig
+from flatout.config.schema import OptimConfig, RunConfig
 from flatout.config.source import Source
 from flatout.config.unused import check_used, cut_pattern, wide_window
 from flatout.data.array_data import Arrays
@@ -35,6 +35,7 @@ from flatout.engine.opening import (
     adapter_plan,
     check_shares,
     open_data,
+    optim_of,
     schedule_of,
     sources_of,
     steps_of,
@@ -145,6 +146,7 @@ def _assembled(
     facts, source_of, device = data.facts, sources_of(sources), speed.device
     schedule = schedule_of(data, resumed)
     steps = steps_of(config, facts, schedule)
+    optim = optim_of(config, facts, schedule, steps)
     adapters = _attach(model, config) if config.lora.rank else None
     base_hash = None if adapters is None else _base_hash(adapters, opened, weights=fresh)
     trained = all_weights(model, sharding) if adapters is None else only_adapters(adapters)
@@ -157,9 +159,10 @@ def _assembled(
         trained=trained,
         adapters=adapters,
         given=given,
-        step=_build_step(config, model, trained, speed, steps, later, world, given),
+        step=_build_step(config, optim, model, trained, speed, steps, later, world, given),
         random=RandomStream(config.train.seed, device.torch_device, world.rank),
         steps=steps,
+        optim=optim,
         flops_per_token=given.flops(model, training_flops(config, vocab, facts.attended)),
         memory=memory,
         notices=(),
@@ -184,7 +187,9 @@ def with_speed(run: Run, config: RunConfig, speed: Speed) -> Run:
         run,
         config=config,
         speed=speed,
-        step=_build_step(config, run.model, run.trained, speed, run.steps, run.new_notices, run.world, run.given),
+        step=_build_step(
+            config, run.optim, run.model, run.trained, speed, run.steps, run.new_notices, run.world, run.given
+        ),
         memory=memory_on(run.data, config, run.model.vocab, speed),
     )
 
@@ -283,6 +288,7 @@ def _base_hash(adapters: Adapters, opened: Opened, *, weights: bool) -> str:
 
 def _build_step(
     config: RunConfig,
+    optim: OptimConfig,
     model: GPT,
     trained: Trained,
     speed: Speed,
@@ -293,14 +299,14 @@ def _build_step(
 ) -> TrainStep:
     device = speed.device.torch_device
     form = {"state": speed.optimizer_state, "offload": speed.optimizer_offload}
-    rules = rules_of(config.optim, steps, fused=speed.fused_optimizer, **form)
-    rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(config.optim, steps))
+    rules = rules_of(optim, steps, fused=speed.fused_optimizer, **form)
+    rules = rules_with(given.optimizer, rules, trained.updated, rate_factors(optim, steps))
     if speed.sharded:
         check_slices(rules)
     step = TrainStep(
         model,
         Optimizers(rules, trained.updated),
-        clip=config.optim.clip,
+        clip=optim.clip,
         micro_batch=speed.micro_batch,
         label_smoothing=config.train.label_smoothing,
         loss_scale=LossScale.start(device) if speed.precision == "fp16" else None,
@@ -347,7 +353,7 @@ def _build_step(
 
 def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, weights: bool) -> Iterator[str]:
     """`weights` is whether they come from elsewhere, and not from a checkpoint of the run."""
-    yield from _notices_on_config(run.config, run.steps, written)
+    yield from _notices_on_config(run.config, run.optim, run.steps, written)
     yield from run.data.notices(delivery_of(run.speed, run.speed.micro_batch))
     if start is not None:
         yield start.notice
@@ -362,20 +368,23 @@ def _notices(run: Run, start: Start | None, written: Callable[[str], bool], *, w
         yield from needless_rank(run.adapters.choices)
 
 
-def _notices_on_config(config: RunConfig, steps: int, written: Callable[[str], bool]) -> Iterator[str]:
+def _notices_on_config(
+    config: RunConfig, optim: OptimConfig, steps: int, written: Callable[[str], bool]
+) -> Iterator[str]:
     """Settings that do not mean what they seem to. An interval of evaluation only where a user wrote it: a preset's is
     for its own length. One of saving always: whoever trusts in it loses the run."""
     yield from filter(None, (cut_pattern(config.model), wide_window(config.model)))
-    if 0 < steps < config.optim.warmup_steps:
+    if 0 < steps < optim.warmup_steps:
+        told = "optim.warmup_steps" if config.optim.warmup is None else f"the warm-up of {config.optim.warmup}"
         yield (
-            f"optim.warmup_steps is {config.optim.warmup_steps:,} and the run has {steps:,} steps, so the warm-up is "
+            f"{told} is {optim.warmup_steps:,} and the run has {steps:,} steps, so the warm-up is "
             f"cut to {steps:,}: the learning rate reaches its peak in the last step and never falls"
         )
     every, epochs = config.eval.every, config.eval.epoch_end
     if 0 < steps < every and written("eval.every"):
         which = "the ends of epochs and of the run are" if epochs else "the end is"
         yield f"eval.every {every} is never reached in {steps} steps: only {which} evaluated"
-    if 0 < steps < config.checkpoint.every and not config.checkpoint.minutes:
+    if 0 < steps < config.checkpoint.every and not (config.checkpoint.minutes or config.checkpoint.epochs):
         between = config.checkpoint.best and (0 < every < steps or epochs)
         which = "the end and each best so far are" if between else "the end is"
         yield f"checkpoint.every {config.checkpoint.every} is never reached in {steps} steps: only {which} saved"

@@ -98,6 +98,42 @@ def flops_per_token(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerRow:
+    """Layers that are alike: how many, and what each has, does for a training token, and keeps for backward."""
+
+    name: str
+    times: int
+    parameters: int
+    flops: float
+    kept_bytes: int
+
+
+def layer_rows(config: ModelConfig, vocab: int, tokens: int, form: Form) -> tuple[LayerRow, ...]:
+    """A model by its layers, in a step over micro-batches of `tokens`; the blocks of one kind are one row."""
+    rows = []
+    for kind in dict.fromkeys(config.kinds):
+        alone = config.model_copy(update={"pattern": kind, "layers": 1})
+        kept, _ = _kept_and_again(config, kind, _block_bytes(config, kind, form), form)
+        rows.append(
+            LayerRow(
+                name=f"block {kind}",
+                times=config.kinds.count(kind),
+                parameters=block_count(config, kind),
+                flops=flops_per_token(alone, 0),
+                kept_bytes=tokens * kept,
+            )
+        )
+    outside = LayerRow(
+        name="embedding, last norm, head",
+        times=1,
+        parameters=sum(feature.outside(config, vocab) for feature in FEATURES),
+        flops=6.0 * vocab * config.width,
+        kept_bytes=tokens * _end_bytes(config, form),
+    )
+    return (*rows, outside)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FrozenModel:
     """What is trained beside frozen weights, as far as memory goes."""
 

@@ -155,27 +155,31 @@ POSITIONS = Feature(
 )
 
 
-def check_window(read: HubValues, layers: int, context: int) -> None:
-    """Refuses a sliding window, unless it is at least as long as the context, where it is none."""
+def read_windows(read: HubValues, layers: int, context: int) -> dict[str, Any]:
+    """The fields that a sliding window gives; none where it is at least as long as the context."""
     if read.kind not in ("mistral", "qwen2", "qwen3"):
-        return
-    sliding = True
+        return {}
+    types: Any = ["sliding_attention"] * layers
     if read.kind != "mistral":
-        types = read.get("layer_types") or ["sliding_attention"] * (layers > read.whole("max_window_layers", least=0))
+        full = min(layers, read.whole("max_window_layers", least=0))
+        types = read.get("layer_types") or ["full_attention"] * full + types[full:]
         if not isinstance(types, list) or not set(map(str, types)) <= {"full_attention", "sliding_attention"}:
-            raise read.refuse(f"layer_types is {shorten(types)}, only full attention is supported")
-        sliding = read.flag("use_sliding_window") and "sliding_attention" in types
-    window = read.whole_or_none("sliding_window") if sliding else None
-    if window is not None and window < context:
-        raise read.refuse(
-            f"attention slides over {window:,} tokens, less than the context of {context:,}",
-            f"use a context of at most {window:,}",
-        )
+            raise read.refuse(f"layer_types is {shorten(types)}, only full and sliding attention are supported")
+        if not read.flag("use_sliding_window"):
+            return {}
+    window = read.whole_or_none("sliding_window") if "sliding_attention" in types else None
+    if window is None or window >= context:
+        return {}
+    if len(types) != layers:
+        raise read.refuse(f"layer_types names {len(types):,} layers, and there are {layers:,}")
+    kinds = "".join("W" if kind == "sliding_attention" else "A" for kind in types)
+    return {"pattern": kinds if len(set(kinds)) > 1 else kinds[0], "window": window}
 
 
 PATTERN = Feature(
     fields=("pattern", "window"),
-    llama=Format(  # what a file says of windows is read by `check_window`, once the context is known
+    described=False,  # compared by how far tokens see, which a shorter context may make the same
+    llama=Format(  # what a file says of windows is read by `read_windows`, once the context is known
         write=lambda model, kind: {} if kind == "llama" else {"use_sliding_window": False, "sliding_window": None}
     ),
     no_export="only models whose blocks all have full attention can be exported; `flatout generate` runs this one",

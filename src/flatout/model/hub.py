@@ -24,7 +24,7 @@ from flatout.config.yaml_loader import format_value, shorten
 from flatout.errors import CheckpointError
 from flatout.files import CHECK_ACCESS, parse_json
 from flatout.model.fields import FEATURES
-from flatout.model.fields_mixing import PATTERN, check_window
+from flatout.model.fields_mixing import PATTERN, read_windows
 from flatout.model.hub_values import AGAIN, ANOTHER, SUPPORTED, HubValues
 from flatout.model.seal import check_seal, refuse_link
 
@@ -89,7 +89,7 @@ def describe(values: dict[str, Any], folder: Path, *, context: int | None = None
     context = fitting_context(context, fields["context"], path, cut=cut)
     if context is not None and kind != "gpt2":
         fields["context"] = context
-    check_window(read, fields["layers"], fields["context"])
+    fields |= read_windows(read, fields["layers"], fields["context"])
     try:
         config = ModelConfig(**fields)
     except ValidationError as error:
@@ -130,6 +130,20 @@ def check_same_model(config: ModelConfig, description: Description, hint: str) -
         if ours != theirs and field not in free:
             path = description.folder / CONFIG_FILE
             raise CheckpointError(f"the model has {field} {shorten(ours)}, {path} describes {shorten(theirs)}", hint)
+    context = min(config.context, description.config.context)
+    if _reaches(config, context) != _reaches(description.config, context):
+        path, theirs = description.folder / CONFIG_FILE, description.config
+        raise CheckpointError(
+            f"the model has pattern {shorten(config.pattern)} and window {config.window}, {path} describes "
+            f"{shorten(theirs.pattern)} and {theirs.window}",
+            hint,
+        )
+
+
+def _reaches(config: ModelConfig, context: int) -> list[int]:
+    """How far back each block sees in so many tokens; 0 is a block of eigenstates."""
+    reach = {"A": context, "W": min(context, config.window), "E": 0}
+    return [reach[kind] for kind in config.kinds]
 
 
 def read_json(path: Path, hint: str) -> dict[str, Any]:

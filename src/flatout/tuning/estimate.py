@@ -35,11 +35,12 @@ from flatout.data.shards import TokenShards, open_dataset
 from flatout.data.training_data import DataFacts
 from flatout.device import detect_device, limit_memory
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import check_fits, check_samples_fit, memory_of, memory_on, ways
+from flatout.engine.fit_check import check_fits, check_samples_fit, memory_on, ways
+from flatout.engine.memory import layers_of, memory_of
 from flatout.engine.opening import steps_of, trained_count
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import DataError, ResourceError
-from flatout.model.count import MemoryEstimate, parameter_count
+from flatout.model.count import LayerRow, MemoryEstimate, parameter_count
 from flatout.tuning.estimate_probe import Figure, Timed, time_run
 from flatout.tuning.plan import machine_of
 from flatout.tuning.practice_data import practice_data, scratch_folder
@@ -112,6 +113,8 @@ class EstimateResult:
     device_bytes: int | None
     checkpoint_bytes: Figure
     disk_bytes: Figure
+    memory_parts: dict[str, int]  # of `peak_estimate`; `later` is to be taken off
+    layers: tuple[LayerRow, ...]
     table: tuple[Cell, ...]
     notes: tuple[str, ...]
     probe_seconds: float
@@ -183,9 +186,16 @@ def visits_of(config: RunConfig, steps: int, windows: int | None, sequences: int
     """
     sequences = sequences or config.train.batch_tokens // config.model.context
     every, save = config.eval.every, config.checkpoint.every
-    ends: set[int] = {steps} if steps else set()
-    if config.eval.epoch_end and windows is not None:
-        ends |= {-(-epoch * windows // sequences) for epoch in range(1, steps * sequences // windows + 1)}
+    last = {steps} if steps else set()
+
+    def ends_of_epochs(every: int) -> set[int]:
+        if not every or windows is None:
+            return set()
+        return {-(-epoch * windows // sequences) for epoch in range(every, steps * sequences // windows + 1, every)}
+
+    ends = last | ends_of_epochs(int(config.eval.epoch_end))
+    best = config.checkpoint.best
+    saved = ends_of_epochs(config.checkpoint.epochs) | (ends if best else last)
 
     def due(intervals: list[int], also: set[int]) -> int:
         """Steps that are a multiple of one of the intervals, or among `also`."""
@@ -195,11 +205,10 @@ def visits_of(config: RunConfig, steps: int, windows: int | None, sequences: int
             counted -= steps // math.lcm(*intervals)
         return counted + sum(1 for step in also if all(step % interval for interval in intervals))
 
-    last = {steps} if steps else set()
     return Visits(
         evaluations=due([every], ends),
         samples=due([config.eval.sample_every], last) if config.eval.sample_tokens else 0,
-        checkpoints=due([save, every] if config.checkpoint.best else [save], ends if config.checkpoint.best else last),
+        checkpoints=due([save, every] if best else [save], saved),
     )
 
 
@@ -263,7 +272,7 @@ class _Look:
         epochs = None if self.facts.windows is None else steps * self.sequences / self.facts.windows
         return EstimateResult(
             config=config.output.name,
-            device=machine_of(self.device),
+            device=machine_of(self.device, speed.threads),
             flatout=flatout.__version__,
             torch=torch.__version__,
             data=data,
@@ -289,6 +298,8 @@ class _Look:
             price=price,
             peak_estimate=Figure(self._memory(config, speed), "estimated", missing),
             device_bytes=self.device.memory_bytes,
+            memory_parts={"process": self.base} | dataclasses.asdict(self._step_memory(config, speed)),
+            layers=layers_of(config, self.vocab, speed) if self.practice is None else (),
             table=self._table(timed),
             notes=tuple(self._notes()),
             probe_seconds=time.monotonic() - self.began,

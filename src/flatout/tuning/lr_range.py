@@ -124,7 +124,7 @@ def find_rate(
     with scratch_folder("flatout-lr-") as scratch:
         fitted, described = practice_config(loaded, scratch)
         with borrowed_run(fitted) as run:
-            device = machine_of(run.speed.device)
+            device = machine_of(run.speed.device, run.speed.threads)
             points, ended = range_test(run, low=low, high=high, steps=steps, progress=progress)
     reading = read_curve([point.rate for point in points], [point.loss for point in points])
     found = {"optim.learning_rate": float(f"{reading.rate:.1e}")}  # two digits: the test knows no more

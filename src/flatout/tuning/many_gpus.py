@@ -19,8 +19,9 @@ from flatout.config.source import DEFAULT, Source
 from flatout.device import limit_memory
 from flatout.engine.case import Dealing, Probes
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import ROOM, fits_well, memory_of
+from flatout.engine.fit_check import ROOM, fits_well
 from flatout.engine.form import not_in_slices
+from flatout.engine.memory import memory_of
 from flatout.engine.switches import COMMON_VOCAB
 from flatout.engine.trained import checkpoint_size
 from flatout.errors import HardwareError, UsageError

@@ -143,12 +143,14 @@ def _tell_unused(loaded: LoadedConfig, notice: Callable[[str], None]) -> None:
 
 def _length(loaded: LoadedConfig, steps: int, parity_steps: int, notice: Callable[[str], None]) -> list[str]:
     """Words for a run that is long enough to be measured, and whose rate rises soon."""
-    warmup = loaded.config.optim.warmup_steps
-    if warmup > parity_steps and loaded.sources["optim.warmup_steps"].kind != "override":
+    asked = loaded.config.optim.warmup is not None  # a share of a run, or epochs of data, that are not measured
+    warmup = parity_steps + 1 if asked else loaded.config.optim.warmup_steps
+    if warmup > parity_steps and (asked or loaded.sources["optim.warmup_steps"].kind != "override"):
         warmup = parity_steps
         notice(f"the learning rate reaches its peak in {warmup} steps, so that the parity gate sees weights move")
     turns = LOOKS[-1]  # each with a step that is not timed
-    return [f"train.steps={max(1000, parity_steps + steps + turns + PERIOD)}", f"optim.warmup_steps={warmup}"]
+    length = max(1000, parity_steps + steps + turns + PERIOD)
+    return [f"train.steps={length}", f"optim.warmup_steps={warmup}", "optim.warmup=null"]
 
 
 def _plan(loaded: LoadedConfig, fitted: RunConfig, **known: Any) -> Plan:
@@ -182,7 +184,7 @@ def _sets(loaded: LoadedConfig, path: str) -> bool:
     return loaded.sources[path].kind != "default" and getattr(loaded.config.speed, name) != default
 
 
-def machine_of(device: Device, threads: int) -> str:
+def machine_of(device: Device, threads: int | None = None) -> str:
     """The device by a name that tells it from others; a CPU by its model and by how many threads compute."""
     if device.kind != "cpu":
         return device.name
@@ -192,6 +194,8 @@ def machine_of(device: Device, threads: int) -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     model = models[0] if models else platform.processor() or platform.machine()
+    if threads is None:
+        return f"cpu ({model})"
     return f"cpu ({model}, {threads} {'thread' if threads == 1 else 'threads'})"
 
 

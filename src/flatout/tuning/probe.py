@@ -25,8 +25,8 @@ from flatout.config.schema import RunConfig
 from flatout.config.source import DEFAULT, Source
 from flatout.device import detect_device, limit_memory, peak_memory_bytes
 from flatout.engine.features import Speed, resolve_speed
-from flatout.engine.fit_check import memory_of
 from flatout.engine.graphs import MicroBatchGraph
+from flatout.engine.memory import memory_of
 from flatout.engine.run import Run
 from flatout.engine.setup import with_speed
 from flatout.errors import HardwareError, ResourceError

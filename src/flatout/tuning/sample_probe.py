@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from flatout.config.load import LoadedConfig
 from flatout.data.sample_loader import LargestRows
 from flatout.engine.features import Speed
-from flatout.engine.fit_check import memory_of
 from flatout.engine.graphs import WARM_UPS
+from flatout.engine.memory import memory_of
 from flatout.engine.run import Run, delivery_of
 from flatout.engine.spans import StepReport
 from flatout.tuning import probe

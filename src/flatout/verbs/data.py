@@ -74,6 +74,7 @@ def prepare(words: list[str]) -> int:
 
 def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | None) -> dict[str, Any]:
     from flatout.data.inspect import read_report, tokens_in_long_documents
+    from flatout.data.limits import LIMITS
     from flatout.data.sampler import remainder, window_count
     from flatout.data.shards import open_dataset
 
@@ -96,6 +97,7 @@ def _facts(folder: Path, config: "RunConfig", verify: "Verify", asked: int | Non
         "remainder": remainder(dataset.train.tokens, context, stride) if windows else None,
         "long_documents": None if asked is None else tokens_in_long_documents(dataset.train, context),
         "report": read_report(folder),
+        "limits": {name: value for name in LIMITS if (value := dataset.manifest.settings.get(name)) is not None},
     }
 
 
@@ -110,6 +112,9 @@ def _lines(facts: dict[str, Any], seconds: float | None) -> Iterator[str]:
         kept = sum(report["kept"].values())
         rate = f", {report['input_bytes'] / 1e6:,.1f} MB in {seconds:.1f} s" if seconds is not None else ""
         yield f"kept {kept:,} of {report['records']:,} records from {report['files']:,} files{rate}"
+        if facts["limits"]:
+            told = " and ".join(f"data.{name}={value}" for name, value in facts["limits"].items())
+            yield f"of each source whole documents were taken up to {told}; what comes after them was not read"
         if report["dropped"]:
             reasons = sorted(report["dropped"].items(), key=lambda pair: (-pair[1], pair[0]))
             yield "dropped " + ", ".join(f"{count:,} {reason}" for reason, count in reasons)
@@ -266,23 +271,21 @@ def _report_tokenizers(config: "RunConfig", parsed: argparse.Namespace) -> int:
 
 def _texts(config: "RunConfig") -> Iterator[str]:
     """The texts of the config's source that its clean section keeps; what cannot be read is told on stderr."""
-    from flatout.corpus.document import Document, Problem
-    from flatout.data.part import Part, Recipe, judged
-    from flatout.data.plan import Done, find_inputs, parts_of, request_of
+    from flatout.corpus.document import Problem
+    from flatout.data.plan import documents_of, find_inputs, request_of
 
     request = request_of(config.data, config.clean)
     if request.piped:
         raise UsageError("standard input cannot be read more than once", "name a file or folder as data.source")
+    if config.data.max_tokens is not None:
+        raise UsageError("data.max_tokens counts the tokens of one tokenizer", "set data.max_bytes instead")
     inputs = find_inputs(request, Path())
-    recipe = Recipe(request.options, request.rules)
     problems: list[Problem] = list(inputs.problems)
-    for part in parts_of(inputs, request.options, Done()):
-        assert isinstance(part, Part), "nothing is done yet"
-        for _, item in judged(recipe, part):
-            if isinstance(item, Problem):
-                problems.append(item)
-            elif isinstance(item, Document) and item.text and item.rejected is None:
-                yield item.text
+    for item in documents_of(request, inputs):
+        if isinstance(item, Problem):
+            problems.append(item)
+        else:
+            yield item.text
     if problems:
         first = problems[0]
         raise DataError(

@@ -19,6 +19,7 @@ def report(words: list[str]) -> int:
     )
     _add_runs(parser)
     parser.add_argument("--out", metavar="FILE", help="default: report.html in the run's folder, or here for several")
+    parser.number("--price", 0, 1e6, metavar="PER_HOUR", help="what an hour of the machine costs, in any currency")
     parser.flag("--overwrite", "also replace a file that is no report of flatout")
     parser.flag("--json", "print what the page would show as JSON, and write no page")
     parsed = parser.parse_mixed(words)
@@ -26,11 +27,11 @@ def report(words: list[str]) -> int:
         from flatout.observe.report.data import report_data
         from flatout.observe.report.report import read_runs
 
-        print(json.dumps(report_data(read_runs(_folders(parsed.runs))), allow_nan=False))
+        print(json.dumps(report_data(read_runs(_folders(parsed.runs)), price=parsed.price), allow_nan=False))
         return 0
     from flatout import api
 
-    target = api.report(parsed.runs, parsed.out, overwrite=parsed.overwrite)
+    target = api.report(parsed.runs, parsed.out, overwrite=parsed.overwrite, price=parsed.price)
     print(f"wrote {target} ({target.stat().st_size / 1000:,.0f} kB); open it in a browser")
     return 0
 

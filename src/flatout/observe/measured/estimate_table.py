@@ -18,6 +18,14 @@ from flatout.records import RunInfo
 
 SKIPPED = 4  # first steps of a run, which compile and warm up
 FEWEST = 3  # steps after those that a sentence needs
+_MEMORY_PARTS = {
+    "process": "the process before the model",
+    "optimizer": "optimizer's state",
+    "activations": "activations",
+    "working": "alive for a moment",
+    "later": "gradients in their place",
+    "graphs": "CUDA graphs",
+}
 
 
 def print_estimate(body: Mapping[str, Any], stream: TextIO | None = None) -> None:
@@ -37,6 +45,10 @@ def print_estimate(body: Mapping[str, Any], stream: TextIO | None = None) -> Non
         sheet.add_row(*(printable(cell) for cell in cells), style="bold" if cells[0] == "time to finish" else "")
     console.print(sheet)
     console.print()
+    if body.get("layers"):
+        console.print(Text("layers, each; what is kept for backward is of one micro-batch"), style="bold")
+        console.print(_layer_table(body))
+        console.print()
     console.print(Text("memory of a step by micro-batch and context, estimated"), style="bold")
     console.print(_memory_table(body))
     for line in _closing(body):
@@ -66,6 +78,10 @@ def _rows(body: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     have = "" if body["device_bytes"] is None else f"of {human_bytes(body['device_bytes'])}"
     rows.append(_row("peak memory", body["peak_measured"], human_bytes, have))
     rows.append(_row("  by formula", body["peak_estimate"], human_bytes))
+    for name, size in body.get("memory_parts", {}).items():  # a line that was stored earlier has none
+        if size:
+            sign = "-" if name == "later" else ""
+            rows.append((f"    {_MEMORY_PARTS.get(name, name)}", f"{sign}{human_bytes(size)}", "estimated", ""))
     rows.append(_row("checkpoint", body["checkpoint_bytes"], human_bytes))
     rows.append(_row("  on disk at most", body["disk_bytes"], human_bytes))
     watts = "" if body["watts"]["value"] is None else f"{body['watts']['value']:.0f} W"
@@ -96,6 +112,22 @@ def _memory_table(body: Mapping[str, Any]) -> Table:
                 mark, style = ("* ", "bold") if cell["own"] else ("! ", "red")
             row.append(Text("-" if cell is None else mark + human_bytes(cell["bytes"]), style=style))
         table.add_row(*row)
+    return table
+
+
+def _layer_table(body: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("layer", no_wrap=True)
+    for heading in ("times", "parameters", "FLOP per token", "kept"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in body["layers"]:
+        cells = (
+            f"{row['times']:,}",
+            f"{row['parameters']:,}",
+            human_count(row["flops"]),
+            human_bytes(row["kept_bytes"]),
+        )
+        table.add_row(printable(row["name"]), *cells)
     return table
 
 

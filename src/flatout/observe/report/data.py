@@ -15,8 +15,9 @@ from typing import Any
 from flatout.config.yaml_loader import format_value
 from flatout.observe.history import RunHistory, distinct_names, rows_with_step
 from flatout.observe.human import human_bytes, many, printable
+from flatout.observe.report.costs import cost_figures
 from flatout.observe.report.facts import commands_of, facts_of, shown_config, summary_of
-from flatout.observe.report.figures import eigenstate_part, figures_of, speed_groups, time_parts
+from flatout.observe.report.figures import eigenstate_part, figures_of, speed_groups, time_parts, whole_seconds
 from flatout.observe.report.series import Places, amount, curves_of, finite, number, points_for
 from flatout.observe.report.state import RunState, state_of
 from flatout.records import WAITING
@@ -25,8 +26,8 @@ _MOST_SAMPLES, _MOST_NOTICES, _MOST_CHECKPOINTS = 60, 200, 100
 _MOST_TEXT = 6000  # characters of one sample or message
 
 
-def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[str, Any]:
-    """Everything the page shows of these runs, side by side where there are several."""
+def report_data(histories: Sequence[RunHistory], *, live: bool = False, price: float | None = None) -> dict[str, Any]:
+    """Everything the page shows of these runs, side by side where there are several; `price` is of an hour."""
     names = distinct_names([history.folder for history in histories])
     states = [state_of(history) for history in histories]
     configs = [_flat_config(shown_config(history.info)) for history in histories]
@@ -34,7 +35,7 @@ def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[
     different = [path for path in paths if len({config.get(path) for config in configs}) > 1]
     samples = max(4, _MOST_SAMPLES // max(len(histories), 1))
     runs = [
-        _run(history, name, state, config, points_for(len(histories)), samples)
+        _run(history, name, state, config, points_for(len(histories)), samples, price)
         for history, name, state, config in zip(histories, names, states, configs, strict=True)
     ]
     rows = [{"path": path, "values": [config.get(path, "–") for config in configs]} for path in different]
@@ -43,7 +44,13 @@ def report_data(histories: Sequence[RunHistory], *, live: bool = False) -> dict[
 
 
 def _run(
-    history: RunHistory, name: str, state: RunState, config: dict[str, str], points: int, samples: int
+    history: RunHistory,
+    name: str,
+    state: RunState,
+    config: dict[str, str],
+    points: int,
+    samples: int,
+    price: float | None,
 ) -> dict[str, Any]:
     info, steps = history.info, rows_with_step(history.steps)
     places = Places(steps)
@@ -56,7 +63,7 @@ def _run(
         "folder": str(history.folder),
         "state": {"kind": state.kind, "word": state.word, "text": state.text, "goes_on": state.goes_on},
         "summary": summary_of(info, state),
-        "figures": figures_of(history, state),
+        "figures": [*figures_of(history, state), *cost_figures(history, whole_seconds(history), price)],
         "facts": facts_of(info),
         "speed": speed_groups(history),
         "time": time_parts(history),

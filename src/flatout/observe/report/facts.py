@@ -200,10 +200,18 @@ def _training_rows(info: dict[str, Any]) -> Rows:
     return [
         *rows,
         ("Learning rate", _joined(_at(info, "optim.learning_rate"), _at(info, "optim.schedule"))),
-        ("Warm-up", _whole(_at(info, "optim.warmup_steps"), " steps")),
+        ("Warm-up", _warmup(info)),
         ("Weight decay, clip", _joined(_at(info, "optim.weight_decay"), _at(info, "optim.clip"))),
         ("Seed", _at(info, "train.seed")),
     ]
+
+
+def _warmup(info: dict[str, Any]) -> str | None:
+    """The warm-up as it was told: in steps, as a share of the run, or in epochs."""
+    told = _at(info, "optim.warmup")
+    if isinstance(told, float):
+        return f"{told:.3g} of the run"
+    return told if isinstance(told, str) else _whole(_at(info, "optim.warmup_steps"), " steps")
 
 
 def commands_of(history: RunHistory, state: RunState) -> list[list[str]]:

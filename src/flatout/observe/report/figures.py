@@ -218,8 +218,33 @@ def _host_rows(values: Callable[[str], list[float]]) -> list[list[str]]:
     return rows
 
 
+def whole_seconds(history: RunHistory) -> float:
+    """What steps, evaluations, samples and checkpoints took together."""
+    seconds, _, _ = _seconds_by_part(history)
+    return sum(value for name, value in seconds.items() if name != _BESIDE)
+
+
 def time_parts(history: RunHistory) -> dict[str, Any]:
     """Seconds by part of the work, and in a sentence what they are; of runs without spans, what other records tell."""
+    seconds, calls, note = _seconds_by_part(history)
+    others = [name for name in seconds if name not in _PARTS and name != _BESIDE]
+    order = [*(name for name in _PARTS if name in seconds), *others, *([_BESIDE] if _BESIDE in seconds else [])]
+    total = sum(value for name, value in seconds.items() if name != _BESIDE) or 1.0
+    parts = [
+        {
+            "name": name,
+            "share": round(seconds[name] / total, 5),
+            "text": _duration(seconds[name]),
+            "calls": calls.get(name, 0),
+            "beside": name == _BESIDE,
+        }
+        for name in order
+    ]
+    return {"parts": parts[:24], "note": note if parts else ""}
+
+
+def _seconds_by_part(history: RunHistory) -> tuple[dict[str, float], dict[str, int], str]:
+    """Seconds and calls of every part of the work, and in a sentence what they are."""
     seconds: dict[str, float] = {}
     calls: dict[str, int] = {}
     for row in history.spans:
@@ -242,20 +267,7 @@ def time_parts(history: RunHistory) -> dict[str, Any]:
             spent = finite([row.get("seconds") for row in rows])
             if spent:
                 seconds[name], calls[name] = sum(spent), len(spent)
-    others = [name for name in seconds if name not in _PARTS and name != _BESIDE]
-    order = [*(name for name in _PARTS if name in seconds), *others, *([_BESIDE] if _BESIDE in seconds else [])]
-    total = sum(value for name, value in seconds.items() if name != _BESIDE) or 1.0
-    parts = [
-        {
-            "name": name,
-            "share": round(seconds[name] / total, 5),
-            "text": _duration(seconds[name]),
-            "calls": calls.get(name, 0),
-            "beside": name == _BESIDE,
-        }
-        for name in order
-    ]
-    return {"parts": parts[:24], "note": note if parts else ""}
+    return seconds, calls, note
 
 
 # --- eigenstate blocks ------------------------------------------------------------------------------------------------

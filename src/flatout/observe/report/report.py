@@ -51,14 +51,16 @@ def chosen_folders(folders: Sequence[str | Path]) -> list[Path]:
     return list(chosen.values())
 
 
-def write_report(folders: Sequence[str | Path], path: str | Path, *, overwrite: bool = False) -> int:
+def write_report(
+    folders: Sequence[str | Path], path: str | Path, *, overwrite: bool = False, price: float | None = None
+) -> int:
     """Writes the page of these runs to `path` and returns its size in bytes.
 
-    With `overwrite`, also in the place of a file that is no report.
+    With `overwrite`, also in the place of a file that is no report. `price` is what an hour of the machine costs.
     """
     path, histories = Path(path), read_runs(folders)
     check_target(path, overwrite=overwrite)
-    content = page_of(report_data(histories))
+    content = page_of(report_data(histories, price=price))
     with disk_errors(f"the report {printable(str(path))}", safe=""):
         write_whole(path, content)
     return len(content)

@@ -1,0 +1,95 @@
+"""The archive of a run for a bug report: what is in it, and what never is."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from flatout.cli import main
+from flatout.observe.bundle import is_bundle, scrubbed
+from flatout.records import NoticeRecord, PreviewRecord, SampleRecord
+from tests.made_runs import info_of, step_of, write_run
+
+HOME = Path("/home/somebody")
+
+
+def run_with_data(folder: Path) -> Path:
+    key = "hf_" + "a1" * 17
+    records = [
+        info_of(folder),
+        PreviewRecord(step=0, pieces=(("a row of private data", True),)),
+        step_of(1),
+        SampleRecord(step=1, prompt="private prompt", text="private sample"),
+        NoticeRecord(step=1, message=f"read {Path.home()}/texts/a.txt with token={key}"),
+    ]
+    write_run(folder, records)
+    (folder / "config.yaml").write_text(f"data:\n  source: {Path.home()}/texts\n", encoding="utf-8")
+    return folder
+
+
+def contents(path: Path) -> dict[str, str]:
+    with zipfile.ZipFile(path) as archive:
+        return {name.partition("/")[2]: archive.read(name).decode() for name in archive.namelist()}
+
+
+def test_a_bundle_holds_the_run_and_none_of_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    run_with_data(tmp_path / "runs" / "mine")
+    monkeypatch.chdir(tmp_path)
+    assert main(["bundle", "mine", "--no-doctor"]) == 0
+    assert "mine-bundle.zip" in capsys.readouterr().out
+    found = contents(tmp_path / "mine-bundle.zip")
+    assert list(found) == ["README.txt", "config.yaml", "metrics.jsonl", "files.txt", "report.html"]
+    whole = "".join(found.values())
+    for secret in ("private", "hf_a1", str(tmp_path / "home")):
+        assert secret not in whole, secret
+    assert found["config.yaml"] == "data:\n  source: ~/texts\n"
+    kinds = [json.loads(line)["type"] for line in found["metrics.jsonl"].splitlines()]
+    assert kinds == ["run", "step", "sample", "notice"]
+    assert "metrics.jsonl" in found["files.txt"]
+    assert is_bundle(tmp_path / "mine-bundle.zip")
+    before = (tmp_path / "mine-bundle.zip").read_bytes()
+    assert main(["bundle", "mine", "--no-doctor"]) == 0, "one of ours is replaced"
+    assert (tmp_path / "mine-bundle.zip").read_bytes() == before
+
+
+def test_the_machine_is_told_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from flatout.diagnose import examine as visit
+    from flatout.diagnose.doctor import Check
+
+    run_with_data(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCH_LOGS", "dynamo")
+    monkeypatch.setenv("TORCH_HUB_TOKEN", "not-for-you")
+    monkeypatch.setenv("MY_API_KEY", "not-for-you-either")
+    monkeypatch.setattr(visit, "examine", lambda *_, **__: iter([Check("machine", "python").ok("3.11")]))
+    assert main(["bundle", "mine", "--out", "bug.zip"]) == 0
+    found = contents(tmp_path / "bug.zip")
+    assert json.loads(found["environment.json"])["environment"].get("TORCH_LOGS") == "dynamo"
+    assert "not-for-you" not in "".join(found.values())
+    assert '"name": "python"' in found["doctor.jsonl"]
+
+
+def test_files_that_are_no_bundles_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    run_with_data(tmp_path / "mine")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bug.zip").write_bytes(b"mine")
+    assert main(["bundle", "mine", "--out", "bug.zip", "--no-doctor"]) == 2
+    assert (tmp_path / "bug.zip").read_bytes() == b"mine"
+    assert main(["bundle", "mine", "--out", "bug.tar", "--no-doctor"]) == 2
+    assert main(["bundle", "nothing", "--no-doctor"]) == 2
+    assert "hint:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("/home/somebody/a /home/somebodyelse /home/somebody", "~/a /home/somebodyelse ~"),
+        ("https://me:pass@host/x", "https://(secret)@host/x"),
+        ("api_key=abcdefgh token: 'ghijklmn'", "api_key=(secret) token: '(secret)'"),
+        ("tokenizer: gpt2, tokens: 1000000", "tokenizer: gpt2, tokens: 1000000"),
+    ],
+)
+def test_scrubbing(text: str, kept: str):
+    assert scrubbed(text, HOME) == kept

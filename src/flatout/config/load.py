@@ -9,6 +9,7 @@ must also silence its alternatives in lower ones, or no preset could ever be sho
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.config import yaml_loader
-from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path
+from flatout.config.catalogue import DEFAULT_PRESET, ShippedKind, run_name, shipped_names, shipped_path, source_name
 from flatout.config.complain import validate
 from flatout.config.facts import choices, field_facts, item_annotation, names_in, section_paths, with_whole_numbers
 from flatout.config.model_section import GPT2
@@ -104,10 +105,30 @@ def load_config(
     layers.append(_override_layer(overrides))
     merged = _merge(layers)
 
-    name = run_name(path.stem if path is not None else str(preset))
-    merged.setdefault("output.name", _Setting(name, Source("default", "name of the config")))
+    name, named_by = (
+        (path.stem, "name of the config") if path is not None else _name_of(preset, target, layers[0], merged)
+    )
+    merged.setdefault("output.name", _Setting(run_name(name), Source("default", named_by)))
     loaded = _validated(merged, file_name if path is not None else f"preset {preset}")
-    return replace(loaded, notices=tuple(_notices(merged, below)))
+    notices = [*_notices(merged, below)]
+    if path is not None and preset is None:
+        notices += _on_defaults(file_name, loaded)
+    return replace(loaded, notices=tuple(notices))
+
+
+def _name_of(preset: str | None, target: str | Path | None, own: _Layer, merged: _Layer) -> tuple[str, str]:
+    """A run's name, and after what it is called: the preset, and a text in the place of the preset's `own`.
+
+    Where nobody named the preset, the text's name alone: the default preset is called after another text.
+    """
+    source, before = merged.get("data.source"), own.get("data.source")
+    text = source.value if source is not None and source is not before else None
+    called = source_name(text) if isinstance(text, str) and (before is None or before.value != text) else ""
+    if not re.search(r"\w", called):
+        return str(preset), "name of the config"
+    if target is None:
+        return called, "name of the text"
+    return f"{preset}-{called}", "names of the config and the text"
 
 
 def _notices(merged: _Layer, below: _Layer) -> Iterator[str]:
@@ -117,6 +138,16 @@ def _notices(merged: _Layer, below: _Layer) -> Iterator[str]:
         yield (
             f"{context.source.where} lowers model.context from {before.value:,} to {context.value:,} tokens, which "
             f"changes what is learned; model.context={before.value} keeps it"
+        )
+
+
+def _on_defaults(file_name: str, loaded: LoadedConfig) -> Iterator[str]:
+    """A file without a preset is not one with the default preset, which a reader may take it for."""
+    left = sum(source.kind in ("default", "family") for source in loaded.sources.values())
+    if left > 1:  # the run's name is the file's
+        yield (
+            f"{file_name} names no preset, so the {left - 1} settings that it leaves out have Flatout's own defaults, "
+            "not a preset's; `preset: NAME` in its first lines changes that"
         )
 
 

@@ -62,7 +62,9 @@ def _run_folder(word: str) -> Path:
     """The folder, if there is a run in it; else an error that names one where there is."""
     path = Path(word)
     if not word or not os.path.isdir(word):
-        hint = "name a run folder, for example runs/shakespeare-char"
+        from flatout.config.suggest import run_hint
+
+        hint = run_hint(word, "name a run folder, for example runs/shakespeare-char")
         if path.name == "metrics.jsonl" and os.path.isfile(word):
             hint = f"name its folder: {path.parent}"
         raise UsageError(f"{quoted(word)} is not a folder", hint)

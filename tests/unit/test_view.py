@@ -350,7 +350,7 @@ def test_every_run_can_be_shown_in_lines(name: str):
     ("settings", "words"),
     [
         ({"patience": 3, "min_delta": 0.0}, "of training: no lower validation loss in 3 evaluations; best"),
-        ({"patience": 2, "min_delta": 0.5}, "fell by less than eval.min_delta (0.5) in 2 evaluations; best"),
+        ({"patience": 1, "min_delta": 0.5}, "fell by less than eval.min_delta (0.5) in 1 evaluation; best"),
         (None, "of training: no lower validation loss; best"),
     ],
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.errors import DataError
-from flatout.observe.human import printable
+from flatout.observe.human import many, printable
 from flatout.observe.sinks import read_metrics
 
 LARGEST = 2**53
@@ -92,7 +92,7 @@ def early_stop_reason(info: dict[str, Any]) -> str:
     settings = config.get("eval") if isinstance(config, dict) else None
     values = [settings.get(name) if isinstance(settings, dict) else None for name in ("patience", "min_delta")]
     patience, delta = (value if isinstance(value, int | float) and value > 0 else 0 for value in values)
-    often = f" in {patience:g} evaluations" if patience else ""
+    often = f" in {many(int(patience), 'evaluation')}" if patience else ""
     if delta:
         return f"the validation loss fell by less than eval.min_delta ({delta:g}){often}"
     return f"no lower validation loss{often}"
